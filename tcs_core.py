@@ -1,0 +1,2291 @@
+"""Time-Correlated Sparsification (TCS) for communication-efficient federated learning, in one module.
+
+Reproduces E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
+Communication-Efficient Federated Learning". "Alg." and "Eq." below are that paper's.
+
+    theta_D -> local training -> deltas_ND -> (+ errors_ND) -> masks -> values -> bits
+            -> average -> update_D -> theta_D
+
+Contents
+     1 schemes and configuration          7 the federation (Alg. 1, 3)
+     2 masks (S_top)                      8 model
+     3 positions on the wire (Alg. 4)     9 data and partition
+     4 values on the wire                10 runs, records, checkpoints
+     5 bit budget                        11 tables and figures
+     6 compressors (Alg. 2)              12 command line
+
+Symbols (an axis suffix names a tensor's dimensions)
+    D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
+    theta_D      model parameters            (D,) float32; the model's parameters are views into it
+    deltas_ND    model differences           (N, D) float32: minus eta times the summed gradients
+    errors_ND    accumulated errors e        (N, D) float32
+    intended     deltas + errors             what a client means to send
+    sent         the quantized kept entries  what it sends
+    update_D     the server's average        (D,) float32
+    phi          share of entries KEPT       K = ceil(phi * D), at least 1
+
+Differences from the paper
+     1. Bits: beside the paper's formula, the bits of the code that really decodes are counted, with
+        and without the dense warm-up, which the paper's budget leaves out, and for the downlink.
+     2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
+        every entry that ties with the K-th.)
+     3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
+        warm-up makes one dense round first.
+     4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
+        float32 without quantization, and with it while sigma >= 1/2 (Sterbenz); beyond, to one
+        rounding of the subtraction.
+     5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
+        algorithm box puts beta on the wrong term, and the text has a plus before eta.
+     6. Layer-wise fairness: phi^max with ">=" in the paper means phi^min. A layer is one parameter
+        tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win.
+     7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max]; u_min is the smallest
+        NON-ZERO magnitude; zeros take the last interval's code and do not enter its mean.
+     8. The position code's blocks hold round(1/phi) entries, ceil(log2(block)) bits inside one.
+     9. Batch norm's running statistics never influence training; the clients' are averaged only when
+        the model is evaluated. Their bits are reported apart.
+    10. Augmentation (random crop with 4 px of padding, flip) and sampling (without replacement; an
+        incomplete last batch, or last round of H batches, is dropped) are not in the paper.
+    11. Schedules keep the paper's proportions at other lengths: warm-up 1/60 of the epochs (at least
+        one), drops after 1/2 and 3/4. Learning rates scale linearly with the cumulative batch.
+    12. "H = 2 and H = 2" in the paper means H = 2 and H = 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import io
+import json
+import math
+import multiprocessing
+import os
+import platform
+import queue
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 1. Schemes and configuration
+#    A scheme says what travels; a RunConfig says what is trained, on what, for how long. Both are
+#    frozen and checked when they are made. Defaults are the paper's (Sec. IV-B).
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def _param(default: Any, kind: type, allowed: str, ok: Callable[[Any], bool], doc: str) -> Any:
+    """A dataclass field that knows its type, what it allows and what it means."""
+    metadata = {"kind": kind, "allowed": allowed, "ok": ok, "doc": doc}
+    return field(default=default, metadata=metadata)
+
+
+def _check_value(key: str, value: Any, metadata: dict) -> Any:
+    """`value` as the field's type; ValueError with key, value and what is allowed."""
+    kind, optional = metadata["kind"], "or null" in metadata["allowed"]
+    if value is None and optional:
+        return None
+    right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value, right = float(value), True
+    if kind is tuple and isinstance(value, list):
+        value, right = tuple(value), True
+    if not right or not metadata["ok"](value):
+        hint = ""
+        if kind in (int, float) and isinstance(value, str):
+            hint = " (YAML reads 1e-3 as text: write 1.0e-3)"
+        raise ValueError(
+            f"{key}: got {value!r} ({type(value).__name__}), allowed: {metadata['allowed']}{hint}"
+        )
+    return value
+
+
+def _check_fields(instance: Any) -> None:
+    for f in dataclasses.fields(instance):
+        if f.metadata:
+            value = _check_value(f.name, getattr(instance, f.name), dict(f.metadata))
+            object.__setattr__(instance, f.name, value)
+
+
+def _reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(
+            f"unknown {what}: {', '.join(unknown)}; allowed: {', '.join(sorted(known))}"
+        )
+
+
+def _share(default: float | None, doc: str) -> Any:
+    return _param(default, float, "a share in (0, 1], or null for none", lambda v: 0 < v <= 1, doc)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a client sends in one round. Make one by name, `Scheme.named("TCS-L4-Q5")`.
+
+    None for a phi means that the scheme has no such mask: top-K has only masks of the clients' own,
+    rand-K only a shared one.
+    """
+
+    name: str
+    rule: str = "TCS"
+    phi_global: float | None = _share(1e-2, "share kept by the mask all sides know, Eq. 6")
+    phi_local: float | None = _share(1e-3, "share kept by a client's own mask, Sec. II-A")
+    phi_min_global: float | None = _share(
+        None, "least share of every layer, global mask, Sec. II-C"
+    )
+    phi_min_local: float | None = _share(None, "least share of every layer, local mask, Sec. II-C")
+    local_steps: int = _param(1, int, "a whole number >= 1", lambda v: v >= 1, "H, Alg. 1")
+    value_bits: int = _param(
+        32, int, "1 to 16, or 32 for float32", lambda v: 1 <= v <= 16 or v == 32,
+        "q, bits of a value, one of them the sign, Sec. II-F",
+    )  # fmt: skip
+    momentum: float = _param(0.0, float, "a number in [0, 1)", lambda v: 0 <= v < 1, "beta, Alg. 3")
+    error_accumulation: bool = _param(True, bool, "true or false", lambda v: True, "Sec. II-B")
+    centralized: bool = _param(
+        False, bool, "true or false", lambda v: True, "one client, no traffic"
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.rule not in RULES:
+            raise ValueError(f"rule: got {self.rule!r}, allowed: {', '.join(RULES)}")
+        if self.phi_global is None and self.phi_local is None:
+            raise ValueError(
+                f"{self.name}: phi_global and phi_local are both null: nothing is sent"
+            )
+
+    @property
+    def intervals(self) -> int:
+        """P = 2^(q-1) intervals of the quantizer; one of the q bits is the sign. 0: not quantized."""
+        return 0 if self.value_bits == 32 else 2 ** (self.value_bits - 1)
+
+    @property
+    def dense(self) -> bool:
+        """Every entry is sent as it is, in 32 bits."""
+        return self.rule == "dense" and not self.intervals
+
+    @staticmethod
+    def named(name: str, **changes: Any) -> Scheme:
+        """The scheme that the paper, or `register_scheme`, calls `name`.
+
+        A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
+        steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum.
+        `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no sense.
+        """
+        text = re.sub(r"-\s+", "-", name.strip())
+        families = sorted(FAMILIES, key=len, reverse=True)
+        family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", text, re.I)), None)
+        if family is None:
+            raise ValueError(f"scheme {name!r} is unknown; {_known_schemes()}")
+        fields = dict(FAMILIES[family])
+        for suffix in filter(None, text[len(family) :].split("-")):
+            fields |= _suffix_fields(name, fields, suffix)
+        return Scheme(name=name.strip(), **(fields | changes))
+
+
+def _known_schemes() -> str:
+    return (
+        f"known: {', '.join(FAMILIES)}, each with -L<steps>, -Q<bits>, -LF, -PLF, "
+        "-Momentum or -Global Momentum where it makes sense (TCS-L4-Q5)"
+    )
+
+
+def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
+    """The fields that one suffix of a scheme's name sets."""
+    own, shared = fields.get("phi_local", 1e-3), fields.get("phi_global", 1e-2)
+    selects = fields.get("rule") not in ("dense", "rand-K")
+    lower = suffix.lower()
+    if lower in ("momentum", "global momentum"):
+        return {"momentum": 0.9}
+    if fields.get("centralized"):
+        raise ValueError(f"scheme {name!r}: {suffix!r} makes no sense in centralized training")
+    if match := re.fullmatch(r"l([1-9]\d*)", lower):
+        return {"local_steps": int(match[1])}
+    if match := re.fullmatch(r"q([1-9]\d*)", lower):
+        return {"value_bits": int(match[1])}
+    if lower == "lf" and selects:
+        return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
+    if lower in ("plf", "pfl") and selects and shared:
+        return {"phi_min_global": 1e-3}
+    raise ValueError(f"scheme {name!r}: suffix {suffix!r} is unknown here; {_known_schemes()}")
+
+
+# Families of scheme names: what each sets beyond the defaults above. `register_scheme` adds to it.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "TCS": {},
+    "top-K": {"rule": "top-K", "phi_global": None, "phi_local": 1e-2},
+    "rand-K": {"rule": "rand-K", "phi_global": 1e-2, "phi_local": None},
+    "FedAvg": {"rule": "dense", "phi_global": 1.0, "phi_local": None},
+    "FedSGD": {"rule": "dense", "phi_global": 1.0, "phi_local": None},
+    "Baseline": {"rule": "dense", "phi_global": 1.0, "phi_local": None, "centralized": True},
+}
+
+_whole = lambda v: v >= 1  # noqa: E731
+_positive = lambda v: 0 < v < math.inf  # noqa: E731
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run: scheme, data, model, federation, schedule. Fields in the paper's units."""
+
+    scheme: Scheme
+    learning_rate: float = _param(
+        0.5, float, "a positive number", _positive,
+        "eta at a cumulative batch of reference_batch (Tables 1 and 2: 0.5, 0.8)",
+    )  # fmt: skip
+    seed: int = _param(0, int, "a whole number >= 0", lambda v: v >= 0, "seed of everything random")
+    profile: str = _param(
+        "ci", str, "letters, digits, - and _", lambda v: re.fullmatch(r"[\w-]+", v) is not None,
+        "folder under results/",
+    )  # fmt: skip
+    dataset: str = _param(
+        "synthetic", str, "synthetic, cifar10 or folder",
+        lambda v: v in ("synthetic", "cifar10", "folder"), "what is learned",
+    )  # fmt: skip
+    data_root: str | None = _param(
+        None, str, "a path, or null", bool, "cifar10: download folder; folder: a folder or a tar"
+    )
+    data_label: str | None = _param(None, str, "a name, or null", bool, "data set's name in tables")
+    train_samples: int | None = _param(
+        None, int, "a whole number >= 1, or null for all", _whole, ""
+    )
+    test_samples: int | None = _param(None, int, "a whole number >= 1, or null for all", _whole, "")
+    model: str = _param(
+        "resnet18", str, "resnet18 or resnet8", lambda v: v in STAGES, "depth, Sec. IV-A"
+    )
+    width: int = _param(64, int, "a whole number >= 1", _whole, "channels of the first stage")
+    clients: int = _param(10, int, "a whole number >= 1", _whole, "N, Sec. IV-A")
+    participation: float = _param(
+        1.0, float, "a share in (0, 1]", lambda v: 0 < v <= 1, "clients drawn each round, Alg. 1"
+    )
+    batch_size: int = _param(64, int, "a whole number >= 1", _whole, "B, samples a local step")
+    epochs: int = _param(300, int, "a whole number >= 1", _whole, "passes over the data")
+    warmup_epochs: int | None = _param(
+        None, int, "a whole number >= 0, or null for 1/60 of the epochs", lambda v: v >= 0,
+        "dense epochs with a rising learning rate, Sec. IV-B",
+    )  # fmt: skip
+    warmup_learning_rate: float = _param(
+        0.1, float, "a positive number", _positive, "eta of the first round, scaled like eta"
+    )
+    drops: tuple[float, ...] = _param(
+        (0.5, 0.75), tuple, "shares of the epochs in (0, 1), rising",
+        lambda v: all(isinstance(x, float) and 0 < x < 1 for x in v) and list(v) == sorted(v),
+        "when eta is divided by 10, Sec. IV-B",
+    )  # fmt: skip
+    reference_batch: int | None = _param(
+        640, int, "a whole number >= 1, or null for no scaling", _whole,
+        "cumulative batch at which learning_rate holds (10 clients x 64), linear scaling",
+    )  # fmt: skip
+    weight_decay: float = _param(
+        1e-4, float, "a number >= 0", lambda v: 0 <= v < math.inf, "L2, in the local gradient"
+    )
+    dirichlet_alpha: float | None = _param(
+        None, float, "a positive number, or null for IID", _positive, "class skew among clients"
+    )
+    precision: str = _param(
+        "fp32", str, "fp32 or bf16", lambda v: v in ("fp32", "bf16"), "autocast of the passes"
+    )
+    threads: int | None = _param(None, int, "a whole number >= 1, or null", _whole, "CPU threads")
+    device: str = _param(
+        "auto", str, "auto, cpu, cuda or cuda:<n>",
+        lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v) is not None, "where it runs",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scheme, str):
+            object.__setattr__(self, "scheme", Scheme.named(self.scheme))
+        _check_fields(self)
+        if self.warmup >= self.epochs and self.warmup > 0 and self.epochs > 1:
+            raise ValueError(
+                f"warmup_epochs: got {self.warmup}, allowed: less than epochs ({self.epochs})"
+            )
+
+    # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
+    # no warm-up, whatever the federated settings beside it say (Sec. IV-B).
+
+    @property
+    def client_count(self) -> int:
+        return 1 if self.scheme.centralized else self.clients
+
+    @property
+    def batch(self) -> int:
+        """Samples of one client's local step."""
+        return 2 * self.batch_size if self.scheme.centralized else self.batch_size
+
+    @property
+    def participants(self) -> int:
+        """Clients that take part in a round."""
+        share = 1.0 if self.scheme.centralized else self.participation
+        return kept(share, self.client_count)
+
+    @property
+    def warmup(self) -> int:
+        """Dense epochs at the start: as configured, or the paper's 5 of 300 in proportion."""
+        if self.scheme.centralized:
+            return 0
+        if self.warmup_epochs is None:
+            return max(1, round(self.epochs / 60))
+        return self.warmup_epochs
+
+    @property
+    def scale(self) -> float:
+        """Linear scaling: cumulative batch over the batch at which the learning rate holds."""
+        if self.reference_batch is None:
+            return 1.0
+        reference = 128 if self.scheme.centralized else self.reference_batch
+        return self.participants * self.batch / reference
+
+    @property
+    def eta(self) -> float:
+        """The table's learning rate; centralized training has the paper's 0.1."""
+        return 0.1 if self.scheme.centralized else self.learning_rate
+
+    def learning_rate_at(self, epoch: float) -> float:
+        """eta_t at a fractional epoch, counted from 0: linear warm-up, then steps down by 10."""
+        if epoch < self.warmup:
+            start = self.warmup_learning_rate
+            return self.scale * (start + (self.eta - start) * epoch / self.warmup)
+        passed = sum(epoch >= share * self.epochs for share in self.drops)
+        return self.scale * self.eta * 0.1**passed
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run: JSON types only. Where and how fast is left out."""
+        skip = ("scheme", "profile", "data_root", "threads", "device")
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {k: v for k, v in fields.items() if k not in skip}
+        values["drops"] = list(self.drops)
+        values |= {
+            "learning_rate": self.eta,
+            "clients": self.client_count,
+            "batch_size": self.batch,
+        }
+        values["warmup_epochs"] = self.warmup
+        if self.scheme.centralized:
+            values |= {"participation": 1.0, "dirichlet_alpha": None, "warmup_learning_rate": None}
+            values["reference_batch"] = self.reference_batch and 128
+        return {
+            "scheme": dataclasses.asdict(self.scheme),
+            **values,
+            **_rule_source(self.scheme.rule),
+        }
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(self.identity(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def record_name(self) -> str:
+        safe = re.sub(r"[^\w.-]+", "_", self.scheme.name)
+        return f"{safe}-{self.eta:g}-{self.seed}-{self.digest}.json"
+
+    @property
+    def torch_device(self) -> torch.device:
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(auto if self.device == "auto" else self.device)
+
+
+def _rule_source(rule: str) -> dict[str, str]:
+    """A rule from outside this module is part of a run's identity: a changed rule is a new run."""
+    cls = RULES[rule]
+    if cls.__module__ == __name__:
+        return {}
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        source = cls.__qualname__
+    return {"rule_sha256": hashlib.sha256(source.encode()).hexdigest()}
+
+
+TABLE_KEYS = {"table", "figure", "title", "schemes", "paper", "seeds", "jobs"}
+SCHEME_KEYS = {"phi_global", "phi_local", "phi_min_global", "phi_min_local"}
+RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
+
+
+def plan(params: dict[str, Any]) -> list[RunConfig]:
+    """Every run that a table and a profile ask for, scheme by scheme, seed by seed.
+
+    `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names), `seeds`
+    (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
+    phi_min_local replace the value of every scheme that has one.
+    Raises ValueError naming the key, the value and what is allowed.
+    """
+    _reject_unknown(params, TABLE_KEYS | SCHEME_KEYS | RUN_KEYS, "parameter")
+    names = params.get("schemes")
+    if not isinstance(names, list | tuple) or not names:
+        raise ValueError(f"schemes: got {names!r}, allowed: a list of scheme names")
+    seeds = _seeds(params.get("seeds", 1))
+    fields = {k: v for k, v in params.items() if k in RUN_KEYS}
+    schemes = [_named_with(name, params) for name in names]
+    return [RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in seeds]
+
+
+def _seeds(given: Any) -> list[int]:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+        return list(range(given))
+    if isinstance(given, list | tuple) and given:
+        if all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in given):
+            return list(given)
+    raise ValueError(f"seeds: got {given!r}, allowed: a number of seeds >= 1 or a list of them")
+
+
+def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
+    """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
+    if not isinstance(name, str):
+        raise ValueError(f"schemes: got {name!r}, allowed: scheme names (text)")
+    scheme = Scheme.named(name)
+    given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}
+    if scheme.rule == "dense":
+        return scheme
+    changes = {k: v for k, v in given.items() if getattr(scheme, k) is not None}
+    return dataclasses.replace(scheme, **changes)
+
+
+def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
+    """YAML files merged, the later over the earlier. ValueError names a file that is no mapping."""
+    merged: dict[str, Any] = {}
+    for path in paths:
+        try:
+            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not readable as YAML: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ValueError(
+                f"{path}: got {type(loaded).__name__}, allowed: a mapping of parameters"
+            )
+        merged |= loaded
+    return merged
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C)
+#    A mask has two forms: a (D,) bool tensor, which reads like the paper, and its sorted positions,
+#    which is what the compressor works with: K numbers instead of D.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def kept(phi: float, dimension: int) -> int:
+    """K = ceil(phi * D), at least 1; a product a rounding error above a whole number counts as it."""
+    return max(1, math.ceil(round(phi * dimension, 9)))
+
+
+def top_k_positions(
+    vector_D: Tensor, k: int, excluded: Tensor | None = None, floor: float = 0.0
+) -> Tensor:
+    """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
+
+    Of equal magnitudes the lower index wins. `excluded` (positions) never enter. `floor`, a guess
+    of the k-th magnitude from below, only makes it faster: the result is the same for every floor.
+    Raises ValueError if k is not in 0..D minus the excluded, or if the vector holds a NaN.
+    """
+    magnitudes_D = vector_D.detach().abs()
+    if excluded is not None:
+        magnitudes_D[excluded] = -1.0
+    return _largest(magnitudes_D, k, len(magnitudes_D) - _length(excluded), floor)
+
+
+def _length(positions: Tensor | None) -> int:
+    return 0 if positions is None else positions.numel()
+
+
+def _largest(magnitudes_D: Tensor, k: int, eligible: int, floor: float = 0.0) -> Tensor:
+    """Positions of the k largest of `magnitudes_D`, ascending; exact whatever `floor` is."""
+    if not 0 <= k <= eligible:
+        raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=magnitudes_D.device)
+    if floor > 0:
+        near = (magnitudes_D >= floor).nonzero().squeeze(1)
+        if len(near) >= k:
+            return near[_largest(magnitudes_D[near], k, len(near))]
+    kth = magnitudes_D.topk(k, sorted=False).values.min()
+    if kth.isnan():
+        raise ValueError("the vector holds a NaN: its largest entries are not defined")
+    chosen = (magnitudes_D >= kth).nonzero().squeeze(1)
+    if len(chosen) == k:
+        return chosen
+    tied = magnitudes_D[chosen] == kth
+    surplus = tied & (tied.cumsum(0) > k - (len(chosen) - tied.sum()))
+    return chosen[~surplus]
+
+
+def layerwise_top_k_positions(
+    vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
+) -> Tensor:
+    """S_top under layer-wise fairness (Eq. 12, 13): int64 (k,), ascending.
+
+    Every layer l gets its ceil(phi_min * d_l) largest entries (all it has, if fewer are eligible);
+    the rest of k goes by magnitude over what is left. Shares that add up to more than k compete
+    for the k places by magnitude, so that the budget holds.
+    """
+    magnitudes_D = vector_D.detach().abs()
+    if excluded is not None:
+        magnitudes_D[excluded] = -1.0
+    eligible = len(magnitudes_D) - _length(excluded)
+    shares = [kept(phi_min, size) for size in layer_sizes]
+    starts = [sum(layer_sizes[:i]) for i in range(len(layer_sizes))]
+    layers = zip(magnitudes_D.split(layer_sizes), shares, starts, strict=True)
+    fair = torch.cat([start + _largest(part, share, len(part)) for part, share, start in layers])
+    fair = fair[magnitudes_D[fair] >= 0]
+    if len(fair) >= k:
+        return fair[_largest(magnitudes_D[fair], k, len(fair))]
+    magnitudes_D[fair] = -1.0
+    rest = _largest(magnitudes_D, k - len(fair), eligible - len(fair))
+    return torch.cat([fair, rest]).sort().values
+
+
+def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
+    """(D,) bool mask with ones at the positions."""
+    mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
+    mask_D[positions_K] = True
+    return mask_D
+
+
+def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
+    """S_top(v, K) (Sec. II-B): a (D,) bool mask with exactly k ones; of ties the lower index wins."""
+    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
+
+
+def layerwise_top_k_mask(
+    vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float
+) -> Tensor:
+    """`layerwise_top_k_positions` as a (D,) bool mask."""
+    positions = layerwise_top_k_positions(vector_D, k, layer_sizes, phi_min)
+    return positions_to_mask(positions, len(vector_D))
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4)
+#    Blocks of 1/phi entries. "1" and the position inside its block for every entry, "0" at the end of
+#    every block: log2(1/phi) + 2 bits an entry when phi of them are set.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def intra_block_bits(block: int) -> int:
+    """Bits of a position inside a block of `block` entries: ceil(log2(block))."""
+    return (block - 1).bit_length()
+
+
+def position_bits(count: int, dimension: int, block: int) -> int:
+    """Exact length of the code of `count` positions in `dimension` entries, in bits."""
+    return count * (1 + intra_block_bits(block)) + -(-dimension // block)
+
+
+def _check_code(dimension: int, block: int) -> None:
+    if dimension < 1:
+        raise ValueError(f"dimension: got {dimension}, allowed: a whole number >= 1")
+    if not 1 <= block:
+        raise ValueError(f"block: got {block}, allowed: a whole number >= 1")
+
+
+def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
+    """Positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
+
+    `positions_K` int64, 0-based, strictly ascending, below `dimension`. Entry i of block b starts
+    after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
+    Raises ValueError for positions out of range or out of order.
+    """
+    _check_code(dimension, block)
+    _check_positions(positions_K, dimension)
+    width = intra_block_bits(block)
+    order = torch.arange(len(positions_K), device=positions_K.device)
+    starts_K = order * (1 + width) + positions_K // block
+    length = position_bits(len(positions_K), dimension, block)
+    bits = torch.zeros(length, dtype=torch.uint8, device=positions_K.device)
+    bits[starts_K] = 1
+    shifts = torch.arange(width - 1, -1, -1, device=positions_K.device)
+    inside = (positions_K % block).unsqueeze(1) >> shifts & 1
+    bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)] = inside.byte()
+    return bits
+
+
+def _check_positions(positions_K: Tensor, dimension: int) -> None:
+    if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
+        raise ValueError(
+            f"positions: got shape {tuple(positions_K.shape)} {positions_K.dtype}, "
+            "allowed: a one-dimensional int64 tensor"
+        )
+    if not len(positions_K):
+        return
+    low, high = int(positions_K.min()), int(positions_K.max())
+    if low < 0 or high >= dimension:
+        raise ValueError(f"positions: got {low} to {high}, allowed: 0 to {dimension - 1}")
+    if (positions_K.diff() <= 0).any():
+        raise ValueError("positions: not strictly ascending")
+
+
+def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
+    """Positions from bits, Alg. 4: int64 (K,), ascending.
+
+    `bits` uint8 tensor of 0 and 1, exactly one code long. Alg. 4 walks the stream; here all its
+    pointers are found at once by doubling (`_flag_starts`).
+    Raises ValueError for anything that is not the code of some set of positions.
+    """
+    _check_code(dimension, block)
+    if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
+        raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
+    width, blocks = intra_block_bits(block), -(-dimension // block)
+    starts_K = _flag_starts(bits, width)
+    count = len(starts_K)
+    if len(bits) != position_bits(count, dimension, block):
+        raise ValueError(
+            f"bits: got {len(bits)} of them with {count} entries, "
+            f"allowed: {position_bits(count, dimension, block)} ({blocks} block ends)"
+        )
+    block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
+    offsets = torch.arange(1, width + 1, device=bits.device)
+    weights = 1 << (width - offsets)
+    inside_K = (bits[starts_K.unsqueeze(1) + offsets].long() * weights).sum(1)
+    if (inside_K >= block).any():
+        raise ValueError(f"bits: a position of {int(inside_K.max())} inside a block of {block}")
+    positions_K = block_index_K * block + inside_K
+    _check_positions(positions_K, dimension)
+    return positions_K
+
+
+def _flag_starts(bits: Tensor, width: int) -> Tensor:
+    """Where the "1" flags of the entries stand: int64 (K,).
+
+    After a flag the next one is the first 1 at least 1 + width further on. That is a linked list
+    over the ones of the stream; jumps of 1, 2, 4, ... links double the known part each time.
+    """
+    ones = bits.nonzero().squeeze(1)
+    if not len(ones):
+        return ones
+    end = torch.tensor([len(ones)], device=bits.device)
+    jump = torch.cat([torch.searchsorted(ones, ones + 1 + width), end])
+    chain = torch.zeros(1, dtype=torch.int64, device=bits.device)
+    while int(chain[-1]) != len(ones):
+        chain = torch.cat([chain, jump[chain]])
+        jump = jump[jump]
+    starts = ones[chain[chain < len(ones)]]
+    if int(starts[-1]) + width >= len(bits):
+        raise ValueError("bits: the stream ends inside an entry")
+    return starts
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 4. Values on the wire: fractional quantization and the scaled sign (Sec. II-F)
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def scaled_sign(values_K: Tensor) -> Tensor:
+    """Q(u) = ||u||_1 / d * sign(u), Eq. 14: (K,) float32; one bit a value and one mean."""
+    return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
+
+
+def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, float]:
+    """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 15, 16)."""
+    magnitudes = values_K.abs().double()
+    nonzero = magnitudes[magnitudes > 0]
+    if not len(nonzero):
+        return torch.zeros(intervals - 1, dtype=torch.float64, device=values_K.device), 1.0
+    u_max, u_min = nonzero.max(), nonzero.min()
+    sigma = (u_min / u_max) ** (1.0 / intervals)
+    powers = torch.arange(intervals - 1, 0, -1, device=values_K.device)
+    return u_max * sigma**powers, float(sigma)
+
+
+def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """Fractional quantization, Eq. 15 to 17: codes (K,) int32 and means (P,) float32.
+
+    Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus P
+    for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
+    stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
+    intervals have mean 0. Raises ValueError for values that are not finite, or intervals < 1.
+    """
+    if intervals < 1:
+        raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
+    if not values_K.isfinite().all():
+        raise ValueError("values: NaN or infinity can't be quantized")
+    magnitudes_K = values_K.abs().double()
+    edges, _ = interval_edges(values_K, intervals)
+    interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
+    interval_K[magnitudes_K == 0] = intervals - 1
+    sums_P = torch.bincount(interval_K, weights=magnitudes_K, minlength=intervals)
+    counts_P = torch.bincount(interval_K[magnitudes_K > 0], minlength=intervals)
+    means_P = (sums_P / counts_P.clamp(min=1)).float()
+    return (interval_K + intervals * (values_K < 0)).int(), means_P
+
+
+def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
+    """Q_f(u), Eq. 17: the mean of the code's interval with the code's sign, (K,) float32.
+
+    Raises ValueError for a code outside 0..2P - 1.
+    """
+    intervals = len(means_P)
+    codes_K = codes_K.long()
+    if len(codes_K) and not 0 <= int(codes_K.min()) <= int(codes_K.max()) < 2 * intervals:
+        raise ValueError(f"codes: allowed: 0 to {2 * intervals - 1}")
+    magnitudes_K = means_P[codes_K % intervals]
+    return torch.where(codes_K >= intervals, -magnitudes_K, magnitudes_K)
+
+
+def quantized(values_K: Tensor, intervals: int) -> Tensor:
+    """What the receiver sees of the values: themselves if `intervals` is 0 (32 bits each)."""
+    if not intervals or not len(values_K):
+        return values_K
+    return fractional_dequantize(*fractional_quantize(values_K, intervals))
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 5. The bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2)
+#    Two counts, kept apart: the paper's formula, and the exact length of the code of Alg. 4.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
+    """The paper's formula: uplink bits per parameter per local iteration.
+
+    (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D, the
+    phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
+    nan for centralized training: nothing is sent.
+    """
+    scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+    if scheme.centralized:
+        return math.nan
+    phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
+    means = 0.0
+    if dimension is not None:
+        phi_global = kept(phi_global, dimension) / dimension if phi_global else 0.0
+        phi_local = kept(phi_local, dimension) / dimension if phi_local else 0.0
+        means = 32 * scheme.intervals / dimension
+    values = scheme.value_bits * (phi_global + phi_local)
+    positions = phi_local * (math.log2(1 / phi_local) + 2) if phi_local else 0.0
+    return (values + means + positions) / scheme.local_steps
+
+
+def block_of(count: int, dimension: int) -> int:
+    """Block of the position code for `count` positions of unknown phi: round(D / count)."""
+    return max(1, round(dimension / count)) if count else dimension
+
+
+def uplink_bits(scheme: Scheme, shared: int, own: int, dimension: int) -> int:
+    """Exact bits of one client's message: `shared` values without positions, `own` with them."""
+    bits = scheme.value_bits * (shared + own) + 32 * scheme.intervals
+    if own:
+        block = round(1 / scheme.phi_local) if scheme.phi_local else block_of(own, dimension)
+        bits += position_bits(own, dimension, block)
+    return bits
+
+
+def downlink_bits(shared: int, explored: int, dimension: int) -> int:
+    """Exact bits of the server's message: float32 values, positions only for the `explored` ones."""
+    if not explored:
+        return 32 * shared
+    positions = position_bits(explored, dimension, block_of(explored, dimension))
+    return 32 * (shared + explored) + positions
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 6. Compressors: top-K, rand-K, TCS, LF and PLF, with error accumulation (Alg. 2)
+#    One skeleton, `Compressor`, for all schemes. What differs is a `MaskRule`: which entries both
+#    sides know without being told, and which a client adds of its own.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+class NotFiniteError(ValueError):
+    """A client's update holds NaN or infinity; `client` says whose."""
+
+    def __init__(self, client: int):
+        super().__init__(f"client {client}: the update is not finite (NaN or infinity)")
+        self.client = client
+
+
+class MaskRule:
+    """Which entries travel. Subclass it, with `register_scheme`, to make a scheme of your own.
+
+    Methods may return a (D,) bool mask or its ascending int64 positions. Tensors and numbers kept
+    as attributes without a leading underscore are saved in checkpoints.
+    """
+
+    def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
+        self._scheme, self._layer_sizes, self._device, self._seed = (
+            scheme,
+            layer_sizes,
+            device,
+            seed,
+        )
+        self._dimension = sum(layer_sizes)
+        self._floors: dict[bool, float] = {}  # last thresholds, a little lowered: only for speed
+        self.k_global = kept(scheme.phi_global, self._dimension) if scheme.phi_global else 0
+        free = self._dimension - self.k_global
+        self.k_local = min(kept(scheme.phi_local, self._dimension), free) if scheme.phi_local else 0
+
+    def global_mask(self) -> Tensor | None:
+        """The mask all sides know in this round; None if not known yet: the round is dense."""
+        return torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def local_mask(self, intended_D: Tensor, global_positions_K: Tensor) -> Tensor:
+        """The client's own mask, disjoint from the global one: S_top of the rest (Alg. 2, line 10)."""
+        phi_min = self._scheme.phi_min_local
+        return self.select(intended_D, self.k_local, phi_min, excluded=global_positions_K)
+
+    def observe(self, update_D: Tensor) -> None:
+        """Called with every round's update, dense ones too, after it was averaged."""
+
+    def select(
+        self, vector_D: Tensor, k: int, phi_min: float | None, excluded: Tensor | None = None
+    ) -> Tensor:
+        """S_top, layer-wise fair if `phi_min` says so; last time's threshold speeds it up."""
+        if phi_min is not None:
+            return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
+        floor = self._floors.get(excluded is None, 0.0)
+        positions_K = top_k_positions(vector_D, k, excluded, floor)
+        if k:
+            self._floors[excluded is None] = 0.8 * float(vector_D[positions_K].abs().min())
+        return positions_K
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = (Tensor, int, float)
+        state = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return {k: v for k, v in state.items() if isinstance(v, saved)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class TopK(MaskRule):
+    """Top-K: no shared mask; each client's own S_top, all its positions sent (Sec. I-C)."""
+
+
+class RandK(MaskRule):
+    """Rand-K: a random mask that all sides draw from one seed; no positions sent (Sec. I-C)."""
+
+    round = 0
+
+    def global_mask(self) -> Tensor:
+        generator = np.random.default_rng([self._seed, self.round])
+        chosen = generator.choice(self._dimension, self.k_global, replace=False, shuffle=False)
+        return torch.from_numpy(np.sort(chosen)).to(self._device)
+
+    def observe(self, update_D: Tensor) -> None:
+        self.round = self.round + 1
+
+
+class Dense(MaskRule):
+    """Everything travels (FedAvg); with -Q<bits>, quantized."""
+
+    def global_mask(self) -> Tensor:
+        return torch.arange(self._dimension, device=self._device)
+
+
+class TCS(MaskRule):
+    """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2, line 5)."""
+
+    positions: Tensor | None = None
+
+    def global_mask(self) -> Tensor | None:
+        if self.k_global == 0:
+            return super().global_mask()
+        return self.positions
+
+    def observe(self, update_D: Tensor) -> None:
+        if self.k_global:
+            self.positions = self.select(update_D, self.k_global, self._scheme.phi_min_global)
+
+
+RULES: dict[str, type[MaskRule]] = {"TCS": TCS, "top-K": TopK, "rand-K": RandK, "dense": Dense}
+
+
+def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
+    """Class decorator: a family of schemes of your own, with -L<H>, -Q<q>, ... for free.
+
+        @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
+        class RunningAverage(TCS):
+            def observe(self, update_D):
+                self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
+                super().observe(self.average_D)
+
+    `fields` are those of Scheme. Registering a name again replaces it, so a cell can be run twice;
+    the names of the core's own families can't be taken.
+    """  # fmt: skip
+    taken = FAMILIES.get(name, {"rule": name}).get("rule", "TCS") != name
+    if taken or RULES.get(name, object).__module__ == __name__:
+        raise ValueError(f"scheme {name!r} is one of the core's own: choose another name")
+    _reject_unknown(
+        fields, {f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"}, "field"
+    )
+
+    def register(cls: type[MaskRule]) -> type[MaskRule]:
+        previous = RULES.get(name)
+        RULES[name] = cls
+        try:
+            Scheme(name=name, rule=name, **fields)
+        except (TypeError, ValueError):
+            RULES.pop(name) if previous is None else RULES.update({name: previous})
+            raise
+        FAMILIES[name] = {"rule": name, **fields}
+        return cls
+
+    return register
+
+
+class Compressor:
+    """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
+
+    `errors_ND` (N, D) float32 is what has not been received yet. A dense scheme has no errors.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        layer_sizes: list[int],
+        clients: int,
+        device: Any = "cpu",
+        seed: int = 0,
+    ):
+        self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
+        self.dimension = sum(layer_sizes)
+        self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
+        rows = 0 if scheme.dense else clients
+        self.errors_ND = torch.zeros(rows, self.dimension, device=device)
+        self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
+        self.bits_up = self.bits_down = 0
+
+    def step(
+        self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
+    ) -> Tensor:
+        """One round, Alg. 2 lines 8 to 17: (N, D) model differences in, their (D,) average out.
+
+        `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
+        keep their errors. A scheme that needs an update to take its mask from makes its first round
+        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError, ValueError; nothing is changed then.
+        """
+        chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
+        self._check(deltas_ND, chosen)
+        global_K = None if dense or self.scheme.dense else self.rule.global_mask()
+        if global_K is None:
+            update_D = self._dense_round(deltas_ND, chosen)
+        else:
+            update_D = self._sparse_round(deltas_ND, chosen, _as_positions(global_K))
+        self.rule.observe(update_D)
+        return update_D
+
+    def _check(self, deltas_ND: Tensor, chosen: list[int]) -> None:
+        if tuple(deltas_ND.shape) != (self.clients, self.dimension):
+            expected = (self.clients, self.dimension)
+            raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
+        if not chosen or sorted(set(chosen)) != sorted(chosen):
+            raise ValueError(f"clients: got {chosen}, allowed: one or more, each once")
+        if not 0 <= min(chosen) <= max(chosen) < self.clients:
+            raise ValueError(f"clients: got {chosen}, allowed: 0 to {self.clients - 1}")
+        sums_N = torch.stack([deltas_ND[n].sum() for n in chosen]).tolist()
+        for n, total in zip(chosen, sums_N, strict=True):
+            if not math.isfinite(total) and not deltas_ND[n].isfinite().all():
+                raise NotFiniteError(n)
+
+    def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
+        """Everything is sent in 32 bits: no error is left."""
+        update_D = torch.zeros_like(deltas_ND[0])
+        for n in chosen:
+            update_D += deltas_ND[n]
+            if len(self.errors_ND):
+                update_D += self.errors_ND[n]
+                self.errors_ND[n].zero_()
+        self.bits_up = self.bits_down = 32 * self.dimension
+        return update_D.div_(len(chosen))
+
+    def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
+        update_D, own = torch.zeros_like(deltas_ND[0]), 0
+        self._explored_D.zero_()
+        for n in chosen:
+            local_K, sent_K = self._client(n, deltas_ND[n], global_K)  # client side, in parallel
+            update_D.index_add_(0, torch.cat([global_K, local_K]), sent_K)  # server, line 16
+            self._explored_D[local_K] = True
+            own += len(local_K)
+        shared, explored = len(global_K), int(self._explored_D.sum())
+        self.bits_up = uplink_bits(self.scheme, shared, -(-own // len(chosen)), self.dimension)
+        self.bits_down = downlink_bits(shared, explored, self.dimension)
+        return update_D.div_(len(chosen))
+
+    def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> tuple[Tensor, Tensor]:
+        """One client's side of a round: its own positions, and the values it sends on both masks."""
+        errors_D = self.errors_ND[n]
+        keep_errors = self.scheme.error_accumulation
+        intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)  # line 9
+        local_K = _as_positions(self.rule.local_mask(intended_D, global_K))  # line 10: explore
+        positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
+        intended = intended_D[positions]
+        sent = quantized(intended, self.scheme.intervals)  # line 12
+        errors_D[positions] = intended - sent  # line 13: what stays behind
+        return local_K, sent
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs: errors, and the mask rule's state."""
+        return {"errors_ND": self.errors_ND, "rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["errors_ND"].shape != self.errors_ND.shape:
+            shapes = tuple(state["errors_ND"].shape), tuple(self.errors_ND.shape)
+            raise ValueError(f"errors_ND: got shape {shapes[0]}, allowed: {shapes[1]}")
+        self.errors_ND.copy_(state["errors_ND"])
+        self.rule.load_state_dict(state["rule"])
+
+
+def _as_positions(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1) if mask.dtype == torch.bool else mask
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3)
+#    All clients live in one process and take turns on one model. A client's backward pass writes
+#    straight into its row of deltas_ND.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+# Purposes of random numbers; with seed, epoch, client they name one independent stream each, so that
+# no draw depends on the order of work, the number of processes or where a run was resumed.
+_INIT, _PARTITION, _SAMPLING, _PARTICIPANTS, _MASKS = range(5)
+
+
+def generator_for(seed: int, *path: int) -> torch.Generator:
+    """The CPU generator of one purpose: the same numbers for the same (seed, path), everywhere."""
+    state = np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+class Federation:
+    """N clients and a server on one machine (Alg. 1 with Alg. 2's compression, or Alg. 3).
+
+    `theta_D`, `deltas_ND`, `statistics_NS` and `compressor` are the whole state, beside `momentum_D`.
+    Raises ValueError if the data can't feed the configured clients, batches or local steps.
+    """
+
+    def __init__(self, config: RunConfig, data: Dataset):
+        self.config, self.device = config, config.torch_device
+        clients = config.client_count
+        self.samples_NM = _client_samples(config, data)
+        self.batches = Batches(data, self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
+            model = build_model(config.model, config.width, data.classes)
+        self.flat = FlatModel(model.to(self.device))
+        self.theta_D, dimension = self.flat.theta_D, len(self.flat.theta_D)
+        self.start_D = torch.empty_like(self.theta_D) if config.scheme.local_steps > 1 else None
+        self.deltas_ND = torch.zeros(clients, dimension, device=self.device)
+        self.gradient_views = [self.flat.views(row) for row in self.deltas_ND]
+        self.statistics_NS = self.flat.statistics().repeat(clients, 1)
+        self.momentum_D = torch.zeros_like(self.theta_D) if config.scheme.momentum else None
+        sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
+        self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed)
+        self.active = list(range(clients))
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return self.samples_NM.shape[1] // self.config.batch // self.config.scheme.local_steps
+
+    def epoch(self, epoch: int) -> dict[str, Any]:
+        """One epoch of rounds; its row of the record, without the evaluation.
+
+        Raises NotFiniteError with the round in its text; the model is as after the last good round.
+        """
+        self.flat.model.train()
+        draws, rounds = self._draws(epoch), self.rounds_per_epoch
+        self.loss_sum = torch.zeros((), device=self.device)
+        row = {
+            "epoch": epoch + 1,
+            "rounds": rounds,
+            "dense_rounds": 0,
+            "bits_up": 0,
+            "bits_down": 0,
+        }
+        for index in range(rounds):
+            eta = self.config.learning_rate_at(epoch + index / rounds)
+            try:
+                self.round(draws, index, eta, dense=epoch < self.config.warmup, epoch=epoch)
+            except NotFiniteError as error:
+                error.args = (f"{error.args[0]}; epoch {epoch + 1}, round {index + 1} of {rounds}",)
+                raise
+            row["bits_up"] += self.compressor.bits_up
+            row["bits_down"] += self.compressor.bits_down
+            row["dense_rounds"] += self.compressor.bits_up == 32 * len(self.theta_D)
+        steps = rounds * self.config.scheme.local_steps * len(self.active)
+        return row | {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
+
+    def _draws(self, epoch: int) -> list[Draws]:
+        """Every client's order of samples, crops and flips for one epoch."""
+        steps = self.rounds_per_epoch * self.config.scheme.local_steps
+        seeds = [(self.config.seed, _SAMPLING, epoch, n) for n in range(len(self.samples_NM))]
+        need = steps * self.config.batch
+        return [
+            Draws.of(samples_M, need, generator_for(*seed)).to(self.device)
+            for samples_M, seed in zip(self.samples_NM, seeds, strict=True)
+        ]
+
+    def _participants(self, epoch: int, index: int) -> list[int]:
+        if self.config.participants == self.config.client_count:
+            return list(range(self.config.client_count))
+        generator = generator_for(self.config.seed, _PARTICIPANTS, epoch, index)
+        order = torch.randperm(self.config.client_count, generator=generator)
+        return sorted(order[: self.config.participants].tolist())
+
+    def round(
+        self, draws: list[Draws], index: int, eta: float, dense: bool = False, epoch: int = 0
+    ) -> None:
+        """Round `index` of an epoch: local training, compression, the server's step."""
+        scheme = self.config.scheme
+        self.active = self._participants(epoch, index)
+        for n in self.active:
+            self._local_training_(n, draws[n], index, eta)
+            if not scheme.momentum:
+                self.deltas_ND[n].mul_(-eta)  # Eq. 3: gradients to a model difference
+        update_D = self.compressor.step(self.deltas_ND, dense, self.active)
+        if scheme.momentum:
+            self.momentum_D.mul_(scheme.momentum).add_(update_D)  # Alg. 3, line 7
+            self.theta_D.add_(self.momentum_D, alpha=-eta)  # Alg. 3, line 8
+        else:
+            self.theta_D.add_(update_D)  # Alg. 2, line 6
+
+    def _local_training_(self, n: int, draws: Draws, index: int, eta: float) -> None:
+        """Alg. 1, lines 3 to 6: H steps of client n; leaves its summed gradients in deltas_ND[n]."""
+        config, theta_D = self.config, self.theta_D
+        steps, batch = config.scheme.local_steps, config.batch
+        gradient_D = self.deltas_ND[n].zero_()
+        self.flat.use(self.gradient_views[n], self.statistics_NS[n])
+        if steps > 1:
+            self.start_D.copy_(theta_D)  # line 3
+        for tau in range(steps):
+            first = (index * steps + tau) * batch
+            images, labels = self.batches.augmented(draws[first : first + batch])
+            loss = self._loss(images, labels)
+            loss.backward()  # line 5; adds to gradient_D
+            self.loss_sum += loss.detach()
+            gradient_D.add_(theta_D, alpha=config.weight_decay)
+            if steps > 1:
+                torch.add(self.start_D, gradient_D, alpha=-eta, out=theta_D)  # line 6
+        if steps > 1:
+            theta_D.copy_(self.start_D)
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        with self._autocast():
+            scores = self.flat.model(images)
+        return F.cross_entropy(scores.float(), labels)
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        enabled = self.config.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    @torch.no_grad()
+    def evaluate(self, batch: int = 500) -> dict[str, float]:
+        """Accuracy (0..1) and mean loss on the test images, with the clients' averaged statistics."""
+        self.flat.model.eval()
+        self.flat.use(None, self.statistics_NS[self.active].mean(0))
+        loss, right, count = 0.0, 0, len(self.batches.test_labels)
+        for start in range(0, count, batch):
+            images, labels = self.batches.test(slice(start, start + batch))
+            with self._autocast():
+                scores = self.flat.model(images).float()
+            loss += float(F.cross_entropy(scores, labels, reduction="sum"))
+            right += int((scores.argmax(1) == labels).sum())
+        return {"accuracy": right / count, "loss": loss / count}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS}
+        state |= {"active": self.active, "compressor": self.compressor.state_dict()}
+        return state if self.momentum_D is None else state | {"momentum_D": self.momentum_D}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.theta_D.copy_(state["theta_D"])
+        self.statistics_NS.copy_(state["statistics_NS"])
+        self.active = list(state["active"])
+        self.compressor.load_state_dict(state["compressor"])
+        if self.momentum_D is not None:
+            self.momentum_D.copy_(state["momentum_D"])
+
+
+def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
+    """Which training samples each client has, (N, M); ValueError if they are too few."""
+    total, clients = len(data.train_labels), config.client_count
+    if clients > total:
+        raise ValueError(f"clients: got {clients}, allowed: at most the {total} training samples")
+    own = total // clients
+    if config.batch > own:
+        raise ValueError(
+            f"batch_size: got {config.batch_size} (a step of {config.batch} samples), "
+            f"allowed: at most the {own} samples of a client"
+        )
+    if config.scheme.local_steps > own // config.batch:
+        raise ValueError(
+            f"local_steps: got {config.scheme.local_steps} ({config.scheme.name}), allowed: at most "
+            f"{own // config.batch}, the batches of {config.batch} in a client's {own} samples"
+        )
+    alpha = None if config.scheme.centralized else config.dirichlet_alpha
+    generator = generator_for(config.seed, _PARTITION)
+    return partition(data.train_labels, clients, alpha, generator)
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 8. Model: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and its small relative
+#    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+STAGES = {"resnet18": (2, 2, 2, 2), "resnet8": (1, 1, 1)}  # basic blocks of each stage
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(outputs)]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut, 1x1 where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        first, second = _conv(inputs, outputs, 3, stride), _conv(outputs, outputs, 3, 1)
+        self.body = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Sequential(*([] if same else _conv(inputs, outputs, 1, stride)))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, inputs, h, w) -> (B, outputs, h/stride, w/stride)
+        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
+    """A CIFAR ResNet: stages of basic blocks, each twice as wide at half the size; (B, 3, h, w) in."""
+    layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
+    inputs = width
+    for stage, blocks in enumerate(STAGES[name]):
+        for block in range(blocks):
+            stride = 2 if stage and not block else 1
+            layers.append(BasicBlock(inputs, width * 2**stage, stride))
+            inputs = width * 2**stage
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    return nn.Sequential(*layers, *head)
+
+
+def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
+    """The paper's model, Sec. IV-A: 11,173,962 trainable parameters at width 64."""
+    return build_model("resnet18", width, classes)
+
+
+def resnet8(width: int = 16, classes: int = 10) -> nn.Module:
+    """The small relative: one block in each of three stages; 78,042 parameters at width 16."""
+    return build_model("resnet8", width, classes)
+
+
+class FlatModel:
+    """A model whose parameters are views into one flat tensor, `theta_D`.
+
+    `use` points gradients and batch-norm statistics at any row of a flat tensor, so that clients can
+    take turns without copies.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.layer_sizes = [p.numel() for p in self.parameters]
+        self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        self.theta_D = torch.empty(sum(self.layer_sizes), device=self.parameters[0].device)
+        for parameter, view in zip(self.parameters, self.views(self.theta_D), strict=True):
+            view.copy_(parameter.data)
+            parameter.data = view
+        for norm in self.norms:
+            norm.num_batches_tracked = None  # only counts, at the price of a kernel each
+
+    def views(self, flat_D: Tensor) -> list[Tensor]:
+        """(D,) as tensors of the parameters' shapes, sharing memory; convolutions channels last."""
+        parts = flat_D.split(self.layer_sizes)
+        return [_as_shape(part, p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def use(self, gradient_views: list[Tensor] | None, statistics_S: Tensor) -> None:
+        """Gradients go to these views, running statistics to this row."""
+        if gradient_views is not None:
+            for parameter, view in zip(self.parameters, gradient_views, strict=True):
+                parameter.grad = view
+        sizes = [norm.num_features for norm in self.norms for _ in range(2)]
+        rows = iter(statistics_S.split(sizes))
+        for norm in self.norms:
+            norm.running_mean, norm.running_var = next(rows), next(rows)
+
+    def statistics(self) -> Tensor:
+        """The model's batch-norm running means and variances, (S,)."""
+        return torch.cat([s for m in self.norms for s in (m.running_mean, m.running_var)])
+
+
+def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
+    if len(shape) != 4:
+        return part.view(shape)
+    outputs, inputs, height, width = shape
+    return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 9. Data and partition
+#    Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations
+#    on a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+PADDING = 4  # pixels around an image, for random crops
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is their sha256."""
+
+    label: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    fingerprint: str
+    classes: int = 10
+
+    def first(self, train: int | None, test: int | None) -> Dataset:
+        """Only the first so many samples; ValueError if there are fewer."""
+        for key, want, labels in (
+            ("train_samples", train, self.train_labels),
+            ("test_samples", test, self.test_labels),
+        ):
+            if want is not None and want > len(labels):
+                raise ValueError(
+                    f"{key}: got {want}, allowed: at most {len(labels)} ({self.label})"
+                )
+        cut = (self.train_images[:train], self.train_labels[:train])
+        cut += (self.test_images[:test], self.test_labels[:test])
+        return Dataset(self.label, *cut, self.fingerprint, self.classes)
+
+
+def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
+    tensors = [torch.as_tensor(a) for a in arrays]
+    return Dataset(label, *tensors, _fingerprint(tensors), classes)
+
+
+def _fingerprint(tensors: list[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha.update(tensor.contiguous().numpy().data)
+    return sha.hexdigest()
+
+
+@cache
+def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
+    """A data set by name: "synthetic", "cifar10" or "folder".
+
+    `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or tar
+    of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
+    Raises ValueError or FileNotFoundError that say what is wrong and what to do.
+    """
+    if name == "synthetic":
+        return synthetic_dataset()
+    if name == "cifar10":
+        return _cifar10(Path(root) if root else cache_folder() / "cifar10", label)
+    if name == "folder":
+        return _folder_dataset(root, label)
+    raise ValueError(f"dataset: got {name!r}, allowed: synthetic, cifar10, folder")
+
+
+def cache_folder() -> Path:
+    """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache."""
+    if "TCS_CACHE" in os.environ:
+        return Path(os.environ["TCS_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tcs-core"
+
+
+def synthetic_dataset(train: int = 8000, test: int = 2000, seed: int = 2021) -> Dataset:
+    """Ten classes of 32x32 RGB images, made from a seed.
+
+    A class is four smooth patterns; an image is one of them, shifted and perhaps mirrored, over a
+    fainter pattern of any class, with noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(40, 3, 6, 6, generator=generator)
+    patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
+    patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
+    labels = torch.randint(0, 10, (train + test,), generator=generator)
+    images = torch.cat(
+        [_synthetic_images(patterns, part, generator) for part in labels.split(1000)]
+    )
+    halves = [t for i in (images, labels) for t in i.split([train, test])]
+    return _dataset("synthetic", halves[0], halves[2], halves[1], halves[3])
+
+
+def _synthetic_images(patterns: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    """(n, 32, 32, 3) uint8 images of the labels' classes, from patterns (40, 32, 32, 3)."""
+    count = len(labels)
+
+    def shifted(which: Tensor) -> Tensor:
+        offset = torch.randint(0, 32, (count, 2, 1), generator=generator)
+        rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
+        mirror = torch.rand(count, 1, generator=generator) < 0.5
+        columns = torch.where(mirror, columns.flip(1), columns)
+        return patterns[which[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+    own = labels * 4 + torch.randint(0, 4, (count,), generator=generator)
+    other = torch.randint(0, 40, (count,), generator=generator)
+    noise = torch.randn(count, 32, 32, 3, generator=generator)
+    mixed = shifted(own) + SYNTHETIC_OTHER * shifted(other) + SYNTHETIC_NOISE * noise
+    return (128 + 32 * mixed).round().clamp(0, 255).byte()
+
+
+SYNTHETIC_OTHER, SYNTHETIC_NOISE = 0.6, 1.0  # strengths beside a class's own pattern
+
+
+def _cifar10(root: Path, label: str | None) -> Dataset:
+    from torchvision.datasets import CIFAR10
+
+    try:
+        parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
+    except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
+        raise ValueError(
+            f"dataset cifar10: {root} holds no complete CIFAR-10 and the download failed ({error}). "
+            f"Delete a partial file there and try again with a network; or put "
+            f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) into that folder; or use dataset: synthetic"
+        ) from error
+    arrays = [a for part in parts for a in (part.data, np.asarray(part.targets, np.int64))]
+    return _dataset(label or "CIFAR-10", *arrays)
+
+
+MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
+
+
+def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
+    """Class folders, or a tar of them, decoded once into the cache."""
+    if root is None:
+        raise ValueError("data_root: got None, allowed: a folder or tar with train/<class>/* in it")
+    path = Path(root).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"data_root: {path} does not exist")
+    cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
+    label = label or path.name.split(".")[0]
+    if cached.exists() and (found := _read_cached(cached, label)):
+        return found
+    files = _tar_files(path) if path.is_file() else _folder_files(path)
+    dataset = _decode_files(files, path, label)
+    arrays = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
+    sealed = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
+    _write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
+    return dataset
+
+
+_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+def _read_cached(path: Path, label: str) -> Dataset | None:
+    """The decoded data set, or None if the file is not what was written (it is decoded again)."""
+    try:
+        with np.load(path, allow_pickle=False) as z:
+            dataset = _dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
+            return dataset if dataset.fingerprint == str(z["fingerprint"]) else None
+    except Exception:
+        return None
+
+
+def _source_key(path: Path) -> str:
+    """Changes when the source does: a tar's content; a folder's names, sizes and times."""
+    sha = hashlib.sha256()
+    if path.is_file():
+        with path.open("rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()[:32]
+    for file in sorted(path.rglob("*")):
+        status = file.stat()
+        sha.update(f"{file.relative_to(path)} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return sha.hexdigest()[:32]
+
+
+def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
+    for file in sorted(root.rglob("*")):
+        if file.is_file():
+            _check_size(str(file), file.stat().st_size)
+            yield file.relative_to(root).as_posix(), file.read_bytes()
+
+
+def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Regular files of an archive, any compression; nothing is unpacked to disk."""
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
+                    raise ValueError(f"{path}: {member.name!r} is a link or points outside")
+                _check_size(f"{path}: {member.name}", member.size)
+                yield member.name.removeprefix("./"), archive.extractfile(member).read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{path}: not a whole tar archive ({error}); fetch it again") from error
+    except Exception as error:
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{path}: broken archive ({error}); fetch it again") from error
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{name}: {size} bytes, allowed: at most {MAX_IMAGE_BYTES}")
+
+
+def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
+    """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order."""
+    images: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "test": []}
+    shape = None
+    for name, content in tqdm(files, desc=f"decoding {source.name}", unit=" images", leave=False,
+                              disable=not sys.stderr.isatty()):  # fmt: skip
+        parts = name.split("/")
+        if len(parts) != 3 or parts[0] not in images or parts[2].startswith("."):
+            continue
+        pixels = _decode_image(f"{source}: {name}", content)
+        shape = shape or pixels.shape
+        if pixels.shape != shape:
+            raise ValueError(
+                f"{source}: {name}: size {pixels.shape}, allowed: {shape}, as the first"
+            )
+        images[parts[0]].append((parts[1], parts[2], pixels))
+    classes = sorted({c for c, _, _ in images["train"]})
+    if len(classes) < 2 or {c for c, _, _ in images["test"]} != set(classes):
+        raise ValueError(
+            f"{source}: classes {classes} in train/, {sorted({c for c, _, _ in images['test']})} in "
+            "test/; allowed: the same two or more, as train/<class>/* and test/<class>/*"
+        )
+    arrays: list[np.ndarray] = []
+    for part in images.values():
+        part.sort(key=lambda entry: entry[:2])
+        arrays.append(np.stack([pixels for _, _, pixels in part]))
+        arrays.append(np.array([classes.index(c) for c, _, _ in part], np.int64))
+    return _shuffled(_dataset(label, *arrays, classes=len(classes)))
+
+
+def _shuffled(dataset: Dataset) -> Dataset:
+    """In a fixed random order, so that the first n samples are of all classes."""
+    arrays = []
+    for images, labels in (
+        (dataset.train_images, dataset.train_labels),
+        (dataset.test_images, dataset.test_labels),
+    ):
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        arrays += [images[order], labels[order]]
+    return _dataset(dataset.label, *arrays, classes=dataset.classes)
+
+
+def _decode_image(name: str, content: bytes) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            if max(image.size) > MAX_IMAGE_SIDE:
+                raise ValueError(f"{image.size} pixels, allowed: {MAX_IMAGE_SIDE} a side at most")
+            if image.mode != "RGB":
+                raise ValueError(f"mode {image.mode}, allowed: RGB")
+            return np.asarray(image, np.uint8)
+    except Exception as error:  # Pillow's decoders raise many kinds
+        raise ValueError(f"{name}: not a readable RGB image ({error})") from error
+
+
+def partition(
+    labels: Tensor, clients: int, alpha: float | None, generator: torch.Generator
+) -> Tensor:
+    """Disjoint, equally many samples for every client: (N, floor(n / N)) int64.
+
+    `alpha` None deals them out at random (IID). Otherwise a client's classes follow its own draw from
+    a Dirichlet distribution with that alpha, as far as samples of the class are left.
+    """
+    own = len(labels) // clients
+    order = torch.randperm(len(labels), generator=generator)
+    if alpha is None:
+        return order[: own * clients].view(clients, own)
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    rng, shuffled = np.random.default_rng(seed), labels[order].numpy()
+    classes = int(labels.max()) + 1
+    pools = [order[torch.from_numpy(shuffled == c)] for c in range(classes)]
+    used = np.zeros(classes, np.int64)
+    sizes = np.array([len(pool) for pool in pools])
+    rows = []
+    for _ in range(clients):
+        share = rng.dirichlet(np.full(classes, alpha))
+        counts = _class_counts(share, sizes - used, own, rng)
+        rows.append(torch.cat([p[u : u + c] for p, u, c in zip(pools, used, counts, strict=True)]))
+        used += counts
+    return torch.stack(rows)
+
+
+def _class_counts(
+    share: np.ndarray, left: np.ndarray, need: int, rng: np.random.Generator
+) -> np.ndarray:
+    """How many of each class: drawn by `share`, redrawn over the rest where a class runs out."""
+    counts = np.zeros_like(left)
+    while (missing := need - counts.sum()) > 0:
+        open_share = np.where(left > counts, share + 1e-12, 0.0)
+        drawn = rng.multinomial(missing, open_share / open_share.sum())
+        counts = np.minimum(counts + drawn, left)
+    return counts
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A client's samples, in order, each with its crop offset (2,) and its flip."""
+
+    samples: Tensor
+    crops: Tensor
+    flips: Tensor
+
+    @staticmethod
+    def of(samples_M: Tensor, need: int, generator: torch.Generator) -> Draws:
+        """`need` draws without replacement from a client's samples."""
+        order = torch.randperm(len(samples_M), generator=generator)[:need]
+        crops = torch.randint(0, 2 * PADDING + 1, (need, 2), generator=generator)
+        return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
+
+    def __getitem__(self, part: slice) -> Draws:
+        return Draws(self.samples[part], self.crops[part], self.flips[part])
+
+    def to(self, device: torch.device) -> Draws:
+        return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))
+
+
+class Batches:
+    """A data set on the training device: augmented training batches, plain test batches."""
+
+    def __init__(self, data: Dataset, device: torch.device):
+        pixels = data.train_images.numpy().reshape(-1, 3)
+        part = pixels[:: max(1, len(pixels) // 4_000_000)].astype(np.float64)
+        self.mean = torch.tensor(part.mean(0), dtype=torch.float32, device=device)
+        deviation = np.maximum(part.std(0), 1.0)
+        self.scale = torch.tensor(1 / deviation, dtype=torch.float32, device=device)
+        padding = (0, 0, PADDING, PADDING, PADDING, PADDING)
+        self.padded = F.pad(data.train_images.to(device), padding)  # (n, h + 8, w + 8, 3) uint8
+        self.train_labels = data.train_labels.to(device)
+        self.test_images = data.test_images.to(device)
+        self.test_labels = data.test_labels.to(device)
+        height, width = data.train_images.shape[1:3]
+        self.rows = torch.arange(height, device=device)
+        self.columns = torch.arange(width, device=device)
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
+        return ((pixels.float() - self.mean) * self.scale).permute(0, 3, 1, 2)
+
+    def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
+        rows = draws.crops[:, :1] + self.rows
+        columns = draws.crops[:, 1:] + self.columns
+        columns = torch.where(draws.flips[:, None], columns.flip(1), columns)
+        where = (draws.samples[:, None, None], rows[:, :, None], columns[:, None, :])
+        return self.normalized(self.padded[where]), self.train_labels[draws.samples]
+
+    def test(self, part: slice) -> tuple[Tensor, Tensor]:
+        return self.normalized(self.test_images[part]), self.test_labels[part]
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 10. Runs, records, checkpoints
+#     One run, one JSON record: results/<profile>/runs/<scheme>-<eta>-<seed>-<hash>.json, written whole
+#     or not at all. Checkpoints live in the cache folder and disappear with the end of their run.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+RECORD_VERSION = 1
+Row = dict[str, Any]
+
+
+def run(
+    config: RunConfig,
+    results: str | Path | None = None,
+    on_epoch: Callable[[Row], None] | None = None,
+) -> dict[str, Any]:
+    """Train one configuration and return its record; a record or checkpoint that exists is used.
+
+    `results` is the results folder (default: the one beside this module). `on_epoch` is called with
+    every row as it is made. An update that is not finite ends the run: its record has status
+    "diverged", says at which client and round, and holds the epochs before.
+    Raises ValueError or FileNotFoundError for data or files that can't be used.
+    """
+    path = record_path(config, results)
+    if path.exists():
+        return read_record(path, config)
+    data = load_dataset(config.dataset, config.data_root, config.data_label)
+    data = data.first(config.train_samples, config.test_samples)
+    with _thread_count(config.threads), _flushed_denormals():
+        record = _train(config, data, on_epoch)
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    _write_whole(path, lambda f: f.write(text.encode()))
+    _checkpoint_path(config).unlink(missing_ok=True)
+    return record
+
+
+def _train(
+    config: RunConfig, data: Dataset, on_epoch: Callable[[Row], None] | None
+) -> dict[str, Any]:
+    federation = Federation(config, data)
+    rows = _load_checkpoint(config, federation)
+    status, reason, saved = "finished", None, _Pace()
+    for epoch in range(len(rows), config.epochs):
+        start = time.perf_counter()
+        try:
+            row = federation.epoch(epoch) | federation.evaluate()
+            if not math.isfinite(row["loss"]):
+                raise ValueError(f"the test loss is not finite; epoch {epoch + 1}")
+        except (NotFiniteError, ValueError) as error:
+            status, reason = "diverged", str(error)
+            break
+        rows.append(row | {"seconds": round(time.perf_counter() - start, 3)})
+        if on_epoch:
+            on_epoch(rows[-1])
+        if epoch + 1 < config.epochs and saved.due():
+            saved.took(lambda: _save_checkpoint(config, federation, rows))
+    return _record(config, federation, data, rows, status, reason)
+
+
+class _Pace:
+    """Spends at most a twentieth of the time on checkpoints."""
+
+    def __init__(self) -> None:
+        self.next = 0.0
+
+    def due(self) -> bool:
+        return time.monotonic() >= self.next
+
+    def took(self, work: Callable[[], None]) -> None:
+        start = time.monotonic()
+        work()
+        self.next = time.monotonic() + 20 * (time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def _thread_count(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _flushed_denormals() -> Iterator[None]:
+    """Denormals count as zero while training: they cost CPUs a hundred times the time."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def record_path(config: RunConfig, results: str | Path | None = None) -> Path:
+    return results_folder(config.profile, results) / "runs" / config.record_name
+
+
+def results_folder(profile: str, results: str | Path | None = None) -> Path:
+    return (Path(results) if results else ROOT / "results") / profile
+
+
+def _record(
+    config: RunConfig, federation: Federation, data: Dataset, rows: list[Row], status: str,
+    reason: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "version": RECORD_VERSION,
+        "digest": config.digest,
+        "status": status,
+        "reason": reason,
+        "config": config.identity(),
+        "dimension": len(federation.theta_D),
+        "batch_norm_bits": 32 * federation.statistics_NS.shape[1],
+        "rows": rows,
+        "provenance": provenance(config) | {"dataset": data.label, "fingerprint": data.fingerprint},
+    }
+
+
+def provenance(config: RunConfig) -> dict[str, Any]:
+    """Which code, on which machine, when."""
+    device = config.torch_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "core_sha256": core_sha256(),
+        **_git_state(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": name,
+        "threads": config.threads or torch.get_num_threads(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+@cache
+def core_sha256() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+@cache
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _git_state() -> dict[str, Any]:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return {"commit": git("rev-parse", "HEAD"), "dirty": dirty}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}
+
+
+def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, Any]:
+    """A record from its file, checked; ValueError names the file and what is wrong with it."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{path}: not a readable record ({error}); delete it to run again"
+        ) from error
+    problem = _record_problem(record, config)
+    if problem:
+        raise ValueError(f"{path}: {problem}; delete it to run again")
+    return record
+
+
+def _record_problem(record: Any, config: RunConfig | None) -> str | None:
+    keys = {"version", "digest", "status", "config", "dimension", "rows", "provenance"}
+    if not isinstance(record, dict) or not keys <= set(record):
+        return f"not a record: allowed: a mapping with {', '.join(sorted(keys))}"
+    if record["version"] != RECORD_VERSION:
+        return f"version: got {record['version']!r}, allowed: {RECORD_VERSION}"
+    if record["status"] not in ("finished", "diverged"):
+        return f"status: got {record['status']!r}, allowed: finished or diverged"
+    if config is not None and record["config"] != config.identity():
+        return "config: is that of another run"
+    needed = {"epoch", "accuracy", "rounds", "dense_rounds", "bits_up", "bits_down"}
+    rows = record["rows"]
+    if not isinstance(rows, list) or any(
+        not isinstance(r, dict) or not needed <= set(r) for r in rows
+    ):
+        return f"rows: allowed: a list of mappings with {', '.join(sorted(needed))}"
+    if not all(0 <= r["accuracy"] <= 1 for r in rows):
+        return "rows: accuracy outside 0..1"
+    if [r["epoch"] for r in rows] != list(range(1, len(rows) + 1)):
+        return "rows: epochs are missing"
+    if record["status"] == "finished" and len(rows) != record["config"]["epochs"]:
+        return f"rows: got {len(rows)} epochs, allowed: {record['config']['epochs']}"
+    return None
+
+
+def _write_whole(path: Path, write: Callable[[Any], Any]) -> None:
+    """The file appears complete under its name, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _checkpoint_path(config: RunConfig) -> Path:
+    return cache_folder() / "checkpoints" / f"{config.profile}-{config.record_name[:-5]}.pt"
+
+
+def _save_checkpoint(config: RunConfig, federation: Federation, rows: list[Row]) -> None:
+    state = {"digest": config.digest, "core": core_sha256(), "rows": json.dumps(rows)}
+    state["federation"] = federation.state_dict()
+    _write_whole(_checkpoint_path(config), lambda f: torch.save(state, f))
+
+
+def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
+    """Puts the federation where the run stopped; the rows so far. Another core's state is not used."""
+    path = _checkpoint_path(config)
+    if not path.exists():
+        return []
+    try:
+        state = torch.load(path, map_location=federation.device, weights_only=True)
+        if state["digest"] != config.digest or state["core"] != core_sha256():
+            return []
+        federation.load_state_dict(state["federation"])
+        return json.loads(state["rows"])
+    except Exception as error:  # unpickling hostile or cut-off files raises many kinds
+        raise ValueError(f"{path}: not a usable checkpoint ({error}); delete it") from error
+
+
+# Many runs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_all(
+    configs: Iterable[RunConfig], results: str | Path | None = None, jobs: int = 1,
+    progress: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every configuration's record, in order; made once where it is asked for twice.
+
+    `jobs` processes work side by side (rules defined outside this module run in this one). A bar
+    shows which run of how many, epoch, accuracy, bits and time left.
+    """
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+        raise ValueError(f"jobs: got {jobs!r}, allowed: a whole number >= 1")
+    configs = list(configs)
+    wanted = {record_path(c, results): c for c in configs}
+    todo = [c for path, c in wanted.items() if not path.exists()]
+    apart = [c for c in todo if jobs > 1 and RULES[c.scheme.rule].__module__ == __name__]
+    here = [c for c in todo if c not in apart]
+    with Progress(todo, enabled=progress) as bar:
+        if apart:
+            _run_apart(apart, results, min(jobs, len(apart)), bar)
+        for config in here:
+            run(config, results, lambda row, config=config: bar.epoch(config, row))
+            bar.ended(config)
+    done = {path: read_record(path, config) for path, config in wanted.items()}
+    return [done[record_path(c, results)] for c in configs]
+
+
+_rows_queue: Any = None  # set in worker processes
+
+
+def _start_worker(rows: Any) -> None:
+    global _rows_queue
+    _rows_queue = rows
+
+
+def _work(config: RunConfig, results: str | Path | None) -> None:
+    run(config, results, lambda row: _rows_queue.put((config, row)))
+
+
+def _run_apart(
+    configs: list[RunConfig], results: str | Path | None, jobs: int, bar: Progress
+) -> None:
+    """The runs in `jobs` processes, each with its share of the machine's threads."""
+    share = max(1, torch.get_num_threads() // jobs)
+    load_dataset(configs[0].dataset, configs[0].data_root, configs[0].data_label)  # decode once
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        rows = manager.Queue()
+        with ProcessPoolExecutor(jobs, context, _start_worker, (rows,)) as pool:
+            futures = {}
+            for config in configs:
+                own = dataclasses.replace(config, threads=config.threads or share)
+                futures[pool.submit(_work, own, results)] = config
+            try:
+                _follow(futures, rows, bar)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in (pool._processes or {}).values():
+                    process.terminate()
+                raise
+
+
+def _follow(futures: dict[Any, RunConfig], rows: Any, bar: Progress) -> None:
+    """Feeds the bar until all are done; then raises what the first failed run raised."""
+    waiting = dict(futures)
+    while waiting:
+        with contextlib.suppress(queue.Empty):
+            config, row = rows.get(timeout=0.2)
+            bar.epoch(config, row)
+        for future in [f for f in waiting if f.done()]:
+            bar.ended(waiting.pop(future))
+    for future in futures:
+        future.result()
+
+
+class Progress:
+    """One line that follows runs: on a terminal, in a notebook, under papermill.
+
+    In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean.
+    """
+
+    def __init__(self, configs: list[RunConfig], enabled: bool = True):
+        self.left = {c.digest: c.epochs for c in configs}
+        self.runs, self.finished = len(configs), 0
+        notebook = _in_notebook()
+        quiet = not enabled or not configs or not (notebook or sys.stderr.isatty())
+        self.bar = tqdm(
+            total=sum(self.left.values()), unit=" epochs", disable=quiet, leave=False,
+            file=_NotebookLine() if notebook else sys.stderr, mininterval=1.0 if notebook else 0.1,
+            ncols=110 if notebook else None, ascii=False, dynamic_ncols=not notebook,
+            bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt} epochs, {remaining} left",
+        )  # fmt: skip
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        if isinstance(self.bar.fp, _NotebookLine):
+            self.bar.fp.clear()
+
+    def epoch(self, config: RunConfig, row: Row) -> None:
+        bits = row["bits_up"] / max(1, row["rounds"] * config.scheme.local_steps)
+        self.left[config.digest] -= 1
+        self.bar.set_description_str(
+            f"run {min(self.finished + 1, self.runs)}/{self.runs}: {config.scheme.name} eta "
+            f"{config.eta:g} seed {config.seed}, epoch {row['epoch']}/{config.epochs}, "
+            f"{100 * row['accuracy']:.1f} %, {bits / 8e3:,.1f} kB up",
+            refresh=False,
+        )
+        self.bar.update(1)
+
+    def ended(self, config: RunConfig) -> None:
+        """Counts the run; epochs that were reused, or never came, are taken off the total."""
+        self.finished += 1
+        self.bar.total -= self.left.pop(config.digest, 0)
+        self.bar.refresh()
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    shell = shell.get_ipython() if shell else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class _NotebookLine(io.TextIOBase):
+    """A text file for tqdm whose last line is the cell's only output."""
+
+    def write(self, text: str) -> int:
+        from IPython.display import clear_output
+
+        line = text.strip("\r\n ")
+        if line and "\x1b" not in line:
+            clear_output(wait=True)
+            print(line, flush=True)
+        return len(text)
+
+    def clear(self) -> None:
+        from IPython.display import clear_output
+
+        clear_output()
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 11. Tables and figures, from records
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
+    """Measured traffic of a run, in bits per parameter per local iteration.
+
+    "uplink" and "downlink" leave the dense warm-up out, as the paper does; "... with warm-up" do not.
+    nan for centralized training, which sends nothing.
+    """
+    scheme, dimension = record["config"]["scheme"], record["dimension"]
+    names = ("uplink", "downlink")
+    if scheme["centralized"] or not record["rows"]:
+        return dict.fromkeys([n + w for n in names for w in ("", " with warm-up")], math.nan)
+    rounds = sum(r["rounds"] for r in record["rows"])
+    all_dense = scheme["rule"] == "dense" and scheme["value_bits"] == 32
+    dense = 0 if all_dense else sum(r["dense_rounds"] for r in record["rows"])
+    values = {}
+    for name, key in zip(names, ("bits_up", "bits_down"), strict=True):
+        total, unit = sum(r[key] for r in record["rows"]), dimension * scheme["local_steps"]
+        sparse = (
+            (total - 32 * dimension * dense) / (unit * (rounds - dense)) if rounds > dense else 0
+        )
+        values |= {name: sparse, f"{name} with warm-up": total / (unit * rounds)}
+    return values
+
+
+def summary(
+    records: Iterable[dict[str, Any]], paper: dict[str, list] | None = None
+) -> pd.DataFrame:
+    """One row a scheme: accuracy over seeds (0..1) and bits, beside the paper's figures.
+
+    `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
+    where the paper has none). A scheme with a diverged seed has no mean: `diverged` counts them.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["config"]["scheme"]["name"], []).append(record)
+    return pd.DataFrame([_summary_row(n, g, (paper or {}).get(n)) for n, g in groups.items()])
+
+
+def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -> dict[str, Any]:
+    config = records[0]["config"]
+    final = [r["rows"][-1]["accuracy"] for r in records if r["status"] == "finished"]
+    diverged = len(records) - len(final)
+    bits = pd.DataFrame([bits_per_parameter(r) for r in records]).mean()
+    accuracy, deviation, budget = (math.nan if v is None else v for v in paper or [None] * 3)
+    return {
+        "scheme": name,
+        "eta": config["learning_rate"],
+        "n": len(final),
+        "diverged": diverged,
+        "accuracy": float(np.mean(final)) if final and not diverged else math.nan,
+        "accuracy_std": float(np.std(final, ddof=1)) if len(final) > 1 else math.nan,
+        "paper_accuracy": accuracy / 100,
+        "paper_accuracy_std": deviation / 100,
+        "paper_bits": budget,
+        "formula_bits": bit_budget(Scheme(**config["scheme"])),
+        "uplink_bits": bits["uplink"],
+        "uplink_bits_with_warmup": bits["uplink with warm-up"],
+        "downlink_bits": bits["downlink"],
+        "downlink_bits_with_warmup": bits["downlink with warm-up"],
+    }
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The summary as a person reads it: percent, mean ± std, digits that mean something."""
+
+    def percent(mean: float, deviation: float, diverged: int = 0) -> str:
+        if diverged:
+            return f"diverged ({diverged})"
+        if math.isnan(mean):
+            return "–"
+        return f"{100 * mean:.2f}" + ("" if math.isnan(deviation) else f" ± {100 * deviation:.2f}")
+
+    def bits(value: float) -> str:
+        return "–" if math.isnan(value) else f"{value:.4g}"
+
+    rows = [
+        {
+            "Scheme": r.scheme,
+            "η": f"{r.eta:g}",
+            "Paper: accuracy %": percent(r.paper_accuracy, r.paper_accuracy_std),
+            "Ours: accuracy %": percent(r.accuracy, r.accuracy_std, r.diverged),
+            "n": str(r.n),
+            "Paper: bits": bits(r.paper_bits),
+            "Formula": bits(r.formula_bits),
+            "Sent up": bits(r.uplink_bits),
+            "… with warm-up": bits(r.uplink_bits_with_warmup),
+            "Sent down": bits(r.downlink_bits),
+        }
+        for r in table.itertuples()
+    ]
+    return pd.DataFrame(rows)
+
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; markers and dashes do it in grey.
+_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+_MARKERS, _DASHES = "os^Dv*PX", ("-", "--", "-.", ":")
+
+
+def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
+    """Test accuracy over epochs, one curve a scheme: the mean over seeds, a band of one std."""
+    from matplotlib.figure import Figure
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["config"]["scheme"]["name"], []).append(record)
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, group) in enumerate(groups.items()):
+        curves = [pd.Series({r["epoch"]: 100 * r["accuracy"] for r in g["rows"]}) for g in group]
+        table = pd.DataFrame(curves)
+        mean, deviation = table.mean(), table.std().fillna(0.0)
+        colour = _COLOURS[i % len(_COLOURS)]
+        axes.plot(
+            mean.index, mean, color=colour, linestyle=_DASHES[i % 4], marker=_MARKERS[i % 8],
+            markevery=max(1, len(mean) // 8), markersize=4.5, linewidth=1.5, label=name,
+        )  # fmt: skip
+        axes.fill_between(
+            mean.index, mean - deviation, mean + deviation, color=colour, alpha=0.12, lw=0
+        )
+    axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
+    axes.grid(alpha=0.25)
+    axes.locator_params(axis="x", integer=True)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """As .png and .svg beside each other; the same bytes every time."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "tcs", "svg.fonttype": "none"}):
+        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+            target = Path(path).with_suffix(suffix)
+            _write_whole(
+                target,
+                lambda f, s=suffix, m=metadata: figure.savefig(
+                    f, format=s[1:], dpi=150, metadata=m
+                ),
+            )
+
+
+def save_table(table: pd.DataFrame, path: str | Path, title: str) -> None:
+    """The summary as .csv (numbers) and .md (as a person reads it)."""
+    csv = table.to_csv(index=False, lineterminator="\n")
+    _write_whole(Path(path).with_suffix(".csv"), lambda f: f.write(csv.encode()))
+    text = f"**{title}**\n\n{markdown(readable(table))}\n"
+    _write_whole(Path(path).with_suffix(".md"), lambda f: f.write(text.encode()))
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table of text as a Markdown table."""
+    lines = [list(table.columns), ["---"] + ["---:"] * (len(table.columns) - 1), *table.values]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 12. Command line: python tcs_core.py run --params params/table1.yaml params/quick.yaml
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tcs_core.py", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    run_ = commands.add_parser("run", help="make the runs of a table in a profile; print the table")
+    run_.add_argument("--params", nargs="+", required=True, help="YAML files, later over earlier")
+    run_.add_argument("--scheme", action="append", help="only this scheme (may be repeated)")
+    run_.add_argument("--seed", action="append", type=int, help="only this seed (may be repeated)")
+    run_.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                      help="one more parameter, its value read as YAML")  # fmt: skip
+    run_.add_argument("--results", help="results folder (default: beside this module)")
+    run_.add_argument("--jobs", type=int, help="processes side by side")
+    return parser
+
+
+def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
+    params = read_params(arguments.params)
+    for pair in arguments.set:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set: got {pair!r}, allowed: KEY=VALUE")
+        params[key] = yaml.safe_load(value)
+    if arguments.scheme:
+        params["schemes"] = arguments.scheme
+    if arguments.seed is not None:
+        params["seeds"] = arguments.seed
+    if arguments.jobs is not None:
+        params["jobs"] = arguments.jobs
+    return params
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used."""
+    arguments = _parser().parse_args(argv)
+    try:
+        params = _command_params(arguments)
+        records = run_all(plan(params), arguments.results, params.get("jobs", 1))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    print(markdown(readable(summary(records, params.get("paper")))))
+    diverged = [r for r in records if r["status"] == "diverged"]
+    for record in diverged:
+        print(
+            f"diverged: {record['config']['scheme']['name']}: {record['reason']}", file=sys.stderr
+        )
+    return 1 if diverged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
