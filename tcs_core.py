@@ -73,7 +73,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -1073,7 +1073,7 @@ class Federation:
     """
 
     def __init__(self, config: RunConfig, data: Dataset):
-        self.config, self.device = config, config.torch_device
+        self.config, self.device, self.fingerprint = config, config.torch_device, data.fingerprint
         clients = config.client_count
         self.samples_NM = _client_samples(config, data)
         self.batches = Batches(data, self.device)
@@ -1714,7 +1714,7 @@ def run(
         return read_record(path, config)
     data = load_dataset(config.dataset, config.data_root, config.data_label)
     data = data.first(config.train_samples, config.test_samples)
-    with _thread_count(config.threads), _flushed_denormals():
+    with _thread_count(config.threads):
         record = _train(config, data, on_epoch)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     _write_whole(path, lambda f: f.write(text.encode()))
@@ -1768,16 +1768,6 @@ def _thread_count(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _flushed_denormals() -> Iterator[None]:
-    """Denormals count as zero while training: they cost CPUs a hundred times the time."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def record_path(config: RunConfig, results: str | Path | None = None) -> Path:
@@ -1907,19 +1897,24 @@ def _checkpoint_path(config: RunConfig) -> Path:
 
 
 def _save_checkpoint(config: RunConfig, federation: Federation, rows: list[Row]) -> None:
-    state = {"digest": config.digest, "core": core_sha256(), "rows": json.dumps(rows)}
+    state = {"identity": _state_identity(config, federation), "rows": json.dumps(rows)}
     state["federation"] = federation.state_dict()
     _write_whole(_checkpoint_path(config), lambda f: torch.save(state, f))
 
 
+def _state_identity(config: RunConfig, federation: Federation) -> str:
+    """A checkpoint continues the same run, on the same data, by the same code."""
+    return f"{config.digest} {federation.fingerprint} {core_sha256()}"
+
+
 def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
-    """Puts the federation where the run stopped; the rows so far. Another core's state is not used."""
+    """Puts the federation where the run stopped; the rows so far. The state of other code or data is not used."""
     path = _checkpoint_path(config)
     if not path.exists():
         return []
     try:
         state = torch.load(path, map_location=federation.device, weights_only=True)
-        if state["digest"] != config.digest or state["core"] != core_sha256():
+        if state["identity"] != _state_identity(config, federation):
             return []
         federation.load_state_dict(state["federation"])
         return json.loads(state["rows"])

@@ -1,0 +1,27 @@
+"""Shared fixtures. Caches and results of the tests go to temporary folders."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path, monkeypatch):
+    """No test reads or leaves anything in the user's cache."""
+    monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def random():
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.fixture
+def development_data() -> Path:
+    """CIFAR-10 as JPEGs in a tar, named by $TCS_TEST_DATA; users need not have it."""
+    path = os.environ.get("TCS_TEST_DATA")
+    if not path or not Path(path).exists():
+        pytest.skip("TCS_TEST_DATA does not name a tar of train/<class>/*, test/<class>/*")
+    return Path(path)

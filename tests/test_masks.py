@@ -1,0 +1,91 @@
+"""Section 2: S_top, plain and layer-wise."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+import tcs_core as tcs
+
+VECTORS = st.lists(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-40, -3.5, math.inf]), min_size=1, max_size=60
+)
+
+
+@given(VECTORS, st.data())
+def test_exactly_k_with_ties_to_the_lower_index(values, data):
+    k = data.draw(st.integers(0, len(values)))
+    floor = data.draw(st.sampled_from([0.0, 1e-41, 1.0, 2.0, 100.0]))
+    expected = reference.s_top(values, k)
+    assert tcs.top_k_positions(torch.tensor(values), k, floor=floor).tolist() == expected
+
+
+@given(VECTORS, st.data())
+def test_excluded_entries_never_enter(values, data):
+    excluded = sorted(data.draw(st.sets(st.integers(0, len(values) - 1))))
+    allowed = [i for i in range(len(values)) if i not in excluded]
+    k = data.draw(st.integers(0, len(allowed)))
+    found = tcs.top_k_positions(torch.tensor(values), k, excluded=torch.tensor(excluded).long())
+    assert found.tolist() == reference.s_top(values, k, allowed)
+
+
+def test_mask_has_k_ones_even_if_all_entries_tie():
+    mask = tcs.top_k_mask(torch.ones(100), 7)
+    assert mask.dtype == torch.bool
+    assert mask.nonzero().squeeze(1).tolist() == list(range(7))
+
+
+def test_the_vector_is_left_alone(random):
+    vector = torch.randn(50, generator=random)
+    before = vector.clone()
+    tcs.top_k_positions(vector, 5, excluded=torch.tensor([1, 2]))
+    tcs.layerwise_top_k_positions(vector, 5, [20, 30], 0.1)
+    assert torch.equal(vector, before)
+
+
+@pytest.mark.parametrize("k", [-1, 11])
+def test_k_out_of_range(k):
+    with pytest.raises(ValueError, match=f"k: got {k}, allowed: 0 to 10"):
+        tcs.top_k_mask(torch.ones(10), k)
+
+
+def test_nan_is_an_error():
+    with pytest.raises(ValueError, match="NaN"):
+        tcs.top_k_mask(torch.tensor([1.0, math.nan, 2.0]), 1)
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    st.floats(0.01, 1.0),
+    st.integers(0, 2**31),
+    st.data(),
+)
+def test_layerwise_agrees_with_the_reference(sizes, phi_min, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randint(-4, 5, (sum(sizes),), generator=generator).float()
+    k = data.draw(st.integers(1, sum(sizes)))
+    expected = reference.s_top_fair(vector.tolist(), k, sizes, phi_min)
+    found = tcs.layerwise_top_k_positions(vector, k, sizes, phi_min)
+    assert found.tolist() == expected
+    assert int(tcs.layerwise_top_k_mask(vector, k, sizes, phi_min).sum()) == k
+
+
+def test_every_layer_gets_its_fair_share():
+    vector = torch.cat([torch.full((900,), 5.0), torch.arange(1.0, 101.0)])
+    mask = tcs.layerwise_top_k_mask(vector, 150, [900, 100], 0.1)
+    assert mask[900:].nonzero().squeeze(1).tolist() == list(range(40, 100))
+    assert mask[:900].nonzero().squeeze(1).tolist() == list(range(90))
+    weak = torch.cat([torch.full((900,), 500.0), torch.arange(1.0, 101.0)])
+    mask = tcs.layerwise_top_k_mask(weak, 150, [900, 100], 0.1)
+    assert mask[900:].nonzero().squeeze(1).tolist() == list(range(90, 100))
+
+
+@pytest.mark.parametrize(
+    ("phi", "dimension", "k"),
+    [(1e-2, 11_173_962, 111_740), (1e-3, 11_173_962, 11_174), (1.0, 5, 5), (1e-6, 10, 1), (0.07, 100, 7)],
+)  # fmt: skip
+def test_kept(phi, dimension, k):
+    assert tcs.kept(phi, dimension) == k
