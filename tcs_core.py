@@ -53,6 +53,7 @@ Differences from the paper
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -423,6 +424,22 @@ SCHEME_KEYS = {"phi_global", "phi_local", "phi_min_global", "phi_min_local"}
 RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
 
 
+PARAMETERS = TABLE_KEYS | SCHEME_KEYS | RUN_KEYS
+
+
+def notebook_params(namespace: dict[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
+    """The known parameters among a notebook's variables; call it with globals().
+
+    papermill only warns of unknown parameters: here a name that it injected and that is neither a
+    parameter nor in `also` raises ValueError.
+    """
+    for cell in namespace.get("In", []):
+        if cell.startswith("# Parameters\n"):
+            targets = [t for node in ast.parse(cell).body for t in getattr(node, "targets", [])]
+            _reject_unknown([t.id for t in targets], PARAMETERS | set(also), "parameter")
+    return {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
+
+
 def plan(params: dict[str, Any]) -> list[RunConfig]:
     """Every run that a table and a profile ask for, scheme by scheme, seed by seed.
 
@@ -431,7 +448,7 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     phi_min_local replace the value of every scheme that has one.
     Raises ValueError naming the key, the value and what is allowed.
     """
-    _reject_unknown(params, TABLE_KEYS | SCHEME_KEYS | RUN_KEYS, "parameter")
+    _reject_unknown(params, PARAMETERS, "parameter")
     names = params.get("schemes")
     if not isinstance(names, list | tuple) or not names:
         raise ValueError(f"schemes: got {names!r}, allowed: a list of scheme names")
@@ -1086,6 +1103,7 @@ class Federation:
         self.deltas_ND = torch.zeros(clients, dimension, device=self.device)
         self.gradient_views = [self.flat.views(row) for row in self.deltas_ND]
         self.statistics_NS = self.flat.statistics().repeat(clients, 1)
+        self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
         self.momentum_D = torch.zeros_like(self.theta_D) if config.scheme.momentum else None
         sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
         self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed)
@@ -1162,7 +1180,7 @@ class Federation:
         config, theta_D = self.config, self.theta_D
         steps, batch = config.scheme.local_steps, config.batch
         gradient_D = self.deltas_ND[n].zero_()
-        self.flat.use(self.gradient_views[n], self.statistics_NS[n])
+        self.flat.use(self.gradient_views[n], self.statistics_views[n])
         if steps > 1:
             self.start_D.copy_(theta_D)  # line 3
         for tau in range(steps):
@@ -1190,7 +1208,8 @@ class Federation:
     def evaluate(self, batch: int = 500) -> dict[str, float]:
         """Accuracy (0..1) and mean loss on the test images, with the clients' averaged statistics."""
         self.flat.model.eval()
-        self.flat.use(None, self.statistics_NS[self.active].mean(0))
+        average_S = self.statistics_NS[self.active].mean(0)
+        self.flat.use(None, self.flat.statistics_views(average_S))
         loss, right, count = 0.0, 0, len(self.batches.test_labels)
         for start in range(0, count, batch):
             images, labels = self.batches.test(slice(start, start + batch))
@@ -1309,15 +1328,20 @@ class FlatModel:
         parts = flat_D.split(self.layer_sizes)
         return [_as_shape(part, p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
-    def use(self, gradient_views: list[Tensor] | None, statistics_S: Tensor) -> None:
-        """Gradients go to these views, running statistics to this row."""
+    def statistics_views(self, statistics_S: Tensor) -> list[Tensor]:
+        """(S,) as mean and variance of every batch norm in turn, sharing memory."""
+        return list(statistics_S.split([m.num_features for m in self.norms for _ in range(2)]))
+
+    def use(self, gradient_views: list[Tensor] | None, statistics_views: list[Tensor]) -> None:
+        """From here on gradients add to these views, running statistics live in those."""
         if gradient_views is not None:
             for parameter, view in zip(self.parameters, gradient_views, strict=True):
                 parameter.grad = view
-        sizes = [norm.num_features for norm in self.norms for _ in range(2)]
-        rows = iter(statistics_S.split(sizes))
-        for norm in self.norms:
-            norm.running_mean, norm.running_var = next(rows), next(rows)
+        views = iter(statistics_views)
+        for (
+            norm
+        ) in self.norms:  # Module.__setattr__ would check each: a tenth of a small net's pass
+            norm._buffers["running_mean"], norm._buffers["running_var"] = next(views), next(views)
 
     def statistics(self) -> Tensor:
         """The model's batch-norm running means and variances, (S,)."""
@@ -1407,40 +1431,37 @@ def cache_folder() -> Path:
 def synthetic_dataset(train: int = 8000, test: int = 2000, seed: int = 2021) -> Dataset:
     """Ten classes of 32x32 RGB images, made from a seed.
 
-    A class is four smooth patterns; an image is one of them, shifted and perhaps mirrored, over a
-    fainter pattern of any class, with noise.
+    A class is a smooth pattern; an image is its class's, shifted by up to 4 pixels and perhaps
+    mirrored, over a fainter pattern of any class, with noise.
     """
     generator = torch.Generator().manual_seed(seed)
-    patterns = torch.randn(40, 3, 6, 6, generator=generator)
+    patterns = torch.randn(10, 3, 6, 6, generator=generator)
     patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
     patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
     labels = torch.randint(0, 10, (train + test,), generator=generator)
-    images = torch.cat(
-        [_synthetic_images(patterns, part, generator) for part in labels.split(1000)]
-    )
-    halves = [t for i in (images, labels) for t in i.split([train, test])]
+    parts = [_synthetic_images(patterns, part, generator) for part in labels.split(1000)]
+    halves = [t for i in (torch.cat(parts), labels) for t in i.split([train, test])]
     return _dataset("synthetic", halves[0], halves[2], halves[1], halves[3])
 
 
 def _synthetic_images(patterns: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """(n, 32, 32, 3) uint8 images of the labels' classes, from patterns (40, 32, 32, 3)."""
+    """(n, 32, 32, 3) uint8 images of the labels' classes, from patterns (10, 32, 32, 3)."""
     count = len(labels)
 
     def shifted(which: Tensor) -> Tensor:
-        offset = torch.randint(0, 32, (count, 2, 1), generator=generator)
+        offset = torch.randint(-4, 5, (count, 2, 1), generator=generator)
         rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
         mirror = torch.rand(count, 1, generator=generator) < 0.5
         columns = torch.where(mirror, columns.flip(1), columns)
         return patterns[which[:, None, None], rows[:, :, None], columns[:, None, :]]
 
-    own = labels * 4 + torch.randint(0, 4, (count,), generator=generator)
-    other = torch.randint(0, 40, (count,), generator=generator)
+    other = torch.randint(0, 10, (count,), generator=generator)
     noise = torch.randn(count, 32, 32, 3, generator=generator)
-    mixed = shifted(own) + SYNTHETIC_OTHER * shifted(other) + SYNTHETIC_NOISE * noise
+    mixed = shifted(labels) + SYNTHETIC_OTHER * shifted(other) + SYNTHETIC_NOISE * noise
     return (128 + 32 * mixed).round().clamp(0, 255).byte()
 
 
-SYNTHETIC_OTHER, SYNTHETIC_NOISE = 0.6, 1.0  # strengths beside a class's own pattern
+SYNTHETIC_OTHER, SYNTHETIC_NOISE = 0.8, 1.5  # strengths beside a class's own pattern
 
 
 def _cifar10(root: Path, label: str | None) -> Dataset:
@@ -2009,10 +2030,11 @@ class Progress:
         self.left = {c.digest: c.epochs for c in configs}
         self.runs, self.finished = len(configs), 0
         notebook = _in_notebook()
+        self.line = _NotebookLine() if notebook else None
         quiet = not enabled or not configs or not (notebook or sys.stderr.isatty())
         self.bar = tqdm(
             total=sum(self.left.values()), unit=" epochs", disable=quiet, leave=False,
-            file=_NotebookLine() if notebook else sys.stderr, mininterval=1.0 if notebook else 0.1,
+            file=self.line or sys.stderr, mininterval=1.0 if notebook else 0.1,
             ncols=110 if notebook else None, ascii=False, dynamic_ncols=not notebook,
             bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt} epochs, {remaining} left",
         )  # fmt: skip
@@ -2022,8 +2044,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-        if isinstance(self.bar.fp, _NotebookLine):
-            self.bar.fp.clear()
+        if self.line and not self.bar.disable:
+            self.line.clear()
 
     def epoch(self, config: RunConfig, row: Row) -> None:
         bits = row["bits_up"] / max(1, row["rounds"] * config.scheme.local_steps)
@@ -2136,12 +2158,16 @@ def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """The summary as a person reads it: percent, mean ± std, digits that mean something."""
 
-    def percent(mean: float, deviation: float, diverged: int = 0) -> str:
-        if diverged:
-            return f"diverged ({diverged})"
+    def percent(mean: float, deviation: float, form: str) -> str:
         if math.isnan(mean):
             return "–"
-        return f"{100 * mean:.2f}" + ("" if math.isnan(deviation) else f" ± {100 * deviation:.2f}")
+        spread = "" if math.isnan(deviation) else f" ± {100 * deviation:{form}}"
+        return f"{100 * mean:{form}}{spread}"
+
+    def ours(r: Any) -> str:
+        if r.diverged:
+            return f"diverged ({r.diverged} of {r.n + r.diverged})"
+        return percent(r.accuracy, r.accuracy_std, ".2f")
 
     def bits(value: float) -> str:
         return "–" if math.isnan(value) else f"{value:.4g}"
@@ -2150,8 +2176,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
         {
             "Scheme": r.scheme,
             "η": f"{r.eta:g}",
-            "Paper: accuracy %": percent(r.paper_accuracy, r.paper_accuracy_std),
-            "Ours: accuracy %": percent(r.accuracy, r.accuracy_std, r.diverged),
+            "Paper: accuracy %": percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
+            "Ours: accuracy %": ours(r),
             "n": str(r.n),
             "Paper: bits": bits(r.paper_bits),
             "Formula": bits(r.formula_bits),

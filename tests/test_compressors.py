@@ -55,8 +55,12 @@ def test_sent_plus_errors_is_what_was_intended_exactly(name):
     for deltas_ND in deltas_like_training(30, 1, LAYERS):
         intended = compressor.errors_ND + deltas_ND
         sent = compressor.step(deltas_ND)
-        if name == "rand-K-Q3" or name == "FedAvg-Q5":  # sigma < 1/2: one float32 rounding (header, 4)
-            torch.testing.assert_close(sent + compressor.errors_ND[0], intended[0], rtol=0, atol=1e-6)
+        if (
+            name == "rand-K-Q3" or name == "FedAvg-Q5"
+        ):  # sigma < 1/2: one float32 rounding (header, 4)
+            torch.testing.assert_close(
+                sent + compressor.errors_ND[0], intended[0], rtol=0, atol=1e-6
+            )
         else:
             assert torch.equal(sent + compressor.errors_ND[0], intended[0])
 
@@ -68,7 +72,9 @@ def test_nothing_is_lost_over_many_rounds_and_clients():
     for deltas_ND in deltas_like_training(40, CLIENTS, LAYERS):
         total += deltas_ND.double().sum(0)
         sent += CLIENTS * compressor.step(deltas_ND).double()
-    torch.testing.assert_close(sent + compressor.errors_ND.double().sum(0), total, rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        sent + compressor.errors_ND.double().sum(0), total, rtol=0, atol=1e-3
+    )
 
 
 def test_the_first_step_is_dense_and_the_second_uses_its_mask():
