@@ -393,8 +393,7 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        text = json.dumps(self.identity(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
+        return digest_of(self.identity())
 
     @property
     def record_name(self) -> str:
@@ -405,6 +404,19 @@ class RunConfig:
     def torch_device(self) -> torch.device:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(auto if self.device == "auto" else self.device)
+
+
+def digest_of(identity: dict[str, Any]) -> str:
+    """Ten hex digits that name a run. Fields at their default do not enter, so that a field added
+    later, with a default that means "as before", leaves the names of older records alone."""
+
+    def changed(values: dict[str, Any], cls: type) -> dict[str, Any]:
+        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+        defaults["drops"] = list(defaults.get("drops", ()))
+        return {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
+
+    named = changed(identity, RunConfig) | {"scheme": changed(identity["scheme"], Scheme)}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _rule_source(rule: str) -> dict[str, str]:
@@ -1803,6 +1815,8 @@ def _record(
     config: RunConfig, federation: Federation, data: Dataset, rows: list[Row], status: str,
     reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
+    made = provenance(config) | {"dataset": data.label, "fingerprint": data.fingerprint}
+    made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
     return {
         "version": RECORD_VERSION,
         "digest": config.digest,
@@ -1812,7 +1826,7 @@ def _record(
         "dimension": len(federation.theta_D),
         "batch_norm_bits": 32 * federation.statistics_NS.shape[1],
         "rows": rows,
-        "provenance": provenance(config) | {"dataset": data.label, "fingerprint": data.fingerprint},
+        "provenance": made,
     }
 
 
@@ -1825,6 +1839,7 @@ def provenance(config: RunConfig) -> dict[str, Any]:
         **_git_state(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numpy": np.__version__,
         "device": name,
         "threads": config.threads or torch.get_num_threads(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -1880,7 +1895,11 @@ def _record_problem(record: Any, config: RunConfig | None) -> str | None:
         return f"version: got {record['version']!r}, allowed: {RECORD_VERSION}"
     if record["status"] not in ("finished", "diverged"):
         return f"status: got {record['status']!r}, allowed: finished or diverged"
-    if config is not None and record["config"] != config.identity():
+    try:
+        own = digest_of(record["config"])
+    except (KeyError, TypeError, AttributeError):
+        return "config: not a run's configuration"
+    if own != record["digest"] or (config is not None and own != config.digest):
         return "config: is that of another run"
     needed = {"epoch", "accuracy", "rounds", "dense_rounds", "bits_up", "bits_down"}
     rows = record["rows"]
