@@ -1,7 +1,8 @@
-"""Time-Correlated Sparsification (TCS) for communication-efficient federated learning, in one module.
+"""Time-Correlated Sparsification (TCS) for communication-efficient federated learning.
 
-Reproduces E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
-Communication-Efficient Federated Learning". "Alg." and "Eq." below are that paper's.
+The whole machinery in one module. It reproduces E. Ozfatura, K. Ozfatura and D. Gunduz,
+"Time-Correlated Sparsification for Communication-Efficient Federated Learning"; "Alg.", "Eq." and
+"Sec." below are that paper's.
 
     theta_D -> local training -> deltas_ND -> (+ errors_ND) -> masks -> values -> bits
             -> average -> update_D -> theta_D
@@ -41,11 +42,13 @@ Differences from the paper
      7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max]; u_min is the smallest
         NON-ZERO magnitude; zeros take the last interval's code and do not enter its mean.
      8. The position code's blocks hold round(1/phi) entries, ceil(log2(block)) bits inside one.
-     9. Batch norm's running statistics never influence training; the clients' are averaged only when
+     9. Batch norm's running statistics never influence training; the clients' are averaged only
+     when
         the model is evaluated. Their bits are reported apart.
     10. Augmentation (random crop with 4 px of padding, flip) and sampling (without replacement; an
         incomplete last batch, or last round of H batches, is dropped) are not in the paper.
-    11. Schedules keep the paper's proportions at other lengths: warm-up 1/60 of the epochs (at least
+    11. Schedules keep the paper's proportions at other lengths: warm-up 1/60 of the epochs (at
+    least
         one), drops after 1/2 and 3/4. Learning rates scale linearly with the cumulative batch.
     12. "H = 2 and H = 2" in the paper means H = 2 and H = 4.
 """
@@ -106,6 +109,7 @@ def _check_value(key: str, value: Any, metadata: dict) -> Any:
     kind, optional = metadata["kind"], "or null" in metadata["allowed"]
     if value is None and optional:
         return None
+    given = value
     right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value, right = float(value), True
@@ -116,7 +120,7 @@ def _check_value(key: str, value: Any, metadata: dict) -> Any:
         if kind in (int, float) and isinstance(value, str):
             hint = " (YAML reads 1e-3 as text: write 1.0e-3)"
         raise ValueError(
-            f"{key}: got {value!r} ({type(value).__name__}), allowed: {metadata['allowed']}{hint}"
+            f"{key}: got {given!r} ({type(given).__name__}), allowed: {metadata['allowed']}{hint}"
         )
     return value
 
@@ -178,7 +182,7 @@ class Scheme:
 
     @property
     def intervals(self) -> int:
-        """P = 2^(q-1) intervals of the quantizer; one of the q bits is the sign. 0: not quantized."""
+        """P = 2^(q-1) intervals of the quantizer, one of q bits is the sign; 0: no quantizer."""
         return 0 if self.value_bits == 32 else 2 ** (self.value_bits - 1)
 
     @property
@@ -192,7 +196,8 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
         steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum.
-        `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no sense.
+        `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
+        sense.
         """
         text = re.sub(r"-\s+", "-", name.strip())
         families = sorted(FAMILIES, key=len, reverse=True)
@@ -431,7 +436,22 @@ def _rule_source(rule: str) -> dict[str, str]:
     return {"rule_sha256": hashlib.sha256(source.encode()).hexdigest()}
 
 
-TABLE_KEYS = {"table", "figure", "title", "schemes", "paper", "seeds", "jobs"}
+def _is_paper(value: dict) -> bool:
+    """Scheme: [accuracy %, standard deviation, bit budget], each a number or null."""
+    rows = [v for v in value.values() if isinstance(v, list | tuple) and len(v) == 3]
+    numbers = [x for row in rows for x in row if x is not None]
+    return len(rows) == len(value) and all(isinstance(x, int | float) for x in numbers)
+
+
+# What a table says of itself, beside fields of RunConfig.
+TABLE_FIELDS = {
+    "table": _param(None, int, "a whole number >= 1, or null", _whole, ""),
+    "figure": _param(None, int, "a whole number >= 1, or null", _whole, ""),
+    "title": _param(None, str, "text, or null", lambda v: True, ""),
+    "paper": _param(None, dict, "scheme: [accuracy, deviation, bits], or null", _is_paper, ""),
+    "jobs": _param(1, int, "a whole number >= 1", _whole, ""),
+}
+TABLE_KEYS = {*TABLE_FIELDS, "schemes", "seeds"}
 SCHEME_KEYS = {"phi_global", "phi_local", "phi_min_global", "phi_min_local"}
 RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
 
@@ -455,12 +475,14 @@ def notebook_params(namespace: dict[str, Any], also: Iterable[str] = ()) -> dict
 def plan(params: dict[str, Any]) -> list[RunConfig]:
     """Every run that a table and a profile ask for, scheme by scheme, seed by seed.
 
-    `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names), `seeds`
-    (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
+    `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names),
+    `seeds` (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
     phi_min_local replace the value of every scheme that has one.
     Raises ValueError naming the key, the value and what is allowed.
     """
     _reject_unknown(params, PARAMETERS, "parameter")
+    for key in TABLE_FIELDS.keys() & params.keys():
+        _check_value(key, params[key], dict(TABLE_FIELDS[key].metadata))
     names = params.get("schemes")
     if not isinstance(names, list | tuple) or not names:
         raise ValueError(f"schemes: got {names!r}, allowed: a list of scheme names")
@@ -473,16 +495,16 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
 def _seeds(given: Any) -> list[int]:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
         return list(range(given))
-    if isinstance(given, list | tuple) and given:
-        if all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in given):
-            return list(given)
+    seeds = list(given) if isinstance(given, list | tuple) else []
+    if seeds and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds):
+        return seeds
     raise ValueError(f"seeds: got {given!r}, allowed: a number of seeds >= 1 or a list of them")
 
 
 def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
     """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
     if not isinstance(name, str):
-        raise ValueError(f"schemes: got {name!r}, allowed: scheme names (text)")
+        raise ValueError(f"schemes: got [{name!r}], allowed: scheme names (text)")
     scheme = Scheme.named(name)
     given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}
     if scheme.rule == "dense":
@@ -515,7 +537,7 @@ def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
 
 
 def kept(phi: float, dimension: int) -> int:
-    """K = ceil(phi * D), at least 1; a product a rounding error above a whole number counts as it."""
+    """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
     return max(1, math.ceil(round(phi * dimension, 9)))
 
 
@@ -592,7 +614,7 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
 
 
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
-    """S_top(v, K) (Sec. II-B): a (D,) bool mask with exactly k ones; of ties the lower index wins."""
+    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
     return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
 
 
@@ -606,8 +628,8 @@ def layerwise_top_k_mask(
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 # 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4)
-#    Blocks of 1/phi entries. "1" and the position inside its block for every entry, "0" at the end of
-#    every block: log2(1/phi) + 2 bits an entry when phi of them are set.
+#    Blocks of 1/phi entries. "1" and the position inside its block for every entry, "0" at the end
+#    of every block: log2(1/phi) + 2 bits an entry when phi of them are set.
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
@@ -624,7 +646,7 @@ def position_bits(count: int, dimension: int, block: int) -> int:
 def _check_code(dimension: int, block: int) -> None:
     if dimension < 1:
         raise ValueError(f"dimension: got {dimension}, allowed: a whole number >= 1")
-    if not 1 <= block:
+    if not block >= 1:
         raise ValueError(f"block: got {block}, allowed: a whole number >= 1")
 
 
@@ -739,8 +761,8 @@ def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, float]:
 def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """Fractional quantization, Eq. 15 to 17: codes (K,) int32 and means (P,) float32.
 
-    Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus P
-    for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
+    Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus
+    P for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
     stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
     intervals have mean 0. Raises ValueError for values that are not finite, or intervals < 1.
     """
@@ -787,8 +809,8 @@ def quantized(values_K: Tensor, intervals: int) -> Tensor:
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     """The paper's formula: uplink bits per parameter per local iteration.
 
-    (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D, the
-    phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
+    (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D,
+    the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
     nan for centralized training: nothing is sent.
     """
     scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
@@ -820,7 +842,7 @@ def uplink_bits(scheme: Scheme, shared: int, own: int, dimension: int) -> int:
 
 
 def downlink_bits(shared: int, explored: int, dimension: int) -> int:
-    """Exact bits of the server's message: float32 values, positions only for the `explored` ones."""
+    """Exact bits of the server's message: float32 values, positions for the `explored` ones."""
     if not explored:
         return 32 * shared
     positions = position_bits(explored, dimension, block_of(explored, dimension))
@@ -867,7 +889,7 @@ class MaskRule:
         return torch.empty(0, dtype=torch.int64, device=self._device)
 
     def local_mask(self, intended_D: Tensor, global_positions_K: Tensor) -> Tensor:
-        """The client's own mask, disjoint from the global one: S_top of the rest (Alg. 2, line 10)."""
+        """A client's own mask, disjoint from the global one: S_top of the rest (Alg. 2, l. 10)."""
         phi_min = self._scheme.phi_min_local
         return self.select(intended_D, self.k_local, phi_min, excluded=global_positions_K)
 
@@ -921,7 +943,7 @@ class Dense(MaskRule):
 
 
 class TCS(MaskRule):
-    """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2, line 5)."""
+    """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
 
     positions: Tensor | None = None
 
@@ -992,6 +1014,7 @@ class Compressor:
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
         self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.bits_up = self.bits_down = 0
+        self.last_dense = False
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -1000,11 +1023,13 @@ class Compressor:
 
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
-        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError, ValueError; nothing is changed then.
+        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError, ValueError; nothing is changed
+        then.
         """
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
         self._check(deltas_ND, chosen)
         global_K = None if dense or self.scheme.dense else self.rule.global_mask()
+        self.last_dense = global_K is None
         if global_K is None:
             update_D = self._dense_round(deltas_ND, chosen)
         else:
@@ -1050,7 +1075,7 @@ class Compressor:
         return update_D.div_(len(chosen))
 
     def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> tuple[Tensor, Tensor]:
-        """One client's side of a round: its own positions, and the values it sends on both masks."""
+        """One client's side of a round: its own positions, the values it sends on both masks."""
         errors_D = self.errors_ND[n]
         keep_errors = self.scheme.error_accumulation
         intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)  # line 9
@@ -1083,8 +1108,10 @@ def _as_positions(mask: Tensor) -> Tensor:
 #    straight into its row of deltas_ND.
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
-# Purposes of random numbers; with seed, epoch, client they name one independent stream each, so that
-# no draw depends on the order of work, the number of processes or where a run was resumed.
+Row = dict[str, Any]  # of a record: what one epoch did
+
+# Purposes of random numbers; with seed, epoch, client they name one independent stream each, so
+# that no draw depends on the order of work, the number of processes or where a run was resumed.
 _INIT, _PARTITION, _SAMPLING, _PARTICIPANTS, _MASKS = range(5)
 
 
@@ -1097,8 +1124,9 @@ def generator_for(seed: int, *path: int) -> torch.Generator:
 class Federation:
     """N clients and a server on one machine (Alg. 1 with Alg. 2's compression, or Alg. 3).
 
-    `theta_D`, `deltas_ND`, `statistics_NS` and `compressor` are the whole state, beside `momentum_D`.
-    Raises ValueError if the data can't feed the configured clients, batches or local steps.
+    `theta_D`, `deltas_ND`, `statistics_NS` and `compressor` are the whole state, beside
+    `momentum_D`. Raises ValueError if the data can't feed the configured clients, batches or local
+    steps.
     """
 
     def __init__(self, config: RunConfig, data: Dataset):
@@ -1125,32 +1153,34 @@ class Federation:
     def rounds_per_epoch(self) -> int:
         return self.samples_NM.shape[1] // self.config.batch // self.config.scheme.local_steps
 
-    def epoch(self, epoch: int) -> dict[str, Any]:
-        """One epoch of rounds; its row of the record, without the evaluation.
+    def rounds(self, epoch: int) -> Iterator[Tensor]:
+        """The rounds of one epoch (counted from 0), each as the update_D (D,) it sent to all.
 
-        Raises NotFiniteError with the round in its text; the model is as after the last good round.
+        Between two of them, `theta_D`, `deltas_ND` and `compressor` may be looked at.
+        Raises NotFiniteError with the round in its text; theta_D is as after the last good round.
         """
         self.flat.model.train()
-        draws, rounds = self._draws(epoch), self.rounds_per_epoch
         self.loss_sum = torch.zeros((), device=self.device)
-        row = {
-            "epoch": epoch + 1,
-            "rounds": rounds,
-            "dense_rounds": 0,
-            "bits_up": 0,
-            "bits_down": 0,
-        }
-        for index in range(rounds):
-            eta = self.config.learning_rate_at(epoch + index / rounds)
+        draws, count = self._draws(epoch), self.rounds_per_epoch
+        for index in range(count):
+            eta = self.config.learning_rate_at(epoch + index / count)
+            self.active = self._participants(epoch, index)
             try:
-                self.round(draws, index, eta, dense=epoch < self.config.warmup, epoch=epoch)
+                yield self.round(draws, index, eta, dense=epoch < self.config.warmup)
             except NotFiniteError as error:
-                error.args = (f"{error.args[0]}; epoch {epoch + 1}, round {index + 1} of {rounds}",)
+                error.args = (f"{error.args[0]}; epoch {epoch + 1}, round {index + 1} of {count}",)
                 raise
+
+    def epoch(self, epoch: int) -> Row:
+        """All rounds of one epoch; its row of the record, without the evaluation."""
+        row = {"epoch": epoch + 1, "rounds": self.rounds_per_epoch, "dense_rounds": 0}
+        row |= {"bits_up": 0, "bits_down": 0}
+        for _ in self.rounds(epoch):
             row["bits_up"] += self.compressor.bits_up
             row["bits_down"] += self.compressor.bits_down
-            row["dense_rounds"] += self.compressor.bits_up == 32 * len(self.theta_D)
-        steps = rounds * self.config.scheme.local_steps * len(self.active)
+            row["dense_rounds"] += self.compressor.last_dense
+        steps = row["rounds"] * self.config.scheme.local_steps * len(self.active)
+        eta = self.config.learning_rate_at(epoch + 1 - 1 / row["rounds"])
         return row | {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
 
     def _draws(self, epoch: int) -> list[Draws]:
@@ -1170,12 +1200,9 @@ class Federation:
         order = torch.randperm(self.config.client_count, generator=generator)
         return sorted(order[: self.config.participants].tolist())
 
-    def round(
-        self, draws: list[Draws], index: int, eta: float, dense: bool = False, epoch: int = 0
-    ) -> None:
-        """Round `index` of an epoch: local training, compression, the server's step."""
+    def round(self, draws: list[Draws], index: int, eta: float, dense: bool = False) -> Tensor:
+        """Round `index` of an epoch: local training, compression, the server's step; update_D."""
         scheme = self.config.scheme
-        self.active = self._participants(epoch, index)
         for n in self.active:
             self._local_training_(n, draws[n], index, eta)
             if not scheme.momentum:
@@ -1186,9 +1213,10 @@ class Federation:
             self.theta_D.add_(self.momentum_D, alpha=-eta)  # Alg. 3, line 8
         else:
             self.theta_D.add_(update_D)  # Alg. 2, line 6
+        return update_D
 
     def _local_training_(self, n: int, draws: Draws, index: int, eta: float) -> None:
-        """Alg. 1, lines 3 to 6: H steps of client n; leaves its summed gradients in deltas_ND[n]."""
+        """Alg. 1, l. 3 to 6: H steps of client n; leaves its summed gradients in deltas_ND[n]."""
         config, theta_D = self.config, self.theta_D
         steps, batch = config.scheme.local_steps, config.batch
         gradient_D = self.deltas_ND[n].zero_()
@@ -1218,7 +1246,7 @@ class Federation:
 
     @torch.no_grad()
     def evaluate(self, batch: int = 500) -> dict[str, float]:
-        """Accuracy (0..1) and mean loss on the test images, with the clients' averaged statistics."""
+        """Accuracy (0..1) and mean loss on the test images; the clients' statistics averaged."""
         self.flat.model.eval()
         average_S = self.statistics_NS[self.active].mean(0)
         self.flat.use(None, self.flat.statistics_views(average_S))
@@ -1258,8 +1286,8 @@ def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
         )
     if config.scheme.local_steps > own // config.batch:
         raise ValueError(
-            f"local_steps: got {config.scheme.local_steps} ({config.scheme.name}), allowed: at most "
-            f"{own // config.batch}, the batches of {config.batch} in a client's {own} samples"
+            f"local_steps: got {config.scheme.local_steps} ({config.scheme.name}), allowed: at "
+            f"most {own // config.batch}, the batches of {config.batch} in a client's {own} samples"
         )
     alpha = None if config.scheme.centralized else config.dirichlet_alpha
     generator = generator_for(config.seed, _PARTITION)
@@ -1294,7 +1322,7 @@ class BasicBlock(nn.Module):
 
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
-    """A CIFAR ResNet: stages of basic blocks, each twice as wide at half the size; (B, 3, h, w) in."""
+    """A CIFAR ResNet, (B, 3, h, w) in: stages of blocks, each twice as wide at half the size."""
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
     inputs = width
     for stage, blocks in enumerate(STAGES[name]):
@@ -1319,8 +1347,8 @@ def resnet8(width: int = 16, classes: int = 10) -> nn.Module:
 class FlatModel:
     """A model whose parameters are views into one flat tensor, `theta_D`.
 
-    `use` points gradients and batch-norm statistics at any row of a flat tensor, so that clients can
-    take turns without copies.
+    `use` points gradients and batch-norm statistics at any row of a flat tensor, so that clients
+    can take turns without copies.
     """
 
     def __init__(self, model: nn.Module):
@@ -1369,8 +1397,9 @@ def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 # 9. Data and partition
-#    Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations
-#    on a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
+#    Images stay uint8, on the device that trains; crop, flip and normalization are tensor
+#    operations on a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder
+#    (or a tar).
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 PADDING = 4  # pixels around an image, for random crops
@@ -1420,8 +1449,8 @@ def _fingerprint(tensors: list[Tensor]) -> str:
 def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
     """A data set by name: "synthetic", "cifar10" or "folder".
 
-    `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or tar
-    of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
+    `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or
+    tar of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
     Raises ValueError or FileNotFoundError that say what is wrong and what to do.
     """
     if name == "synthetic":
@@ -1483,9 +1512,9 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
         parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
     except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
         raise ValueError(
-            f"dataset cifar10: {root} holds no complete CIFAR-10 and the download failed ({error}). "
+            f"dataset cifar10: {root} holds no whole CIFAR-10 and the download failed ({error}). "
             f"Delete a partial file there and try again with a network; or put "
-            f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) into that folder; or use dataset: synthetic"
+            f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) there; or use dataset: synthetic"
         ) from error
     arrays = [a for part in parts for a in (part.data, np.asarray(part.targets, np.int64))]
     return _dataset(label or "CIFAR-10", *arrays)
@@ -1556,6 +1585,10 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
                     raise ValueError(f"{path}: {member.name!r} is a link or points outside")
                 _check_size(f"{path}: {member.name}", member.size)
                 yield member.name.removeprefix("./"), archive.extractfile(member).read()
+            archive.fileobj.seek(archive.offset)
+            end = archive.fileobj.read(1 << 20)  # reading on to the end checks a compressed stream
+            if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
+                raise EOFError("no end-of-archive mark")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{path}: not a whole tar archive ({error}); fetch it again") from error
     except Exception as error:
@@ -1587,9 +1620,10 @@ def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) 
         images[parts[0]].append((parts[1], parts[2], pixels))
     classes = sorted({c for c, _, _ in images["train"]})
     if len(classes) < 2 or {c for c, _, _ in images["test"]} != set(classes):
+        found = sorted({c for c, _, _ in images["test"]})
         raise ValueError(
-            f"{source}: classes {classes} in train/, {sorted({c for c, _, _ in images['test']})} in "
-            "test/; allowed: the same two or more, as train/<class>/* and test/<class>/*"
+            f"{source}: classes {classes} in train/, {found} in test/; "
+            "allowed: the same two or more, as train/<class>/* and test/<class>/*"
         )
     arrays: list[np.ndarray] = []
     for part in images.values():
@@ -1630,8 +1664,8 @@ def partition(
 ) -> Tensor:
     """Disjoint, equally many samples for every client: (N, floor(n / N)) int64.
 
-    `alpha` None deals them out at random (IID). Otherwise a client's classes follow its own draw from
-    a Dirichlet distribution with that alpha, as far as samples of the class are left.
+    `alpha` None deals them out at random (IID). Otherwise a client's classes follow its own draw
+    from a Dirichlet distribution with that alpha, as far as samples of the class are left.
     """
     own = len(labels) // clients
     order = torch.randperm(len(labels), generator=generator)
@@ -1722,12 +1756,12 @@ class Batches:
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 # 10. Runs, records, checkpoints
-#     One run, one JSON record: results/<profile>/runs/<scheme>-<eta>-<seed>-<hash>.json, written whole
-#     or not at all. Checkpoints live in the cache folder and disappear with the end of their run.
+#     One run, one JSON record: results/<profile>/runs/<scheme>-<eta>-<seed>-<hash>.json, written
+#     whole or not at all. Checkpoints live in the cache folder and disappear with the end of their
+#     run.
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 RECORD_VERSION = 1
-Row = dict[str, Any]
 
 
 def run(
@@ -1881,7 +1915,10 @@ def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, 
         raise ValueError(
             f"{path}: not a readable record ({error}); delete it to run again"
         ) from error
-    problem = _record_problem(record, config)
+    try:
+        problem = _record_problem(record, config)
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"a value has the wrong type ({error!r})"
     if problem:
         raise ValueError(f"{path}: {problem}; delete it to run again")
     return record
@@ -1895,10 +1932,7 @@ def _record_problem(record: Any, config: RunConfig | None) -> str | None:
         return f"version: got {record['version']!r}, allowed: {RECORD_VERSION}"
     if record["status"] not in ("finished", "diverged"):
         return f"status: got {record['status']!r}, allowed: finished or diverged"
-    try:
-        own = digest_of(record["config"])
-    except (KeyError, TypeError, AttributeError):
-        return "config: not a run's configuration"
+    own = digest_of(record["config"])
     if own != record["digest"] or (config is not None and own != config.digest):
         return "config: is that of another run"
     needed = {"epoch", "accuracy", "rounds", "dense_rounds", "bits_up", "bits_down"}
@@ -1948,7 +1982,10 @@ def _state_identity(config: RunConfig, federation: Federation) -> str:
 
 
 def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
-    """Puts the federation where the run stopped; the rows so far. The state of other code or data is not used."""
+    """Puts the federation where the run stopped and returns its rows so far.
+
+    The state of other code or data is not used: the run starts afresh.
+    """
     path = _checkpoint_path(config)
     if not path.exists():
         return []
@@ -1974,8 +2011,7 @@ def run_all(
     `jobs` processes work side by side (rules defined outside this module run in this one). A bar
     shows which run of how many, epoch, accuracy, bits and time left.
     """
-    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
-        raise ValueError(f"jobs: got {jobs!r}, allowed: a whole number >= 1")
+    _check_value("jobs", jobs, dict(TABLE_FIELDS["jobs"].metadata))
     configs = list(configs)
     wanted = {record_path(c, results): c for c in configs}
     todo = [c for path, c in wanted.items() if not path.exists()]
@@ -2116,8 +2152,8 @@ class _NotebookLine(io.TextIOBase):
 def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     """Measured traffic of a run, in bits per parameter per local iteration.
 
-    "uplink" and "downlink" leave the dense warm-up out, as the paper does; "... with warm-up" do not.
-    nan for centralized training, which sends nothing.
+    "uplink" and "downlink" leave the dense warm-up out, as the paper does; "... with warm-up" do
+    not. nan for centralized training, which sends nothing.
     """
     scheme, dimension = record["config"]["scheme"], record["dimension"]
     names = ("uplink", "downlink")
@@ -2210,8 +2246,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; markers and dashes do it in grey.
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
-_MARKERS, _DASHES = "os^Dv*PX", ("-", "--", "-.", ":")
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+MARKERS, DASHES = "os^Dv*PX", ("-", "--", "-.", ":")
 
 
 def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
@@ -2227,9 +2263,9 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
         curves = [pd.Series({r["epoch"]: 100 * r["accuracy"] for r in g["rows"]}) for g in group]
         table = pd.DataFrame(curves)
         mean, deviation = table.mean(), table.std().fillna(0.0)
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         axes.plot(
-            mean.index, mean, color=colour, linestyle=_DASHES[i % 4], marker=_MARKERS[i % 8],
+            mean.index, mean, color=colour, linestyle=DASHES[i % 4], marker=MARKERS[i % 8],
             markevery=max(1, len(mean) // 8), markersize=4.5, linewidth=1.5, label=name,
         )  # fmt: skip
         axes.fill_between(

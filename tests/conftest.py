@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the nets are tiny: more threads only get in each other's way
+
 
 @pytest.fixture(autouse=True)
 def _apart(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from reference import Reference
 
 import tcs_core as tcs
-from reference import Reference
 
 LAYERS = [1200, 300, 1000, 10, 490]  # D = 3000
 CLIENTS, ROUNDS = 5, 50
@@ -244,7 +244,7 @@ def test_the_cores_names_cannot_be_taken(name):
 
 
 def test_a_registration_that_fails_leaves_nothing_behind():
-    with pytest.raises(ValueError, match="phi_local: got 2.0"):
+    with pytest.raises(ValueError, match=r"phi_local: got 2\.0"):
         tcs.register_scheme("Broken", phi_local=2.0)(type("Mine", (tcs.TCS,), {}))
     assert "Broken" not in tcs.RULES and "Broken" not in tcs.FAMILIES
     with pytest.raises(ValueError, match="unknown field: phi"):

@@ -3,11 +3,11 @@
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reference
 import tcs_core as tcs
 
 VECTORS = st.lists(

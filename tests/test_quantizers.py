@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reference
 import tcs_core as tcs
 
 LIMIT = float(np.float32(1e30))

@@ -1,0 +1,202 @@
+"""Section 1: schemes by name, configurations, params files."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tcs_core as tcs
+
+PARAMS = Path(tcs.ROOT) / "params"
+PROFILES = ("ci", "quick", "cpu", "gpu", "paper")
+
+# Every scheme of the paper's tables and text, with what its name means there (Sec. III-B).
+NAMES = {
+    "TCS": ("TCS", 1, 32, None, None, 0.0),
+    "TCS-L2": ("TCS", 2, 32, None, None, 0.0),
+    "TCS-L4": ("TCS", 4, 32, None, None, 0.0),
+    "TCS-L4-Q5": ("TCS", 4, 5, None, None, 0.0),
+    "TCS-PLF": ("TCS", 1, 32, 1e-3, None, 0.0),
+    "TCS-LF": ("TCS", 1, 32, 1e-3, 4e-4, 0.0),
+    "TCS-LF-Q5": ("TCS", 1, 5, 1e-3, 4e-4, 0.0),
+    "TCS-Q5": ("TCS", 1, 5, None, None, 0.0),
+    "TCS-Global Momentum": ("TCS", 1, 32, None, None, 0.9),
+    "TCS- Global Momentum": ("TCS", 1, 32, None, None, 0.9),
+    "top-K": ("top-K", 1, 32, None, None, 0.0),
+    "top-K-Q5": ("top-K", 1, 5, None, None, 0.0),
+    "rand-K": ("rand-K", 1, 32, None, None, 0.0),
+    "FedAvg": ("dense", 1, 32, None, None, 0.0),
+    "FedAvg-L4": ("dense", 4, 32, None, None, 0.0),
+    "Baseline": ("dense", 1, 32, None, None, 0.0),
+    "Baseline-Momentum": ("dense", 1, 32, None, None, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name):
+    s = tcs.Scheme.named(name)
+    found = s.rule, s.local_steps, s.value_bits, s.phi_min_global, s.phi_min_local, s.momentum
+    assert found == NAMES[name]
+    assert s.centralized == name.startswith("Baseline")
+    if s.rule == "TCS":
+        assert (s.phi_global, s.phi_local) == (1e-2, 1e-3)
+
+
+def test_q5_is_a_sign_and_sixteen_intervals():
+    assert tcs.Scheme.named("TCS-Q5").intervals == 16
+    assert tcs.Scheme.named("TCS").intervals == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5"]
+)  # fmt: skip
+def test_names_that_mean_nothing_are_refused_with_what_exists(name):
+    if name == "TCS-":
+        assert tcs.Scheme.named(name).rule == "TCS"
+        return
+    with pytest.raises(ValueError, match="scheme") as raised:
+        tcs.Scheme.named(name)
+    assert repr(name) in str(raised.value)
+
+
+def test_the_unknown_scheme_error_lists_the_known_ones():
+    with pytest.raises(ValueError, match="TCS, top-K, rand-K, FedAvg"):
+        tcs.Scheme.named("SignSGD")
+
+
+BASE = {"schemes": ["TCS"], "epochs": 4}
+
+WRONG = [
+    ("learning_rate", "1e-3"), ("learning_rate", 0), ("learning_rate", math.nan), ("learning_rate", math.inf),
+    ("learning_rate", None), ("epochs", 0), ("epochs", 1.5), ("epochs", "3"), ("epochs", True),
+    ("batch_size", -1), ("clients", 0), ("clients", 2.0), ("participation", 0), ("participation", 1.1),
+    ("width", 0), ("model", "vgg"), ("dataset", "mnist"), ("precision", "fp16"), ("weight_decay", -1e-4),
+    ("weight_decay", "1e-4"), ("drops", [0.9, 0.1]), ("drops", [1]), ("drops", 0.5), ("drops", ["1e-1"]),
+    ("dirichlet_alpha", 0), ("threads", 0), ("device", "tpu"), ("profile", "../up"), ("profile", ""),
+    ("phi_global", 0), ("phi_global", 1.01), ("phi_global", -0.1), ("phi_global", "1e-2"),
+    ("phi_local", math.nan), ("phi_local", 2), ("warmup_epochs", 4), ("warmup_epochs", -1),
+    ("reference_batch", 0), ("seeds", 0), ("seeds", []), ("seeds", [0, -1]), ("seeds", "3"), ("seeds", True),
+    ("schemes", []), ("schemes", "TCS"), ("schemes", [3]), ("schemes", None), ("train_samples", 0),
+    ("jobs", 0), ("jobs", "2"), ("paper", [1]), ("table", "one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG)
+def test_a_wrong_value_is_an_error_with_key_value_and_what_is_allowed(key, value):
+    with pytest.raises(ValueError, match="allowed") as raised:
+        tcs.plan(BASE | {key: value})
+    assert key in str(raised.value)
+    assert repr(value) in str(raised.value) or str(value) in str(raised.value)
+
+
+def test_text_that_looks_like_a_number_gets_a_hint():
+    with pytest.raises(ValueError, match=r"write 1.0e-3"):
+        tcs.plan(BASE | yaml.safe_load("learning_rate: 1e-3"))
+
+
+def test_an_unknown_key_is_an_error_that_lists_the_known():
+    with pytest.raises(
+        ValueError, match=r"unknown parameter: learning_rte; allowed: .*learning_rate"
+    ):
+        tcs.plan(BASE | {"learning_rte": 0.1})
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("table", [1, 2, 3])
+def test_every_table_in_every_profile_is_a_plan(table, profile):
+    params = tcs.read_params([PARAMS / f"table{table}.yaml", PARAMS / f"{profile}.yaml"])
+    configs = tcs.plan(params)
+    assert [c.scheme.name for c in configs if c.seed == 0] == list(params["paper"])
+    assert {c.profile for c in configs} == {profile}
+
+
+@pytest.mark.parametrize("name", ["table1.yaml", "ci.yaml"])
+def test_files_that_are_no_params(tmp_path, name):
+    for text in ("[1, 2]", "a: [", "\x00"):
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(ValueError, match=name):
+            tcs.read_params([path])
+
+
+def test_a_phi_in_params_replaces_that_of_schemes_that_have_one():
+    configs = tcs.plan(BASE | {"schemes": ["TCS", "top-K", "FedAvg"], "phi_global": 0.05})
+    assert [c.scheme.phi_global for c in configs] == [0.05, None, 1.0]
+
+
+# Derived numbers ──────────────────────────────────────────────────────────────────────────────────
+
+
+def paper(scheme, **changes):
+    return tcs.RunConfig(scheme, **({"profile": "paper", "warmup_epochs": 5} | changes))
+
+
+def test_the_papers_schedule():
+    """eta = 0.5: from 0.1 over five epochs, then 0.5, 0.05 after 150 and 0.005 after 225 of 300."""
+    rate = paper("TCS").learning_rate_at
+    found = [rate(e) for e in (0, 2.5, 5, 149.9, 150, 224.9, 225, 299)]
+    assert found == pytest.approx([0.1, 0.3, 0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+
+
+def test_the_baseline_is_one_client_at_batch_128_and_eta_01_in_every_table():
+    one, other = paper("Baseline"), paper("Baseline", learning_rate=0.8, clients=20)
+    assert (one.client_count, one.batch, one.warmup) == (1, 128, 0)
+    assert one.learning_rate_at(0) == pytest.approx(0.1)
+    assert one.digest == other.digest
+    assert one.record_name.startswith("Baseline-0.1-0-")
+
+
+def test_linear_scaling():
+    """A quarter of the batch, a quarter of eta; the same for the baseline beside it."""
+    assert paper("TCS", batch_size=16).learning_rate_at(10) == pytest.approx(0.125)
+    assert paper("Baseline", batch_size=16).learning_rate_at(10) == pytest.approx(0.025)
+    assert paper("TCS", clients=20).learning_rate_at(10) == pytest.approx(1.0)
+    assert paper("TCS", batch_size=16, reference_batch=None).learning_rate_at(10) == 0.5
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(300, 5), (60, 1), (15, 1), (3, 1)])
+def test_warm_up_keeps_its_share(epochs, warmup):
+    assert tcs.RunConfig("TCS", epochs=epochs).warmup == warmup
+
+
+def test_identity_ignores_where_and_how_fast_and_nothing_else():
+    base = paper("TCS")
+    for change in ({"device": "cpu"}, {"threads": 3}, {"data_root": "/x"}, {"profile": "other"}):
+        assert paper("TCS", **change).digest == base.digest
+    different = [
+        {"seed": 1}, {"learning_rate": 0.8}, {"epochs": 200}, {"batch_size": 32}, {"clients": 5},
+        {"participation": 0.5}, {"width": 16}, {"model": "resnet8"}, {"precision": "bf16"},
+        {"dataset": "cifar10"}, {"data_label": "x"}, {"dirichlet_alpha": 0.1}, {"drops": (0.5,)},
+        {"weight_decay": 0.0}, {"warmup_epochs": 1}, {"reference_batch": None}, {"train_samples": 9},
+    ]  # fmt: skip
+    digests = {paper("TCS", **c).digest for c in different} | {base.digest, paper("TCS-L4").digest}
+    assert len(digests) == len(different) + 2
+
+
+def test_a_field_added_later_leaves_older_digests_alone():
+    identity = paper("TCS").identity()
+    older = {k: v for k, v in identity.items() if k != "participation"}
+    assert tcs.digest_of(older) == tcs.digest_of(identity)
+
+
+def test_a_rule_that_changes_is_another_run():
+    def make(factor):
+        source = f"class Rule(tcs.TCS):\n    factor = {factor}\n"
+        namespace = {"tcs": tcs, "__name__": f"made{factor}"}
+        exec(source, namespace)
+        tcs.register_scheme("Changing")(namespace["Rule"])
+        return tcs.RunConfig("Changing").identity()
+
+    try:
+        assert "rule_sha256" in make(1)
+    finally:
+        tcs.RULES.pop("Changing"), tcs.FAMILIES.pop("Changing")
+
+
+def test_notebook_params_refuse_what_papermill_only_warns_of():
+    namespace = {"In": ["", "# Parameters\nepochs = 2\nepochz = 3\n"], "epochs": 2, "epochz": 3}
+    with pytest.raises(ValueError, match="unknown parameter: epochz"):
+        tcs.notebook_params(namespace)
+    namespace["In"] = ["# Parameters\nepochs = 2\ntables = [1]\n"]
+    assert tcs.notebook_params(namespace, also={"tables"}) == {"epochs": 2}

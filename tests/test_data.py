@@ -1,0 +1,293 @@
+"""Section 9: data sources, the partition, augmentation."""
+
+import functools
+import hashlib
+import http.server
+import io
+import pickle
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+import tcs_core as tcs
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    tcs.load_dataset.cache_clear()
+
+
+def image_bytes(colour, size=(8, 8), mode="RGB", form="PNG"):
+    buffer = io.BytesIO()
+    Image.new(mode, size, colour).save(buffer, form)
+    return buffer.getvalue()
+
+
+FILES = {
+    f"{part}/{name}/{i}.png": image_bytes((30 * c, 10 * i, 200))
+    for part, count in (("train", 4), ("test", 2))
+    for c, name in enumerate(["cat", "dog"])
+    for i in range(count)
+}
+
+
+def as_folder(root, files):
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def as_tar(path, files, mode="w:gz"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz", "w:bz2"])
+def test_a_tar_is_the_same_as_its_folder(tmp_path, mode):
+    from_folder = tcs.load_dataset("folder", str(as_folder(tmp_path / "images", FILES)))
+    from_tar = tcs.load_dataset("folder", str(as_tar(tmp_path / "images.tar", FILES, mode)))
+    assert from_tar.fingerprint == from_folder.fingerprint
+    assert from_tar.train_images.shape == (8, 8, 8, 3)
+    assert from_tar.train_labels.bincount().tolist() == [4, 4]
+    blue = from_tar.train_images[:, 0, 0]
+    assert (blue[:, 2] == 200).all() and (blue[:, 0] == 30 * from_tar.train_labels).all()
+
+
+def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
+    path = as_tar(tmp_path / "images.tar", FILES)
+    first = tcs.load_dataset("folder", str(path))
+    tcs.load_dataset.cache_clear()
+    monkeypatch.setattr(tcs, "_decode_files", lambda *_: pytest.fail("decoded again"))
+    assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
+    monkeypatch.undo()
+    monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
+    (cached,) = (tmp_path / "cache" / "datasets").iterdir()
+    cached.write_bytes(cached.read_bytes()[:-40])
+    tcs.load_dataset.cache_clear()
+    assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
+
+
+def replaced(name, content):
+    return FILES | {name: content}
+
+
+BAD = {
+    "grey": (replaced("train/cat/0.png", image_bytes(7, mode="L")), "train/cat/0.png.*mode L"),
+    "rgba": (replaced("test/dog/1.png", image_bytes((1, 2, 3, 4), mode="RGBA")), "mode RGBA"),
+    "cut off": (replaced("train/dog/1.png", image_bytes(9, size=(99, 99))[:60]), "train/dog/1.png"),
+    "text": (replaced("train/dog/1.png", b"hello"), "train/dog/1.png"),
+    "empty": (replaced("train/dog/1.png", b""), "train/dog/1.png"),
+    "other size": (replaced("train/dog/1.png", image_bytes((1, 2, 3), size=(9, 8))), "size"),
+    "huge side": (replaced("train/dog/1.png", image_bytes((1, 2, 3), size=(5000, 2))), "pixels"),
+    "huge file": (replaced("train/dog/1.png", b"\0" * (1 << 21)), "2097152 bytes"),
+    "one class": ({k: v for k, v in FILES.items() if "dog" not in k}, "two or more"),
+    "class missing in test": ({k: v for k, v in FILES.items() if "test/dog" not in k}, "test/"),
+    "nothing": ({}, "two or more"),
+    "other layout": ({"a.png": image_bytes((1, 2, 3))}, "train/<class>"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("source", [as_tar, as_folder])
+def test_bad_sources_are_named(tmp_path, case, source):
+    files, message = BAD[case]
+    (tmp_path / "images").mkdir()
+    target = tmp_path / ("images.tar" if source is as_tar else "images")
+    path = source(target, files)
+    with pytest.raises(ValueError, match=message):
+        tcs.load_dataset("folder", str(path))
+
+
+@pytest.mark.parametrize("name", ["../evil.png", "/etc/evil.png", "train/cat/../../../x.png"])
+def test_members_that_point_outside_are_refused(tmp_path, name):
+    path = as_tar(tmp_path / "images.tar", FILES | {name: b"x"})
+    with pytest.raises(ValueError, match="outside"):
+        tcs.load_dataset("folder", str(path))
+
+
+def test_links_are_refused(tmp_path):
+    path = tmp_path / "images.tar"
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("train/cat/0.png")
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(member)
+    with pytest.raises(ValueError, match="link"):
+        tcs.load_dataset("folder", str(path))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w"])
+def test_a_truncated_archive_is_named(tmp_path, mode, keep):
+    path = as_tar(tmp_path / "images.tar", FILES, mode)
+    whole = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(whole[: int(keep * len(whole))])
+    with pytest.raises(ValueError, match=r"images.tar"):
+        tcs.load_dataset("folder", str(path))
+
+
+def test_an_archive_that_ends_between_two_members_is_named(tmp_path):
+    """tarfile takes that for the end; half the images would be missing without a word."""
+    path = as_tar(tmp_path / "images.tar", FILES, "w")
+    with tarfile.open(path) as archive:
+        offset = archive.getmembers()[7].offset
+    path.write_bytes(path.read_bytes()[:offset])
+    with pytest.raises(ValueError, match="not a whole tar archive"):
+        tcs.load_dataset("folder", str(path))
+
+
+def test_no_root_or_a_missing_one():
+    with pytest.raises(ValueError, match="data_root: got None"):
+        tcs.load_dataset("folder")
+    with pytest.raises(FileNotFoundError, match="data_root"):
+        tcs.load_dataset("folder", "/does/not/exist")
+    with pytest.raises(ValueError, match="dataset: got 'mnist'"):
+        tcs.load_dataset("mnist")
+
+
+# cifar10: the real torchvision code against a small archive of the same format ─────────────────────
+
+
+@pytest.fixture
+def small_cifar(tmp_path, monkeypatch):
+    """An archive like cifar-10-python.tar.gz with 20 images a batch, served over http."""
+    rng = np.random.default_rng(0)
+    sums, files = {}, {}
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for name in names:
+        data = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
+        files[name] = pickle.dumps({"data": data, "labels": list(range(10)) * 2})
+    files["batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")})
+    sums = {name: hashlib.md5(content).hexdigest() for name, content in files.items()}
+    prefix = "cifar-10-batches-py/"
+    path = as_tar(tmp_path / "cifar.tar.gz", {prefix + k: v for k, v in files.items()})
+    cls = torchvision.datasets.CIFAR10
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(cls, "url", f"http://127.0.0.1:{server.server_port}/{path.name}")
+    monkeypatch.setattr(cls, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(cls, "train_list", [[n, sums[n]] for n in names[:5]])
+    monkeypatch.setattr(cls, "test_list", [["test_batch", sums["test_batch"]]])
+    meta = {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]}
+    monkeypatch.setattr(cls, "meta", meta)
+    yield path
+    server.shutdown()
+    server.server_close()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_cifar10_downloads_and_loads(tmp_path, small_cifar):
+    data = tcs.load_dataset("cifar10", str(tmp_path / "root"))
+    assert data.label == "CIFAR-10"
+    assert data.train_images.shape == (100, 32, 32, 3) and data.train_images.dtype == torch.uint8
+    assert data.test_labels.tolist() == list(range(10)) * 2
+    small_cifar.unlink()
+    tcs.load_dataset.cache_clear()
+    again = tcs.load_dataset("cifar10", str(tmp_path / "root"))
+    assert again.fingerprint == data.fingerprint
+
+
+def test_cifar10_without_network_or_with_a_truncated_archive_says_what_to_do(tmp_path, small_cifar):
+    content = small_cifar.read_bytes()
+    small_cifar.unlink()
+    with pytest.raises(ValueError, match=r"download failed .*Delete a partial file .*synthetic"):
+        tcs.load_dataset("cifar10", str(tmp_path / "root"))
+    small_cifar.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="download failed"):
+        tcs.load_dataset("cifar10", str(tmp_path / "root"))
+
+
+# Synthetic data, partition, augmentation ──────────────────────────────────────────────────────────
+
+
+def test_synthetic_is_the_same_every_time():
+    one, two = tcs.synthetic_dataset(50, 20), tcs.synthetic_dataset(50, 20)
+    assert one.fingerprint == two.fingerprint
+    assert one.train_images.shape == (50, 32, 32, 3) and one.train_images.dtype == torch.uint8
+    assert tcs.synthetic_dataset(50, 20, seed=1).fingerprint != one.fingerprint
+
+
+def test_first_samples_and_too_many():
+    data = tcs.synthetic_dataset(50, 20)
+    cut = data.first(30, None)
+    assert len(cut.train_labels) == 30 and len(cut.test_labels) == 20
+    with pytest.raises(ValueError, match="train_samples: got 51, allowed: at most 50"):
+        data.first(51, None)
+
+
+@pytest.mark.parametrize("alpha", [None, 100.0, 0.5, 0.01])
+@pytest.mark.parametrize("clients", [1, 3, 10])
+def test_partition_is_disjoint_and_even(alpha, clients):
+    labels = torch.arange(1003) % 10
+    parts = tcs.partition(labels, clients, alpha, torch.Generator().manual_seed(1))
+    assert parts.shape == (clients, 1003 // clients)
+    assert len(parts.unique()) == parts.numel()
+    assert 0 <= int(parts.min()) <= int(parts.max()) < 1003
+
+
+def test_a_small_alpha_skews_the_classes():
+    labels = torch.arange(5000) % 10
+
+    def largest_share(alpha):
+        parts = tcs.partition(labels, 10, alpha, torch.Generator().manual_seed(1))
+        counts = torch.stack([labels[p].bincount(minlength=10) for p in parts])
+        return float((counts.max(1).values / counts.sum(1)).float().mean())
+
+    assert largest_share(None) < 0.15 < 0.3 < largest_share(0.1)
+
+
+def test_an_epoch_passes_over_a_clients_samples_once():
+    samples = torch.arange(100, 140)
+    draws = tcs.Draws.of(samples, 36, torch.Generator().manual_seed(0))
+    assert len(set(draws.samples.tolist())) == 36 and set(draws.samples.tolist()) <= set(
+        samples.tolist()
+    )
+
+
+def test_crops_and_flips_pixel_by_pixel():
+    data = tcs.synthetic_dataset(20, 5)
+    batches = tcs.Batches(data, torch.device("cpu"))
+    draws = tcs.Draws.of(torch.arange(20), 12, torch.Generator().manual_seed(0))
+    images, labels = batches.augmented(draws)
+    assert images.shape == (12, 3, 32, 32) and images.is_contiguous(
+        memory_format=torch.channels_last
+    )
+    assert torch.equal(labels, data.train_labels[draws.samples])
+    for i in range(12):
+        whole = np.pad(data.train_images[draws.samples[i]].numpy(), ((4, 4), (4, 4), (0, 0)))
+        top, left = draws.crops[i].tolist()
+        crop = torch.from_numpy(whole[top : top + 32, left : left + 32].copy())
+        crop = crop.flip(1) if draws.flips[i] else crop
+        expected = (crop.float() - batches.mean) * batches.scale
+        torch.testing.assert_close(images[i], expected.permute(2, 0, 1))
+
+
+def test_normalization_is_zero_mean_and_unit_deviation():
+    data = tcs.synthetic_dataset(200, 5)
+    batches = tcs.Batches(data, torch.device("cpu"))
+    pixels = batches.normalized(data.train_images)
+    torch.testing.assert_close(pixels.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-2)
+    torch.testing.assert_close(pixels.std((0, 2, 3)), torch.ones(3), rtol=0, atol=1e-2)
+
+
+@pytest.mark.data
+def test_the_whole_of_cifar10_as_jpegs(development_data):
+    data = tcs.load_dataset("folder", str(development_data), "CIFAR-10 (JPEG copy)")
+    assert data.train_labels.bincount().tolist() == [5000] * 10
+    assert data.test_labels.bincount().tolist() == [1000] * 10
+    means = data.train_images.float().mean((0, 1, 2)) / 255
+    torch.testing.assert_close(means, torch.tensor([0.491, 0.482, 0.447]), rtol=0, atol=2e-3)

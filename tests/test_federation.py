@@ -1,0 +1,177 @@
+"""Sections 7 and 8: local training, averaging, momentum, batch norm, the model."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tcs_core as tcs
+
+TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 2, "warmup_epochs": 0,
+        "reference_batch": None, "learning_rate": 0.1, "threads": 1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data():
+    return tcs.synthetic_dataset(train=120, test=40)
+
+
+def federation(scheme, data, **changes):
+    return tcs.Federation(tcs.RunConfig(scheme, **(TINY | changes)), data)
+
+
+def test_the_papers_parameter_count():
+    """11,173,962 trainable parameters (Sec. IV-A); the small relative has 78,042."""
+    assert sum(p.numel() for p in tcs.resnet18().parameters()) == 11_173_962
+    assert sum(p.numel() for p in tcs.resnet8().parameters()) == 78_042
+    assert tcs.resnet18(width=4)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_parameters_and_gradients_are_views_of_flat_tensors():
+    flat = tcs.FlatModel(tcs.resnet8(2))
+    row = torch.zeros_like(flat.theta_D)
+    flat.use(flat.views(row), flat.statistics_views(flat.statistics()))
+    before = [p.detach().clone() for p in flat.parameters]
+    flat.model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert row.any() and all(p.grad.data_ptr() >= row.data_ptr() for p in flat.parameters)
+    flat.theta_D.add_(1.0)
+    for p, old in zip(flat.parameters, before, strict=True):
+        torch.testing.assert_close(p.detach(), old + 1)
+
+
+def plain_sgd(federation, rounds, weight_decay, momentum=0.0):
+    """The same batches through torch.optim.SGD and an ordinary copy of the model."""
+    model = copy.deepcopy(federation.flat.model).train()
+    for p in model.parameters():
+        p.data, p.grad = p.data.clone(), None
+    eta = federation.config.learning_rate_at(0)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=eta, weight_decay=weight_decay, momentum=momentum
+    )
+    draws, batch = federation._draws(0)[0], federation.config.batch
+    for i in range(rounds):
+        images, labels = federation.batches.augmented(draws[i * batch : (i + 1) * batch])
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["FedSGD", "Baseline"])
+def test_one_client_without_compression_is_plain_sgd(data, name, momentum):
+    """Also Alg. 3: global momentum on dense gradients is momentum SGD."""
+    scheme = tcs.Scheme.named(name, momentum=momentum)
+    one = federation(scheme, data, clients=1, weight_decay=1e-2)
+    expected = plain_sgd(one, 5, 1e-2, momentum)
+    draws = one._draws(0)
+    one.flat.model.train()
+    one.loss_sum = torch.zeros(())
+    for index in range(5):
+        one.round(draws, index, one.config.learning_rate_at(0))
+    for p, reference in zip(one.flat.parameters, expected, strict=True):
+        torch.testing.assert_close(p.detach(), reference, rtol=1e-4, atol=1e-6)
+
+
+def test_h_local_steps_of_one_client_are_h_steps_of_sgd(data):
+    one = federation("FedAvg-L4", data, clients=1, weight_decay=1e-2)
+    expected = plain_sgd(one, 4, 1e-2)
+    one.flat.model.train()
+    one.loss_sum = torch.zeros(())
+    one.round(one._draws(0), 0, one.config.learning_rate_at(0))
+    for p, reference in zip(one.flat.parameters, expected, strict=True):
+        torch.testing.assert_close(p.detach(), reference, rtol=1e-4, atol=1e-6)
+
+
+def thetas(scheme, data, epochs=1, **changes):
+    made = federation(scheme, data, **changes)
+    for epoch in range(epochs):
+        made.epoch(epoch)
+    return made.theta_D
+
+
+def test_phi_one_is_dense_fedavg_and_fedavg_at_h_1_is_fedsgd(data):
+    full = tcs.Scheme.named("TCS", phi_global=1.0, phi_local=None)
+    dense = thetas("FedAvg", data)
+    assert torch.equal(thetas(full, data), dense)
+    assert torch.equal(thetas("FedSGD", data), dense)
+
+
+def test_averaging_models_is_averaging_differences(data):
+    """Alg. 1, line 8 against Eq. 3: the average of the clients' models after H steps."""
+    fed = federation("FedAvg-L4", data)
+    start, draws = fed.theta_D.clone(), fed._draws(0)
+    fed.flat.model.train()
+    fed.loss_sum = torch.zeros(())
+    fed.round(draws, 0, 0.1)
+    models = start + fed.deltas_ND
+    torch.testing.assert_close(fed.theta_D, models.mean(0))
+
+
+def test_absent_clients_take_no_part(data):
+    fed = federation("TCS", data, participation=0.34)
+    assert fed.config.participants == 2
+    seen = {tuple(fed._participants(0, i)) for i in range(20)}
+    assert seen == {(0, 1), (0, 2), (1, 2)}
+    fed.epoch(0)
+    assert fed.theta_D.isfinite().all()
+
+
+def test_batch_norm_statistics_never_touch_training(data):
+    """Wild running statistics change the evaluation and nothing else."""
+    calm, wild = federation("TCS", data), federation("TCS", data)
+    wild.statistics_NS.fill_(1e3)
+    calm.epoch(0), wild.epoch(0)
+    assert torch.equal(calm.theta_D, wild.theta_D)
+    assert calm.evaluate() != wild.evaluate()
+
+
+def test_evaluation_averages_the_clients_statistics(data):
+    fed = federation("TCS", data)
+    fed.epoch(0)
+    with_own = fed.evaluate()
+    fed.statistics_NS.copy_(fed.statistics_NS.mean(0).expand_as(fed.statistics_NS).clone())
+    assert fed.evaluate() == pytest.approx(with_own, rel=1e-5)
+
+
+def test_the_row_of_an_epoch(data):
+    fed = federation("TCS-L2", data, warmup_epochs=1)
+    warm, sparse = fed.epoch(0), fed.epoch(1)
+    dimension, rounds = len(fed.theta_D), 120 // 3 // 4 // 2
+    assert (warm["rounds"], warm["dense_rounds"]) == (rounds, rounds)
+    assert warm["bits_up"] == warm["bits_down"] == 32 * dimension * rounds
+    assert sparse["dense_rounds"] == 0
+    one_message = tcs.uplink_bits(fed.config.scheme, *_ks(dimension), dimension)
+    assert sparse["bits_up"] == rounds * one_message
+
+
+def _ks(dimension):
+    return tcs.kept(1e-2, dimension), tcs.kept(1e-3, dimension)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"clients": 121}, "clients: got 121, allowed: at most the 120"),
+     ({"batch_size": 41}, "batch_size: got 41"), ({"scheme": "TCS-L11"}, "local_steps: got 11")],
+)  # fmt: skip
+def test_data_that_cannot_feed_the_federation(data, changes, key):
+    scheme = changes.pop("scheme", "TCS")
+    with pytest.raises(ValueError, match=key):
+        federation(scheme, data, **changes)
+
+
+def test_a_diverging_client_is_named_with_its_round(data):
+    fed = federation("TCS", data)
+    fed.theta_D[0] = float("nan")
+    with pytest.raises(tcs.NotFiniteError, match=r"client 0: .*; epoch 1, round 1 of 10"):
+        fed.epoch(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scheme", ["TCS-L2-Q5", "top-K", "TCS-LF"])
+def test_gpu_agrees_with_cpu(data, scheme):
+    cpu = thetas(scheme, data, device="cpu")
+    gpu = thetas(scheme, data, device="cuda").cpu()
+    assert float((cpu - gpu).norm() / cpu.norm()) < 1e-2

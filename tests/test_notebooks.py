@@ -1,0 +1,105 @@
+"""The notebooks: pairs in sync, executed, clean, parameters known. nbval runs their cells."""
+
+import ast
+import re
+from pathlib import Path
+
+import jupytext
+import nbformat
+import papermill
+import pytest
+from jupytext.config import load_jupytext_config
+
+import tcs_core as tcs
+
+NOTEBOOKS = tcs.ROOT / "notebooks"
+PY = sorted(NOTEBOOKS.glob("*.py"))
+IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
+by_name = {"ids": lambda path: path.stem}
+
+
+def test_every_notebook_has_its_pair():
+    assert [p.stem for p in PY] == [p.stem for p in IPYNB] != []
+
+
+@pytest.mark.parametrize("py", PY, **by_name)
+def test_the_pair_is_in_sync(py):
+    """By content: what the .ipynb would write as text is the .py."""
+    ipynb = py.with_suffix(".ipynb")
+    config = load_jupytext_config(str(ipynb))
+    text = jupytext.writes(jupytext.read(ipynb, config=config), fmt="py:percent", config=config)
+    assert text == py.read_text()
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_executed_clean_and_small(path):
+    notebook = nbformat.read(path, 4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    assert [c.execution_count for c in code] == list(range(1, len(code) + 1)), "not run in order"
+    outputs = [o for c in code for o in c.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert path.stat().st_size < 1_000_000
+    text = path.read_text()
+    assert "/root/" not in text and "/home/" not in text and 'papermill": {' not in text
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_form(path):
+    """Title with the number and a claim; parameters as literals; an asserted claim; short cells."""
+    cells = nbformat.read(path, 4).cells
+    assert cells[0].source.startswith(f"# {path.stem[:2]} · ") and "**Claim" in cells[0].source
+    (parameters,) = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
+    for node in ast.parse(parameters.source).body:
+        assert isinstance(node, ast.Assign), ast.unparse(node)
+        ast.literal_eval(node.value)
+    code = [c.source for c in cells if c.cell_type == "code"]
+    assert any(re.search(r"^\s*assert ", source, re.M) for source in code)
+    for source in code:
+        statements = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+        assert not [f.name for f in statements if f.end_lineno - f.lineno > 12]
+
+
+@pytest.mark.parametrize("profile", sorted(p.stem for p in (tcs.ROOT / "params").glob("*.yaml")))
+def test_every_params_key_is_a_parameter_of_the_table_notebook(profile):
+    known = set(papermill.inspect_notebook(str(NOTEBOOKS / "08_tables_and_curves.ipynb")))
+    given = set(tcs.read_params([tcs.ROOT / f"params/{profile}.yaml"]))
+    assert given <= known
+    assert known == tcs.PARAMETERS
+
+
+def test_the_defaults_are_the_ci_profile():
+    """So that Run All, nbval and a bare papermill are all quick and share their records."""
+    profile = tcs.read_params([tcs.ROOT / "params/table1.yaml", tcs.ROOT / "params/ci.yaml"])
+    for name in ("00_reproduce", "08_tables_and_curves"):
+        defaults = papermill.inspect_notebook(str(NOTEBOOKS / f"{name}.ipynb"))
+        values = {k: ast.literal_eval(v["default"]) for k, v in defaults.items()}
+        shared = {k: v for k, v in values.items() if k in profile}
+        assert shared == {k: profile[k] for k in shared} and len(shared) > 10
+
+
+def test_an_unknown_parameter_stops_the_notebook(tmp_path):
+    source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
+    with pytest.raises(papermill.PapermillExecutionError, match="unknown parameter: epochz"):
+        papermill.execute_notebook(
+            source,
+            str(tmp_path / "out.ipynb"),
+            {"epochz": 3},
+            progress_bar=False,
+            cwd=str(tmp_path),
+        )
+
+
+def test_the_top_level_keeps_its_shape():
+    allowed = {
+        "pyproject.toml",
+        "README.md",
+        "notebooks",
+        "tcs_core.py",
+        "params",
+        "results",
+        "tests",
+    }
+    there = {p.name for p in Path(tcs.ROOT).iterdir() if not p.name.startswith((".", "__"))}
+    assert there - {"uv.lock"} <= allowed

@@ -1,0 +1,351 @@
+"""Sections 10 to 12: records, checkpoints, tables, the command line."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import tcs_core as tcs
+
+TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 3, "train_samples": 120,
+        "test_samples": 40, "reference_batch": None, "threads": 1}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_synthetic(monkeypatch):
+    small = tcs.synthetic_dataset(120, 40)
+    monkeypatch.setattr(tcs, "synthetic_dataset", lambda: small)
+    tcs.load_dataset.cache_clear()
+    yield
+    tcs.load_dataset.cache_clear()
+
+
+def config(scheme="TCS-L2-Q5", **changes):
+    return tcs.RunConfig(scheme, **(TINY | changes))
+
+
+def numbers(record):
+    """All of a record that a rerun must repeat bit for bit."""
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record["rows"]]
+    return record["config"], record["status"], record["reason"], record["dimension"], rows
+
+
+def test_a_run_leaves_its_record_and_no_checkpoint(tmp_path):
+    rows = []
+    record = tcs.run(config(), tmp_path, rows.append)
+    assert [r["epoch"] for r in rows] == [1, 2, 3]
+    path = tcs.record_path(config(), tmp_path)
+    assert path.parent == tmp_path / "ci" / "runs" and path.name.startswith("TCS-L2-Q5-0.5-0-")
+    assert json.loads(path.read_text()) == record == tcs.read_record(path, config())
+    assert record["provenance"]["core_sha256"] == tcs.core_sha256()
+    assert record["provenance"]["fingerprint"] == tcs.synthetic_dataset().fingerprint
+    assert not list((tmp_path / "cache" / "checkpoints").glob("*"))
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_an_existing_record_is_used(tmp_path, monkeypatch):
+    first = tcs.run(config(), tmp_path)
+    monkeypatch.setattr(tcs, "Federation", lambda *_: pytest.fail("trained again"))
+    assert tcs.run(config(), tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    "scheme", ["TCS", "TCS-L2-Q5", "top-K-Q5", "rand-K", "TCS-Global Momentum", "Baseline-Momentum"]
+)
+def test_a_run_that_was_stopped_ends_in_the_same_record(tmp_path, scheme):  # fmt: skip
+    undisturbed = tcs.run(config(scheme), tmp_path / "one")
+
+    def stop(row):
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tcs.run(config(scheme), tmp_path / "two", stop)
+    epochs = []
+    resumed = tcs.run(config(scheme), tmp_path / "two", lambda row: epochs.append(row["epoch"]))
+    assert epochs in ([2, 3], [3])
+    assert numbers(resumed) == numbers(undisturbed)
+
+
+def test_the_same_seed_is_the_same_and_another_is_not(tmp_path):
+    one = tcs.run(config(), tmp_path / "one")
+    two = tcs.run(config(), tmp_path / "two")
+    other = tcs.run(config(seed=1), tmp_path / "one")
+    assert numbers(one) == numbers(two)
+    assert numbers(one)[-1] != numbers(other)[-1]
+
+
+def test_state_of_other_data_or_code_is_not_continued(tmp_path, monkeypatch):
+    def stop(row):
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tcs.run(config(), tmp_path, stop)
+    monkeypatch.setattr(tcs, "core_sha256", lambda: "another")
+    epochs = []
+    tcs.run(config(), tmp_path, lambda row: epochs.append(row["epoch"]))
+    assert epochs == [1, 2, 3]
+
+
+def test_a_checkpoint_that_is_none_is_named(tmp_path):
+    path = tcs._checkpoint_path(config())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match=path.name):
+        tcs.run(config(), tmp_path)
+    torch.save({"identity": os.system}, path)
+    with pytest.raises(ValueError, match=path.name):
+        tcs.run(config(), tmp_path)
+
+
+def test_a_diverged_run_keeps_its_record(tmp_path, monkeypatch):
+    original = tcs.Federation.epoch
+
+    def poisoned(self, epoch):
+        if epoch == 1:
+            self.theta_D[0] = math.nan
+        return original(self, epoch)
+
+    monkeypatch.setattr(tcs.Federation, "epoch", poisoned)
+    record = tcs.run(config(), tmp_path)
+    assert record["status"] == "diverged" and len(record["rows"]) == 1
+    assert "client 0" in record["reason"] and "epoch 2, round 1 of 5" in record["reason"]
+    row = tcs.summary([record]).iloc[0]
+    assert (row["n"], row["diverged"]) == (0, 1) and math.isnan(row["accuracy"])
+    assert tcs.readable(tcs.summary([record])).iloc[0]["Ours: accuracy %"] == "diverged (1 of 1)"
+
+
+BROKEN = {
+    "not json": lambda text: text[: len(text) // 2],
+    "a list": lambda text: "[]",
+    "version": lambda text: text.replace('"version": 1', '"version": 2'),
+    "status": lambda text: text.replace('"finished"', '"fine"', 1),
+    "config": lambda text: text.replace('"seed": 0', '"seed": 5'),
+    "rows": lambda text: text.replace('"epoch": 2', '"epoch": 9'),
+    "accuracy": lambda text: text.replace('"accuracy": 0', '"accuracy": 8'),
+    "missing": lambda text: text.replace('"bits_up"', '"bits"'),
+    "wrong type": lambda text: text.replace('"accuracy": 0', '"accuracy": "x", "a": 0'),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_record_that_is_none_is_named_and_left_alone(tmp_path, case):
+    tcs.run(config(), tmp_path)
+    path = tcs.record_path(config(), tmp_path)
+    path.write_text(BROKEN[case](path.read_text()))
+    broken = path.read_text()
+    with pytest.raises(ValueError, match=path.name):
+        tcs.run(config(), tmp_path)
+    assert path.read_text() == broken
+
+
+def test_nothing_half_written_if_writing_fails(tmp_path):
+    def fail(file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    target = tmp_path / "record.json"
+    target.write_text("before")
+    with pytest.raises(OSError, match="disk full"):
+        tcs._write_whole(target, fail)
+    assert target.read_text() == "before" and os.listdir(tmp_path) == ["record.json"]
+
+
+def test_run_all_shares_runs_and_keeps_order(tmp_path, monkeypatch):
+    made = []
+    original = tcs._train
+    monkeypatch.setattr(tcs, "_train", lambda c, *a: made.append(c.scheme.name) or original(c, *a))
+    configs = [config("TCS", epochs=1), config("Baseline", epochs=1), config("TCS", epochs=1)]
+    records = tcs.run_all(configs, tmp_path)
+    assert made == ["TCS", "Baseline"]
+    assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "Baseline", "TCS"]
+
+
+@pytest.fixture
+def whole_synthetic(tmp_path, monkeypatch):
+    """Worker processes make the whole synthetic data set: so does this one."""
+    monkeypatch.undo()
+    monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
+    tcs.load_dataset.cache_clear()
+
+
+def test_two_processes_make_the_same_records(tmp_path, whole_synthetic):
+    configs = [config(s, epochs=1) for s in ("TCS", "top-K", "Baseline")]
+    side_by_side = tcs.run_all(configs, tmp_path / "two", jobs=2)
+    in_turn = tcs.run_all(configs, tmp_path / "one", jobs=1)
+    assert [numbers(r) for r in side_by_side] == [numbers(r) for r in in_turn]
+    assert not multiprocessing.active_children()
+
+
+def test_a_scheme_of_ones_own_gets_its_record_row_and_curve(tmp_path, whole_synthetic):
+    @tcs.register_scheme("TCS-Mine", phi_global=1e-2, phi_local=1e-3)
+    class Mine(tcs.TCS):
+        pass
+
+    try:
+        records = tcs.run_all([config("TCS-Mine-L2"), config("TCS-L2")], tmp_path, jobs=2)
+        mine, own = records
+        assert mine["config"]["rule_sha256"] and mine["rows"][-1]["bits_up"] > 0
+        rows = [{k: v for k, v in r.items() if k != "seconds"} for r in mine["rows"]]
+        assert rows == [{k: v for k, v in r.items() if k != "seconds"} for r in own["rows"]]
+        table = tcs.summary(records)
+        assert list(table["scheme"]) == ["TCS-Mine-L2", "TCS-L2"]
+        labels = [t.get_text() for t in tcs.accuracy_figure(records, "x").legends[0].get_texts()]
+        assert labels == ["TCS-Mine-L2", "TCS-L2"]
+    finally:
+        del tcs.RULES["TCS-Mine"], tcs.FAMILIES["TCS-Mine"]
+
+
+# Tables and figures ───────────────────────────────────────────────────────────────────────────────
+
+
+def fake(name, accuracy, seed, warmup=1):
+    """A record with three epochs of ten rounds at D = 1000; the first `warmup` dense."""
+    scheme = tcs.Scheme.named(name)
+    rows = [
+        {"epoch": e + 1, "accuracy": accuracy, "rounds": 10, "dense_rounds": 10 * (e < warmup),
+         "bits_up": 320_000 if e < warmup else 4_000, "bits_down": 320_000 if e < warmup else 8_000}
+        for e in range(3)
+    ]  # fmt: skip
+    identity = tcs.RunConfig(scheme, seed=seed, epochs=3).identity()
+    return {
+        "config": identity,
+        "status": "finished",
+        "reason": None,
+        "dimension": 1000,
+        "rows": rows,
+    }
+
+
+def test_bits_per_parameter_by_hand():
+    """20 sparse rounds of 400 bits and 10 dense ones of 32,000, over 1000 parameters, H = 2."""
+    bits = tcs.bits_per_parameter(fake("TCS-L2", 0.5, 0))
+    assert bits["uplink"] == pytest.approx(400 / 1000 / 2)
+    assert bits["uplink with warm-up"] == pytest.approx((20 * 400 + 10 * 32_000) / 30 / 1000 / 2)
+    assert bits["downlink"] == pytest.approx(800 / 1000 / 2)
+    assert math.isnan(tcs.bits_per_parameter(fake("Baseline", 0.5, 0))["uplink"])
+
+
+def test_dense_fedavg_costs_32_bits():
+    bits = tcs.bits_per_parameter(fake("FedAvg", 0.5, 0, warmup=3))
+    assert bits["uplink"] == bits["downlink"] == bits["uplink with warm-up"] == pytest.approx(32)
+
+
+def test_summary_means_deviations_and_the_papers_figures():
+    records = [fake("TCS", a, s) for s, a in enumerate((0.80, 0.82, 0.84))] + [
+        fake("top-K", 0.7, 0)
+    ]
+    table = tcs.summary(records, {"TCS": [92.44, 0.143, 0.363]})
+    tcs_row, top_row = table.itertuples()
+    assert (tcs_row.n, top_row.n) == (3, 1)
+    assert tcs_row.accuracy == pytest.approx(0.82) and tcs_row.accuracy_std == pytest.approx(0.02)
+    assert tcs_row.paper_accuracy == pytest.approx(0.9244) and tcs_row.paper_bits == 0.363
+    assert math.isnan(top_row.accuracy_std) and math.isnan(top_row.paper_accuracy)
+    text = tcs.readable(table)
+    assert list(text["Ours: accuracy %"]) == ["82.00 ± 2.00", "70.00"]
+    assert list(text["Paper: accuracy %"]) == ["92.44 ± 0.143", "–"]
+
+
+def test_saved_tables_and_figures(tmp_path):
+    records = [fake("TCS", 0.8, 0), fake("Baseline", 0.9, 0)]
+    table = tcs.summary(records)
+    tcs.save_table(table, tmp_path / "table1", "A title")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
+    lines = (tmp_path / "table1.md").read_text().splitlines()
+    assert lines[0] == "**A title**" and len(lines) == 6
+    assert len({line.count("|") for line in lines[2:]}) == 1
+    for name in ("a", "b"):
+        tcs.save_figure(tcs.accuracy_figure(records, "A title"), tmp_path / name)
+    for suffix in (".png", ".svg"):
+        one, two = ((tmp_path / n).with_suffix(suffix).read_bytes() for n in ("a", "b"))
+        assert one == two and len(one) > 5000
+
+
+def test_a_figure_shows_mean_and_band():
+    records = [fake("TCS", a, s) for s, a in enumerate((0.6, 0.8))]
+    (axes,) = tcs.accuracy_figure(records, "x").axes
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), 70.0)
+    assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "test accuracy (%)"
+    assert len(axes.collections) == 1
+
+
+# The command line ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def params(tmp_path):
+    fields = {k: v for k, v in TINY.items()} | {"schemes": ["TCS", "Baseline"], "epochs": 1}
+    path = tmp_path / "tiny.yaml"
+    path.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in fields.items()))
+    return path
+
+
+def test_the_command_prints_the_table(tmp_path, params, capsys):
+    words = ["run", "--params", str(params), "--results", str(tmp_path)]
+    assert tcs.main(words) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert (
+        len(lines) == 4 and lines[2].startswith("| TCS |") and lines[3].startswith("| Baseline |")
+    )
+
+
+def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, params, capsys):
+    words = ["run", "--params", str(params), "--results", str(tmp_path), "--scheme", "top-K-L2", "--seed", "3",
+             "--set", "learning_rate=0.25"]  # fmt: skip
+    assert tcs.main(words) == 0
+    (path,) = (tmp_path / "ci" / "runs").iterdir()
+    assert path.name.startswith("top-K-L2-0.25-3-")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--set", "epochs=none"], "epochs"), (["--set", "epochs"], "KEY=VALUE"), (["--scheme", "x"], "known"),
+     (["--set", "clients=500"], "clients: got 500"), (["--set", "lr=1"], "unknown parameter: lr"),
+     (["--seed", "-1"], "seeds"), (["--set", "dataset=folder", "--set", "data_root=/nowhere"], "/nowhere"),
+     (["--jobs", "0"], "jobs")],
+)  # fmt: skip
+def test_errors_are_one_line_and_rc_2(tmp_path, params, capsys, words, message):
+    assert tcs.main(["run", "--params", str(params), "--results", str(tmp_path), *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
+    assert not list(tmp_path.glob("ci/runs/*"))
+
+
+def test_a_missing_params_file_is_named(capsys):
+    assert tcs.main(["run", "--params", "/no/such.yaml"]) == 2
+    assert "/no/such.yaml" in capsys.readouterr().err
+
+
+def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params):
+    """SIGKILL in the middle of a real process; the same command again."""
+    environment = dict(os.environ, TCS_CACHE=str(tmp_path / "cache"))
+    words = [sys.executable, tcs.__file__, "run", "--params", str(params), "--scheme", "TCS", "--set",
+             "epochs=40", "--results"]  # fmt: skip
+    process = subprocess.Popen([*words, str(tmp_path / "two")], env=environment)
+    checkpoints = tmp_path / "cache" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not list(checkpoints.glob("*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert list(checkpoints.glob("*.pt")) and not (tmp_path / "two" / "ci").exists()
+    for folder in ("two", "one"):
+        subprocess.run([*words, str(tmp_path / folder)], env=environment, check=True, timeout=120)
+    two, one = (next((tmp_path / n / "ci" / "runs").iterdir()) for n in ("two", "one"))
+    assert numbers(json.loads(two.read_text())) == numbers(json.loads(one.read_text()))
+
+
+def test_the_core_imports_without_any_notebook_tool():
+    tools = ("IPython", "jupytext", "papermill", "nbformat", "ipykernel", "jupyterlab")
+    code = f"import sys\nfor t in {tools}: sys.modules[t] = None\nimport tcs_core\n"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tcs.ROOT)
