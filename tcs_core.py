@@ -2090,7 +2090,7 @@ class Progress:
         self.bar = tqdm(
             total=sum(self.left.values()), unit=" epochs", disable=quiet, leave=False,
             file=self.line or sys.stderr, mininterval=1.0 if notebook else 0.1,
-            ncols=110 if notebook else None, ascii=False, dynamic_ncols=not notebook,
+            ncols=130 if notebook else None, ascii=False, dynamic_ncols=not notebook,
             bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt} epochs, {remaining} left",
         )  # fmt: skip
 
@@ -2098,17 +2098,19 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        shown = not self.bar.disable
         self.bar.close()
-        if self.line and not self.bar.disable:
+        if self.line and shown:
             self.line.clear()
 
     def epoch(self, config: RunConfig, row: Row) -> None:
-        bits = row["bits_up"] / max(1, row["rounds"] * config.scheme.local_steps)
+        bits = row["bits_up"] / (row["rounds"] * config.scheme.local_steps)
+        traffic = "" if config.scheme.centralized else f", {bits / 8e3:,.1f} kB up a step"
         self.left[config.digest] -= 1
         self.bar.set_description_str(
             f"run {min(self.finished + 1, self.runs)}/{self.runs}: {config.scheme.name} eta "
             f"{config.eta:g} seed {config.seed}, epoch {row['epoch']}/{config.epochs}, "
-            f"{100 * row['accuracy']:.1f} %, {bits / 8e3:,.1f} kB up",
+            f"{100 * row['accuracy']:.1f} %{traffic}",
             refresh=False,
         )
         self.bar.update(1)
@@ -2246,8 +2248,23 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; markers and dashes do it in grey.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS, DASHES = "os^Dv*PX", ("-", "--", "-.", ":")
+_DRAWN = ("Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2")
+
+
+def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
+    """Colour, dashes and marker of a scheme's curve, the same in all figures for the paper's.
+
+    Another name takes what none of the `others` in the figure has.
+    """
+    if name in _DRAWN:
+        place = _DRAWN.index(name)
+    else:
+        free = [i for i, drawn in enumerate(_DRAWN) if drawn not in others] or list(range(8))
+        unknown = [other for other in others if other not in _DRAWN] or [name]
+        place = free[unknown.index(name) % len(free)]
+    return {"color": COLOURS[place], "linestyle": DASHES[place % 4], "marker": MARKERS[place]}
 
 
 def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
@@ -2259,18 +2276,15 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
         groups.setdefault(record["config"]["scheme"]["name"], []).append(record)
     figure = Figure(figsize=(7.6, 4.4), layout="constrained")
     axes = figure.subplots()
-    for i, (name, group) in enumerate(groups.items()):
+    for name, group in groups.items():
         curves = [pd.Series({r["epoch"]: 100 * r["accuracy"] for r in g["rows"]}) for g in group]
         table = pd.DataFrame(curves)
         mean, deviation = table.mean(), table.std().fillna(0.0)
-        colour = COLOURS[i % len(COLOURS)]
-        axes.plot(
-            mean.index, mean, color=colour, linestyle=DASHES[i % 4], marker=MARKERS[i % 8],
-            markevery=max(1, len(mean) // 8), markersize=4.5, linewidth=1.5, label=name,
-        )  # fmt: skip
-        axes.fill_between(
-            mean.index, mean - deviation, mean + deviation, color=colour, alpha=0.12, lw=0
-        )
+        style = curve_style(name, list(groups)) | {"markersize": 4.5, "linewidth": 1.5}
+        every = max(1, len(mean) // 8)
+        axes.plot(mean.index, mean, label=name, markevery=every, **style)
+        band = mean - deviation, mean + deviation
+        axes.fill_between(mean.index, *band, color=style["color"], alpha=0.12, linewidth=0)
     axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
     axes.grid(alpha=0.25)
     axes.locator_params(axis="x", integer=True)

@@ -1,10 +1,11 @@
-"""Rebuild the committed notebooks from their .py: uv run python tests/execute_notebooks.py [name ...]
+"""Rebuild the committed notebooks: uv run python tests/execute_notebooks.py [name ...]
 
 For every notebooks/*.py (or those whose name starts with an argument): the .ipynb takes its cells,
-is executed from top to bottom in the notebooks folder, and is written without what changes from run to run
-(timings, versions, paths). Cell ids are kept. Commit the pair.
+is executed from top to bottom in the notebooks folder, and is written without what changes from
+run to run (timings, versions, paths). Cell ids are kept. Commit the pair.
 """
 
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -24,9 +25,8 @@ def paired(py: Path) -> nbformat.NotebookNode:
     old = nbformat.read(ipynb, 4).cells if ipynb.exists() else []
     ids = {cell.source: cell.id for cell in reversed(old)}
     for number, cell in enumerate(notebook.cells):
-        cell.id = ids.pop(
-            cell.source, f"{py.stem[:2]}-{number:02d}-{abs(hash(cell.source)) % 9999:04d}"
-        )
+        fresh = hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
+        cell.id = ids.pop(cell.source, fresh)
     return notebook
 
 
