@@ -2,13 +2,18 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jupytext
 import nbformat
 import papermill
 import pytest
+from jupyter_server.services.contents.largefilemanager import LargeFileManager
 from jupytext.config import load_jupytext_config
+from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
 
 import tcs_core as tcs
 
@@ -103,3 +108,25 @@ def test_the_top_level_keeps_its_shape():
     }
     there = {p.name for p in Path(tcs.ROOT).iterdir() if not p.name.startswith((".", "__"))}
     assert there - {"uv.lock"} <= allowed
+
+
+def test_saving_in_jupyterlab_keeps_the_pair_in_sync(tmp_path):
+    """Through the contents manager that jupytext gives the server, from the repository's root."""
+    (tmp_path / "notebooks").mkdir()
+    for path in (NOTEBOOKS / "jupytext.toml", *NOTEBOOKS.glob("08_*")):
+        shutil.copy(path, tmp_path / "notebooks" / path.name)
+    manager = build_sync_jupytext_contents_manager_class(LargeFileManager)(root_dir=str(tmp_path))
+    path = "notebooks/08_tables_and_curves.ipynb"
+    model = manager.get(path, type="notebook")
+    model["content"]["cells"][0]["source"] += "\n\nA sentence added by hand."
+    manager.save(model, path)
+    text = (tmp_path / path).with_suffix(".py").read_text()
+    assert text == (NOTEBOOKS / "08_tables_and_curves.py").read_text().replace(
+        "Read before*: README.", "Read before*: README.\n#\n# A sentence added by hand."
+    )
+
+
+def test_the_server_extension_that_does_so_is_enabled():
+    command = [sys.executable, "-m", "jupyter", "server", "extension", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"jupytext.*enabled", listed.stdout + listed.stderr)
