@@ -542,15 +542,20 @@ def kept(phi: float, dimension: int) -> int:
 
 
 def top_k_positions(
-    vector_D: Tensor, k: int, excluded: Tensor | None = None, floor: float = 0.0
+    vector_D: Tensor,
+    k: int,
+    excluded: Tensor | None = None,
+    floor: float = 0.0,
+    scratch_D: Tensor | None = None,
 ) -> Tensor:
     """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
 
     Of equal magnitudes the lower index wins. `excluded` (positions) never enter. `floor`, a guess
-    of the k-th magnitude from below, only makes it faster: the result is the same for every floor.
+    of the k-th magnitude from below, and `scratch_D`, a buffer like the vector that is written
+    over, only make it faster: the result is the same with any.
     Raises ValueError if k is not in 0..D minus the excluded, or if the vector holds a NaN.
     """
-    magnitudes_D = vector_D.detach().abs()
+    magnitudes_D = torch.abs(vector_D.detach(), out=scratch_D)
     if excluded is not None:
         magnitudes_D[excluded] = -1.0
     return _largest(magnitudes_D, k, len(magnitudes_D) - _length(excluded), floor)
@@ -879,6 +884,7 @@ class MaskRule:
             seed,
         )
         self._dimension = sum(layer_sizes)
+        self._scratch_D: Tensor | None = None
         self._floors: dict[bool, float] = {}  # last thresholds, a little lowered: only for speed
         self.k_global = kept(scheme.phi_global, self._dimension) if scheme.phi_global else 0
         free = self._dimension - self.k_global
@@ -903,7 +909,9 @@ class MaskRule:
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
         floor = self._floors.get(excluded is None, 0.0)
-        positions_K = top_k_positions(vector_D, k, excluded, floor)
+        if self._scratch_D is None:
+            self._scratch_D = torch.empty_like(vector_D)
+        positions_K = top_k_positions(vector_D, k, excluded, floor, self._scratch_D)
         if k:
             self._floors[excluded is None] = 0.8 * float(vector_D[positions_K].abs().min())
         return positions_K

@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time; HYPOTHESIS_PROFILE=search looks for new ones.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=3000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 torch.set_num_threads(1)  # the nets are tiny: more threads only get in each other's way
 
