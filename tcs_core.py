@@ -204,10 +204,13 @@ class Scheme:
         family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", text, re.I)), None)
         if family is None:
             raise ValueError(f"scheme {name!r} is unknown; {_known_schemes()}")
-        fields = dict(FAMILIES[family])
-        for suffix in filter(None, text[len(family) :].split("-")):
-            fields |= _suffix_fields(name, fields, suffix)
-        return Scheme(name=name.strip(), **(fields | changes))
+        fields, suffixed = dict(FAMILIES[family]), {}
+        for suffix in text[len(family) :].split("-")[1:]:
+            found = _suffix_fields(name, fields, suffix)
+            if suffixed.keys() & found.keys():
+                raise ValueError(f"scheme {name!r}: {suffix!r} sets what another suffix sets")
+            suffixed |= found
+        return Scheme(name=family + text[len(family) :], **(fields | suffixed | changes))
 
 
 def _known_schemes() -> str:
@@ -247,8 +250,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Baseline": {"rule": "dense", "phi_global": 1.0, "phi_local": None, "centralized": True},
 }
 
-_whole = lambda v: v >= 1  # noqa: E731
-_positive = lambda v: 0 < v < math.inf  # noqa: E731
+
+def _whole(value: int) -> bool:
+    return value >= 1
+
+
+def _positive(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 @dataclass(frozen=True)

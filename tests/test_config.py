@@ -43,18 +43,21 @@ def test_names(name):
         assert (s.phi_global, s.phi_local) == (1e-2, 1e-3)
 
 
+def test_a_name_is_read_in_any_case_and_kept_in_one_form():
+    assert tcs.Scheme.named("tcs- Global Momentum").name == "TCS-Global Momentum"
+    assert tcs.Scheme.named("TOP-K").name == "top-K"
+
+
 def test_q5_is_a_sign_and_sixteen_intervals():
     assert tcs.Scheme.named("TCS-Q5").intervals == 16
     assert tcs.Scheme.named("TCS").intervals == 0
 
 
 @pytest.mark.parametrize(
-    "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5"]
+    "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5", "TCS-L2-L4", "TCS-LF-PLF",
+             "TCS-L4-"]
 )  # fmt: skip
 def test_names_that_mean_nothing_are_refused_with_what_exists(name):
-    if name == "TCS-":
-        assert tcs.Scheme.named(name).rule == "TCS"
-        return
     with pytest.raises(ValueError, match="scheme") as raised:
         tcs.Scheme.named(name)
     assert repr(name) in str(raised.value)
