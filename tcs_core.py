@@ -1049,7 +1049,7 @@ class Compressor:
         if global_K is None:
             update_D = self._dense_round(deltas_ND, chosen)
         else:
-            update_D = self._sparse_round(deltas_ND, chosen, _as_positions(global_K))
+            update_D = self._sparse_round(deltas_ND, chosen, self._positions(global_K))
         self.rule.observe(update_D)
         return update_D
 
@@ -1072,7 +1072,8 @@ class Compressor:
         for n in chosen:
             update_D += deltas_ND[n]
             if len(self.errors_ND):
-                update_D += self.errors_ND[n]
+                if self.scheme.error_accumulation:
+                    update_D += self.errors_ND[n]
                 self.errors_ND[n].zero_()
         self.bits_up = self.bits_down = 32 * self.dimension
         return update_D.div_(len(chosen))
@@ -1095,12 +1096,24 @@ class Compressor:
         errors_D = self.errors_ND[n]
         keep_errors = self.scheme.error_accumulation
         intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)  # line 9
-        local_K = _as_positions(self.rule.local_mask(intended_D, global_K))  # line 10: explore
+        local_K = self._positions(self.rule.local_mask(intended_D, global_K), global_K)  # line 10
         positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
         intended = intended_D[positions]
         sent = quantized(intended, self.scheme.intervals)  # line 12
         errors_D[positions] = intended - sent  # line 13: what stays behind
         return local_K, sent
+
+    def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
+        """What a rule returned, as positions; checked if the rule is not one of the core's."""
+        positions_K = mask.nonzero().squeeze(1) if mask.dtype == torch.bool else mask
+        if type(self.rule).__module__ == __name__:
+            return positions_K
+        if mask.dtype == torch.bool and len(mask) != self.dimension:
+            raise ValueError(f"mask: got {len(mask)} entries, allowed: {self.dimension}")
+        _check_positions(positions_K, self.dimension)
+        if taken_K is not None and torch.isin(positions_K, taken_K).any():
+            raise ValueError("local_mask: entries of the global mask, allowed: only others")
+        return positions_K
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: errors, and the mask rule's state."""
@@ -1112,10 +1125,6 @@ class Compressor:
             raise ValueError(f"errors_ND: got shape {shapes[0]}, allowed: {shapes[1]}")
         self.errors_ND.copy_(state["errors_ND"])
         self.rule.load_state_dict(state["rule"])
-
-
-def _as_positions(mask: Tensor) -> Tensor:
-    return mask.nonzero().squeeze(1) if mask.dtype == torch.bool else mask
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════

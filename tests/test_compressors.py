@@ -237,6 +237,29 @@ def test_a_rule_may_return_a_bool_mask():
         del tcs.RULES["Every-Third"], tcs.FAMILIES["Every-Third"]
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [(torch.tensor([0, 1]), "only others"), (torch.ones(10, dtype=torch.bool), "only others"),
+     (torch.tensor([10]), "allowed: 0 to 9"), (torch.tensor([5, 4]), "ascending"),
+     (torch.tensor([4.0]), "int64"), (torch.ones(9, dtype=torch.bool), "allowed: 10")],
+)  # fmt: skip
+def test_a_rule_that_returns_nonsense_is_told_so(mask, message):
+    class Rule(tcs.MaskRule):
+        def global_mask(self):
+            return torch.tensor([0])
+
+        def local_mask(self, intended_D, global_positions_K):
+            return mask
+
+    tcs.register_scheme("Nonsense")(Rule)
+    try:
+        compressor = tcs.Compressor(tcs.Scheme.named("Nonsense"), [10], 1)
+        with pytest.raises(ValueError, match=message):
+            compressor.step(torch.ones(1, 10))
+    finally:
+        del tcs.RULES["Nonsense"], tcs.FAMILIES["Nonsense"]
+
+
 @pytest.mark.parametrize("name", ["TCS", "top-K", "FedAvg", "Baseline", "dense"])
 def test_the_cores_names_cannot_be_taken(name):
     with pytest.raises(ValueError, match="own"):
