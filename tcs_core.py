@@ -471,13 +471,24 @@ def notebook_params(namespace: dict[str, Any], also: Iterable[str] = ()) -> dict
     """The known parameters among a notebook's variables; call it with globals().
 
     papermill only warns of unknown parameters: here a name that it injected and that is neither a
-    parameter nor in `also` raises ValueError.
+    parameter nor in `also` raises ValueError. So does a profile that leaves out a key for which the
+    notebook's own default, made for the profile ci, is not the core's.
     """
+    injected: set[str] = set()
     for cell in namespace.get("In", []):
         if cell.startswith("# Parameters\n"):
             targets = [t for node in ast.parse(cell).body for t in getattr(node, "targets", [])]
-            _reject_unknown([t.id for t in targets], PARAMETERS | set(also), "parameter")
-    return {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
+            injected |= {t.id for t in targets}
+    _reject_unknown(injected, PARAMETERS | set(also), "parameter")
+    params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
+    defaults = {f.name: f.default for f in dataclasses.fields(RunConfig)}
+    for key in sorted(params.keys() & RUN_KEYS - injected if "profile" in injected else ()):
+        if params[key] != defaults[key] and params[key] != list(defaults["drops"]):
+            raise ValueError(
+                f"{key}: profile {params['profile']} does not set it, and the notebook's "
+                f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
+            )
+    return params
 
 
 def plan(params: dict[str, Any]) -> list[RunConfig]:
@@ -1039,8 +1050,8 @@ class Compressor:
 
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
-        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError, ValueError; nothing is changed
-        then.
+        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
+        changed, for deltas or clients that can't be used.
         """
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
         self._check(deltas_ND, chosen)

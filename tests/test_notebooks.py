@@ -84,6 +84,22 @@ def test_the_defaults_are_the_ci_profile():
         assert shared == {k: profile[k] for k in shared} and len(shared) > 10
 
 
+@pytest.mark.parametrize("profile", ["quick", "cpu", "gpu", "paper"])
+def test_no_default_of_the_notebook_leaks_into_a_profile(profile):
+    """The notebook's runs are those of the command line, to the digit of their names."""
+    files = [tcs.ROOT / "params/table1.yaml", tcs.ROOT / f"params/{profile}.yaml"]
+    params = tcs.read_params(files)
+    found = papermill.inspect_notebook(str(NOTEBOOKS / "08_tables_and_curves.ipynb"))
+    defaults = {k: ast.literal_eval(v["default"]) for k, v in found.items()}
+    injected = "# Parameters\n" + "\n".join(f"{k} = {v!r}" for k, v in params.items())
+    namespace = defaults | params | {"In": [injected]}
+    by_notebook = [c.record_name for c in tcs.plan(tcs.notebook_params(namespace))]
+    assert by_notebook == [c.record_name for c in tcs.plan(params)]
+    partial = injected.replace("train_samples", "test_samples")
+    with pytest.raises(ValueError, match="train_samples: profile"):
+        tcs.notebook_params(namespace | {"In": [partial], "train_samples": 800})
+
+
 def test_an_unknown_parameter_stops_the_notebook(tmp_path):
     source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
     with pytest.raises(papermill.PapermillExecutionError, match="unknown parameter: epochz"):
