@@ -434,14 +434,22 @@ def digest_of(identity: dict[str, Any]) -> str:
 
 def _rule_source(rule: str) -> dict[str, str]:
     """A rule from outside this module is part of a run's identity: a changed rule is a new run."""
-    cls = RULES[rule]
-    if cls.__module__ == __name__:
+    outside = [c for c in RULES[rule].__mro__ if c.__module__ not in (__name__, "builtins")]
+    if not outside:
         return {}
+    members = [item for cls in outside for item in sorted(vars(cls).items())]
+    own = [(n, v) for n, v in members if inspect.isfunction(v) or not n.startswith("__")]
+    parts = [_member_source(name, value) for name, value in own]
+    return {"rule_sha256": hashlib.sha256("\n".join(parts).encode()).hexdigest()}
+
+
+def _member_source(name: str, value: Any) -> str:
+    """A method as its source (a class in a notebook has none as a whole), anything else as text."""
     try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        source = cls.__qualname__
-    return {"rule_sha256": hashlib.sha256(source.encode()).hexdigest()}
+        return inspect.getsource(value) if inspect.isfunction(value) else f"{name} = {value!r}"
+    except OSError:
+        code = value.__code__
+        return f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
 
 
 def _is_paper(value: dict) -> bool:

@@ -184,15 +184,24 @@ def test_a_field_added_later_leaves_older_digests_alone():
 
 
 def test_a_rule_that_changes_is_another_run():
-    def make(factor):
-        source = f"class Rule(tcs.TCS):\n    factor = {factor}\n"
-        namespace = {"tcs": tcs, "__name__": f"made{factor}"}
-        exec(source, namespace)
-        tcs.register_scheme("Changing")(namespace["Rule"])
-        return tcs.RunConfig("Changing").identity()
+    """Also one that was typed in somewhere, so that its class has no source file."""
 
+    def digest(body):
+        namespace = {"tcs": tcs, "__name__": "__main__"}
+        exec(f"class Rule(tcs.TCS):\n{body}", namespace)
+        tcs.register_scheme("Changing")(namespace["Rule"])
+        return tcs.RunConfig("Changing").digest
+
+    bodies = [
+        "    decay = 0.9",
+        "    decay = 0.8",
+        "    def observe(self, update_D):\n        super().observe(0.9 * update_D)",
+        "    def observe(self, update_D):\n        super().observe(0.8 * update_D)",
+    ]
     try:
-        assert "rule_sha256" in make(1)
+        digests = [digest(body) for body in bodies]
+        assert len(set(digests)) == 4
+        assert [digest(body) for body in bodies] == digests
     finally:
         tcs.RULES.pop("Changing"), tcs.FAMILIES.pop("Changing")
 
