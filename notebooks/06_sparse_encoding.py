@@ -123,7 +123,8 @@ def boxes(ax, y: float, texts, colours, hatches) -> None:
         ax.add_patch(plt.Rectangle((x, y), 1, 1, **style))
         ax.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, edgecolor="black"))
         plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-        ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=11, bbox=plate)
+        fit = {"ha": "center", "va": "center", "fontsize": min(11, 260 / len(texts))}
+        ax.text(x + 0.5, y + 0.5, text, **fit, bbox=plate)
 
 
 # %%
@@ -284,7 +285,7 @@ def curves(ax, table: pd.DataFrame, every: int, title: str) -> None:
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
-curves(axes[0], table, 4, f"d = {measured_dimension:,}")
+curves(axes[0], table, 4, f"cost of a position, d = {measured_dimension:,}")
 axes[0].set(xscale="log", ylim=(0, 23))
 curves(axes[1], zoom, 8, "where a bitmap wins (shaded)")
 lost = zoom["counted"] > zoom["bitmap"]
@@ -401,10 +402,11 @@ wins = zoom[~lost & (zoom["phi"] > 0.2)]["phi"]
 gap = (table["counted"] - table["entropy"])[table["phi"] < 0.1]
 print(f"holds: 1 to 4 above; the formula is met within {above.abs().max():.2f} bits")
 print(f"over the entropy bound: {gap.min():.2f} to {gap.max():.2f} bits a position below φ = 0.1")
+first = zoom[lost]["phi"].min()
 print(
-    f"surprised us: a bitmap already wins from φ = {zoom[lost]['phi'].min():.4f} on, though the formula"
+    f"surprised us: a bitmap already wins from φ = {first:.3f} on, though the formula crosses 1/φ"
 )
-print(f"  crosses 1/φ at 0.25; the code is as good again from {wins.min():.4f} to {wins.max():.4f}")
+print(f"at 0.25; the code is as good or better again from {wins.min():.3f} to {wins.max():.3f}")
 
 # %% [markdown]
 # The formula says that a bitmap is cheaper above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. Blocks of 5
