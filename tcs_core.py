@@ -475,12 +475,14 @@ RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
 PARAMETERS = TABLE_KEYS | SCHEME_KEYS | RUN_KEYS
 
 
-def notebook_params(namespace: dict[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
+def notebook_params(
+    namespace: dict[str, Any], also: Iterable[str] = (), complete: bool = True
+) -> dict[str, Any]:
     """The known parameters among a notebook's variables; call it with globals().
 
     papermill only warns of unknown parameters: here a name that it injected and that is neither a
-    parameter nor in `also` raises ValueError. So does a profile that leaves out a key for which the
-    notebook's own default, made for the profile ci, is not the core's.
+    parameter nor in `also` raises ValueError. So does, unless `complete` is false, a profile that
+    leaves out a key for which the notebook's own default, made for profile ci, is not the core's.
     """
     injected: set[str] = set()
     for cell in namespace.get("In", []):
@@ -490,7 +492,9 @@ def notebook_params(namespace: dict[str, Any], also: Iterable[str] = ()) -> dict
     _reject_unknown(injected, PARAMETERS | set(also), "parameter")
     params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
     defaults = {f.name: f.default for f in dataclasses.fields(RunConfig)}
-    for key in sorted(params.keys() & RUN_KEYS - injected if "profile" in injected else ()):
+    for key in sorted(
+        params.keys() & RUN_KEYS - injected if complete and "profile" in injected else ()
+    ):
         if params[key] != defaults[key] and params[key] != list(defaults["drops"]):
             raise ValueError(
                 f"{key}: profile {params['profile']} does not set it, and the notebook's "
@@ -1192,6 +1196,7 @@ class Federation:
         sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
         self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed)
         self.active = list(range(clients))
+        self.loss_sum = torch.zeros((), device=self.device)
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -1203,8 +1208,7 @@ class Federation:
         Between two of them, `theta_D`, `deltas_ND` and `compressor` may be looked at.
         Raises NotFiniteError with the round in its text; theta_D is as after the last good round.
         """
-        self.flat.model.train()
-        self.loss_sum = torch.zeros((), device=self.device)
+        self.loss_sum.zero_()
         draws, count = self._draws(epoch), self.rounds_per_epoch
         for index in range(count):
             eta = self.config.learning_rate_at(epoch + index / count)
@@ -1247,6 +1251,7 @@ class Federation:
     def round(self, draws: list[Draws], index: int, eta: float, dense: bool = False) -> Tensor:
         """Round `index` of an epoch: local training, compression, the server's step; update_D."""
         scheme = self.config.scheme
+        self.flat.model.train()
         for n in self.active:
             self._local_training_(n, draws[n], index, eta)
             if not scheme.momentum:
@@ -2148,6 +2153,9 @@ class Progress:
             self.line.clear()
 
     def epoch(self, config: RunConfig, row: Row) -> None:
+        """Shows a row; one that another process sent before its run was counted may come late."""
+        if config.digest not in self.left:
+            return
         bits = row["bits_up"] / (row["rounds"] * config.scheme.local_steps)
         traffic = "" if config.scheme.centralized else f", {bits / 8e3:,.1f} kB up a step"
         self.left[config.digest] -= 1

@@ -57,7 +57,7 @@ weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), also={"local_steps", "seed"})
+params = tcs.notebook_params(globals(), complete=False, also={"local_steps", "seed"})
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 config = tcs.RunConfig(scheme="FedAvg", **fields)
 data = tcs.load_dataset(dataset).first(train_samples, test_samples)

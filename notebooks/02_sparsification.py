@@ -62,7 +62,7 @@ seed = 0  # of everything random
 # %%
 names = ("phi", "local_steps", "drawn_clients", "drawn_entries", "drawn_k")
 names += ("federation_sizes", "samples_each", "seed")
-params = tcs.notebook_params(globals(), also=names)
+params = tcs.notebook_params(globals(), complete=False, also=names)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 everything = tcs.load_dataset(dataset)
 data = everything.first(train_samples, test_samples)

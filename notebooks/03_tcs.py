@@ -61,9 +61,9 @@ lags = [1, 2, 3, 5, 10, 20, 50]  # distances in rounds at which masks are compar
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), also={"local_steps", "value_bits", "large_local_share",
-                                              "lags", "seed"})  # fmt: skip
-fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed}
+names = {"local_steps", "value_bits", "large_local_share", "lags", "seed"}
+params = tcs.notebook_params(globals(), complete=False, also=names)
+fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
 config = tcs.RunConfig(scheme, **fields)
@@ -451,9 +451,7 @@ for epoch in range(max(3, epochs // 2)):
         older_D, old_D = old_D, tcs.top_k_mask(update_D, k_global)
         errors_ND.copy_(federation.compressor.errors_ND)
 explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
-print(
-    f"piles: explored {explored:.0f}, newcomers {newcomers:.0f}, the rest of the mask {others:.0f}"
-)
+print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the mask {others:.1f}")
 
 # %% [markdown]
 # You should see that on average a client has several times the round's difference waiting at a place

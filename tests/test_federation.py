@@ -66,8 +66,6 @@ def test_one_client_without_compression_is_plain_sgd(data, name, momentum):
     one = federation(scheme, data, clients=1, weight_decay=1e-2)
     expected = plain_sgd(one, 5, 1e-2, momentum)
     draws = one._draws(0)
-    one.flat.model.train()
-    one.loss_sum = torch.zeros(())
     for index in range(5):
         one.round(draws, index, one.config.learning_rate_at(0))
     for p, reference in zip(one.flat.parameters, expected, strict=True):
@@ -77,8 +75,6 @@ def test_one_client_without_compression_is_plain_sgd(data, name, momentum):
 def test_h_local_steps_of_one_client_are_h_steps_of_sgd(data):
     one = federation("FedAvg-L4", data, clients=1, weight_decay=1e-2)
     expected = plain_sgd(one, 4, 1e-2)
-    one.flat.model.train()
-    one.loss_sum = torch.zeros(())
     one.round(one._draws(0), 0, one.config.learning_rate_at(0))
     for p, reference in zip(one.flat.parameters, expected, strict=True):
         torch.testing.assert_close(p.detach(), reference, rtol=1e-4, atol=1e-6)
@@ -102,8 +98,6 @@ def test_averaging_models_is_averaging_differences(data):
     """Alg. 1, line 8 against Eq. 3: the average of the clients' models after H steps."""
     fed = federation("FedAvg-L4", data)
     start, draws = fed.theta_D.clone(), fed._draws(0)
-    fed.flat.model.train()
-    fed.loss_sum = torch.zeros(())
     fed.round(draws, 0, 0.1)
     models = start + fed.deltas_ND
     torch.testing.assert_close(fed.theta_D, models.mean(0))
@@ -133,6 +127,14 @@ def test_evaluation_averages_the_clients_statistics(data):
     with_own = fed.evaluate()
     fed.statistics_NS.copy_(fed.statistics_NS.mean(0).expand_as(fed.statistics_NS).clone())
     assert fed.evaluate() == pytest.approx(with_own, rel=1e-5)
+
+
+def test_an_evaluation_between_two_rounds_changes_nothing(data):
+    plain, watched = federation("TCS", data), federation("TCS", data)
+    plain.epoch(0)
+    for _ in watched.rounds(0):
+        watched.evaluate()
+    assert torch.equal(plain.theta_D, watched.theta_D)
 
 
 def test_the_row_of_an_epoch(data):

@@ -187,6 +187,16 @@ def test_two_processes_make_the_same_records(tmp_path, whole_synthetic):
     assert not multiprocessing.active_children()
 
 
+def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
+    one = config(epochs=2)
+    row = {"epoch": 2, "accuracy": 0.5, "bits_up": 10, "rounds": 1}
+    with tcs.Progress([one]) as bar:
+        bar.epoch(one, row)
+        bar.ended(one)
+        bar.epoch(one, row)
+        assert bar.finished == 1 and bar.left == {}
+
+
 def test_a_scheme_of_ones_own_gets_its_record_row_and_curve(tmp_path, whole_synthetic):
     @tcs.register_scheme("TCS-Mine", phi_global=1e-2, phi_local=1e-3)
     class Mine(tcs.TCS):
