@@ -195,25 +195,29 @@ for name, network in models.items():
 
 
 # %%
-def watch(name, eta, seed, **changes):
-    wanted = {"schemes": [name], "seeds": [seed], "learning_rate": eta}
-    config = tcs.plan(params | wanted)[0]
+def federation_of(name, eta, seed, **changes):
+    (config,) = tcs.plan(params | {"schemes": [name], "seeds": [seed], "learning_rate": eta})
     scheme = dataclasses.replace(config.scheme, **changes)
-    federation = tcs.Federation(dataclasses.replace(config, scheme=scheme), data)
+    return tcs.Federation(dataclasses.replace(config, scheme=scheme), data)
+
+
+def watch(federation):
     counts, losses, mask_D = [], [], torch.zeros(dimension, dtype=torch.bool)
+    rounds, steps = federation.rounds_per_epoch, federation.config.scheme.local_steps
     for epoch in range(epochs):
         for update_D in federation.rounds(epoch):
             counts.append(per_layer(torch.stack([mask_D, (update_D != 0) & ~mask_D])))
             mask_D = tcs.positions_to_mask(federation.compressor.rule.positions, dimension)
-        losses.append(float(federation.loss_sum) / clients / federation.rounds_per_epoch)
-    sparse = torch.stack(counts)[warmup_epochs * federation.rounds_per_epoch :]
+        losses.append(float(federation.loss_sum) / (clients * rounds * steps))
+    sparse = torch.stack(counts)[max(1, warmup_epochs * rounds) :]
     return sparse, losses, 100 * federation.evaluate()["accuracy"]
 
 
 # %%
 trials = range(seeds) if isinstance(seeds, int) else seeds
-runs = {(name, learning_rates[0]): [watch(name, learning_rates[0], trials[0])] for name in schemes}
-seen = {name: runs[name, learning_rates[0]][0][0] for name in schemes}
+first = learning_rates[0], trials[0]
+runs = {(name, first[0]): [watch(federation_of(name, *first))] for name in schemes}
+seen = {name: runs[name, first[0]][0][0] for name in schemes}
 
 
 # %%
@@ -245,7 +249,7 @@ for n in schemes:
     )
 
 # %%
-hasty = watch(schemes[0], learning_rates[0], trials[0], error_accumulation=False)
+hasty = watch(federation_of(schemes[0], *first, error_accumulation=False))
 drawn = {"dense updates": top_k_L[None]} | {n: seen[n][:, 0] for n in schemes}
 drawn |= {f"{schemes[0]}, no error accumulation": hasty[0][:, 0]}
 ends = torch.tensor([place in ("input", "head") for place in places])
@@ -275,7 +279,7 @@ for n, share in at_ends.items():
 for eta in learning_rates:
     for name in schemes:
         there = runs.setdefault((name, eta), [])
-        there += [watch(name, eta, seed) for seed in trials[len(there) :]]
+        there += [watch(federation_of(name, eta, seed)) for seed in trials[len(there) :]]
 print(f"{sum(map(len, runs.values()))} runs, {len(trials)} for each scheme and eta")
 
 # %%
