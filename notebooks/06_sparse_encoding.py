@@ -160,8 +160,9 @@ plt.show()
 # Take a pencil, start with block 0 and repeat until the bits are used up:
 #
 # 1. Read one bit. If it is `0`, the block ends: add one to the block index.
-# 2. If it is `1`, read the next $\log_2(1/\phi)$ bits as a binary number: the place in the block.
+# 2. If it is `1`, read the next $\lceil\log_2(1/\phi)\rceil$ bits as a binary number: the place in the block.
 # 3. The entry stands at block index × block size + place, counted from zero; add one to count from one.
+# 4. At the end you must have read one `0` for every block, no more and no fewer: otherwise it is no code.
 #
 # The steps of the example:
 
