@@ -1122,6 +1122,8 @@ class Compressor:
         local_K = self._positions(self.rule.local_mask(intended_D, global_K), global_K)  # line 10
         positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
         intended = intended_D[positions]
+        if not intended.isfinite().all():  # a sum of finite errors and deltas can overflow
+            raise NotFiniteError(n)
         sent = quantized(intended, self.scheme.intervals)  # line 12
         errors_D[positions] = intended - sent  # line 13: what stays behind
         return local_K, sent
@@ -1848,10 +1850,11 @@ def _train(
         start = time.perf_counter()
         try:
             row = federation.epoch(epoch) | federation.evaluate()
-            if not math.isfinite(row["loss"]):
-                raise ValueError(f"the test loss is not finite; epoch {epoch + 1}")
-        except (NotFiniteError, ValueError) as error:
+        except NotFiniteError as error:
             status, reason = "diverged", str(error)
+            break
+        if not math.isfinite(row["loss"]):
+            status, reason = "diverged", f"the test loss is not finite; epoch {epoch + 1}"
             break
         rows.append(row | {"seconds": round(time.perf_counter() - start, 3)})
         if on_epoch:

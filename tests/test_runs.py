@@ -125,6 +125,20 @@ def test_a_diverged_run_keeps_its_record(tmp_path, monkeypatch):
     assert tcs.readable(tcs.summary([record])).iloc[0]["Ours: accuracy %"] == "diverged (1 of 1)"
 
 
+def test_a_rule_that_fails_is_an_error_and_no_diverged_run(tmp_path):
+    @tcs.register_scheme("Failing")
+    class Failing(tcs.TCS):
+        def observe(self, update_D):
+            raise ValueError("a mistake in the rule")
+
+    try:
+        with pytest.raises(ValueError, match="a mistake in the rule"):
+            tcs.run(config("Failing"), tmp_path)
+        assert not list(tmp_path.glob("ci/runs/*"))
+    finally:
+        del tcs.RULES["Failing"], tcs.FAMILIES["Failing"]
+
+
 BROKEN = {
     "not json": lambda text: text[: len(text) // 2],
     "a list": lambda text: "[]",
