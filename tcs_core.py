@@ -12,7 +12,7 @@ Contents
      2 masks (S_top)                      8 model
      3 positions on the wire (Alg. 4)     9 data and partition
      4 values on the wire                10 runs, records, checkpoints
-     5 bit budget                        11 tables and figures
+     5 messages and bit budget           11 tables and figures
      6 compressors (Alg. 2)              12 command line
 
 Symbols (an axis suffix names a tensor's dimensions)
@@ -41,16 +41,20 @@ Differences from the paper
         tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win.
      7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max]; u_min is the smallest
         NON-ZERO magnitude; zeros take the last interval's code and do not enter its mean.
-     8. The position code's blocks hold round(1/phi) entries, ceil(log2(block)) bits inside one.
+     8. The position code's blocks hold not 1/phi entries but a power of two near it, the one with
+        the shortest code: ceil(log2(1/phi)) bits inside a block of 1/phi would waste up to one.
      9. Batch norm's running statistics never influence training; the clients' are averaged only
-     when
-        the model is evaluated. Their bits are reported apart.
+        when the model is evaluated. Their bits are reported apart.
     10. Augmentation (random crop with 4 px of padding, flip) and sampling (without replacement; an
         incomplete last batch, or last round of H batches, is dropped) are not in the paper.
     11. Schedules keep the paper's proportions at other lengths: warm-up 1/60 of the epochs (at
-    least
-        one), drops after 1/2 and 3/4. Learning rates scale linearly with the cumulative batch.
+        least one), drops after 1/2 and 3/4. Learning rates scale linearly with the cumulative batch.
     12. "H = 2 and H = 2" in the paper means H = 2 and H = 4.
+
+Beyond the paper (scheme names that end in + or ++, Sec. 1 and 5)
+    Messages are real bytes with a checksum; "+" codes them in fewer bits, losing nothing; "-D<q>"
+    compresses the downlink like the uplink, with error accumulation at the server; "-NW" has no
+    dense warm-up; "++" is all three.
 """
 
 from __future__ import annotations
@@ -69,15 +73,17 @@ import os
 import platform
 import queue
 import re
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +176,20 @@ class Scheme:
     centralized: bool = _param(
         False, bool, "true or false", lambda v: True, "one client, no traffic"
     )
+    # Beyond the paper: its Sec. V names a compressed downlink as future work.
+    code: str = _param(
+        "block", str, "block or entropy", lambda v: v in ("block", "entropy"),
+        "block: Alg. 4 and fixed-width values; entropy: both shorter, lossless (Sec. 5 here)",
+    )  # fmt: skip
+    down_value_bits: int = _param(
+        32, int, "1 to 16, or 32 for float32", lambda v: 1 <= v <= 16 or v == 32,
+        "bits of a value from the server; less than 32 with error accumulation there",
+    )  # fmt: skip
+    phi_down: float | None = _share(None, "share of the server's own mask; null: all that came up")
+    dense_warmup: bool = _param(
+        True, bool, "true or false", lambda v: True,
+        "false: sparse from the first round, where all send their own S_top at phi_global",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -183,7 +203,12 @@ class Scheme:
     @property
     def intervals(self) -> int:
         """P = 2^(q-1) intervals of the quantizer, one of q bits is the sign; 0: no quantizer."""
-        return 0 if self.value_bits == 32 else 2 ** (self.value_bits - 1)
+        return _intervals(self.value_bits)
+
+    @property
+    def compresses_downlink(self) -> bool:
+        """The server keeps errors of its own: what it sends is not all that it means to send."""
+        return self.down_value_bits != 32 or self.phi_down is not None
 
     @property
     def dense(self) -> bool:
@@ -195,11 +220,13 @@ class Scheme:
         """The scheme that the paper, or `register_scheme`, calls `name`.
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
-        steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum.
+        steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum;
+        beyond the paper, -D<q> a downlink compressed like the uplink, -NW no dense warm-up, and at
+        the end + for shorter lossless codes or ++ for all three (q as in -Q<q>).
         `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
         sense.
         """
-        text = re.sub(r"-\s+", "-", name.strip())
+        text, plus = _split_plus(re.sub(r"-\s+", "-", name.strip()))
         families = sorted(FAMILIES, key=len, reverse=True)
         family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", text, re.I)), None)
         if family is None:
@@ -210,14 +237,43 @@ class Scheme:
             if suffixed.keys() & found.keys():
                 raise ValueError(f"scheme {name!r}: {suffix!r} sets what another suffix sets")
             suffixed |= found
-        return Scheme(name=family + text[len(family) :], **(fields | suffixed | changes))
+        suffixed |= _plus_fields(name, fields | suffixed, plus)
+        name = family + text[len(family) :] + plus
+        return Scheme(name=name, **(fields | suffixed | changes))
+
+
+def _intervals(value_bits: int) -> int:
+    return 0 if value_bits == 32 else 2 ** (value_bits - 1)
 
 
 def _known_schemes() -> str:
     return (
         f"known: {', '.join(FAMILIES)}, each with -L<steps>, -Q<bits>, -LF, -PLF, "
-        "-Momentum or -Global Momentum where it makes sense (TCS-L4-Q5)"
+        "-Momentum or -Global Momentum, -D<bits>, -NW, + or ++ where it makes sense (TCS-L4-Q5++)"
     )
+
+
+def _split_plus(text: str) -> tuple[str, str]:
+    stem = re.sub(r"\+{1,2}$", "", text)
+    return stem, text[len(stem) :]
+
+
+def _plus_fields(name: str, fields: dict, plus: str) -> dict:
+    """+: shorter codes. ++: them, the downlink compressed like the uplink, no dense warm-up."""
+    if not plus:
+        return {}
+    if fields.get("centralized"):
+        raise ValueError(f"scheme {name!r}: {plus!r} makes no sense in centralized training")
+    if plus == "+":
+        return {"code": "entropy"}
+    if {"down_value_bits", "dense_warmup"} & fields.keys():
+        raise ValueError(f"scheme {name!r}: '++' sets what another suffix sets")
+    down = {"down_value_bits": fields.get("value_bits", 32), "phi_down": _phi_down(fields)}
+    return {"code": "entropy", "dense_warmup": False, **down}
+
+
+def _phi_down(fields: dict) -> float | None:
+    return fields.get("phi_local", 1e-3)
 
 
 def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
@@ -233,6 +289,10 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
         return {"local_steps": int(match[1])}
     if match := re.fullmatch(r"q([1-9]\d*)", lower):
         return {"value_bits": int(match[1])}
+    if match := re.fullmatch(r"d([1-9]\d*)", lower):
+        return {"down_value_bits": int(match[1]), "phi_down": _phi_down(fields)}
+    if lower == "nw":
+        return {"dense_warmup": False}
     if lower == "lf" and selects:
         return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
     if lower in ("plf", "pfl") and selects and shared:
@@ -320,6 +380,10 @@ class RunConfig:
     precision: str = _param(
         "fp32", str, "fp32 or bf16", lambda v: v in ("fp32", "bf16"), "autocast of the passes"
     )
+    wire: bool = _param(
+        False, bool, "true or false", lambda v: True,
+        "every message becomes bytes and is decoded; the same numbers, slower",
+    )  # fmt: skip
     threads: int | None = _param(None, int, "a whole number >= 1, or null", _whole, "CPU threads")
     device: str = _param(
         "auto", str, "auto, cpu, cuda or cuda:<n>",
@@ -468,7 +532,7 @@ TABLE_FIELDS = {
     "jobs": _param(1, int, "a whole number >= 1", _whole, ""),
 }
 TABLE_KEYS = {*TABLE_FIELDS, "schemes", "seeds"}
-SCHEME_KEYS = {"phi_global", "phi_local", "phi_min_global", "phi_min_local"}
+SCHEME_KEYS = {"phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local"}
 RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
 
 
@@ -508,7 +572,8 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
 
     `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names),
     `seeds` (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
-    phi_min_local replace the value of every scheme that has one.
+    phi_min_local replace the value of every scheme that has one, as does phi_down (which follows
+    phi_local if it is not given).
     Raises ValueError naming the key, the value and what is allowed.
     """
     _reject_unknown(params, PARAMETERS, "parameter")
@@ -541,6 +606,8 @@ def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
     if scheme.rule == "dense":
         return scheme
     changes = {k: v for k, v in given.items() if getattr(scheme, k) is not None}
+    if scheme.phi_down is not None:
+        changes = {"phi_down": changes.get("phi_local", scheme.phi_down)} | changes
     return dataclasses.replace(scheme, **changes)
 
 
@@ -679,6 +746,12 @@ def position_bits(count: int, dimension: int, block: int) -> int:
     return count * (1 + intra_block_bits(block)) + -(-dimension // block)
 
 
+def block_for(count: int, dimension: int) -> int:
+    """The power of two whose blocks give `count` positions in `dimension` the shortest code."""
+    powers = [2**i for i in range(dimension.bit_length())]
+    return min(powers, key=lambda block: position_bits(count, dimension, block))
+
+
 def _check_code(dimension: int, block: int) -> None:
     if dimension < 1:
         raise ValueError(f"dimension: got {dimension}, allowed: a whole number >= 1")
@@ -725,15 +798,15 @@ def _check_positions(positions_K: Tensor, dimension: int) -> None:
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     """Positions from bits, Alg. 4: int64 (K,), ascending.
 
-    `bits` uint8 tensor of 0 and 1, exactly one code long. Alg. 4 walks the stream; here all its
-    pointers are found at once by doubling (`_flag_starts`).
+    `bits` uint8 tensor of 0 and 1, exactly one code long. The walk of Alg. 4 goes from entry to
+    entry, over all block ends between two of them at once; what it finds is read side by side.
     Raises ValueError for anything that is not the code of some set of positions.
     """
     _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
     width, blocks = intra_block_bits(block), -(-dimension // block)
-    starts_K = _flag_starts(bits, width)
+    starts_K = torch.tensor(_flag_starts(bits, width), dtype=torch.int64, device=bits.device)
     count = len(starts_K)
     if len(bits) != position_bits(count, dimension, block):
         raise ValueError(
@@ -741,9 +814,9 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
             f"allowed: {position_bits(count, dimension, block)} ({blocks} block ends)"
         )
     block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
-    offsets = torch.arange(1, width + 1, device=bits.device)
-    weights = 1 << (width - offsets)
-    inside_K = (bits[starts_K.unsqueeze(1) + offsets].long() * weights).sum(1)
+    inside_K = torch.zeros_like(starts_K)
+    for offset in range(1, width + 1):
+        inside_K = 2 * inside_K + bits[starts_K + offset]
     if (inside_K >= block).any():
         raise ValueError(f"bits: a position of {int(inside_K.max())} inside a block of {block}")
     positions_K = block_index_K * block + inside_K
@@ -751,23 +824,14 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     return positions_K
 
 
-def _flag_starts(bits: Tensor, width: int) -> Tensor:
-    """Where the "1" flags of the entries stand: int64 (K,).
-
-    After a flag the next one is the first 1 at least 1 + width further on. That is a linked list
-    over the ones of the stream; jumps of 1, 2, 4, ... links double the known part each time.
-    """
-    ones = bits.nonzero().squeeze(1)
-    if not len(ones):
-        return ones
-    end = torch.tensor([len(ones)], device=bits.device)
-    jump = torch.cat([torch.searchsorted(ones, ones + 1 + width), end])
-    chain = torch.zeros(1, dtype=torch.int64, device=bits.device)
-    while int(chain[-1]) != len(ones):
-        chain = torch.cat([chain, jump[chain]])
-        jump = jump[jump]
-    starts = ones[chain[chain < len(ones)]]
-    if int(starts[-1]) + width >= len(bits):
+def _flag_starts(bits: Tensor, width: int) -> list[int]:
+    """Where the "1" flags of the entries stand: after a flag, the next 1 beyond its position."""
+    stream, starts = bits.cpu().numpy().tobytes(), []
+    find, place = stream.find, stream.find(b"\x01")
+    while place >= 0:
+        starts.append(place)
+        place = find(b"\x01", place + 1 + width)
+    if starts and starts[-1] + width >= len(stream):
         raise ValueError("bits: the stream ends inside an entry")
     return starts
 
@@ -837,8 +901,11 @@ def quantized(values_K: Tensor, intervals: int) -> Tensor:
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 5. The bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2)
-#    Two counts, kept apart: the paper's formula, and the exact length of the code of Alg. 4.
+# 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2)
+#    A message is what one side sends in one round. Its bits are counted three ways, kept apart: by
+#    the paper's formula, as the exact length of its code, and as bytes that really decode: the code
+#    rounded up to bytes, and OVERHEAD_BYTES. Code "block" is the paper's, q bits a value and Alg.
+#    4; code "entropy" holds the same message in fewer bits.
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
@@ -863,26 +930,453 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     return (values + means + positions) / scheme.local_steps
 
 
-def block_of(count: int, dimension: int) -> int:
-    """Block of the position code for `count` positions of unknown phi: round(D / count)."""
-    return max(1, round(dimension / count)) if count else dimension
+SERVER = 0xFFFF  # the sender of a downlink message
+MESSAGE_VERSION = 1
+# Little-endian: version, kind (1: dense), sender, round, what was agreed on (Wire.tag), own
+# positions; the code; a CRC-32 of all before it.
+_HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
+OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
 
 
-def uplink_bits(scheme: Scheme, shared: int, own: int, dimension: int) -> int:
-    """Exact bits of one client's message: `shared` values without positions, `own` with them."""
-    bits = scheme.value_bits * (shared + own) + 32 * scheme.intervals
+@dataclass(frozen=True)
+class Message:
+    """What one side sends in one round.
+
+    `positions` int64 (K_own,), ascending, are those that the other side does not know; `values`
+    (K,) float32, as the receiver will see them, are on the shared positions first, then on these.
+    Quantized values have `codes` (K,) int32 and `means` (P,) too. A dense message has (D,) values.
+    """
+
+    values: Tensor
+    positions: Tensor
+    sender: int = 0
+    round: int = 0
+    codes: Tensor | None = None
+    means: Tensor | None = None
+    dense: bool = False
+
+    @staticmethod
+    def of(
+        intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0
+    ) -> Message:
+        """Values on shared and own positions, quantized if `value_bits` is not 32."""
+        if value_bits == 32:
+            return Message(intended_K, positions, sender, round)
+        codes, means = fractional_quantize(intended_K, _intervals(value_bits))
+        values = fractional_dequantize(codes, means)
+        return Message(values, positions, sender, round, codes, means)
+
+    @staticmethod
+    def dense_of(values_D: Tensor, sender: int = 0, round: int = 0) -> Message:
+        """Everything, in 32 bits a value: a round of the warm-up, or of FedAvg."""
+        none = torch.empty(0, dtype=torch.int64, device=values_D.device)
+        return Message(values_D, none, sender, round, dense=True)
+
+    def to(self, device: Any) -> Message:
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One direction of a scheme's traffic, as both sides know it before the first message."""
+
+    value_bits: int
+    entropy: bool
+    layer_sizes: tuple[int, ...]
+
+    @staticmethod
+    def up(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
+        return Wire(scheme.value_bits, scheme.code == "entropy", tuple(layer_sizes))
+
+    @staticmethod
+    def down(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
+        return Wire(scheme.down_value_bits, scheme.code == "entropy", tuple(layer_sizes))
+
+    @property
+    def dimension(self) -> int:
+        return sum(self.layer_sizes)
+
+    @property
+    def intervals(self) -> int:
+        return _intervals(self.value_bits)
+
+    @cached_property
+    def tag(self) -> int:
+        """Four bytes that two sides agree on if they mean the same code, layers and dimension."""
+        return zlib.crc32(repr(dataclasses.astuple(self)).encode())
+
+    def bits(self, message: Message) -> int:
+        """Exact length of the message's code in bits, without the overhead."""
+        if message.dense:
+            return 32 * self.dimension
+        own = len(message.positions)
+        if self.entropy:
+            return 8 * len(_entropy_code(message, self))
+        bits = self.value_bits * len(message.values) + 32 * self.intervals
+        block = block_for(own, self.dimension)
+        return bits + (position_bits(own, self.dimension, block) if own else 0)
+
+
+def encode_message(message: Message, wire: Wire) -> bytes:
+    """The message as bytes: header, code, checksum.
+
+    8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
+    Raises ValueError for a message that can't be decoded again (see `decode_message`).
+    """
+    own, kind = len(message.positions), int(message.dense)
+    if not 0 <= message.sender <= SERVER or not 0 <= message.round < 2**32:
+        got = f"{message.sender}, {message.round}"
+        raise ValueError(f"sender, round: got {got}, allowed: below 2^16 and 2^32")
+    if not message.values.isfinite().all():
+        raise ValueError("values: NaN or infinity can't be sent")
+    _check_positions(message.positions, wire.dimension)
+    header = (MESSAGE_VERSION, kind, message.sender, message.round, wire.tag, own)
+    if message.dense:
+        code = _float_bytes(message.values)
+    else:
+        code = _entropy_code(message, wire) if wire.entropy else _block_code(message, wire)
+    data = _HEADER.pack(*header) + code
+    return data + _CHECKSUM.pack(zlib.crc32(data))
+
+
+def decode_message(
+    data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
+    round: int | None = None,
+) -> Message:  # fmt: skip
+    """The message in `data`, on the CPU: exactly what was encoded, or ValueError.
+
+    `shared_K` int64, ascending: the positions that both sides know; None if a dense message is
+    expected. `sender` and `round`, if given, are those expected. `data` may come from anyone: its
+    checksum, length, sender, round, agreement on the code, every value (finite) and every position
+    (in range, ascending, not a shared one) are checked, and memory stays within a small multiple of
+    its length and of the shared positions.
+    """
+    version, kind, who, when, own = _checked_header(data, wire)
+    for name, got, expected in (
+        ("version", version, MESSAGE_VERSION),
+        ("kind", kind, int(shared_K is None)),
+        ("sender", who, sender),
+        ("round", when, round),
+    ):
+        if expected is not None and got != expected:
+            raise ValueError(f"message: {name}: got {got}, allowed: {expected}")
+    code = memoryview(data)[_HEADER.size : -_CHECKSUM.size]
+    if shared_K is None:
+        message = Message.dense_of(_floats(code, wire.dimension), who, when)
+    else:
+        read = _read_entropy_code if wire.entropy else _read_block_code
+        shared_K = shared_K.cpu()
+        if own > wire.dimension - len(shared_K):
+            raise ValueError(f"message: {own} positions, allowed: those that are not shared")
+        message = dataclasses.replace(read(code, len(shared_K), own, wire), sender=who, round=when)
+        if torch.isin(message.positions, shared_K).any():
+            raise ValueError("message: positions of the shared mask, allowed: only others")
+    if shared_K is None and own:
+        raise ValueError(f"message: got {own} positions in a dense message, allowed: 0")
+    if not message.values.isfinite().all():
+        raise ValueError("message: a value is NaN or infinity")
+    return message
+
+
+def _checked_header(data: bytes, wire: Wire) -> tuple[int, int, int, int, int]:
+    if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
+        raise ValueError(f"message: allowed: {OVERHEAD_BYTES} bytes or more")
+    end = len(data) - _CHECKSUM.size
+    if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
+        raise ValueError("message: wrong checksum")
+    version, kind, who, when, tag, own = _HEADER.unpack_from(data)
+    if tag != wire.tag:
+        raise ValueError(f"message: tag: got {tag:08x}, allowed: {wire.tag:08x} (another scheme)")
+    return version, kind, who, when, own
+
+
+def _float_bytes(values_K: Tensor) -> bytes:
+    return values_K.detach().cpu().numpy().astype("<f4").tobytes()
+
+
+def _floats(data: memoryview, count: int) -> Tensor:
+    if len(data) != 4 * count:
+        raise ValueError(f"message: got {len(data)} bytes of values, allowed: {4 * count}")
+    return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
+
+
+def _means(data: memoryview, intervals: int) -> Tensor:
+    means_P = _floats(data[: 4 * intervals], intervals)
+    if (means_P.isfinite() & (means_P >= 0)).all():
+        return means_P
+    raise ValueError("message: means of intervals, allowed: finite numbers >= 0")
+
+
+# Code "block": the paper's ────────────────────────────────────────────────────────────────────────
+
+
+def _block_code(message: Message, wire: Wire) -> bytes:
+    """Values at 32 bits, or means and codes of q bits; then Alg. 4. One stream of bits."""
+    own = len(message.positions)
+    code, streams = _float_bytes(message.means if wire.intervals else message.values), []
+    if wire.intervals:
+        streams.append(_to_bits(message.codes.cpu().numpy(), wire.value_bits))
     if own:
-        block = round(1 / scheme.phi_local) if scheme.phi_local else block_of(own, dimension)
-        bits += position_bits(own, dimension, block)
-    return bits
+        block = block_for(own, wire.dimension)
+        streams.append(encode_positions(message.positions.cpu(), wire.dimension, block).numpy())
+    return code + _packed(streams)
 
 
-def downlink_bits(shared: int, explored: int, dimension: int) -> int:
-    """Exact bits of the server's message: float32 values, positions for the `explored` ones."""
-    if not explored:
-        return 32 * shared
-    positions = position_bits(explored, dimension, block_of(explored, dimension))
-    return 32 * (shared + explored) + positions
+def _read_block_code(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+    count = shared + own
+    block = block_for(own, wire.dimension)
+    places = position_bits(own, wire.dimension, block) if own else 0
+    coded = wire.value_bits * count if wire.intervals else 0
+    floats = 4 * (wire.intervals or count)
+    if len(code) != floats + -(-(coded + places) // 8):
+        raise ValueError(
+            f"message: got {len(code)} bytes of code with {own} positions, "
+            f"allowed: {floats + -(-(coded + places) // 8)}"
+        )
+    bits = _unpacked(code[floats:], coded + places)
+    positions = torch.empty(0, dtype=torch.int64)
+    if own:
+        positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
+        if len(positions) != own:
+            raise ValueError(f"message: got {len(positions)} positions, allowed: {own}")
+    if not wire.intervals:
+        return Message(_floats(code[:floats], count), positions)
+    codes = _from_bits(bits[:coded], wire.value_bits)
+    return _quantized_message(codes, _means(code[:floats], wire.intervals), positions)
+
+
+def _quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
+    codes_K = torch.from_numpy(codes.astype(np.int32))
+    return Message(fractional_dequantize(codes_K, means_P), positions, codes=codes_K, means=means_P)
+
+
+def _to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
+    """(K,) numbers below 2^width as K * width bits, the highest first: uint8 of 0 and 1."""
+    shifts = np.arange(width - 1, -1, -1, dtype=np.uint16)
+    return (numbers.astype(np.uint16)[:, None] >> shifts & 1).astype(np.uint8).reshape(-1)
+
+
+def _from_bits(bits: np.ndarray, width: int) -> np.ndarray:
+    """(K,) uint16 from K * width bits."""
+    columns = bits.reshape(-1, width)
+    numbers = columns[:, 0].astype(np.uint16)
+    for place in range(1, width):
+        numbers = numbers << 1 | columns[:, place]
+    return numbers
+
+
+def _packed(streams: list[np.ndarray]) -> bytes:
+    return np.packbits(np.concatenate(streams)).tobytes() if streams else b""
+
+
+def _unpacked(data: memoryview, count: int) -> np.ndarray:
+    """The first `count` bits; ValueError unless `data` is just as long and ends in zeros."""
+    bits = np.unpackbits(np.frombuffer(data, np.uint8))
+    if len(data) != -(-count // 8) or bits[count:].any():
+        raise ValueError(f"message: got {8 * len(data)} bits, allowed: {count}, filled with zeros")
+    return bits[:count]
+
+
+# Code "entropy": the same message in fewer bits ───────────────────────────────────────────────────
+#    Signs a bit each; which of the P intervals, Huffman-coded by zlib (they are far from equally
+#    likely), shared and own apart; positions as Golomb-Rice coded gaps, layer by layer if shorter.
+
+
+def _entropy_code(message: Message, wire: Wire) -> bytes:
+    own, shared = len(message.positions), len(message.values) - len(message.positions)
+    if wire.intervals:
+        codes = message.codes.cpu().numpy()
+        interval = (codes % wire.intervals).astype(np.uint16)
+        values = [_float_bytes(message.means), _packed([codes >= wire.intervals])]
+        width = wire.value_bits - 1
+        values += [_shortest(part, width) for part in (interval[:shared], interval[shared:])]
+    else:
+        values = [_float_bytes(message.values)]
+    positions = message.positions.cpu().numpy()
+    return b"".join([*values, _gap_code(positions, wire.layer_sizes) if own else b""])
+
+
+def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+    count = shared + own
+    floats = 4 * (wire.intervals or count)
+    head, rest = code[:floats], code[floats:]
+    if wire.intervals:
+        signs = _unpacked(rest[: -(-count // 8)], count)
+        rest, width = rest[-(-count // 8) :], wire.value_bits - 1
+        parts = []
+        for length in (shared, own):
+            part, rest = _read_shortest(rest, length, width)
+            parts.append(part)
+    positions = _read_gap_code(rest, own, wire.layer_sizes)
+    if not wire.intervals:
+        return Message(_floats(head, count), positions)
+    codes = np.concatenate(parts) + wire.intervals * signs.astype(np.uint16)
+    return _quantized_message(codes, _means(head, wire.intervals), positions)
+
+
+# zlib's strategies, in the order of the byte before a stream; 0 is plain bits of fixed width.
+_STRATEGIES = (None, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
+
+
+def _shortest(numbers: np.ndarray, width: int) -> bytes:
+    """Numbers below 2^width in the shortest of three codes, with a byte that says which."""
+    if not len(numbers) or not width:
+        return b""
+    plain = _packed([_to_bits(numbers, width)])
+    if width > 8:
+        return b"\0" + plain
+    symbols, candidates = numbers.astype(np.uint8).tobytes(), [plain]
+    for strategy in _STRATEGIES[1:]:
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, strategy)
+        candidates.append(deflate.compress(symbols) + deflate.flush())
+    best = min(range(len(candidates)), key=lambda i: len(candidates[i]))
+    return bytes([best]) + candidates[best]
+
+
+def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
+    """`count` numbers from the start of `data`, and the rest of it."""
+    if not count or not width:
+        return np.zeros(count, np.uint16), data
+    if not len(data) or data[0] >= len(_STRATEGIES) or (data[0] and width > 8):
+        raise ValueError("message: values in no known code")
+    choice, data = data[0], data[1:]
+    if not choice:
+        size = -(-count * width // 8)
+        return _from_bits(_unpacked(data[:size], count * width), width), data[size:]
+    symbols, rest = _inflated(data, count)
+    numbers = np.frombuffer(symbols, np.uint8).astype(np.uint16)
+    if numbers.max() >> width:
+        raise ValueError(f"message: a value's code of {numbers.max()}, allowed: {width} bits")
+    return numbers, rest
+
+
+def _inflated(data: memoryview, size: int) -> tuple[bytes, memoryview]:
+    """Exactly `size` bytes from a raw deflate stream, never more in memory, and what follows it."""
+    inflate = zlib.decompressobj(-15)
+    try:
+        symbols = inflate.decompress(data, size)
+        extra = inflate.decompress(inflate.unconsumed_tail, 1)  # reads on to the end mark
+    except zlib.error as error:
+        raise ValueError(f"message: values: {error}") from error
+    if len(symbols) != size or extra or not inflate.eof:
+        raise ValueError(f"message: values, allowed: {size} of them")
+    return symbols, data[len(data) - len(inflate.unused_data) :]
+
+
+def _rice_widths(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Bits of the remainder of a gap among `counts` in `sizes`: log2 of ln 2 times the mean gap."""
+    mean_256 = 177 * (sizes - counts) // np.maximum(counts, 1)  # ln 2 = 177 / 256
+    return np.array([max(0, (int(m) >> 8).bit_length() - 1) for m in mean_256], np.int64)
+
+
+def _rice_code(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
+    """Golomb-Rice: all quotients first, n zeros and a one each; then the remainders."""
+    ends = np.cumsum((numbers >> widths) + 1) - 1
+    quotients = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
+    quotients[ends] = 1
+    remainders = np.zeros(int(widths.sum()), np.uint8)
+    for fields, places, shifts in _columns(widths):
+        remainders[places] = numbers[fields] >> shifts & 1
+    return [quotients, remainders]
+
+
+def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """For fields of these widths, side by side: the first bits of all, the second bits, ...: which
+    fields have one, where it stands, and how far from the field's right end."""
+    starts = np.cumsum(widths) - widths
+    for column in range(int(widths.max(initial=0))):
+        fields = np.flatnonzero(widths > column)
+        yield fields, starts[fields] + column, widths[fields] - 1 - column
+
+
+def _read_rice_code(
+    bits: np.ndarray, count: int, widths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`count` numbers whose remainders have these widths, and the bits behind them."""
+    ones = np.flatnonzero(bits)[:count]
+    if len(ones) < count:
+        raise ValueError("message: positions end early")
+    quotients = np.diff(ones, prepend=-1) - 1
+    bits = bits[ones[-1] + 1 :] if count else bits
+    length = int(widths.sum())
+    if len(bits) < length:
+        raise ValueError("message: positions end early")
+    remainders = np.zeros(count, np.int64)
+    for fields, places, _ in _columns(widths):
+        remainders[fields] = remainders[fields] << 1 | bits[places]
+    return (quotients << widths) + remainders, bits[length:]
+
+
+def _segments(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many positions each layer has, and every position's gap to the one before it there."""
+    ends = np.cumsum(sizes)
+    layer_K = np.searchsorted(ends, positions, side="right")
+    previous = np.concatenate([[-1], positions[:-1]])
+    previous = np.maximum(previous, (ends - sizes)[layer_K] - 1)
+    return np.bincount(layer_K, minlength=len(sizes)), positions - previous - 1
+
+
+_WIDTH_BITS = 5  # in front of the layers' counts: the width of their remainders
+
+
+def _gap_bits(positions: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    counts, gaps = _segments(positions, sizes)
+    streams = [] if len(sizes) == 1 else _count_bits(counts)
+    return streams + _rice_code(gaps, np.repeat(_rice_widths(counts, sizes), counts))
+
+
+def _count_bits(counts: np.ndarray) -> list[np.ndarray]:
+    width = min(range(20), key=lambda w: int((counts >> w).sum()) + w * len(counts))
+    return [
+        _to_bits(np.array([width]), _WIDTH_BITS),
+        *_rice_code(counts, np.full(len(counts), width)),
+    ]
+
+
+def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
+    """A bit that says "by layers" and their counts, or not; gaps. The shorter of the two."""
+    sizes = np.array(layer_sizes)
+    options = [
+        [np.array([flag], np.uint8), *_gap_bits(positions, s)]
+        for flag, s in ((0, sizes.sum(keepdims=True)), (1, sizes))
+    ]
+    return _packed(min(options, key=lambda streams: sum(map(len, streams))))
+
+
+def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tensor:
+    bits = np.unpackbits(np.frombuffer(data, np.uint8))
+    if not own or not len(bits):
+        if own or len(bits):
+            raise ValueError(f"message: got {len(bits)} bits for {own} positions")
+        return torch.empty(0, dtype=torch.int64)
+    sizes, by_layer, bits = np.array(layer_sizes), bits[0], bits[1:]
+    counts = np.array([own])
+    if by_layer:
+        if len(bits) < _WIDTH_BITS:
+            raise ValueError("message: positions end early")
+        width = int(_from_bits(bits[:_WIDTH_BITS], _WIDTH_BITS)[0])
+        widths = np.full(len(sizes), width)
+        counts, bits = _read_rice_code(bits[_WIDTH_BITS:], len(sizes), widths)
+    else:
+        sizes = sizes.sum(keepdims=True)
+    if counts.sum() != own or (counts > sizes).any():
+        raise ValueError(f"message: counts of positions, allowed: {own} in all, as layers hold")
+    gaps, bits = _read_rice_code(bits, own, np.repeat(_rice_widths(counts, sizes), counts))
+    if len(bits) > 7 or bits.any():
+        raise ValueError("message: bits behind the last position")
+    return torch.from_numpy(_from_gaps(gaps, counts, sizes))
+
+
+def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Positions from gaps; each layer's start afresh. ValueError outside the layer."""
+    ends, firsts = np.cumsum(sizes), np.cumsum(counts) - counts
+    steps = np.cumsum(gaps + 1)
+    before = np.concatenate([[0], steps])[firsts]  # the sum of all steps in earlier layers
+    positions = steps - np.repeat(before - (ends - sizes), counts) - 1
+    if (gaps > sizes.sum()).any() or (positions >= np.repeat(ends, counts)).any():
+        raise ValueError("message: positions outside their layer")
+    return positions
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -916,10 +1410,11 @@ class MaskRule:
         )
         self._dimension = sum(layer_sizes)
         self._scratch_D: Tensor | None = None
-        self._floors: dict[bool, float] = {}  # last thresholds, a little lowered: only for speed
+        self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
         self.k_global = kept(scheme.phi_global, self._dimension) if scheme.phi_global else 0
         free = self._dimension - self.k_global
         self.k_local = min(kept(scheme.phi_local, self._dimension), free) if scheme.phi_local else 0
+        self.k_down = min(kept(scheme.phi_down, self._dimension), free) if scheme.phi_down else 0
 
     def global_mask(self) -> Tensor | None:
         """The mask all sides know in this round; None if not known yet: the round is dense."""
@@ -927,24 +1422,34 @@ class MaskRule:
 
     def local_mask(self, intended_D: Tensor, global_positions_K: Tensor) -> Tensor:
         """A client's own mask, disjoint from the global one: S_top of the rest (Alg. 2, l. 10)."""
-        phi_min = self._scheme.phi_min_local
-        return self.select(intended_D, self.k_local, phi_min, excluded=global_positions_K)
+        return self._own_mask(intended_D, self.k_local, global_positions_K, "client")
+
+    def server_mask(self, intended_D: Tensor, global_positions_K: Tensor) -> Tensor:
+        """The server's own mask in the downlink, for a scheme with a phi_down."""
+        return self._own_mask(intended_D, self.k_down, global_positions_K, "server")
+
+    def _own_mask(self, intended_D: Tensor, k: int, shared_K: Tensor, whose: str) -> Tensor:
+        """S_top of what is not shared; where nothing is shared yet, k_global more of it."""
+        k += 0 if len(shared_K) else self.k_global
+        return self.select(intended_D, k, self._scheme.phi_min_local, shared_K, whose)
 
     def observe(self, update_D: Tensor) -> None:
         """Called with every round's update, dense ones too, after it was averaged."""
 
     def select(
-        self, vector_D: Tensor, k: int, phi_min: float | None, excluded: Tensor | None = None
-    ) -> Tensor:
-        """S_top, layer-wise fair if `phi_min` says so; last time's threshold speeds it up."""
+        self, vector_D: Tensor, k: int, phi_min: float | None, excluded: Tensor | None = None,
+        whose: str = "global",
+    ) -> Tensor:  # fmt: skip
+        """S_top, layer-wise fair if `phi_min` says so; the threshold of last time, for the same
+        `whose`, speeds it up."""
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        floor = self._floors.get(excluded is None, 0.0)
+        floor = self._floors.get(whose, 0.0)
         if self._scratch_D is None:
             self._scratch_D = torch.empty_like(vector_D)
         positions_K = top_k_positions(vector_D, k, excluded, floor, self._scratch_D)
         if k:
-            self._floors[excluded is None] = 0.8 * float(vector_D[positions_K].abs().min())
+            self._floors[whose] = 0.8 * float(vector_D[positions_K].abs().min())
         return positions_K
 
     def state_dict(self) -> dict[str, Any]:
@@ -987,9 +1492,8 @@ class TCS(MaskRule):
     positions: Tensor | None = None
 
     def global_mask(self) -> Tensor | None:
-        if self.k_global == 0:
-            return super().global_mask()
-        return self.positions
+        sparse_start = self.positions is None and not self._scheme.dense_warmup
+        return super().global_mask() if sparse_start or not self.k_global else self.positions
 
     def observe(self, update_D: Tensor) -> None:
         if self.k_global:
@@ -1035,7 +1539,9 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
 class Compressor:
     """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
 
-    `errors_ND` (N, D) float32 is what has not been received yet. A dense scheme has no errors.
+    `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has no
+    errors. `server_errors_D` (D,), for a scheme that compresses the downlink, is what the clients
+    have not. With `wire`, every message becomes bytes and is decoded before it is used.
     """
 
     def __init__(
@@ -1045,14 +1551,18 @@ class Compressor:
         clients: int,
         device: Any = "cpu",
         seed: int = 0,
+        wire: bool = False,
     ):
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
-        self.dimension = sum(layer_sizes)
+        self.dimension, self.wire = sum(layer_sizes), wire
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
         rows = 0 if scheme.dense else clients
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
+        down = self.dimension if scheme.compresses_downlink else 0
+        self.server_errors_D = torch.zeros(down, device=device)
         self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
-        self.bits_up = self.bits_down = 0
+        self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
+        self.bits_up = self.bits_down = self.bytes_up = self.bytes_down = self.round = 0
         self.last_dense = False
 
     def step(
@@ -1064,6 +1574,9 @@ class Compressor:
         keep their errors. A scheme that needs an update to take its mask from makes its first round
         dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
         changed, for deltas or clients that can't be used.
+
+        Afterwards `bits_up` is one client's average message, `bits_down` the server's, in bits of
+        code; `bytes_up`, all clients' messages together, and `bytes_down` have the overhead too.
         """
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
         self._check(deltas_ND, chosen)
@@ -1074,6 +1587,7 @@ class Compressor:
         else:
             update_D = self._sparse_round(deltas_ND, chosen, self._positions(global_K))
         self.rule.observe(update_D)
+        self.round += 1
         return update_D
 
     def _check(self, deltas_ND: Tensor, chosen: list[int]) -> None:
@@ -1090,31 +1604,43 @@ class Compressor:
                 raise NotFiniteError(n)
 
     def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
-        """Everything is sent in 32 bits: no error is left."""
-        update_D = torch.zeros_like(deltas_ND[0])
+        """Everything is sent in 32 bits, in both directions: no error is left."""
+        update_D, sent_up = torch.zeros_like(deltas_ND[0]), []
         for n in chosen:
-            update_D += deltas_ND[n]
+            intended_D = deltas_ND[n]
+            if len(self.errors_ND) and self.scheme.error_accumulation:
+                intended_D = self.errors_ND[n].add_(intended_D)
+            message, sent = self._carried(Message.dense_of(intended_D, n, self.round), self.up)
+            sent_up.append(sent)
+            update_D += message.values
             if len(self.errors_ND):
-                if self.scheme.error_accumulation:
-                    update_D += self.errors_ND[n]
                 self.errors_ND[n].zero_()
-        self.bits_up = self.bits_down = 32 * self.dimension
-        return update_D.div_(len(chosen))
+        update_D.div_(len(chosen))
+        if len(self.server_errors_D):
+            update_D += self.server_errors_D
+            self.server_errors_D.zero_()
+        down, sent = self._carried(Message.dense_of(update_D, SERVER, self.round), self.down)
+        self._count(sent_up, sent)
+        return down.values
 
     def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
-        update_D, own = torch.zeros_like(deltas_ND[0]), 0
+        update_D, sent_up = torch.zeros_like(deltas_ND[0]), []
         self._explored_D.zero_()
         for n in chosen:
-            local_K, sent_K = self._client(n, deltas_ND[n], global_K)  # client side, in parallel
-            update_D.index_add_(0, torch.cat([global_K, local_K]), sent_K)  # server, line 16
-            self._explored_D[local_K] = True
-            own += len(local_K)
-        shared, explored = len(global_K), int(self._explored_D.sum())
-        self.bits_up = uplink_bits(self.scheme, shared, -(-own // len(chosen)), self.dimension)
-        self.bits_down = downlink_bits(shared, explored, self.dimension)
-        return update_D.div_(len(chosen))
+            message = self._client(n, deltas_ND[n], global_K)  # client side, in parallel
+            message, sent = self._carried(message, self.up, global_K)
+            sent_up.append(sent)
+            positions = torch.cat([global_K, message.positions])
+            update_D.index_add_(0, positions, message.values)  # server, line 16
+            self._explored_D[message.positions] = True
+        message = self._server(update_D.div_(len(chosen)), global_K)
+        message, sent = self._carried(message, self.down, global_K)
+        self._count(sent_up, sent)
+        if self.wire or self.scheme.compresses_downlink:
+            update_D.zero_()[torch.cat([global_K, message.positions])] = message.values
+        return update_D
 
-    def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> tuple[Tensor, Tensor]:
+    def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> Message:
         """One client's side of a round: its own positions, the values it sends on both masks."""
         errors_D = self.errors_ND[n]
         keep_errors = self.scheme.error_accumulation
@@ -1124,9 +1650,43 @@ class Compressor:
         intended = intended_D[positions]
         if not intended.isfinite().all():  # a sum of finite errors and deltas can overflow
             raise NotFiniteError(n)
-        sent = quantized(intended, self.scheme.intervals)  # line 12
-        errors_D[positions] = intended - sent  # line 13: what stays behind
-        return local_K, sent
+        message = Message.of(intended, local_K, self.scheme.value_bits, n, self.round)  # line 12
+        errors_D[positions] = intended - message.values  # line 13: what stays behind
+        return message
+
+    def _server(self, update_D: Tensor, global_K: Tensor) -> Message:
+        """The server's side: all that came up or, with errors of its own, a mask of its own."""
+        if not self.scheme.compresses_downlink:
+            own_K = self._explored_D.nonzero().squeeze(1)
+            values = update_D[torch.cat([global_K, own_K])]
+            return Message.of(values, own_K, 32, SERVER, self.round)
+        intended_D = self.server_errors_D.add_(update_D)
+        if self.scheme.phi_down is None:
+            own_K = self._explored_D.nonzero().squeeze(1)
+        else:
+            own_K = self._positions(self.rule.server_mask(intended_D, global_K), global_K)
+        positions = torch.cat([global_K, own_K])
+        intended = intended_D[positions]
+        message = Message.of(intended, own_K, self.scheme.down_value_bits, SERVER, self.round)
+        intended_D[positions] = intended - message.values
+        return message
+
+    def _carried(
+        self, message: Message, wire: Wire, shared_K: Tensor | None = None
+    ) -> tuple[Message, tuple[int, int]]:
+        """The message as the other side has it, and its size: bits of code, bytes in all."""
+        if not self.wire:
+            bits = wire.bits(message)
+            return message, (bits, OVERHEAD_BYTES + -(-bits // 8))
+        data = encode_message(message, wire)
+        received = decode_message(data, wire, shared_K, message.sender, message.round)
+        bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
+        return received.to(message.values.device), (bits, len(data))
+
+    def _count(self, up: list[tuple[int, int]], down: tuple[int, int]) -> None:
+        bits, self.bytes_up = (sum(column) for column in zip(*up, strict=True))
+        self.bits_up = -(-bits // len(up))
+        self.bits_down, self.bytes_down = down
 
     def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
         """What a rule returned, as positions; checked if the rule is not one of the core's."""
@@ -1141,15 +1701,19 @@ class Compressor:
         return positions_K
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs: errors, and the mask rule's state."""
-        return {"errors_ND": self.errors_ND, "rule": self.rule.state_dict()}
+        """Everything a resumed run needs: errors, the mask rule's state, the round's number."""
+        state = {"errors_ND": self.errors_ND, "server_errors_D": self.server_errors_D}
+        return state | {"rule": self.rule.state_dict(), "round": self.round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["errors_ND"].shape != self.errors_ND.shape:
-            shapes = tuple(state["errors_ND"].shape), tuple(self.errors_ND.shape)
-            raise ValueError(f"errors_ND: got shape {shapes[0]}, allowed: {shapes[1]}")
-        self.errors_ND.copy_(state["errors_ND"])
+        for key in ("errors_ND", "server_errors_D"):
+            own = getattr(self, key)
+            if state[key].shape != own.shape:
+                got, allowed = tuple(state[key].shape), tuple(own.shape)
+                raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
+            own.copy_(state[key])
         self.rule.load_state_dict(state["rule"])
+        self.round = int(state["round"])
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -1196,7 +1760,7 @@ class Federation:
         self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
         self.momentum_D = torch.zeros_like(self.theta_D) if config.scheme.momentum else None
         sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
-        self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed)
+        self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed, config.wire)
         self.active = list(range(clients))
         self.loss_sum = torch.zeros((), device=self.device)
 
@@ -1216,7 +1780,8 @@ class Federation:
             eta = self.config.learning_rate_at(epoch + index / count)
             self.active = self._participants(epoch, index)
             try:
-                yield self.round(draws, index, eta, dense=epoch < self.config.warmup)
+                dense = epoch < self.config.warmup and self.config.scheme.dense_warmup
+                yield self.round(draws, index, eta, dense)
             except NotFiniteError as error:
                 error.args = (f"{error.args[0]}; epoch {epoch + 1}, round {index + 1} of {count}",)
                 raise
@@ -1224,10 +1789,11 @@ class Federation:
     def epoch(self, epoch: int) -> Row:
         """All rounds of one epoch; its row of the record, without the evaluation."""
         row = {"epoch": epoch + 1, "rounds": self.rounds_per_epoch, "dense_rounds": 0}
-        row |= {"bits_up": 0, "bits_down": 0}
+        traffic = ("bits_up", "bits_down", "bytes_up", "bytes_down")
+        row |= dict.fromkeys(traffic, 0)
         for _ in self.rounds(epoch):
-            row["bits_up"] += self.compressor.bits_up
-            row["bits_down"] += self.compressor.bits_down
+            for key in traffic:
+                row[key] += getattr(self.compressor, key)
             row["dense_rounds"] += self.compressor.last_dense
         steps = row["rounds"] * self.config.scheme.local_steps * len(self.active)
         eta = self.config.learning_rate_at(epoch + 1 - 1 / row["rounds"])
@@ -1429,9 +1995,7 @@ class FlatModel:
             for parameter, view in zip(self.parameters, gradient_views, strict=True):
                 parameter.grad = view
         views = iter(statistics_views)
-        for (
-            norm
-        ) in self.norms:  # Module.__setattr__ would check each: a tenth of a small net's pass
+        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
             norm._buffers["running_mean"], norm._buffers["running_var"] = next(views), next(views)
 
     def statistics(self) -> Tensor:

@@ -232,7 +232,7 @@ def test_a_rule_may_return_a_bool_mask():
     try:
         compressor = tcs.Compressor(tcs.Scheme.named("Every-Third"), [9], 1)
         assert compressor.step(torch.ones(1, 9)).tolist() == [1, 0, 0] * 3
-        assert compressor.bits_up == 3 * 32 + 3 * 3 + 3
+        assert compressor.bits_up == 3 * 32 + 3 * (1 + 1) + 5  # blocks of two
     finally:
         del tcs.RULES["Every-Third"], tcs.FAMILIES["Every-Third"]
 

@@ -144,12 +144,10 @@ def test_the_row_of_an_epoch(data):
     assert (warm["rounds"], warm["dense_rounds"]) == (rounds, rounds)
     assert warm["bits_up"] == warm["bits_down"] == 32 * dimension * rounds
     assert sparse["dense_rounds"] == 0
-    one_message = tcs.uplink_bits(fed.config.scheme, *_ks(dimension), dimension)
+    shared, own = tcs.kept(1e-2, dimension), tcs.kept(1e-3, dimension)
+    one_message = 32 * (shared + own) + tcs.position_bits(own, dimension, 512)
     assert sparse["bits_up"] == rounds * one_message
-
-
-def _ks(dimension):
-    return tcs.kept(1e-2, dimension), tcs.kept(1e-3, dimension)
+    assert sparse["bytes_up"] == len(fed.active) * rounds * (-(-one_message // 8) + 20)
 
 
 @pytest.mark.parametrize(
