@@ -48,7 +48,7 @@ Differences from the paper
     10. Augmentation (random crop with 4 px of padding, flip) and sampling (without replacement; an
         incomplete last batch, or last round of H batches, is dropped) are not in the paper.
     11. Schedules keep the paper's proportions at other lengths: warm-up 1/60 of the epochs (at
-        least one), drops after 1/2 and 3/4. Learning rates scale linearly with the cumulative batch.
+        least one), drops after 1/2 and 3/4. Rates scale linearly with the cumulative batch.
     12. "H = 2 and H = 2" in the paper means H = 2 and H = 4.
 
 Beyond the paper (scheme names that end in + or ++, Sec. 1 and 5)
@@ -2781,8 +2781,7 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     if scheme["centralized"] or not record["rows"]:
         return dict.fromkeys([n + w for n in names for w in ("", " with warm-up")], math.nan)
     rounds = sum(r["rounds"] for r in record["rows"])
-    all_dense = scheme["rule"] == "dense" and scheme["value_bits"] == 32
-    dense = 0 if all_dense else sum(r["dense_rounds"] for r in record["rows"])
+    dense = 0 if _always_dense(scheme) else sum(r["dense_rounds"] for r in record["rows"])
     values = {}
     for name, key in zip(names, ("bits_up", "bits_down"), strict=True):
         total, unit = sum(r[key] for r in record["rows"]), dimension * scheme["local_steps"]
@@ -2791,6 +2790,30 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
         )
         values |= {name: sparse, f"{name} with warm-up": total / (unit * rounds)}
     return values
+
+
+def traffic(record: dict[str, Any]) -> dict[str, float]:
+    """Bytes of one client's messages in a whole run, all overhead in: "up", "down", and "warm-up",
+    the part of both that its dense rounds took. Zeros for centralized training.
+
+    Records made before messages had bytes counted bits only: theirs are rounded up by the round.
+    """
+    config, dimension = record["config"], record["dimension"]
+    total = dict.fromkeys(("up", "down", "warm-up"), 0.0)
+    if config["scheme"]["centralized"]:
+        return total
+    clients = kept(config["participation"], config["clients"])
+    sparse = not _always_dense(config["scheme"])
+    for row in record["rows"]:
+        for way, share in (("up", clients), ("down", 1)):
+            counted = math.ceil(row[f"bits_{way}"] / 8) + OVERHEAD_BYTES * row["rounds"]
+            total[way] += row[f"bytes_{way}"] / share if f"bytes_{way}" in row else counted
+        total["warm-up"] += sparse * row["dense_rounds"] * 2 * (4 * dimension + OVERHEAD_BYTES)
+    return total
+
+
+def _always_dense(scheme: dict[str, Any]) -> bool:
+    return scheme["rule"] == "dense" and scheme["value_bits"] == 32
 
 
 def summary(
@@ -2812,6 +2835,9 @@ def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -
     final = [r["rows"][-1]["accuracy"] for r in records if r["status"] == "finished"]
     diverged = len(records) - len(final)
     bits = pd.DataFrame([bits_per_parameter(r) for r in records]).mean()
+    sent = pd.DataFrame([traffic(r) for r in records]).mean() / 1e6
+    if config["scheme"]["centralized"]:
+        sent[:] = math.nan
     accuracy, deviation, budget = (math.nan if v is None else v for v in paper or [None] * 3)
     return {
         "scheme": name,
@@ -2828,6 +2854,9 @@ def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -
         "uplink_bits_with_warmup": bits["uplink with warm-up"],
         "downlink_bits": bits["downlink"],
         "downlink_bits_with_warmup": bits["downlink with warm-up"],
+        "megabytes_up": sent["up"],
+        "megabytes_down": sent["down"],
+        "megabytes_warmup": sent["warm-up"],
     }
 
 
@@ -2860,6 +2889,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "Sent up": bits(r.uplink_bits),
             "… with warm-up": bits(r.uplink_bits_with_warmup),
             "Sent down": bits(r.downlink_bits),
+            "MB both ways": bits(r.megabytes_up + r.megabytes_down),
         }
         for r in table.itertuples()
     ]
