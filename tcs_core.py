@@ -53,7 +53,7 @@ Differences from the paper
 
 Beyond the paper (scheme names that end in + or ++, Sec. 1 and 5)
     Messages are real bytes with a checksum; "+" codes them in fewer bits, losing nothing; "-D<q>"
-    compresses the downlink like the uplink, with error accumulation at the server; "-NW" has no
+    quantizes and sparsifies the downlink too, with error accumulation at the server; "-NW" has no
     dense warm-up; "++" is all three.
 """
 
@@ -221,8 +221,8 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
         steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum;
-        beyond the paper, -D<q> a downlink compressed like the uplink, -NW no dense warm-up, and at
-        the end + for shorter lossless codes or ++ for all three (q as in -Q<q>).
+        beyond the paper, -D<q> a compressed downlink, -NW no dense warm-up, and at the end + for
+        shorter lossless codes or ++ for all three (the downlink with -D3).
         `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
         sense.
         """
@@ -259,7 +259,7 @@ def _split_plus(text: str) -> tuple[str, str]:
 
 
 def _plus_fields(name: str, fields: dict, plus: str) -> dict:
-    """+: shorter codes. ++: them, the downlink compressed like the uplink, no dense warm-up."""
+    """+: shorter codes. ++: them, the downlink compressed, no dense warm-up."""
     if not plus:
         return {}
     if fields.get("centralized"):
@@ -268,12 +268,13 @@ def _plus_fields(name: str, fields: dict, plus: str) -> dict:
         return {"code": "entropy"}
     if {"down_value_bits", "dense_warmup"} & fields.keys():
         raise ValueError(f"scheme {name!r}: '++' sets what another suffix sets")
-    down = {"down_value_bits": fields.get("value_bits", 32), "phi_down": _phi_down(fields)}
-    return {"code": "entropy", "dense_warmup": False, **down}
+    return {"code": "entropy", "dense_warmup": False, **_down_fields(3, fields)}
 
 
-def _phi_down(fields: dict) -> float | None:
-    return fields.get("phi_local", 1e-3)
+def _down_fields(bits: int, fields: dict) -> dict:
+    """Few bits a value leave room for more positions of the server's own than one client has."""
+    own, shared = fields.get("phi_local", 1e-3), fields.get("phi_global", 1e-2)
+    return {"down_value_bits": bits, "phi_down": min(1.0, 3 * own) if own and shared else own}
 
 
 def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
@@ -290,7 +291,7 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
     if match := re.fullmatch(r"q([1-9]\d*)", lower):
         return {"value_bits": int(match[1])}
     if match := re.fullmatch(r"d([1-9]\d*)", lower):
-        return {"down_value_bits": int(match[1]), "phi_down": _phi_down(fields)}
+        return _down_fields(int(match[1]), fields)
     if lower == "nw":
         return {"dense_warmup": False}
     if lower == "lf" and selects:
@@ -572,7 +573,7 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
 
     `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names),
     `seeds` (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
-    phi_min_local replace the value of every scheme that has one, as does phi_down (which follows
+    phi_min_local replace the value of every scheme that has one, as does phi_down (which grows with
     phi_local if it is not given).
     Raises ValueError naming the key, the value and what is allowed.
     """
@@ -606,8 +607,9 @@ def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
     if scheme.rule == "dense":
         return scheme
     changes = {k: v for k, v in given.items() if getattr(scheme, k) is not None}
-    if scheme.phi_down is not None:
-        changes = {"phi_down": changes.get("phi_local", scheme.phi_down)} | changes
+    if scheme.phi_down is not None and "phi_local" in changes:
+        ratio = scheme.phi_down / scheme.phi_local
+        changes = {"phi_down": min(1.0, ratio * changes["phi_local"])} | changes
     return dataclasses.replace(scheme, **changes)
 
 
@@ -640,48 +642,80 @@ def kept(phi: float, dimension: int) -> int:
 
 
 def top_k_positions(
-    vector_D: Tensor,
-    k: int,
-    excluded: Tensor | None = None,
-    floor: float = 0.0,
-    scratch_D: Tensor | None = None,
+    vector_D: Tensor, k: int, excluded: Tensor | None = None, floor: float = 0.0
 ) -> Tensor:
     """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
 
     Of equal magnitudes the lower index wins. `excluded` (positions) never enter. `floor`, a guess
-    of the k-th magnitude from below, and `scratch_D`, a buffer like the vector that is written
-    over, only make it faster: the result is the same with any.
+    of the k-th magnitude from below, only makes it faster: the result is the same with any.
     Raises ValueError if k is not in 0..D minus the excluded, or if the vector holds a NaN.
     """
-    magnitudes_D = torch.abs(vector_D.detach(), out=scratch_D)
-    if excluded is not None:
-        magnitudes_D[excluded] = -1.0
-    return _largest(magnitudes_D, k, len(magnitudes_D) - _length(excluded), floor)
+    vector_D = vector_D.detach()
+    if excluded is None or not len(excluded):
+        return _filtered(vector_D, k, None, floor)[0]
+    excluded_D = torch.zeros(len(vector_D), dtype=torch.bool, device=vector_D.device)
+    excluded_D[excluded] = True
+    return _filtered(vector_D, k, excluded_D, floor)[0]
 
 
-def _length(positions: Tensor | None) -> int:
-    return 0 if positions is None else positions.numel()
+def _filtered(
+    vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
+) -> tuple[Tensor, float]:
+    """S_top and the k-th magnitude. Masks and magnitudes change slowly, so a `floor` from last time
+    leaves few candidates to choose from; too few, and it is lowered, and at last all are looked at.
+    """
+    for lowered in (floor, floor / 2) if floor > 0 and k else ():
+        near = _at_least(vector_D, lowered)
+        if excluded_D is not None:
+            near = near[~excluded_D[near]]
+        if len(near) >= k:
+            chosen, kth = _largest(vector_D[near].abs(), k, len(near))
+            return near[chosen], kth
+    magnitudes_D = vector_D.abs()
+    eligible = len(vector_D)
+    if excluded_D is not None:
+        magnitudes_D[excluded_D] = -1.0
+        eligible -= int(excluded_D.sum())
+    return _largest(magnitudes_D, k, eligible)
 
 
-def _largest(magnitudes_D: Tensor, k: int, eligible: int, floor: float = 0.0) -> Tensor:
-    """Positions of the k largest of `magnitudes_D`, ascending; exact whatever `floor` is."""
+_PIECE = 1 << 17  # entries that stay in a core's cache
+
+
+def _at_least(vector_D: Tensor, floor: float) -> Tensor:
+    """Positions of magnitudes >= floor, ascending; on the CPU piece by piece, each read once."""
+    if vector_D.device.type != "cpu" or vector_D.dtype == torch.bfloat16:
+        return (vector_D.abs() >= floor).nonzero().squeeze(1)
+    values, found = vector_D.numpy(), []
+    for start in range(0, len(values), _PIECE):
+        piece = np.flatnonzero(np.abs(values[start : start + _PIECE]) >= floor)
+        found.append(piece + start if start else piece)
+    return torch.from_numpy(np.concatenate(found) if len(found) > 1 else found[0])
+
+
+def _largest(magnitudes_D: Tensor, k: int, eligible: int) -> tuple[Tensor, float]:
+    """Positions of the k largest of `magnitudes_D`, ascending, and the k-th largest itself."""
     if not 0 <= k <= eligible:
         raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
     if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=magnitudes_D.device)
-    if floor > 0:
-        near = (magnitudes_D >= floor).nonzero().squeeze(1)
-        if len(near) >= k:
-            return near[_largest(magnitudes_D[near], k, len(near))]
-    kth = magnitudes_D.topk(k, sorted=False).values.min()
-    if kth.isnan():
+        return torch.empty(0, dtype=torch.int64, device=magnitudes_D.device), math.inf
+    kth = _kth_largest(magnitudes_D, k)
+    if math.isnan(kth):
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
     chosen = (magnitudes_D >= kth).nonzero().squeeze(1)
-    if len(chosen) == k:
-        return chosen
-    tied = magnitudes_D[chosen] == kth
-    surplus = tied & (tied.cumsum(0) > k - (len(chosen) - tied.sum()))
-    return chosen[~surplus]
+    if len(chosen) > k:
+        tied = magnitudes_D[chosen] == kth
+        surplus = tied & (tied.cumsum(0) > k - (len(chosen) - tied.sum()))
+        chosen = chosen[~surplus]
+    return chosen, kth
+
+
+def _kth_largest(magnitudes_D: Tensor, k: int) -> float:
+    """The k-th largest number; NaN if one of the k is NaN."""
+    if magnitudes_D.device.type != "cpu" or magnitudes_D.dtype == torch.bfloat16:
+        return float(magnitudes_D.topk(k, sorted=False).values.min())
+    place = len(magnitudes_D) - k
+    return float(np.partition(magnitudes_D.numpy(), place)[place:].min())  # NaN is last, and wins
 
 
 def layerwise_top_k_positions(
@@ -696,16 +730,16 @@ def layerwise_top_k_positions(
     magnitudes_D = vector_D.detach().abs()
     if excluded is not None:
         magnitudes_D[excluded] = -1.0
-    eligible = len(magnitudes_D) - _length(excluded)
+    eligible = len(magnitudes_D) - (0 if excluded is None else len(excluded))
     shares = [kept(phi_min, size) for size in layer_sizes]
     starts = [sum(layer_sizes[:i]) for i in range(len(layer_sizes))]
     layers = zip(magnitudes_D.split(layer_sizes), shares, starts, strict=True)
-    fair = torch.cat([start + _largest(part, share, len(part)) for part, share, start in layers])
+    fair = torch.cat([start + _largest(part, k, len(part))[0] for part, k, start in layers])
     fair = fair[magnitudes_D[fair] >= 0]
     if len(fair) >= k:
-        return fair[_largest(magnitudes_D[fair], k, len(fair))]
+        return fair[_largest(magnitudes_D[fair], k, len(fair))[0]]
     magnitudes_D[fair] = -1.0
-    rest = _largest(magnitudes_D, k - len(fair), eligible - len(fair))
+    rest, _ = _largest(magnitudes_D, k - len(fair), eligible - len(fair))
     return torch.cat([fair, rest]).sort().values
 
 
@@ -1409,7 +1443,7 @@ class MaskRule:
             seed,
         )
         self._dimension = sum(layer_sizes)
-        self._scratch_D: Tensor | None = None
+        self._excluded_D: Tensor | None = None  # all False between two selections
         self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
         self.k_global = kept(scheme.phi_global, self._dimension) if scheme.phi_global else 0
         free = self._dimension - self.k_global
@@ -1444,12 +1478,17 @@ class MaskRule:
         `whose`, speeds it up."""
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        floor = self._floors.get(whose, 0.0)
-        if self._scratch_D is None:
-            self._scratch_D = torch.empty_like(vector_D)
-        positions_K = top_k_positions(vector_D, k, excluded, floor, self._scratch_D)
-        if k:
-            self._floors[whose] = 0.8 * float(vector_D[positions_K].abs().min())
+        if self._excluded_D is None:
+            self._excluded_D = torch.zeros(len(vector_D), dtype=torch.bool, device=self._device)
+        try:
+            if excluded is not None:
+                self._excluded_D[excluded] = True
+            floor = self._floors.get(whose, 0.0)
+            positions_K, kth = _filtered(vector_D.detach(), k, self._excluded_D, floor)
+        finally:
+            if excluded is not None:
+                self._excluded_D[excluded] = False
+        self._floors[whose] = 0.85 * kth if k else 0.0
         return positions_K
 
     def state_dict(self) -> dict[str, Any]:
@@ -1598,8 +1637,13 @@ class Compressor:
             raise ValueError(f"clients: got {chosen}, allowed: one or more, each once")
         if not 0 <= min(chosen) <= max(chosen) < self.clients:
             raise ValueError(f"clients: got {chosen}, allowed: 0 to {self.clients - 1}")
-        sums_N = torch.stack([deltas_ND[n].sum() for n in chosen]).tolist()
-        for n, total in zip(chosen, sums_N, strict=True):
+        everyone = len(chosen) == self.clients
+        sums_N = (
+            deltas_ND.sum(1)
+            if everyone
+            else torch.stack([deltas_ND[n].sum() for n in sorted(chosen)])
+        )
+        for n, total in zip(sorted(chosen), sums_N.tolist(), strict=True):
             if not math.isfinite(total) and not deltas_ND[n].isfinite().all():
                 raise NotFiniteError(n)
 
@@ -1748,6 +1792,7 @@ class Federation:
         clients = config.client_count
         self.samples_NM = _client_samples(config, data)
         self.batches = Batches(data, self.device)
+        self.staged: dict[int, Staged] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = build_model(config.model, config.width, data.classes)
@@ -1836,21 +1881,31 @@ class Federation:
         """Alg. 1, l. 3 to 6: H steps of client n; leaves its summed gradients in deltas_ND[n]."""
         config, theta_D = self.config, self.theta_D
         steps, batch = config.scheme.local_steps, config.batch
-        gradient_D = self.deltas_ND[n].zero_()
+        gradient_D = torch.mul(theta_D, config.weight_decay, out=self.deltas_ND[n])
         self.flat.use(self.gradient_views[n], self.statistics_views[n])
         if steps > 1:
             self.start_D.copy_(theta_D)  # line 3
         for tau in range(steps):
             first = (index * steps + tau) * batch
-            images, labels = self.batches.augmented(draws[first : first + batch])
+            images, labels = self._batch(n, draws, first)
             loss = self._loss(images, labels)
             loss.backward()  # line 5; adds to gradient_D
             self.loss_sum += loss.detach()
-            gradient_D.add_(theta_D, alpha=config.weight_decay)
-            if steps > 1:
+            if tau + 1 < steps:
                 torch.add(self.start_D, gradient_D, alpha=-eta, out=theta_D)  # line 6
+                gradient_D.add_(theta_D, alpha=config.weight_decay)
         if steps > 1:
             theta_D.copy_(self.start_D)
+
+    def _batch(self, n: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
+        """Images (B, 3, h, w) and labels (B,) from `first` on; augmented many batches at a time."""
+        size, staged = self.config.batch, self.staged.get(n)
+        if staged is None or staged.draws is not draws or not staged.holds(first, size):
+            until = first + max(size, _STAGED_SAMPLES // len(self.samples_NM))
+            staged = Staged(draws, first, *self.batches.augmented(draws[first:until]))
+            self.staged[n] = staged
+        part = slice(first - staged.first, first - staged.first + size)
+        return staged.images[part], staged.labels[part]
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with self._autocast():
@@ -2333,6 +2388,22 @@ class Draws:
 
     def to(self, device: torch.device) -> Draws:
         return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))
+
+
+_STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The next samples of one client, augmented: those of `draws` from `first` on."""
+
+    draws: Draws
+    first: int
+    images: Tensor
+    labels: Tensor
+
+    def holds(self, first: int, count: int) -> bool:
+        return self.first <= first and first + count <= self.first + len(self.labels)
 
 
 class Batches:

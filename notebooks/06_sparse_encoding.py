@@ -203,18 +203,17 @@ print(inspect.getsource(tcs.encode_positions))
 
 # %% [markdown]
 # The decoder has to find the flags: not every `1` is one. What comes `1 + width` bits after a flag, up
-# to the next `1`, are block ends, so from every `1` it is known where the next flag would be *if* it
-# were a flag itself. Following these jumps from the first `1`, in strides of 1, 2, 4, …, gives all
-# flags in a handful of steps.
+# to the next `1`, are block ends. So it hops from flag to flag, over all block ends between two at once,
+# and then reads all the places inside blocks side by side.
 
 # %%
 print(inspect.getsource(tcs.decode_positions))
 print(inspect.getsource(tcs._flag_starts))
 
 # %% [markdown]
-# The paper's pseudo-code leaves three things open: the block index starts at 0, positions count from
-# zero, and where $1/\phi$ is not a power of two, blocks have `round(1/phi)` entries and a place takes
-# $\lceil\log_2\rceil$ bits. With these, walk and core must agree on any mask:
+# The paper's pseudo-code leaves two things open: the block index starts at 0, positions count from
+# zero. Any block size will do for the code; a place takes $\lceil\log_2\rceil$ of it in bits. Walk and
+# core must agree on any mask:
 
 # %% tags=["nbval-check-output"]
 generator, agreed = torch.Generator().manual_seed(seed), 0
@@ -298,8 +297,9 @@ plt.show()
 
 # %% [markdown]
 # You should see the counted bits follow the formula in steps: a place takes whole bits, so between two
-# powers of two it costs up to one bit more. Left, the bitmap leaves the picture at small φ; right, it
-# comes back and wins.
+# powers of two it costs up to one bit more. (Real messages avoid the steps: `tcs.block_for` takes the
+# power of two with the shortest code.) Left, the bitmap leaves the picture at small φ; right, it comes
+# back and wins.
 #
 # ## Where the entries are does not matter
 #
@@ -316,8 +316,8 @@ for name, where in heaps.items():
     print(f"{name:14s} {len(tcs.encode_positions(where, measured_dimension, 1000)):,} bits")
 
 # %% [markdown]
-# You should see the same number three times. The price: entries that cluster, which a cleverer code could
-# make use of, gain nothing.
+# You should see the same number three times. The price: entries that cluster gain nothing. The code of
+# schemes that end in + makes use of that (notebook 10).
 #
 # ## What it is worth in a scheme
 #
@@ -362,7 +362,7 @@ print(f"{noticed} of {len(bits)} flips are noticed, {len(bits) - noticed} give o
 
 # %% [markdown]
 # You should see that some flips raise (a wrong number of block ends, entries out of order) and the
-# others silently move an entry. A real message needs a checksum around the code.
+# others silently move an entry. So a real message has a checksum around the code (notebook 10).
 #
 # ## Claim
 #
