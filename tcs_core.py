@@ -13,7 +13,8 @@ Contents
      3 positions on the wire (Alg. 4)     9 data and partition
      4 values on the wire                10 runs, records, checkpoints
      5 messages and bit budget           11 tables and figures
-     6 compressors (Alg. 2)              12 command line
+     6 compressors (Alg. 2)              12 benchmarks
+                                         13 command line
 
 Symbols (an axis suffix names a tensor's dimensions)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
@@ -3042,7 +3043,264 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 12. Command line: python tcs_core.py run --params params/table1.yaml params/quick.yaml
+# 12. Benchmarks: python tcs_core.py bench
+#     What is compared runs in one process, in turns; medians with quartiles, and the provenance, go
+#     to results/bench/. Every case is a few lines below; `BENCHES` names them.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+Timing = dict[str, Any]  # one row of a bench record
+
+
+def _in_turns(works: dict[str, Callable[[], Any]], repeat: int, device: Any) -> dict[str, Timing]:
+    """Seconds of every work, called in turns after one warm-up each: median and quartiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeat + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: _quartiles(values) for name, values in seconds.items()}
+
+
+def _quartiles(values: list[float]) -> Timing:
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return {"median": float(median), "low": float(low), "high": float(high), "n": len(values)}
+
+
+@dataclass
+class Bench:
+    """What all cases share. `rows` is what the record will hold."""
+
+    repeat: int = 7
+    device: str = "auto"
+    precision: str = "fp32"
+    rows: list[Timing] = field(default_factory=list)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return RunConfig(Scheme.named("TCS"), device=self.device).torch_device
+
+    def measure(
+        self, part: str, case: str, works: dict[str, Callable[[], Any]], **numbers: float
+    ) -> None:
+        for name, timing in _in_turns(works, self.repeat, self.torch_device).items():
+            self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
+
+
+def _bench_federation(bench: Bench, scheme: str, model: str, width: int, batch: int) -> Federation:
+    scheme_ = Scheme.named(scheme)
+    config = RunConfig(
+        scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
+        precision=bench.precision, device=bench.device,
+    )  # fmt: skip
+    data = synthetic_dataset(train=10 * batch * scheme_.local_steps * 2, test=10)
+    return Federation(config, data)
+
+
+def bench_round(bench: Bench, scheme: str, model: str, width: int, batch: int) -> None:
+    """A whole round over the same forward and backward passes with no federation around them."""
+    federation = _bench_federation(bench, scheme, model, width, batch)
+    flat, steps = federation.flat, federation.config.scheme.local_steps
+    draws = federation._draws(0)
+    ready = federation.batches.augmented(draws[0][:batch])
+    federation.round(draws, 0, 1e-3)  # the dense first round
+
+    def passes() -> None:
+        flat.model.train()
+        flat.use(federation.gradient_views[0], federation.statistics_views[0])
+        for _ in range(10 * steps):
+            federation._loss(*ready).backward()
+
+    def augmentation() -> None:
+        for n in range(10):
+            federation.staged.clear()
+            federation.batches.augmented(draws[n][: batch * steps])
+
+    works = {
+        "passes": passes,
+        "round": lambda: federation.round(draws, 1, 1e-3),
+        "compression": lambda: federation.compressor.step(federation.deltas_ND),
+        "augmentation": augmentation,
+    }
+    case = f"{model} width {width}, N 10, B {batch}, {scheme}"
+    bench.measure("round", case, works, dimension=len(federation.theta_D), local_steps=steps)
+
+
+def _textbook_round(
+    deltas_ND: Tensor, errors: list[Tensor], mask_D: Tensor, k_global: int, k_local: int
+) -> Tensor:
+    """TCS as one would write it down first: clone, topk, multiply by masks."""
+    update_D = torch.zeros_like(deltas_ND[0])
+    for n, delta_D in enumerate(deltas_ND):
+        intended_D = delta_D.clone() + errors[n]
+        own_D = torch.zeros_like(mask_D)
+        own_D[(intended_D * ~mask_D).abs().topk(k_local).indices] = True
+        sent_D = intended_D * (mask_D | own_D)
+        errors[n] = intended_D - sent_D
+        update_D = update_D + sent_D
+    update_D = update_D / len(deltas_ND)
+    mask_D.zero_()[update_D.abs().topk(k_global).indices] = True
+    return update_D
+
+
+def _drifting(dimension: int, clients: int, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Deltas (N, D) that change a little from call to call, as in training."""
+    generator = torch.Generator().manual_seed(0)
+    base_ND = torch.randn(clients, dimension, generator=generator).pow_(3).to(device)
+    state = {"call": 0}
+
+    def next_ND() -> Tensor:
+        state["call"] += 1
+        return base_ND.mul_(1.01 if state["call"] % 2 else 1 / 1.01)
+
+    return base_ND, next_ND
+
+
+def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
+    """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
+    device, scheme = bench.torch_device, Scheme.named("TCS")
+    deltas_ND, change = _drifting(dimension, clients, device)
+    compressor = Compressor(scheme, [dimension], clients, device)
+    compressor.step(deltas_ND)
+    works = {"change": change, "step": lambda: compressor.step(deltas_ND)}
+    if textbook:
+        mask_D = positions_to_mask(compressor.rule.global_mask(), dimension)
+        errors = [torch.zeros(dimension, device=device) for _ in range(clients)]
+        ks = compressor.rule.k_global, compressor.rule.k_local
+        works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
+        works["copy of one row"] = lambda: errors[0].copy_(deltas_ND[0])
+    _reset_peak(device)
+    before = _resident(device)
+    numbers = {"dimension": dimension, "clients": clients}
+    bench.measure("step", f"D {dimension:,}, N {clients}", works, **numbers)
+    allowed = (2 * clients + 8) * 4 * dimension
+    if not textbook and before is not None:
+        used = _peak(device) - before + deltas_ND.nbytes + compressor.errors_ND.nbytes
+        bench.rows.append(
+            {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
+             "bytes": used, "allowed": allowed, **numbers}
+        )  # fmt: skip
+
+
+def _resident(device: torch.device) -> int | None:
+    """Bytes in use now: of the device, or of this process (Linux)."""
+    return _memory(device, "VmRSS", torch.cuda.memory_allocated)
+
+
+def _peak(device: torch.device) -> int | None:
+    return _memory(device, "VmHWM", torch.cuda.max_memory_allocated)
+
+
+def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> int | None:
+    if device.type == "cuda":
+        return of_cuda(device)
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(rf"{key}:\s*(\d+) kB", status)[1])
+    return None
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
+    """Positions and whole messages of one client, both ways, at the paper's size."""
+    deltas_ND, _ = _drifting(dimension, 1, "cpu")
+    sizes = [dimension // 2, dimension - dimension // 2]
+    for name in ("TCS", "TCS-Q5", "TCS-Q5+"):
+        scheme = Scheme.named(name)
+        compressor = Compressor(scheme, sizes, 1)
+        compressor.step(deltas_ND)
+        shared_K = compressor.rule.global_mask()
+        own_K = compressor.rule.local_mask(deltas_ND[0].roll(7), shared_K)
+        intended = deltas_ND[0][torch.cat([shared_K, own_K])]
+        wire, message = compressor.up, Message.of(intended, own_K, scheme.value_bits)
+        data = encode_message(message, wire)
+        works = {
+            "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),
+            "encode": lambda m=message, w=wire: encode_message(m, w),
+            "decode": lambda d=data, w=wire, s=shared_K: decode_message(d, w, s),
+        }
+        if name == "TCS":
+            bits = encode_positions(own_K, dimension, 512)
+            works |= {
+                "encode positions": lambda o=own_K: encode_positions(o, dimension, 512),
+                "decode positions": lambda b=bits: decode_positions(b, dimension, 512),
+            }
+        bench.measure("codecs", name, works, dimension=dimension, bytes=len(data))
+
+
+_GROWTH_N = (2, 5, 10, 20, 40)
+_GROWTH_D = (10**5, 10**6, 10**7, 10**8)
+BENCHES: dict[str, list[Callable[[Bench], None]]] = {
+    "round": [
+        lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS-L4-Q5++", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS", "resnet18", 16, 64),
+        lambda b: bench_round(b, "TCS", "resnet8", 16, 16),
+        lambda b: bench_round(b, "TCS", "resnet8", 8, 4),
+    ],
+    "step": [lambda b: bench_step(b, 11_173_962, 10)],
+    "codecs": [bench_codecs],
+    "growth": [lambda b, n=n: bench_step(b, 10**6, n, textbook=False) for n in _GROWTH_N]
+    + [lambda b, d=d: bench_step(b, d, 2, textbook=False) for d in _GROWTH_D],
+}
+
+
+def run_benches(
+    parts: Iterable[str] = tuple(BENCHES), repeat: int = 7, device: str = "auto",
+    precision: str = "fp32", threads: int | None = None, results: str | Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the named parts; the record, also written to results/bench/. Takes minutes.
+
+    Raises ValueError for an unknown part.
+    """
+    _reject_unknown(parts, BENCHES, "part")
+    config = RunConfig(
+        Scheme.named("TCS"), device=device, precision=precision, threads=threads, profile="bench"
+    )
+    bench = Bench(repeat, device, precision)
+    cases = [case for part in parts for case in BENCHES[part]]
+    with _thread_count(threads):
+        for case in tqdm(cases, desc="bench", leave=False, disable=not sys.stderr.isatty()):
+            case(bench)
+        made = provenance(config) | {"precision": precision, "cores": os.cpu_count()}
+    record = {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
+    device_name = re.sub(r"\W+", "-", made["device"]).strip("-")
+    name = f"{device_name}-{precision}-{'-'.join(parts)}.json"
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    path = results_folder("bench", results) / name
+    _write_whole(path, lambda f: f.write(text.encode()))
+    return record
+
+
+def bench_table(record: dict[str, Any]) -> pd.DataFrame:
+    """A bench record as a person reads it: milliseconds, and each work over the case's first."""
+    rows, first = [], {}
+    for row in record["rows"]:
+        if "median" not in row:
+            continue
+        case = (row["part"], row["case"])
+        base = first.setdefault(case, row["median"])
+        spread = f"{1e3 * row['low']:,.4g} – {1e3 * row['high']:,.4g}"
+        rows.append(
+            {"Case": f"{row['part']}: {row['case']}", "Work": row["work"],
+             "Median, ms": f"{1e3 * row['median']:,.4g}", "Quartiles": spread,
+             "Over the first": f"{row['median'] / base:.3f}", "n": str(row["n"])}
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 13. Command line: python tcs_core.py run --params params/table1.yaml params/quick.yaml
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
@@ -3057,6 +3315,15 @@ def _parser() -> argparse.ArgumentParser:
                       help="one more parameter, its value read as YAML")  # fmt: skip
     run_.add_argument("--results", help="results folder (default: beside this module)")
     run_.add_argument("--jobs", type=int, help="processes side by side")
+    run_.set_defaults(main=_main_run)
+    bench = commands.add_parser("bench", help="measure speed and memory; write results/bench/")
+    bench.add_argument("--part", action="append", choices=list(BENCHES), help="only this part")
+    bench.add_argument("--repeat", type=int, default=7, help="turns of each measurement")
+    bench.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
+    bench.add_argument("--precision", default="fp32", help="fp32 or bf16")
+    bench.add_argument("--threads", type=int, help="CPU threads")
+    bench.add_argument("--results", help="results folder (default: beside this module)")
+    bench.set_defaults(main=_main_bench)
     return parser
 
 
@@ -3080,14 +3347,18 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used."""
     arguments = _parser().parse_args(argv)
     try:
-        params = _command_params(arguments)
-        records = run_all(plan(params), arguments.results, params.get("jobs", 1))
+        return arguments.main(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
+
+
+def _main_run(arguments: argparse.Namespace) -> int:
+    params = _command_params(arguments)
+    records = run_all(plan(params), arguments.results, params.get("jobs", 1))
     print(markdown(readable(summary(records, params.get("paper")))))
     diverged = [r for r in records if r["status"] == "diverged"]
     for record in diverged:
@@ -3095,6 +3366,15 @@ def main(argv: list[str] | None = None) -> int:
             f"diverged: {record['config']['scheme']['name']}: {record['reason']}", file=sys.stderr
         )
     return 1 if diverged else 0
+
+
+def _main_bench(arguments: argparse.Namespace) -> int:
+    if arguments.repeat < 1:
+        raise ValueError(f"--repeat: got {arguments.repeat}, allowed: a whole number >= 1")
+    options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
+    record = run_benches(arguments.part or list(BENCHES), *options, arguments.results)
+    print(markdown(bench_table(record)))
+    return 0
 
 
 if __name__ == "__main__":

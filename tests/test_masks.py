@@ -23,6 +23,40 @@ def test_exactly_k_with_ties_to_the_lower_index(values, data):
     assert tcs.top_k_positions(torch.tensor(values), k, floor=floor).tolist() == expected
 
 
+@given(
+    st.lists(
+        st.sampled_from(["drift", "zeros", "equal", "spike", "flip", "x1e6", "x1e-6", "new"]),
+        max_size=8,
+    ),
+    st.integers(1, 300),
+    st.integers(0, 2**31),
+    st.data(),
+)
+def test_a_rule_that_remembers_thresholds_selects_as_one_that_does_not(
+    changes, dimension, seed, data
+):
+    """Round after round, whatever happens to the magnitudes in between, ties and all."""
+    generator = torch.Generator().manual_seed(seed)
+    phi = data.draw(st.sampled_from([0.01, 0.2, 1.0]))
+    rule = tcs.TCS(tcs.Scheme.named("TCS", phi_global=phi, phi_local=0.1), [dimension])
+    vector = torch.randint(-9, 10, (dimension,), generator=generator).float()
+    taken = torch.randperm(dimension, generator=generator)[: dimension // 3].sort().values
+    for change in ["drift", *changes]:
+        noise = torch.randn(dimension, generator=generator)
+        vector = {
+            "drift": vector + 0.1 * noise.round(), "zeros": vector * 0, "equal": vector * 0 - 2.0,
+            "spike": vector.index_fill(0, torch.tensor([seed % dimension]), 1e30), "flip": -vector,
+            "x1e6": vector * 1e6, "x1e-6": vector * 1e-6, "new": noise,
+        }[change]  # fmt: skip
+        for excluded in (None, taken):
+            k = min(rule.k_global, dimension - (0 if excluded is None else len(excluded)))
+            allowed = sorted(
+                set(range(dimension)) - set([] if excluded is None else taken.tolist())
+            )
+            expected = reference.s_top(vector.tolist(), k, allowed)
+            assert rule.select(vector, k, None, excluded).tolist() == expected
+
+
 @given(VECTORS, st.data())
 def test_excluded_entries_never_enter(values, data):
     excluded = sorted(data.draw(st.sets(st.integers(0, len(values) - 1))))
