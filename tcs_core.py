@@ -3175,7 +3175,8 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
     _reset_peak(device)
     before = _resident(device)
     numbers = {"dimension": dimension, "clients": clients}
-    bench.measure("step", f"D {dimension:,}, N {clients}", works, **numbers)
+    part = "step" if textbook else "growth"
+    bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
     allowed = (2 * clients + 8) * 4 * dimension
     if not textbook and before is not None:
         used = _peak(device) - before + deltas_ND.nbytes + compressor.errors_ND.nbytes
