@@ -64,6 +64,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import inspect
 import io
@@ -72,17 +73,21 @@ import math
 import multiprocessing
 import os
 import platform
-import queue
 import re
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -95,6 +100,11 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 ROOT = Path(__file__).resolve().parent
 
@@ -2180,7 +2190,8 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
     from torchvision.datasets import CIFAR10
 
     try:
-        parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
+        with _alone(root, _say_waiting):  # two downloads into one folder spoil each other
+            parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
     except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
         raise ValueError(
             f"dataset cifar10: {root} holds no whole CIFAR-10 and the download failed ({error}). "
@@ -2203,14 +2214,15 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
         raise FileNotFoundError(f"data_root: {path} does not exist")
     cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
     label = label or path.name.split(".")[0]
-    if cached.exists() and (found := _read_cached(cached, label)):
-        return found
-    files = _tar_files(path) if path.is_file() else _folder_files(path)
-    dataset = _decode_files(files, path, label)
-    arrays = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
-    sealed = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
-    _write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
-    return dataset
+    with _alone(cached, _say_waiting):
+        if cached.exists() and (found := _read_cached(cached, label)):
+            return found
+        files = _tar_files(path) if path.is_file() else _folder_files(path)
+        dataset = _decode_files(files, path, label)
+        arrays = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
+        sealed = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
+        _write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
+        return dataset
 
 
 _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -2460,20 +2472,37 @@ def run(
 
     `results` is the results folder (default: the one beside this module). `on_epoch` is called with
     every row as it is made. An update that is not finite ends the run: its record has status
-    "diverged", says at which client and round, and holds the epochs before.
+    "diverged", says at which client and round, and holds the epochs before. If another process
+    makes the same run, this one waits for it (and says so on stderr) and takes its record.
     Raises ValueError or FileNotFoundError for data or files that can't be used.
     """
+    record = _run(config, results, on_epoch, _say_waiting)
+    assert record is not None  # it waited
+    return record
+
+
+def _run(
+    config: RunConfig, results: str | Path | None, on_epoch: Callable[[Row], None] | None,
+    waiting: Callable[[str], None] | None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """`run`; without a `waiting` it gives None at once if another process makes the run."""
     path = record_path(config, results)
     if path.exists():
         return read_record(path, config)
-    data = load_dataset(config.dataset, config.data_root, config.data_label)
-    data = data.first(config.train_samples, config.test_samples)
-    with _thread_count(config.threads):
-        record = _train(config, data, on_epoch)
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    _write_whole(path, lambda f: f.write(text.encode()))
-    _checkpoint_path(config).unlink(missing_ok=True)
-    return record
+    with _alone(_checkpoint_path(config), waiting) as held:
+        if not held:
+            return None
+        if path.exists():  # made while this process waited
+            return read_record(path, config)
+        data = load_dataset(config.dataset, config.data_root, config.data_label)
+        data = data.first(config.train_samples, config.test_samples)
+        with _thread_count(config.threads):
+            record = _train(config, data, on_epoch)
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        _write_whole(path, lambda f: f.write(text.encode()))
+        _checkpoint_path(config).unlink(missing_ok=True)
+        _sweep(_checkpoint_path(config))
+        return record
 
 
 def _train(
@@ -2639,19 +2668,44 @@ def _record_problem(record: Any, config: RunConfig | None) -> str | None:
 
 
 def _write_whole(path: Path, write: Callable[[Any], Any]) -> None:
-    """The file appears complete under its name, or not at all."""
+    """The file appears complete under its name, or not at all, also if the process is killed.
+
+    What a killed process left behind of an earlier try is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".part")
+    _sweep(path)
+    file, part = _new_part(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+            os.chmod(part, 0o644)
+            if fcntl:
+                os.replace(part, path)
+        if not fcntl:  # Windows renames no open file, so nobody sweeps one away either
+            os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+
+
+def _new_part(path: Path) -> tuple[Any, Path]:
+    """A new file beside `path`, open and locked, so that `_sweep` leaves it alone; its name."""
+    while True:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+        file = os.fdopen(handle, "wb")
+        if _try_lock(file) and os.path.exists(name):
+            return file, Path(name)
+        file.close()
+
+
+def _sweep(path: Path) -> None:
+    """Removes what killed processes left of `path`; a part that is being written is locked."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}-*.part"):
+        with contextlib.suppress(OSError), part.open("r+b") as file:
+            if _try_lock(file):
+                part.unlink()
 
 
 def _checkpoint_path(config: RunConfig) -> Path:
@@ -2687,6 +2741,71 @@ def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
         raise ValueError(f"{path}: not a usable checkpoint ({error}); delete it") from error
 
 
+# One at a time ────────────────────────────────────────────────────────────────────────────────────
+#    A lock is a file in the cache folder that the operating system locks for a process: it ends
+#    with the process, however that ends. Processes with different cache folders do not see each
+#    other's: they may do the same work twice, but every file is still written whole.
+
+_POLL_SECONDS = 0.2  # how often a waiting process looks again
+
+
+def _try_lock(file: Any) -> bool:
+    """Locks an open file for this process until it is closed; False if another process has it."""
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks: go on without
+        return True
+    return True
+
+
+def _lock_file(path: Path) -> Any | None:
+    """The open and locked file at `path`, made if need be; None if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = path.open("a+b")
+        if not _try_lock(file):
+            file.close()
+            return None
+        with contextlib.suppress(OSError):  # its last owner may have removed it meanwhile
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+@contextlib.contextmanager
+def _alone(path: Path, waiting: Callable[[str], None] | None) -> Iterator[bool]:
+    """One process at a time has the lock that belongs to `path`: True, or False if it is taken.
+
+    With `waiting`, a function that is told what for, waits for the other process.
+    """
+    mark = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]
+    lock = cache_folder() / "locks" / f"{path.stem[:80]}-{mark}.lock"
+    file = _lock_file(lock)
+    if file is None and waiting:
+        waiting(path.stem)
+        while file is None:
+            time.sleep(_POLL_SECONDS)
+            file = _lock_file(lock)
+    try:
+        yield file is not None
+    finally:
+        if file is not None:
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                lock.unlink()
+            file.close()
+
+
+def _say_waiting(what: str) -> None:
+    print(f"waiting for another process, which works on {what}", file=sys.stderr, flush=True)
+
+
 # Many runs ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -2696,8 +2815,9 @@ def run_all(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every configuration's record, in order; made once where it is asked for twice.
 
-    `jobs` processes work side by side (rules defined outside this module run in this one). A bar
-    shows which run of how many, epoch, accuracy, bits and time left.
+    `jobs` processes work side by side (rules defined outside this module run in this one). A run
+    that a process started elsewhere is making comes last, and its record is taken. A bar shows
+    which run of how many, epoch, accuracy, bits and time left.
     """
     _check_value("jobs", jobs, dict(TABLE_FIELDS["jobs"].metadata))
     configs = list(configs)
@@ -2708,23 +2828,51 @@ def run_all(
     with Progress(todo, enabled=progress) as bar:
         if apart:
             _run_apart(apart, results, min(jobs, len(apart)), bar)
-        for config in here:
-            run(config, results, lambda row, config=config: bar.epoch(config, row))
-            bar.ended(config)
+        _run_here(here, results, bar)
     done = {path: read_record(path, config) for path, config in wanted.items()}
     return [done[record_path(c, results)] for c in configs]
+
+
+def _run_here(configs: list[RunConfig], results: str | Path | None, bar: Progress) -> None:
+    """The runs in this process, one by one; those that another process is making come last."""
+    left = deque(configs)
+    busy = 0  # runs in a row that others were making
+    while left:
+        config = left.popleft()
+        if _run(config, results, lambda row, c=config: bar.epoch(c, row), None):
+            bar.ended(config)
+            busy = 0
+            continue
+        left.append(config)
+        busy += 1
+        if busy >= len(left):  # nothing else to do
+            bar.waiting(config)
+            time.sleep(_POLL_SECONDS)
 
 
 _rows_queue: Any = None  # set in worker processes
 
 
 def _start_worker(rows: Any) -> None:
+    """In a worker process: it reports to `rows` and ends when the process that started it ends."""
     global _rows_queue
     _rows_queue = rows
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _work(config: RunConfig, results: str | Path | None) -> None:
-    run(config, results, lambda row: _rows_queue.put((config, row)))
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _work(config: RunConfig, results: str | Path | None) -> bool:
+    """In a worker process: makes a run; False if a process started elsewhere is making it."""
+    if _run(config, results, lambda row: _rows_queue.put((config.digest, row)), None):
+        return True
+    time.sleep(_POLL_SECONDS)
+    return False
 
 
 def _run_apart(
@@ -2734,32 +2882,64 @@ def _run_apart(
     share = max(1, torch.get_num_threads() // jobs)
     load_dataset(configs[0].dataset, configs[0].data_root, configs[0].data_label)  # decode once
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        rows = manager.Queue()
-        with ProcessPoolExecutor(jobs, context, _start_worker, (rows,)) as pool:
-            futures = {}
-            for config in configs:
-                own = dataclasses.replace(config, threads=config.threads or share)
-                futures[pool.submit(_work, own, results)] = config
-            try:
-                _follow(futures, rows, bar)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in (pool._processes or {}).values():
-                    process.terminate()
-                raise
+    rows = context.SimpleQueue()
+    with ProcessPoolExecutor(jobs, context, _start_worker, (rows,)) as pool:
+
+        def submit(config: RunConfig) -> Future:
+            own = dataclasses.replace(config, threads=config.threads or share)
+            with _interrupts_held():
+                return pool.submit(_work, own, results)
+
+        try:
+            _follow({submit(config): config for config in configs}, submit, rows, bar)
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise ChildProcessError(
+                    "a worker process was killed (out of memory?); the same command goes on"
+                ) from error
+            raise
 
 
-def _follow(futures: dict[Any, RunConfig], rows: Any, bar: Progress) -> None:
-    """Feeds the bar until all are done; then raises what the first failed run raised."""
-    waiting = dict(futures)
-    while waiting:
-        with contextlib.suppress(queue.Empty):
-            config, row = rows.get(timeout=0.2)
-            bar.epoch(config, row)
-        for future in [f for f in waiting if f.done()]:
-            bar.ended(waiting.pop(future))
-    for future in futures:
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes after the block; processes that are started inside do not see it at all."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _follow(
+    running: dict[Future, RunConfig], submit: Callable[[RunConfig], Future], rows: Any,
+    bar: Progress,
+) -> None:  # fmt: skip
+    """Feeds the bar until all are done; then raises what the first failed run raised.
+
+    A run that is made elsewhere goes to the end of the queue.
+    """
+    by_digest = {config.digest: config for config in running.values()}
+    ended: list[Future] = []
+    while running:
+        done, _ = wait_for(running, _POLL_SECONDS, FIRST_COMPLETED)
+        while not rows.empty():
+            digest, row = rows.get()
+            bar.epoch(by_digest[digest], row)
+        for future in done:
+            config = running.pop(future)
+            if future.exception() is None and not future.result():
+                bar.waiting(config)
+                running[submit(config)] = config
+            else:
+                ended.append(future)
+                bar.ended(config)
+    for future in ended:
         future.result()
 
 
@@ -2772,6 +2952,7 @@ class Progress:
     def __init__(self, configs: list[RunConfig], enabled: bool = True):
         self.left = {c.digest: c.epochs for c in configs}
         self.runs, self.finished = len(configs), 0
+        self.enabled, self.told = enabled, set()
         notebook = _in_notebook()
         self.line = _NotebookLine() if notebook else None
         quiet = not enabled or not configs or not (notebook or sys.stderr.isatty())
@@ -2805,6 +2986,17 @@ class Progress:
             refresh=False,
         )
         self.bar.update(1)
+
+    def waiting(self, config: RunConfig) -> None:
+        """Says, once a run, that another process is making it."""
+        if config.digest in self.told:
+            return
+        self.told.add(config.digest)
+        what = f"{config.scheme.name} eta {config.eta:g} seed {config.seed}"
+        if not self.bar.disable:
+            self.bar.set_description_str(f"waiting for another process, which works on {what}")
+        elif self.enabled:
+            _say_waiting(what)
 
     def ended(self, config: RunConfig) -> None:
         """Counts the run; epochs that were reused, or never came, are taken off the total."""
@@ -3344,17 +3536,39 @@ def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
     return params
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the command like Ctrl-C."""
+
+
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used."""
+    """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
+    130 after Ctrl-C, 143 after SIGTERM."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.main(arguments)
+        with _sigterm_like_ctrl_c():
+            return arguments.main(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"{how}; the same command goes on where it stopped", file=sys.stderr)
+        return code
 
 
 def _main_run(arguments: argparse.Namespace) -> int:
