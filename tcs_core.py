@@ -396,6 +396,10 @@ class RunConfig:
         False, bool, "true or false", lambda v: True,
         "every message becomes bytes and is decoded; the same numbers, slower",
     )  # fmt: skip
+    bad_message: str = _param(
+        "stop", str, "stop or skip", lambda v: v in ("stop", "skip"),
+        "with wire: a client's message that can't be accepted ends the run, or is left out",
+    )  # fmt: skip
     threads: int | None = _param(None, int, "a whole number >= 1, or null", _whole, "CPU threads")
     device: str = _param(
         "auto", str, "auto, cpu, cuda or cuda:<n>",
@@ -410,6 +414,8 @@ class RunConfig:
             raise ValueError(
                 f"warmup_epochs: got {self.warmup}, allowed: less than epochs ({self.epochs})"
             )
+        if self.bad_message != "stop" and not self.wire:
+            raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
 
     # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
     # no warm-up, whatever the federated settings beside it say (Sec. IV-B).
@@ -1051,6 +1057,12 @@ class Wire:
         """Four bytes that two sides agree on if they mean the same code, layers and dimension."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
+    @property
+    def most_bytes(self) -> int:
+        """No message is longer: a receiver need not read on. At most 4 bytes for a value and for a
+        position each, the quantizer's means, and a little."""
+        return 8 * self.dimension + 4 * self.intervals + OVERHEAD_BYTES + 64
+
     def bits(self, message: Message) -> int:
         """Exact length of the message's code in bits, without the overhead."""
         if message.dense:
@@ -1087,15 +1099,15 @@ def encode_message(message: Message, wire: Wire) -> bytes:
 
 def decode_message(
     data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
-    round: int | None = None,
+    round: int | None = None, count: int | None = None,
 ) -> Message:  # fmt: skip
     """The message in `data`, on the CPU: exactly what was encoded, or ValueError.
 
     `shared_K` int64, ascending: the positions that both sides know; None if a dense message is
-    expected. `sender` and `round`, if given, are those expected. `data` may come from anyone: its
-    checksum, length, sender, round, agreement on the code, every value (finite) and every position
-    (in range, ascending, not a shared one) are checked, and memory stays within a small multiple of
-    its length and of the shared positions.
+    expected. `sender`, `round` and `count` (of own positions), if given, are those expected. `data`
+    may come from anyone: its checksum, length, sender, round, agreement on the code, every value
+    (finite) and every position (in range, ascending, not a shared one) are checked, and memory
+    stays within a small multiple of its length and of the shared positions.
     """
     version, kind, who, when, own = _checked_header(data, wire)
     for name, got, expected in (
@@ -1103,6 +1115,7 @@ def decode_message(
         ("kind", kind, int(shared_K is None)),
         ("sender", who, sender),
         ("round", when, round),
+        ("own positions", own, count),
     ):
         if expected is not None and got != expected:
             raise ValueError(f"message: {name}: got {got}, allowed: {expected}")
@@ -1127,6 +1140,8 @@ def decode_message(
 def _checked_header(data: bytes, wire: Wire) -> tuple[int, int, int, int, int]:
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
         raise ValueError(f"message: allowed: {OVERHEAD_BYTES} bytes or more")
+    if len(data) > wire.most_bytes:
+        raise ValueError(f"message: got {len(data)} bytes, allowed: at most {wire.most_bytes}")
     end = len(data) - _CHECKSUM.size
     if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
         raise ValueError("message: wrong checksum")
@@ -1431,12 +1446,29 @@ def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.nd
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
-class NotFiniteError(ValueError):
-    """A client's update holds NaN or infinity; `client` says whose."""
+class ClientError(ValueError):
+    """Something is wrong with what a client sends; `client` says whose (or SERVER)."""
+
+    def __init__(self, client: int, what: str):
+        super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
+        self.client = client
+
+
+class NotFiniteError(ClientError):
+    """An update holds NaN or infinity: a client's or, by a sum that overflows, the server's."""
 
     def __init__(self, client: int):
-        super().__init__(f"client {client}: the update is not finite (NaN or infinity)")
-        self.client = client
+        super().__init__(client, "the update is not finite (NaN or infinity)")
+
+
+class MessageError(ClientError):
+    """A message that can't be accepted: see `decode_message`."""
+
+
+def _check_finite(values: Tensor, client: int) -> None:
+    """NotFiniteError unless all are finite: sums of finite numbers can overflow."""
+    if not math.isfinite(float(values.sum())) and not values.isfinite().all():
+        raise NotFiniteError(client)
 
 
 class MaskRule:
@@ -1475,8 +1507,11 @@ class MaskRule:
 
     def _own_mask(self, intended_D: Tensor, k: int, shared_K: Tensor, whose: str) -> Tensor:
         """S_top of what is not shared; where nothing is shared yet, k_global more of it."""
-        k += 0 if len(shared_K) else self.k_global
+        k = self.own_count(k, shared_K)
         return self.select(intended_D, k, self._scheme.phi_min_local, shared_K, whose)
+
+    def own_count(self, k: int, shared_K: Tensor) -> int:
+        return k + (0 if len(shared_K) else self.k_global)
 
     def observe(self, update_D: Tensor) -> None:
         """Called with every round's update, dense ones too, after it was averaged."""
@@ -1591,7 +1626,11 @@ class Compressor:
 
     `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has no
     errors. `server_errors_D` (D,), for a scheme that compresses the downlink, is what the clients
-    have not. With `wire`, every message becomes bytes and is decoded before it is used.
+    have not. With `wire`, every message becomes bytes and is decoded before it is used; those of a
+    client that can't be accepted raise MessageError or, with `bad_message` "skip", are left out:
+    the average is over the others, the client keeps in its errors all that it meant to send.
+    `channel(sender, data)` is what the network makes of a message's bytes: a place for a transport,
+    or for an attack.
     """
 
     def __init__(
@@ -1602,6 +1641,7 @@ class Compressor:
         device: Any = "cpu",
         seed: int = 0,
         wire: bool = False,
+        bad_message: str = "stop",
     ):
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
         self.dimension, self.wire = sum(layer_sizes), wire
@@ -1614,6 +1654,9 @@ class Compressor:
         self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
         self.bits_up = self.bits_down = self.bytes_up = self.bytes_down = self.round = 0
         self.last_dense = False
+        self.bad_message = bad_message
+        self.refused: list[int] = []  # clients whose message was left out of the last round
+        self.channel: Callable[[int, bytes], bytes] = lambda sender, data: data
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -1623,13 +1666,15 @@ class Compressor:
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
         dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
-        changed, for deltas or clients that can't be used.
+        changed, for deltas or clients that can't be used. In the middle of a round, which can't go
+        on then: NotFiniteError for sums that overflow, MessageError for messages.
 
         Afterwards `bits_up` is one client's average message, `bits_down` the server's, in bits of
         code; `bytes_up`, all clients' messages together, and `bytes_down` have the overhead too.
         """
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
         self._check(deltas_ND, chosen)
+        self.refused = []
         global_K = None if dense or self.scheme.dense else self.rule.global_mask()
         self.last_dense = global_K is None
         if global_K is None:
@@ -1665,15 +1710,19 @@ class Compressor:
             intended_D = deltas_ND[n]
             if len(self.errors_ND) and self.scheme.error_accumulation:
                 intended_D = self.errors_ND[n].add_(intended_D)
-            message, sent = self._carried(Message.dense_of(intended_D, n, self.round), self.up)
-            sent_up.append(sent)
-            update_D += message.values
+                _check_finite(intended_D, n)
+            arrived = self._arrived(Message.dense_of(intended_D, n, self.round))
+            if arrived is None:
+                continue
+            sent_up.append(arrived[1])
+            update_D += arrived[0].values
             if len(self.errors_ND):
                 self.errors_ND[n].zero_()
-        update_D.div_(len(chosen))
+        update_D.div_(self._accepted(sent_up))
         if len(self.server_errors_D):
             update_D += self.server_errors_D
             self.server_errors_D.zero_()
+        _check_finite(update_D, SERVER)
         down, sent = self._carried(Message.dense_of(update_D, SERVER, self.round), self.down)
         self._count(sent_up, sent)
         return down.values
@@ -1683,12 +1732,17 @@ class Compressor:
         self._explored_D.zero_()
         for n in chosen:
             message = self._client(n, deltas_ND[n], global_K)  # client side, in parallel
-            message, sent = self._carried(message, self.up, global_K)
+            arrived = self._arrived(message, global_K)
+            if arrived is None:  # all that was meant is still to be sent
+                positions = torch.cat([global_K, message.positions])
+                self.errors_ND[n].index_add_(0, positions, message.values)
+                continue
+            message, sent = arrived
             sent_up.append(sent)
             positions = torch.cat([global_K, message.positions])
             update_D.index_add_(0, positions, message.values)  # server, line 16
             self._explored_D[message.positions] = True
-        message = self._server(update_D.div_(len(chosen)), global_K)
+        message = self._server(update_D.div_(self._accepted(sent_up)), global_K)
         message, sent = self._carried(message, self.down, global_K)
         self._count(sent_up, sent)
         if self.wire or self.scheme.compresses_downlink:
@@ -1703,8 +1757,7 @@ class Compressor:
         local_K = self._positions(self.rule.local_mask(intended_D, global_K), global_K)  # line 10
         positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
         intended = intended_D[positions]
-        if not intended.isfinite().all():  # a sum of finite errors and deltas can overflow
-            raise NotFiniteError(n)
+        _check_finite(intended, n)
         message = Message.of(intended, local_K, self.scheme.value_bits, n, self.round)  # line 12
         errors_D[positions] = intended - message.values  # line 13: what stays behind
         return message
@@ -1714,6 +1767,7 @@ class Compressor:
         if not self.scheme.compresses_downlink:
             own_K = self._explored_D.nonzero().squeeze(1)
             values = update_D[torch.cat([global_K, own_K])]
+            _check_finite(values, SERVER)
             return Message.of(values, own_K, 32, SERVER, self.round)
         intended_D = self.server_errors_D.add_(update_D)
         if self.scheme.phi_down is None:
@@ -1722,19 +1776,43 @@ class Compressor:
             own_K = self._positions(self.rule.server_mask(intended_D, global_K), global_K)
         positions = torch.cat([global_K, own_K])
         intended = intended_D[positions]
+        _check_finite(intended, SERVER)
         message = Message.of(intended, own_K, self.scheme.down_value_bits, SERVER, self.round)
         intended_D[positions] = intended - message.values
         return message
 
+    def _arrived(
+        self, message: Message, shared_K: Tensor | None = None
+    ) -> tuple[Message, tuple[int, int]] | None:
+        """A client's message as the server has it, and its size; None if it is left out."""
+        count = None
+        if shared_K is not None and type(self.rule).local_mask is MaskRule.local_mask:
+            count = self.rule.own_count(self.rule.k_local, shared_K)
+        try:
+            return self._carried(message, self.up, shared_K, count)
+        except MessageError:
+            if self.bad_message != "skip":
+                raise
+            self.refused.append(message.sender)
+            return None
+
+    def _accepted(self, sent_up: list[tuple[int, int]]) -> int:
+        if not sent_up:
+            raise MessageError(SERVER, f"no message was accepted, of clients {self.refused}")
+        return len(sent_up)
+
     def _carried(
-        self, message: Message, wire: Wire, shared_K: Tensor | None = None
+        self, message: Message, wire: Wire, shared_K: Tensor | None = None, count: int | None = None
     ) -> tuple[Message, tuple[int, int]]:
         """The message as the other side has it, and its size: bits of code, bytes in all."""
         if not self.wire:
             bits = wire.bits(message)
             return message, (bits, OVERHEAD_BYTES + -(-bits // 8))
-        data = encode_message(message, wire)
-        received = decode_message(data, wire, shared_K, message.sender, message.round)
+        data = self.channel(message.sender, encode_message(message, wire))
+        try:
+            received = decode_message(data, wire, shared_K, message.sender, message.round, count)
+        except ValueError as error:
+            raise MessageError(message.sender, str(error)) from error
         bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
         return received.to(message.values.device), (bits, len(data))
 
@@ -1816,7 +1894,8 @@ class Federation:
         self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
         self.momentum_D = torch.zeros_like(self.theta_D) if config.scheme.momentum else None
         sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
-        self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed, config.wire)
+        wire = (config.wire, config.bad_message)
+        self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed, *wire)
         self.active = list(range(clients))
         self.loss_sum = torch.zeros((), device=self.device)
 
@@ -1828,7 +1907,8 @@ class Federation:
         """The rounds of one epoch (counted from 0), each as the update_D (D,) it sent to all.
 
         Between two of them, `theta_D`, `deltas_ND` and `compressor` may be looked at.
-        Raises NotFiniteError with the round in its text; theta_D is as after the last good round.
+        Raises NotFiniteError, or MessageError, with the round in its text; theta_D is as after the
+        last good round.
         """
         self.loss_sum.zero_()
         draws, count = self._draws(epoch), self.rounds_per_epoch
@@ -1838,7 +1918,7 @@ class Federation:
             try:
                 dense = epoch < self.config.warmup and self.config.scheme.dense_warmup
                 yield self.round(draws, index, eta, dense)
-            except NotFiniteError as error:
+            except ClientError as error:
                 error.args = (f"{error.args[0]}; epoch {epoch + 1}, round {index + 1} of {count}",)
                 raise
 
@@ -1851,6 +1931,8 @@ class Federation:
             for key in traffic:
                 row[key] += getattr(self.compressor, key)
             row["dense_rounds"] += self.compressor.last_dense
+            if self.config.bad_message == "skip":  # messages left out
+                row["refused"] = row.get("refused", 0) + len(self.compressor.refused)
         steps = row["rounds"] * self.config.scheme.local_steps * len(self.active)
         eta = self.config.learning_rate_at(epoch + 1 - 1 / row["rounds"])
         return row | {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
@@ -2518,8 +2600,9 @@ def _train(
         except NotFiniteError as error:
             status, reason = "diverged", str(error)
             break
-        if not math.isfinite(row["loss"]):
-            status, reason = "diverged", f"the test loss is not finite; epoch {epoch + 1}"
+        losses = {"training": row["train_loss"], "test": row["loss"]}
+        if wrong := [which for which, loss in losses.items() if not math.isfinite(loss)]:
+            status, reason = "diverged", f"the {wrong[0]} loss is not finite; epoch {epoch + 1}"
             break
         rows.append(row | {"seconds": round(time.perf_counter() - start, 3)})
         if on_epoch:

@@ -7,18 +7,23 @@ Longer variants, each named by an environment variable:
                        papermill and ends parents of workers by SIGTERM
 """
 
+import dataclasses
 import functools
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import psutil
@@ -329,3 +334,289 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
     rows = tcs.read_record(path)["rows"]
     assert len(rows) == 60 and not saved()
     assert rows[: len(begun)] == begun  # to the second that each took: not made again
+
+
+# Numbers that go wrong ────────────────────────────────────────────────────────────────────────────
+
+FAMILIES = ["TCS", "TCS-Q5", "TCS-LF-Q1", "TCS-Q5++", "top-K", "top-K-Q5+", "rand-K-D5", "FedAvg", "FedAvg-Q3"]  # fmt: skip
+EDGES = {
+    "D is 1": ((1,), {}),
+    "K is 1": ((5, 1, 3), {"phi_global": 1e-6, "phi_local": 1e-6}),
+    "K is D": ((5, 1, 3), {"phi_global": 1.0, "phi_local": 1.0}),
+    "layers below their share": ((1, 1, 1, 40), {"phi_min_global": 0.9, "phi_min_local": 0.9}),
+    "many layers of one": ((1,) * 30, {"phi_min_global": 1.0}),
+}
+DELTAS = {
+    "random": lambda shape: torch.randn(shape, generator=torch.Generator().manual_seed(1)),
+    "zero": torch.zeros,
+    "equal": torch.ones,
+    "one client zero": lambda shape: torch.arange(shape[0])[:, None] * torch.ones(shape),
+    "denormal": lambda shape: torch.full(shape, 1e-42),
+}
+
+
+def named(name, changes):
+    scheme = tcs.Scheme.named(name)
+    fits = {k: v for k, v in changes.items() if getattr(scheme, k) is not None}
+    fits |= {k: v for k, v in changes.items() if "min" in k and scheme.rule == "TCS"}
+    return dataclasses.replace(scheme, **fits)
+
+
+@pytest.mark.parametrize("wire", [False, True])
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_at_the_edges_nothing_is_lost(name, edge, wire):
+    """All that was meant to be sent has been sent or stands in the errors, after every round."""
+    sizes, changes = EDGES[edge]
+    for make in DELTAS.values():
+        compressor = tcs.Compressor(named(name, changes), sizes, 3, wire=wire)
+        meant, sent = torch.zeros(sum(sizes)).double(), torch.zeros(sum(sizes)).double()
+        for _ in range(4):
+            deltas_ND = make((3, sum(sizes)))
+            meant += deltas_ND.double().mean(0)
+            sent += compressor.step(deltas_ND).double()
+            left = compressor.errors_ND.double().sum(0) / 3
+            if len(compressor.server_errors_D):
+                left += compressor.server_errors_D.double()
+            torch.testing.assert_close(sent + left, meant, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_client_whose_update_is_not_finite_is_named_and_nothing_changes(name, dense, bad):
+    compressor = tcs.Compressor(tcs.Scheme.named(name), [30, 20], 3)
+    compressor.step(torch.randn(3, 50))
+    errors, round_ = compressor.errors_ND.clone(), compressor.round
+    deltas_ND = torch.ones(3, 50)
+    deltas_ND[1, 7] = bad
+    with pytest.raises(tcs.NotFiniteError, match="client 1: the update is not finite") as raised:
+        compressor.step(deltas_ND, dense)
+    assert raised.value.client == 1
+    assert torch.equal(errors, compressor.errors_ND) and round_ == compressor.round
+
+
+@pytest.mark.parametrize("wire", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sum_that_overflows_at_the_server_is_no_silent_infinity(name, dense, wire):
+    """Three clients with finite updates, whose sum is beyond float32."""
+    compressor = tcs.Compressor(tcs.Scheme.named(name), [30, 20], 3, wire=wire)
+    compressor.step(torch.ones(3, 50))
+    with pytest.raises(tcs.NotFiniteError, match="server: the update is not finite"):
+        compressor.step(torch.full((3, 50), 3e38), dense)
+
+
+@pytest.mark.parametrize("wire", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_errors_that_overflow_name_their_client(wire, dense):
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [300, 200], 2, wire=wire)
+    compressor.step(torch.ones(2, 500))
+    deltas_ND = torch.zeros(2, 500)
+    deltas_ND[1] = 2e38 + torch.arange(500) * 1e34  # only six of them can be sent
+    compressor.step(deltas_ND)
+    with pytest.raises(tcs.NotFiniteError, match="client 1"):
+        compressor.step(deltas_ND, dense)
+
+
+@pytest.mark.parametrize("scheme", ["TCS", "TCS-Q5++", "TCS-L2", "TCS-Momentum", "FedAvg", "Baseline-Momentum"])  # fmt: skip
+def test_a_run_that_diverges_keeps_its_record_and_says_where(tmp_path, small, scheme, monkeypatch):
+    """A learning rate beyond reason; a table and a figure of it can still be drawn."""
+    monkeypatch.setattr(tcs.RunConfig, "eta", property(lambda self: 1e25))
+    wild = config(scheme, warmup_epochs=0)
+    record = tcs.run(wild, tmp_path)
+    assert record["status"] == "diverged"
+    assert re.search(r"client \d|server|loss", record["reason"])
+    assert re.search(r"epoch 1(, round \d+ of \d+)?$", record["reason"])
+    assert tcs.read_record(tcs.record_path(wild, tmp_path), wild) == record
+    text = tcs.readable(tcs.summary([record])).iloc[0]["Ours: accuracy %"]
+    assert text == "diverged (1 of 1)"
+    assert tcs.accuracy_figure([record], "x").axes
+
+
+def test_a_training_loss_that_is_not_finite_is_a_diverged_run(tmp_path, small, monkeypatch):
+    epoch = tcs.Federation.epoch
+
+    def overflowed(self, number):
+        return epoch(self, number) | {"train_loss": math.inf if number else 1.0}
+
+    monkeypatch.setattr(tcs.Federation, "epoch", overflowed)
+    record = tcs.run(config(), tmp_path)
+    assert record["status"] == "diverged" and len(record["rows"]) == 1
+    assert record["reason"] == "the training loss is not finite; epoch 2"
+
+
+# A hostile client ─────────────────────────────────────────────────────────────────────────────────
+
+SIZES = (700, 1, 250, 49)
+
+
+def sealed(data):
+    """With a right checksum, so that what is inside is looked at."""
+    return data[:-4] + zlib.crc32(data[:-4]).to_bytes(4, "little")
+
+
+def rewritten(compressor, data, **changes):
+    """The message with other fields, encoded as its client would."""
+    shared_K = compressor.rule.global_mask()
+    message = tcs.decode_message(data, compressor.up, shared_K)
+    return tcs.encode_message(dataclasses.replace(message, **changes), compressor.up)
+
+
+def with_more_positions(compressor, data, more):
+    """As many own positions as before and `more`, none of them shared, each with a value."""
+    shared_K = compressor.rule.global_mask()
+    message = tcs.decode_message(data, compressor.up, shared_K)
+    free = torch.ones(sum(SIZES), dtype=torch.bool)
+    free[shared_K] = False
+    own = free.nonzero().squeeze(1)[: len(message.positions) + more]
+    values = torch.ones(len(shared_K) + len(own))
+    forged = tcs.Message.of(values, own, compressor.scheme.value_bits, message.sender, message.round)  # fmt: skip
+    return tcs.encode_message(forged, compressor.up)
+
+
+def expanding(compressor, data):
+    """A few kilobytes of deflate stream that promise fifty megabytes of values."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    bomb = deflate.compress(bytes(50_000_000)) + deflate.flush()
+    return sealed(data[:96] + b"\1" + bomb[:4000] + bytes(4))
+
+
+OLD = {}  # a message of the round before, by sender
+ATTACKS = {
+    "no bytes": lambda c, data: b"",
+    "cut off": lambda c, data: data[:-7],
+    "one bit": lambda c, data: data[:20] + bytes([data[20] ^ 4]) + data[21:],
+    "not bytes": lambda c, data: None,
+    "version": lambda c, data: sealed(b"\x09" + data[1:]),
+    "says it is dense": lambda c, data: sealed(data[:1] + b"\1" + data[2:]),
+    "another scheme's tag": lambda c, data: sealed(data[:8] + b"abcd" + data[12:]),
+    "four billion positions": lambda c, data: sealed(data[:12] + b"\xff" * 4 + data[16:]),
+    "another client's name": lambda c, data: rewritten(c, data, sender=0),
+    "the server's name": lambda c, data: rewritten(c, data, sender=tcs.SERVER),
+    "a later round": lambda c, data: rewritten(c, data, round=c.round + 1),
+    "replayed round": lambda c, data: OLD[1],
+    "another client's message": lambda c, data: OLD["now"],
+    "inside the shared mask": lambda c, data: rewritten(c, data, positions=c.rule.global_mask()[:1]),
+    "one position too many": lambda c, data: with_more_positions(c, data, 1),
+    "one position too few": lambda c, data: with_more_positions(c, data, -1),
+    "all positions": lambda c, data: with_more_positions(c, data, 10**6),
+    "megabytes": lambda c, data: sealed(data[:-4] + bytes(20_000_000)),
+    "expansion": expanding,
+}  # fmt: skip
+
+
+def attacked(name, attack, policy):
+    """A compressor at its third round, in which client 1 sends something else."""
+    compressor = tcs.Compressor(tcs.Scheme.named(name), SIZES, 3, wire=True, bad_message=policy)
+
+    def channel(sender, data):
+        OLD["now"] = data if sender == 0 else OLD.get("now")
+        if compressor.round < 2:
+            OLD[sender] = data
+        elif sender == 1:
+            return ATTACKS[attack](compressor, data)
+        return data
+
+    compressor.channel = channel
+    for seed in (0, 1):
+        compressor.step(deltas(seed))
+    return compressor
+
+
+def deltas(seed):
+    return torch.randn(3, sum(SIZES), generator=torch.Generator().manual_seed(seed)) ** 3
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "TCS-LF-Q5++"])
+def test_a_hostile_client_is_named_or_left_out(name, attack):
+    compressor = attacked(name, attack, "stop")
+    with pytest.raises(tcs.MessageError, match=r"^client 1: message: ") as raised:
+        compressor.step(deltas(2))
+    assert raised.value.client == 1
+
+    compressor = attacked(name, attack, "skip")
+    honest = attacked(name, attack, "skip")
+    honest.channel = lambda sender, data: data
+    intended_D = compressor.errors_ND[1] + deltas(2)[1]
+    update_D, expected_D = compressor.step(deltas(2)), honest.step(deltas(2), clients=[0, 2])
+    assert compressor.refused == [1] and honest.refused == []
+    assert torch.equal(update_D, expected_D)  # as if client 1 had not taken part
+    assert torch.equal(compressor.errors_ND[[0, 2]], honest.errors_ND[[0, 2]])
+    torch.testing.assert_close(compressor.errors_ND[1], intended_D, rtol=1e-6, atol=0)
+    assert (compressor.bits_up, compressor.bytes_up) == (honest.bits_up, honest.bytes_up)
+    compressor.channel = honest.channel
+    compressor.step(deltas(3))
+    assert compressor.refused == []
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_dense_round_without_a_hostile_client(policy):
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), SIZES, 3, wire=True, bad_message=policy)
+    compressor.channel = lambda sender, data: data[:-1] if sender == 1 else data
+    if policy == "stop":
+        with pytest.raises(tcs.MessageError, match="client 1: message: wrong checksum"):
+            compressor.step(deltas(0))
+        return
+    update_D = compressor.step(deltas(0))
+    assert compressor.refused == [1]
+    torch.testing.assert_close(update_D, deltas(0)[[0, 2]].mean(0))
+    assert torch.equal(compressor.errors_ND[1], deltas(0)[1])
+    assert not compressor.errors_ND[[0, 2]].any()
+
+
+@pytest.mark.parametrize("name", ["TCS", "FedAvg"])
+def test_a_round_in_which_all_are_hostile_stops(name):
+    scheme = tcs.Scheme.named(name)
+    compressor = tcs.Compressor(scheme, SIZES, 3, wire=True, bad_message="skip")
+    compressor.channel = lambda sender, data: b"nonsense" * 9
+    with pytest.raises(tcs.MessageError, match=r"no message was accepted, of clients \[0, 1, 2\]"):
+        compressor.step(deltas(0))
+
+
+def test_the_servers_memory_is_bounded_whatever_a_client_sends():
+    """Beside the attacker's own bytes, which a transport stops at most_bytes."""
+    for attack in ("megabytes", "expansion", "four billion positions", "all positions"):
+        compressor = attacked("TCS-Q5+", attack, "skip")
+        data = ATTACKS[attack](compressor, good_message(compressor))
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="message"):
+            tcs.decode_message(data, compressor.up, compressor.rule.global_mask(), 1, 2, 1)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100 * compressor.dimension, attack
+
+
+def good_message(compressor):
+    """What client 1 would send in the next round."""
+    shared_K = compressor.rule.global_mask()
+    return tcs.encode_message(compressor._client(1, deltas(2)[1], shared_K), compressor.up)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_hostile_client_in_a_run(tmp_path, small, monkeypatch, policy):
+    """stop: no record, the client and the round named. skip: the row counts what was left out."""
+    made = tcs.Compressor.__init__
+
+    def hostile(self, *arguments, **more):
+        made(self, *arguments, **more)
+        self.channel = lambda sender, data: data[::-1] if (sender, self.round) == (2, 7) else data
+
+    monkeypatch.setattr(tcs.Compressor, "__init__", hostile)
+    bad = config("TCS", wire=True, bad_message=policy)
+    if policy == "stop":
+        with pytest.raises(tcs.MessageError, match=r"client 2: .*epoch 1, round 8 of 10"):
+            tcs.run(bad, tmp_path)
+        assert not (tmp_path / "ci").exists()
+        return
+    record = tcs.run(bad, tmp_path)
+    assert [row["refused"] for row in record["rows"]] == [1, 0, 0]
+    assert record["config"]["bad_message"] == "skip"
+
+
+def test_bad_message_needs_wire_and_leaves_older_names_alone():
+    with pytest.raises(ValueError, match="bad_message: got 'skip', allowed without wire"):
+        config("TCS", bad_message="skip")
+    assert config("TCS", wire=True).digest == config("TCS", wire=True, bad_message="stop").digest
+    assert config("TCS", wire=True).digest != config("TCS", wire=True, bad_message="skip").digest
