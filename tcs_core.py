@@ -74,6 +74,7 @@ import multiprocessing
 import os
 import platform
 import re
+import reprlib
 import signal
 import struct
 import subprocess
@@ -121,6 +122,21 @@ def _param(default: Any, kind: type, allowed: str, ok: Callable[[Any], bool], do
     return field(default=default, metadata=metadata)
 
 
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 120, 120
+        self.maxlist = self.maxtuple = self.maxdict = 10
+
+
+def _shown(value: Any) -> str:
+    """repr for an error message: short, whatever the value is (YAML can hold huge ones)."""
+    try:
+        return _Short().repr(value)
+    except ValueError:  # Python prints no int of more than 4300 digits
+        return "a number of thousands of digits"
+
+
 def _check_value(key: str, value: Any, metadata: dict) -> Any:
     """`value` as the field's type; ValueError with key, value and what is allowed."""
     kind, optional = metadata["kind"], "or null" in metadata["allowed"]
@@ -129,7 +145,7 @@ def _check_value(key: str, value: Any, metadata: dict) -> Any:
     given = value
     right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value, right = float(value), True
+        value, right = (float(value), True) if abs(value) < 2**1000 else (value, False)
     if kind is tuple and isinstance(value, list):
         value, right = tuple(value), True
     if not right or not metadata["ok"](value):
@@ -137,7 +153,8 @@ def _check_value(key: str, value: Any, metadata: dict) -> Any:
         if kind in (int, float) and isinstance(value, str):
             hint = " (YAML reads 1e-3 as text: write 1.0e-3)"
         raise ValueError(
-            f"{key}: got {given!r} ({type(given).__name__}), allowed: {metadata['allowed']}{hint}"
+            f"{key}: got {_shown(given)} ({type(given).__name__}), "
+            f"allowed: {metadata['allowed']}{hint}"
         )
     return value
 
@@ -150,15 +167,36 @@ def _check_fields(instance: Any) -> None:
 
 
 def _reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(k if isinstance(k, str) else _shown(k) for k in set(given) - set(known))
     if unknown:
-        raise ValueError(
-            f"unknown {what}: {', '.join(unknown)}; allowed: {', '.join(sorted(known))}"
-        )
+        found = ", ".join(map(_cut, unknown[:20]))
+        raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _whole(value: int) -> bool:
+    return 1 <= value <= MOST
+
+
+MOST = 10**9  # of anything counted
+WHOLE = "a whole number >= 1"
+
+
+def _positive(value: float) -> bool:
+    return 0 < value <= 1e6
+
+
+def _text(most: int) -> Callable[[str], bool]:
+    return lambda value: 0 < len(value) <= most and "\0" not in value
 
 
 def _share(default: float | None, doc: str) -> Any:
-    return _param(default, float, "a share in (0, 1], or null for none", lambda v: 0 < v <= 1, doc)
+    return _param(
+        default, float, "a share in (0, 1], or null for none", lambda v: 1e-12 <= v <= 1, doc
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +215,7 @@ class Scheme:
         None, "least share of every layer, global mask, Sec. II-C"
     )
     phi_min_local: float | None = _share(None, "least share of every layer, local mask, Sec. II-C")
-    local_steps: int = _param(1, int, "a whole number >= 1", lambda v: v >= 1, "H, Alg. 1")
+    local_steps: int = _param(1, int, WHOLE, _whole, "H, Alg. 1")
     value_bits: int = _param(
         32, int, "1 to 16, or 32 for float32", lambda v: 1 <= v <= 16 or v == 32,
         "q, bits of a value, one of them the sign, Sec. II-F",
@@ -205,7 +243,9 @@ class Scheme:
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.rule not in RULES:
-            raise ValueError(f"rule: got {self.rule!r}, allowed: {', '.join(RULES)}")
+            raise ValueError(f"rule: got {_shown(self.rule)}, allowed: {', '.join(RULES)}")
+        if not isinstance(self.name, str) or not _text(100)(self.name):
+            raise ValueError(f"name: got {_shown(self.name)}, allowed: up to 100 characters")
         if self.phi_global is None and self.phi_local is None:
             raise ValueError(
                 f"{self.name}: phi_global and phi_local are both null: nothing is sent"
@@ -241,12 +281,14 @@ class Scheme:
         families = sorted(FAMILIES, key=len, reverse=True)
         family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", text, re.I)), None)
         if family is None:
-            raise ValueError(f"scheme {name!r} is unknown; {_known_schemes()}")
+            raise ValueError(f"scheme {_shown(name)} is unknown; {_known_schemes()}")
         fields, suffixed = dict(FAMILIES[family]), {}
         for suffix in text[len(family) :].split("-")[1:]:
             found = _suffix_fields(name, fields, suffix)
             if suffixed.keys() & found.keys():
-                raise ValueError(f"scheme {name!r}: {suffix!r} sets what another suffix sets")
+                raise ValueError(
+                    f"scheme {_shown(name)}: {_shown(suffix)} sets what another suffix sets"
+                )
             suffixed |= found
         suffixed |= _plus_fields(name, fields | suffixed, plus)
         name = family + text[len(family) :] + plus
@@ -274,11 +316,11 @@ def _plus_fields(name: str, fields: dict, plus: str) -> dict:
     if not plus:
         return {}
     if fields.get("centralized"):
-        raise ValueError(f"scheme {name!r}: {plus!r} makes no sense in centralized training")
+        raise ValueError(f"scheme {_shown(name)}: {plus!r} makes no sense in centralized training")
     if plus == "+":
         return {"code": "entropy"}
     if {"down_value_bits", "dense_warmup"} & fields.keys():
-        raise ValueError(f"scheme {name!r}: '++' sets what another suffix sets")
+        raise ValueError(f"scheme {_shown(name)}: '++' sets what another suffix sets")
     return {"code": "entropy", "dense_warmup": False, **_down_fields(3, fields)}
 
 
@@ -296,12 +338,14 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
     if lower in ("momentum", "global momentum"):
         return {"momentum": 0.9}
     if fields.get("centralized"):
-        raise ValueError(f"scheme {name!r}: {suffix!r} makes no sense in centralized training")
-    if match := re.fullmatch(r"l([1-9]\d*)", lower):
+        raise ValueError(
+            f"scheme {_shown(name)}: {_shown(suffix)} makes no sense in centralized training"
+        )
+    if match := re.fullmatch(r"l([1-9]\d{0,8})", lower):
         return {"local_steps": int(match[1])}
-    if match := re.fullmatch(r"q([1-9]\d*)", lower):
+    if match := re.fullmatch(r"q([1-9]\d?)", lower):
         return {"value_bits": int(match[1])}
-    if match := re.fullmatch(r"d([1-9]\d*)", lower):
+    if match := re.fullmatch(r"d([1-9]\d?)", lower):
         return _down_fields(int(match[1]), fields)
     if lower == "nw":
         return {"dense_warmup": False}
@@ -309,7 +353,9 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
         return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
     if lower in ("plf", "pfl") and selects and shared:
         return {"phi_min_global": 1e-3}
-    raise ValueError(f"scheme {name!r}: suffix {suffix!r} is unknown here; {_known_schemes()}")
+    raise ValueError(
+        f"scheme {_shown(name)}: suffix {_shown(suffix)} is unknown here; {_known_schemes()}"
+    )
 
 
 # Families of scheme names: what each sets beyond the defaults above. `register_scheme` adds to it.
@@ -323,26 +369,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _whole(value: int) -> bool:
-    return value >= 1
-
-
-def _positive(value: float) -> bool:
-    return 0 < value < math.inf
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """One training run: scheme, data, model, federation, schedule. Fields in the paper's units."""
 
     scheme: Scheme
     learning_rate: float = _param(
-        0.5, float, "a positive number", _positive,
+        0.5, float, "a positive number up to 1e6", _positive,
         "eta at a cumulative batch of reference_batch (Tables 1 and 2: 0.5, 0.8)",
     )  # fmt: skip
-    seed: int = _param(0, int, "a whole number >= 0", lambda v: v >= 0, "seed of everything random")
+    seed: int = _param(
+        0, int, "a whole number >= 0, below 2^32", lambda v: 0 <= v < 2**32,
+        "seed of everything random",
+    )  # fmt: skip
     profile: str = _param(
-        "ci", str, "letters, digits, - and _", lambda v: re.fullmatch(r"[\w-]+", v) is not None,
+        "ci", str, "up to 64 letters, digits, - and _",
+        lambda v: re.fullmatch(r"[\w-]{1,64}", v) is not None,
         "folder under results/",
     )  # fmt: skip
     dataset: str = _param(
@@ -350,9 +392,19 @@ class RunConfig:
         lambda v: v in ("synthetic", "cifar10", "folder"), "what is learned",
     )  # fmt: skip
     data_root: str | None = _param(
-        None, str, "a path, or null", bool, "cifar10: download folder; folder: a folder or a tar"
+        None,
+        str,
+        "a path, or null",
+        _text(4000),
+        "cifar10: download folder; folder: a folder or a tar",
     )
-    data_label: str | None = _param(None, str, "a name, or null", bool, "data set's name in tables")
+    data_label: str | None = _param(
+        None,
+        str,
+        "a name of up to 200 characters, or null",
+        _text(200),
+        "data set's name in tables",
+    )
     train_samples: int | None = _param(
         None, int, "a whole number >= 1, or null for all", _whole, ""
     )
@@ -360,19 +412,29 @@ class RunConfig:
     model: str = _param(
         "resnet18", str, "resnet18 or resnet8", lambda v: v in STAGES, "depth, Sec. IV-A"
     )
-    width: int = _param(64, int, "a whole number >= 1", _whole, "channels of the first stage")
+    width: int = _param(
+        64, int, "a whole number from 1 to 1024", lambda v: 1 <= v <= 1024,
+        "channels of the first stage",
+    )  # fmt: skip
     clients: int = _param(10, int, "a whole number >= 1", _whole, "N, Sec. IV-A")
     participation: float = _param(
         1.0, float, "a share in (0, 1]", lambda v: 0 < v <= 1, "clients drawn each round, Alg. 1"
     )
     batch_size: int = _param(64, int, "a whole number >= 1", _whole, "B, samples a local step")
-    epochs: int = _param(300, int, "a whole number >= 1", _whole, "passes over the data")
+    epochs: int = _param(
+        300, int, "a whole number from 1 to 1000000", lambda v: 1 <= v <= 10**6,
+        "passes over the data",
+    )  # fmt: skip
     warmup_epochs: int | None = _param(
-        None, int, "a whole number >= 0, or null for 1/60 of the epochs", lambda v: v >= 0,
+        None, int, "a whole number >= 0, or null for 1/60 of the epochs", lambda v: 0 <= v <= MOST,
         "dense epochs with a rising learning rate, Sec. IV-B",
     )  # fmt: skip
     warmup_learning_rate: float = _param(
-        0.1, float, "a positive number", _positive, "eta of the first round, scaled like eta"
+        0.1,
+        float,
+        "a positive number up to 1e6",
+        _positive,
+        "eta of the first round, scaled like eta",
     )
     drops: tuple[float, ...] = _param(
         (0.5, 0.75), tuple, "shares of the epochs in (0, 1), rising",
@@ -384,10 +446,14 @@ class RunConfig:
         "cumulative batch at which learning_rate holds (10 clients x 64), linear scaling",
     )  # fmt: skip
     weight_decay: float = _param(
-        1e-4, float, "a number >= 0", lambda v: 0 <= v < math.inf, "L2, in the local gradient"
+        1e-4, float, "a number from 0 to 1e6", lambda v: 0 <= v <= 1e6, "L2, in the local gradient"
     )
     dirichlet_alpha: float | None = _param(
-        None, float, "a positive number, or null for IID", _positive, "class skew among clients"
+        None,
+        float,
+        "a number from 1e-6 to 1e6, or null for IID",
+        lambda v: 1e-6 <= v <= 1e6,
+        "class skew among clients",
     )
     precision: str = _param(
         "fp32", str, "fp32 or bf16", lambda v: v in ("fp32", "bf16"), "autocast of the passes"
@@ -400,17 +466,19 @@ class RunConfig:
         "stop", str, "stop or skip", lambda v: v in ("stop", "skip"),
         "with wire: a client's message that can't be accepted ends the run, or is left out",
     )  # fmt: skip
-    threads: int | None = _param(None, int, "a whole number >= 1, or null", _whole, "CPU threads")
+    threads: int | None = _param(
+        None, int, "a whole number from 1 to 1024, or null", lambda v: 1 <= v <= 1024, "CPU threads"
+    )
     device: str = _param(
         "auto", str, "auto, cpu, cuda or cuda:<n>",
-        lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v) is not None, "where it runs",
+        lambda v: re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", v) is not None, "where it runs",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         if isinstance(self.scheme, str):
             object.__setattr__(self, "scheme", Scheme.named(self.scheme))
         _check_fields(self)
-        if self.warmup >= self.epochs and self.warmup > 0 and self.epochs > 1:
+        if self.warmup > max(1, self.epochs - 1):
             raise ValueError(
                 f"warmup_epochs: got {self.warmup}, allowed: less than epochs ({self.epochs})"
             )
@@ -498,7 +566,11 @@ class RunConfig:
     @property
     def torch_device(self) -> torch.device:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(auto if self.device == "auto" else self.device)
+        device = torch.device(auto if self.device == "auto" else self.device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            there = torch.cuda.device_count()
+            raise ValueError(f"device: got {self.device!r}, allowed here: cpu and {there} GPUs")
+        return device
 
 
 def digest_of(identity: dict[str, Any]) -> str:
@@ -538,16 +610,18 @@ def _is_paper(value: dict) -> bool:
     """Scheme: [accuracy %, standard deviation, bit budget], each a number or null."""
     rows = [v for v in value.values() if isinstance(v, list | tuple) and len(v) == 3]
     numbers = [x for row in rows for x in row if x is not None]
-    return len(rows) == len(value) and all(isinstance(x, int | float) for x in numbers)
+    return len(rows) == len(value) and all(
+        type(x) in (int, float) and -1e9 < x < 1e9 for x in numbers
+    )
 
 
 # What a table says of itself, beside fields of RunConfig.
 TABLE_FIELDS = {
     "table": _param(None, int, "a whole number >= 1, or null", _whole, ""),
     "figure": _param(None, int, "a whole number >= 1, or null", _whole, ""),
-    "title": _param(None, str, "text, or null", lambda v: True, ""),
+    "title": _param(None, str, "up to 1000 characters, or null", _text(1000), ""),
     "paper": _param(None, dict, "scheme: [accuracy, deviation, bits], or null", _is_paper, ""),
-    "jobs": _param(1, int, "a whole number >= 1", _whole, ""),
+    "jobs": _param(1, int, "a whole number from 1 to 256", lambda v: 1 <= v <= 256, ""),
 }
 TABLE_KEYS = {*TABLE_FIELDS, "schemes", "seeds"}
 SCHEME_KEYS = {"phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local"}
@@ -595,11 +669,13 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     Raises ValueError naming the key, the value and what is allowed.
     """
     _reject_unknown(params, PARAMETERS, "parameter")
-    for key in TABLE_FIELDS.keys() & params.keys():
-        _check_value(key, params[key], dict(TABLE_FIELDS[key].metadata))
+    phis = {f.name: f for f in dataclasses.fields(Scheme) if f.name in SCHEME_KEYS}
+    for key, field_ in (TABLE_FIELDS | phis).items():
+        if key in params:
+            _check_value(key, params[key], dict(field_.metadata))
     names = params.get("schemes")
-    if not isinstance(names, list | tuple) or not names:
-        raise ValueError(f"schemes: got {names!r}, allowed: a list of scheme names")
+    if not isinstance(names, list | tuple) or not 0 < len(names) <= 1000:
+        raise ValueError(f"schemes: got {_shown(names)}, allowed: a list of scheme names")
     seeds = _seeds(params.get("seeds", 1))
     fields = {k: v for k, v in params.items() if k in RUN_KEYS}
     schemes = [_named_with(name, params) for name in names]
@@ -607,18 +683,20 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
 
 
 def _seeds(given: Any) -> list[int]:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+    if type(given) is int and 1 <= given <= 10_000:
         return list(range(given))
     seeds = list(given) if isinstance(given, list | tuple) else []
-    if seeds and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds):
+    if seeds and all(type(s) is int and 0 <= s < 2**32 for s in seeds):
         return seeds
-    raise ValueError(f"seeds: got {given!r}, allowed: a number of seeds >= 1 or a list of them")
+    raise ValueError(
+        f"seeds: got {_shown(given)}, allowed: a number of seeds from 1 to 10000 or a list of them"
+    )
 
 
 def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
     """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
     if not isinstance(name, str):
-        raise ValueError(f"schemes: got [{name!r}], allowed: scheme names (text)")
+        raise ValueError(f"schemes: got [{_shown(name)}], allowed: scheme names (text)")
     scheme = Scheme.named(name)
     given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}
     if scheme.rule == "dense":
@@ -630,14 +708,39 @@ def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
     return dataclasses.replace(scheme, **changes)
 
 
+class _Loader(yaml.SafeLoader):
+    """safe_load, but a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{_cut(twice[0])} stands twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: not readable as YAML: {error}") from error
+
+
+MAX_PARAMS_BYTES = 1 << 20
+
+
 def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
     """YAML files merged, the later over the earlier. ValueError names a file that is no mapping."""
     merged: dict[str, Any] = {}
-    for path in paths:
+    for path in map(Path, paths):
+        if path.is_file() and path.stat().st_size > MAX_PARAMS_BYTES:
+            raise ValueError(f"{path}: allowed: at most {MAX_PARAMS_BYTES} bytes of parameters")
         try:
-            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not readable as YAML: {error}") from error
+        loaded = _read_yaml(text, str(path))
         if not isinstance(loaded, dict):
             raise ValueError(
                 f"{path}: got {type(loaded).__name__}, allowed: a mapping of parameters"
@@ -1621,6 +1724,13 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     return register
 
 
+def _restore_(own: Tensor, saved: Tensor, key: str) -> None:
+    if saved.shape != own.shape:
+        got, allowed = tuple(saved.shape), tuple(own.shape)
+        raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
+    own.copy_(saved)
+
+
 class Compressor:
     """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
 
@@ -1840,11 +1950,7 @@ class Compressor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in ("errors_ND", "server_errors_D"):
-            own = getattr(self, key)
-            if state[key].shape != own.shape:
-                got, allowed = tuple(state[key].shape), tuple(own.shape)
-                raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
-            own.copy_(state[key])
+            _restore_(getattr(self, key), state[key], key)
         self.rule.load_state_dict(state["rule"])
         self.round = int(state["round"])
 
@@ -2030,12 +2136,12 @@ class Federation:
         return state if self.momentum_D is None else state | {"momentum_D": self.momentum_D}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.theta_D.copy_(state["theta_D"])
-        self.statistics_NS.copy_(state["statistics_NS"])
+        for key in ("theta_D", "statistics_NS"):
+            _restore_(getattr(self, key), state[key], key)
         self.active = list(state["active"])
         self.compressor.load_state_dict(state["compressor"])
         if self.momentum_D is not None:
-            self.momentum_D.copy_(state["momentum_D"])
+            _restore_(self.momentum_D, state["momentum_D"], "momentum_D")
 
 
 def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
@@ -2219,10 +2325,17 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     if name == "synthetic":
         return synthetic_dataset()
     if name == "cifar10":
-        return _cifar10(Path(root) if root else cache_folder() / "cifar10", label)
+        return _cifar10(_user_path(root) if root else cache_folder() / "cifar10", label)
     if name == "folder":
         return _folder_dataset(root, label)
     raise ValueError(f"dataset: got {name!r}, allowed: synthetic, cifar10, folder")
+
+
+def _user_path(root: str | Path) -> Path:
+    try:
+        return Path(root).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"data_root: {_shown(str(root))}: {error}") from error
 
 
 def cache_folder() -> Path:
@@ -2285,13 +2398,15 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
 
 
 MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
+MAX_DATASET_BYTES = 4 << 30  # of all images, decoded
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")  # Pillow knows others that start programs
 
 
 def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
     """Class folders, or a tar of them, decoded once into the cache."""
     if root is None:
         raise ValueError("data_root: got None, allowed: a folder or tar with train/<class>/* in it")
-    path = Path(root).expanduser()
+    path = _user_path(root)
     if not path.exists():
         raise FileNotFoundError(f"data_root: {path} does not exist")
     cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
@@ -2327,9 +2442,16 @@ def _source_key(path: Path) -> str:
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
     for file in sorted(path.rglob("*")):
+        _check_link(file, path)
         status = file.stat()
-        sha.update(f"{file.relative_to(path)} {status.st_size} {status.st_mtime_ns}\n".encode())
+        sha.update(os.fsencode(file.relative_to(path)))
+        sha.update(f" {status.st_size} {status.st_mtime_ns}\n".encode())
     return sha.hexdigest()[:32]
+
+
+def _check_link(file: Path, root: Path) -> None:
+    if not file.exists() or not file.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{root}: {file.name!r} is a link that leads nowhere, or outside")
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -2339,10 +2461,20 @@ def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
             yield file.relative_to(root).as_posix(), file.read_bytes()
 
 
+class _Member(tarfile.TarInfo):
+    """Of any member, also one that only holds a long name, the declared size is checked first."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+        member = super().frombuf(buf, encoding, errors)
+        _check_size(member.name, member.size)
+        return member
+
+
 def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
     """Regular files of an archive, any compression; nothing is unpacked to disk."""
     try:
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, tarinfo=_Member) as archive:
             for member in archive:
                 if member.isdir():
                     continue
@@ -2357,7 +2489,7 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{path}: not a whole tar archive ({error}); fetch it again") from error
     except Exception as error:
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
             raise
         raise ValueError(f"{path}: broken archive ({error}); fetch it again") from error
 
@@ -2370,7 +2502,7 @@ def _check_size(name: str, size: int) -> None:
 def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
     """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order."""
     images: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "test": []}
-    shape = None
+    shape, size = None, 0
     for name, content in tqdm(files, desc=f"decoding {source.name}", unit=" images", leave=False,
                               disable=not sys.stderr.isatty()):  # fmt: skip
         parts = name.split("/")
@@ -2382,6 +2514,9 @@ def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) 
             raise ValueError(
                 f"{source}: {name}: size {pixels.shape}, allowed: {shape}, as the first"
             )
+        size += pixels.nbytes
+        if size > MAX_DATASET_BYTES:
+            raise ValueError(f"{source}: allowed: at most {MAX_DATASET_BYTES} bytes, decoded")
         images[parts[0]].append((parts[1], parts[2], pixels))
     classes = sorted({c for c, _, _ in images["train"]})
     if len(classes) < 2 or {c for c, _, _ in images["test"]} != set(classes):
@@ -2414,7 +2549,7 @@ def _decode_image(name: str, content: bytes) -> np.ndarray:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
             if max(image.size) > MAX_IMAGE_SIDE:
                 raise ValueError(f"{image.size} pixels, allowed: {MAX_IMAGE_SIDE} a side at most")
             if image.mode != "RGB":
@@ -2651,7 +2786,7 @@ def _record(
 ) -> dict[str, Any]:  # fmt: skip
     made = provenance(config) | {"dataset": data.label, "fingerprint": data.fingerprint}
     made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
-    return {
+    record = {
         "version": RECORD_VERSION,
         "digest": config.digest,
         "status": status,
@@ -2662,6 +2797,14 @@ def _record(
         "rows": rows,
         "provenance": made,
     }
+    return record | {"sha256": _content_sha256(record)}
+
+
+def _content_sha256(record: dict[str, Any]) -> str:
+    """Of a record without its own "sha256": an accident or a slip of the hand is noticed. (Whoever
+    wants to deceive can compute it anew.)"""
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def provenance(config: RunConfig) -> dict[str, Any]:
@@ -2710,18 +2853,23 @@ def _git_state() -> dict[str, Any]:
 def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, Any]:
     """A record from its file, checked; ValueError names the file and what is wrong with it."""
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        record = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"{path}: not a readable record ({error}); delete it to run again"
         ) from error
     try:
         problem = _record_problem(record, config)
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"a value has the wrong type ({error!r})"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        problem = f"a value has the wrong type ({_cut(repr(error))})"
     if problem:
         raise ValueError(f"{path}: {problem}; delete it to run again")
     return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _record_problem(record: Any, config: RunConfig | None) -> str | None:
@@ -2735,19 +2883,38 @@ def _record_problem(record: Any, config: RunConfig | None) -> str | None:
     own = digest_of(record["config"])
     if own != record["digest"] or (config is not None and own != config.digest):
         return "config: is that of another run"
-    needed = {"epoch", "accuracy", "rounds", "dense_rounds", "bits_up", "bits_down"}
-    rows = record["rows"]
+    if problem := _rows_problem(record["rows"]):
+        return f"rows: {problem}"
+    if record["status"] == "finished" and len(record["rows"]) != record["config"]["epochs"]:
+        return f"rows: got {len(record['rows'])} epochs, allowed: {record['config']['epochs']}"
+    if not _is_count(record["dimension"]) or not record["dimension"]:
+        return f"dimension: got {_shown(record['dimension'])}, allowed: {WHOLE}"
+    if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
+        return "its content is not what was written (sha256)"
+    return None
+
+
+_COUNTS = ("epoch", "rounds", "dense_rounds", "bits_up", "bits_down")
+
+
+def _rows_problem(rows: Any) -> str | None:
+    needed = {"accuracy", *_COUNTS}
     if not isinstance(rows, list) or any(
         not isinstance(r, dict) or not needed <= set(r) for r in rows
     ):
-        return f"rows: allowed: a list of mappings with {', '.join(sorted(needed))}"
-    if not all(0 <= r["accuracy"] <= 1 for r in rows):
-        return "rows: accuracy outside 0..1"
+        return f"allowed: a list of mappings with {', '.join(sorted(needed))}"
+    if not all(type(r["accuracy"]) in (int, float) and 0 <= r["accuracy"] <= 1 for r in rows):
+        return "accuracy outside 0..1"
+    for key in (*_COUNTS, "bytes_up", "bytes_down"):
+        if not all(_is_count(r.get(key, 0)) for r in rows):
+            return f"{key}: allowed: whole numbers >= 0"
     if [r["epoch"] for r in rows] != list(range(1, len(rows) + 1)):
-        return "rows: epochs are missing"
-    if record["status"] == "finished" and len(rows) != record["config"]["epochs"]:
-        return f"rows: got {len(rows)} epochs, allowed: {record['config']['epochs']}"
+        return "epochs are missing"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _write_whole(path: Path, write: Callable[[Any], Any]) -> None:
@@ -2798,12 +2965,31 @@ def _checkpoint_path(config: RunConfig) -> Path:
 def _save_checkpoint(config: RunConfig, federation: Federation, rows: list[Row]) -> None:
     state = {"identity": _state_identity(config, federation), "rows": json.dumps(rows)}
     state["federation"] = federation.state_dict()
+    state["sha256"] = _state_sha256(state)
     _write_whole(_checkpoint_path(config), lambda f: torch.save(state, f))
 
 
 def _state_identity(config: RunConfig, federation: Federation) -> str:
     """A checkpoint continues the same run, on the same data, by the same code."""
     return f"{config.digest} {federation.fingerprint} {core_sha256()}"
+
+
+def _state_sha256(state: dict[str, Any]) -> str:
+    """torch.load does not notice a flipped bit."""
+    sha = hashlib.sha256()
+
+    def absorb(value: Any) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value):
+                sha.update(f"{key}:".encode())
+                absorb(value[key])
+        elif isinstance(value, Tensor):
+            sha.update(_fingerprint([value.cpu()]).encode())
+        else:
+            sha.update(f"{value!r};".encode())
+
+    absorb({key: value for key, value in state.items() if key != "sha256"})
+    return sha.hexdigest()
 
 
 def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
@@ -2818,8 +3004,15 @@ def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
         state = torch.load(path, map_location=federation.device, weights_only=True)
         if state["identity"] != _state_identity(config, federation):
             return []
+        if state["sha256"] != _state_sha256(state):
+            raise ValueError("its content is not what was written")
+        rows = json.loads(state["rows"])
+        if problem := _rows_problem(rows):
+            raise ValueError(f"rows: {problem}")
         federation.load_state_dict(state["federation"])
-        return json.loads(state["rows"])
+        if sum(row["rounds"] for row in rows) != federation.compressor.round:
+            raise ValueError("rows and state are of different rounds")
+        return rows
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(f"{path}: not a usable checkpoint ({error}); delete it") from error
 
@@ -3608,8 +3801,8 @@ def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
     for pair in arguments.set:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--set: got {pair!r}, allowed: KEY=VALUE")
-        params[key] = yaml.safe_load(value)
+            raise ValueError(f"--set: got {_shown(pair)}, allowed: KEY=VALUE")
+        params[key] = _read_yaml(value, f"--set {_cut(key)}")
     if arguments.scheme:
         params["schemes"] = arguments.scheme
     if arguments.seed is not None:
@@ -3647,6 +3840,11 @@ def main(argv: list[str] | None = None) -> int:
             return arguments.main(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        print(f"error: not enough memory: {_cut(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)

@@ -9,17 +9,20 @@ Longer variants, each named by an environment variable:
 
 import dataclasses
 import functools
+import gzip
 import io
 import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import tracemalloc
@@ -29,6 +32,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
 import tcs_core as tcs
 
@@ -70,6 +76,7 @@ PROCESSES.set_forkserver_preload(["tcs_core", Path(__file__).stem])
 def command(words, folder, name, disturb=None):
     """In a new process and process group: the command line, with its output in folder/name."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if the tests run with nohup
     os.environ["TCS_CACHE"] = str(folder / "cache")
     out = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1), os.dup2(out, 2)
@@ -275,7 +282,10 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_record(tmp_path, params, undi
     process = start(tmp_path, "one", words, disturb)
     if place == "training":
         until(lambda: (tmp_path / "trained").exists())
-        time.sleep(rng.uniform(0, 0.9 * seconds))
+        epochs = tmp_path / "epochs"
+        after = rng.randint(0, EPOCHS - 6)
+        until(lambda: not after or (epochs.exists() and len(logged(epochs)) >= after))
+        time.sleep(rng.uniform(0, 2 * seconds / EPOCHS))
         os.kill(process.pid, how)
     process.join(60)
     assert process.exitcode == EXIT[how]
@@ -313,6 +323,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
              "-f", "tiny.yaml", "--no-progress-bar"]  # fmt: skip
     environment = dict(os.environ, TCS_CACHE=str(tmp_path / "cache"))
     settings = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    settings["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     checkpoints = tmp_path / "cache" / "checkpoints"
 
     def saved():
@@ -620,3 +631,430 @@ def test_bad_message_needs_wire_and_leaves_older_names_alone():
         config("TCS", bad_message="skip")
     assert config("TCS", wire=True).digest == config("TCS", wire=True, bad_message="stop").digest
     assert config("TCS", wire=True).digest != config("TCS", wire=True, bad_message="skip").digest
+
+
+# Bad input: params ────────────────────────────────────────────────────────────────────────────────
+
+STRANGE = {
+    "null": None,
+    "true": True,
+    "zero": 0,
+    "minus one": -1,
+    "a fraction": 0.37,
+    "nan": math.nan,
+    "infinity": math.inf,
+    "huge": 10**12,
+    "beyond float": 10**400,
+    "text": "a text",
+    "number as text": "3",
+    "no text": "",
+    "long text": "x" * 5000,
+    "zero byte": "a\0b",
+    "list": [1, 2],
+    "list of nan": [math.nan],
+    "nested list": [[["TCS"]]],
+    "mapping": {"a": 1},
+}
+PHI = {"null", "a fraction"}
+NUMBER = {"a fraction"}
+FITS = {  # strange as they look, these are allowed
+    "table": {"null"}, "figure": {"null"}, "title": {"null", "text", "number as text"},
+    "paper": {"null"}, "jobs": set(), "schemes": set(), "seeds": {"list"},
+    "phi_global": PHI, "phi_local": PHI, "phi_down": PHI, "phi_min_global": PHI, "phi_min_local": PHI,
+    "learning_rate": NUMBER, "profile": {"number as text"}, "dataset": set(),
+    "data_root": {"null", "text", "number as text"},
+    "data_label": {"null", "text", "number as text"},
+    "train_samples": {"null"}, "test_samples": {"null"}, "model": set(), "width": set(),
+    "clients": set(), "participation": NUMBER, "batch_size": set(), "epochs": set(),
+    "warmup_epochs": {"null", "zero"}, "warmup_learning_rate": NUMBER, "drops": set(),
+    "reference_batch": {"null"}, "weight_decay": {"zero", "a fraction"},
+    "dirichlet_alpha": {"null", "a fraction"}, "precision": set(), "wire": {"true"},
+    "bad_message": set(), "threads": {"null"}, "device": set(),
+}  # fmt: skip
+
+
+def test_every_parameter_has_its_cases():
+    assert set(FITS) == tcs.PARAMETERS
+
+
+@pytest.mark.parametrize("value", STRANGE)
+@pytest.mark.parametrize("key", sorted(FITS))
+def test_a_strange_value_is_allowed_or_an_error_that_names_key_and_value(key, value):
+    params = {"schemes": ["TCS"], "epochs": 4, key: STRANGE[value]}
+    if value in FITS[key]:
+        assert tcs.plan(params)
+        return
+    with pytest.raises(ValueError, match="allowed") as raised:
+        tcs.plan(params)
+    text = str(raised.value)
+    assert text.startswith((f"{key}: got ", "warmup_epochs")) and len(text) < 1000
+
+
+def json_value():
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    return st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3), max_leaves=6)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FITS)), json_value())
+def test_whatever_a_parameter_is_the_plan_is_made_or_one_line_says_why(key, value):
+    try:
+        configs = tcs.plan({"schemes": ["TCS", "Baseline"], key: value})
+    except ValueError as error:
+        assert key in str(error) or "warmup" in str(error)
+        return
+    for made in configs:
+        assert 0 < made.learning_rate_at(0) < math.inf and made.digest and made.record_name
+
+
+FILES = {
+    "empty": (b"", "NoneType"),
+    "list": (b"[1]", "list"),
+    "number": (b"3", "int"),
+    "not YAML": (b"a: [", "not readable"),
+    "zero byte": (b"a: \0", "not readable"),
+    "not UTF-8": (b"a: \xff\xfe", "not readable"),
+    "an object": (b"a: !!python/object/apply:os.system ['true']", "not readable"),
+    "twice": (b"epochs: 3\nepochs: 4\n", "epochs stands twice"),
+    "a number as key": (b"1: 2\n", "unknown parameter: 1"),
+    "a list as key": (b"[1]: 2\n", "not readable"),
+    "unknown": (b"epochz: 3\n", "unknown parameter: epochz"),
+    "deep": (b"a: " + b"[" * 20_000, "not readable"),
+    "5000 digits": (b"epochs: " + b"9" * 5000, "not readable"),
+    "5000 hex digits": (b"epochs: 0x" + b"f" * 5000, "epochs: got a number of thousands of digits"),
+    "laughs": (b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 30)) + b"title: *a29\n", "unknown"),
+    "large": (b"# " + b"x" * (1 << 20), "at most"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_params_file_that_is_none_is_one_line_and_rc_2(tmp_path, capsys, case):
+    content, message = FILES[case]
+    path = tmp_path / "strange.yaml"
+    path.write_bytes(content)
+    (tmp_path / "base.yaml").write_text("schemes: [TCS]\n")
+    words = ["run", "--params", str(tmp_path / "base.yaml"), str(path), "--results", str(tmp_path)]
+    assert tcs.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and len(error) < 3000
+    assert not list(tmp_path.glob("ci/**/*"))
+
+
+@pytest.mark.parametrize("words", [["--set", "epochs=["], ["--set", "a" * 500 + "=1"], ["--set", "=3"],
+    ["--set", "device=cuda:99"], ["--set", "data_root=~nobody_of_this_name/x", "--set", "dataset=folder"],
+    ["--scheme", "TCS-L" + "9" * 5000], ["--scheme", "TCS-Q99"], ["--scheme", "x" * 5000],
+    ["--set", "width=1024", "--set", "clients=40000"], ["--params", "/"]])  # fmt: skip
+def test_strange_words_are_one_line_and_rc_2(tmp_path, params, capsys, small, words):
+    schemes = [] if "--scheme" in words else ["--scheme", "TCS"]
+    assert tcs.main([*params, *schemes, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and len(error) < 1500 and "Traceback" not in error
+
+
+# Bad input: data ──────────────────────────────────────────────────────────────────────────────────
+
+
+def image_bytes(colour, size=(8, 8), mode="RGB", form="PNG"):
+    buffer = io.BytesIO()
+    Image.new(mode, size, colour).save(buffer, form)
+    return buffer.getvalue()
+
+
+IMAGES = {
+    f"{part}/{name}/{i}.png": image_bytes((30 * c, 10 * i, 200))
+    for part in ("train", "test")
+    for c, name in enumerate(["cat", "dog"])
+    for i in range(2)
+}
+
+
+def tar_bytes(files, mode="w"):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def load(path):
+    tcs.load_dataset.cache_clear()
+    return tcs.load_dataset("folder", str(path))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_a_damaged_archive_is_named_or_another_data_set(tmp_path, mode, seed):
+    """Flipped bytes: an error with the file's name, or data whose fingerprint is another. Plain tar
+    has checksums only of its headers, so pixels may change; the record's fingerprint tells."""
+    rng, path = random.Random(seed), tmp_path / "images.tar"
+    whole = bytearray(tar_bytes(IMAGES, mode))
+    path.write_bytes(whole)
+    expected = load(path)
+    for _ in range(5):
+        damaged = bytearray(whole)
+        used = len(bytes(whole).rstrip(b"\0"))
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(used)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = load(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:  # what is not looked at: times, owners, a gzip header
+            assert found.train_images.shape[1:] == expected.train_images.shape[1:]
+            same = torch.equal(found.train_images, expected.train_images)
+            same &= torch.equal(found.train_labels, expected.train_labels)
+            same &= torch.equal(found.test_images, expected.test_images)
+            assert same == (found.fingerprint == expected.fingerprint)
+
+
+def long_name_of(size):
+    """A GNU long-name member that declares a name of `size` bytes, and a gzip of that many."""
+    member = tarfile.TarInfo("././@LongLink")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, size
+    return gzip.compress(member.tobuf() + bytes(min(size, 50 << 20)))
+
+
+def declared(size, kind=tarfile.REGTYPE):
+    member = tarfile.TarInfo("train/cat/0.png")
+    member.type, member.size = kind, size
+    return gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
+
+
+BOMBS = {
+    "a long name of gigabytes": lambda: long_name_of(8 << 30),
+    "a long name of 50 MB": lambda: long_name_of(50 << 20),
+    "a pax header of gigabytes": lambda: declared(8 << 30, tarfile.XHDTYPE),
+    "a file of terabytes": lambda: declared(1 << 40),
+    "a sparse file": lambda: declared(1 << 40, tarfile.GNUTYPE_SPARSE),
+    "a device": lambda: declared(0, tarfile.CHRTYPE),
+    "a fifo": lambda: declared(0, tarfile.FIFOTYPE),
+    "a hard link": lambda: declared(0, tarfile.LNKTYPE),
+    "wide": lambda: tar_bytes(IMAGES | {"train/cat/0.png": image_bytes(1, (9000, 9000), "1")}),
+    "PostScript": lambda: tar_bytes(IMAGES | {"train/cat/0.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"}),
+    "GIF": lambda: tar_bytes(IMAGES | {"train/cat/0.png": image_bytes(1, mode="P", form="GIF")}),
+    "zip": lambda: b"PK\3\4" + bytes(2000),
+    "zeros": lambda: bytes(20_000),
+    "empty gzip": lambda: gzip.compress(b""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_hostile_archive_is_named_before_it_is_read(tmp_path, case):
+    path = tmp_path / "images.tar"
+    path.write_bytes(BOMBS[case]())
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20 and not list((tmp_path / "cache").glob("datasets/*"))
+
+
+def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tcs, "MAX_DATASET_BYTES", 1000)
+    path = tmp_path / "images.tar"
+    path.write_bytes(tar_bytes(IMAGES))
+    with pytest.raises(ValueError, match="at most 1000 bytes, decoded"):
+        load(path)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside.png", "nowhere"])
+def test_links_in_a_folder_that_lead_outside_or_nowhere_are_refused(tmp_path, target):
+    root = tmp_path / "images"
+    for name, content in IMAGES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    (tmp_path / "images" / "train" / "outside.png").write_bytes(b"x")
+    assert len(load(root).train_labels) == 4
+    (root / "train" / "cat" / "9.png").symlink_to(target if target != "../outside.png" else tmp_path / "tiny")  # fmt: skip
+    with pytest.raises(ValueError, match=r"9.png' is a link that leads nowhere, or outside"):
+        load(root)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_damaged_cache_of_decoded_images_is_made_again(tmp_path, seed):
+    rng, path = random.Random(seed), tmp_path / "images.tar"
+    path.write_bytes(tar_bytes(IMAGES))
+    first = load(path)
+    (cached,) = (tmp_path / "cache" / "datasets").iterdir()
+    content = bytearray(cached.read_bytes())
+    if seed % 2:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    else:
+        del content[rng.randrange(len(content)) :]
+    cached.write_bytes(content)
+    assert load(path).fingerprint == first.fingerprint
+
+
+# Bad input: records and checkpoints ───────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One record's text, made once."""
+    folder = tmp_path_factory.mktemp("finished")
+    images = tcs.synthetic_dataset(120, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TCS_CACHE", str(folder / "cache"))
+        patch.setattr(tcs, "synthetic_dataset", lambda: images)
+        tcs.load_dataset.cache_clear()
+        tcs.run(config(), folder)
+        tcs.load_dataset.cache_clear()
+    return tcs.record_path(config(), folder).read_text()
+
+
+def leaves(value, path=()):
+    """The places of all numbers, texts and lists in a record."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from leaves(inner, (*path, key))
+
+
+def refused(path, text, capsys, words):
+    """read_record and the command both name the file; nothing is changed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(path.name)) as raised:
+        tcs.read_record(path, config())
+    assert tcs.main(words) == 2
+    assert capsys.readouterr().err == f"error: {raised.value}\n"
+    assert path.read_text() == text
+
+
+EDITS = {
+    "removed": None, "NaN": math.nan, "infinity": math.inf, "another number": 0.123456789, "minus": -1, "null": None,
+    "text": "x", "list": [], "true": True, "huge": 10**400,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_every_value_of_a_record_changed_by_hand_is_noticed(tmp_path, params, capsys, finished, edit):  # fmt: skip
+    """Each in turn: the configuration, every number of every row, the provenance."""
+    path = tcs.record_path(config(), tmp_path)
+    path.parent.mkdir(parents=True)
+    places = list(leaves(json.loads(finished)))
+    assert len(places) >= 100
+    for place in places:
+        record = json.loads(finished)
+        holder = functools.reduce(lambda inner, key: inner[key], place[:-1], record)
+        if edit == "removed":
+            del holder[place[-1]]
+        elif holder[place[-1]] is EDITS[edit]:
+            continue
+        else:
+            holder[place[-1]] = EDITS[edit]
+        if edit == "removed" and place == ("sha256",):
+            continue  # as in records of before there was one
+        path.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=re.escape(path.name)):
+            tcs.read_record(path, config())
+    refused(path, path.read_text(), capsys, [*params, "--scheme", "TCS-L2-Q5"])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_record_cut_off_anywhere(tmp_path, params, capsys, finished, seed):
+    at = random.Random(seed).randrange(len(finished) - 2)
+    path = tcs.record_path(config(), tmp_path)
+    refused(path, finished[:at], capsys, [*params, "--scheme", "TCS-L2-Q5"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", "3", '"x"', "[" * 100_000, '{"version": 1}', "\0", "NaN"]
+)
+def test_a_record_that_is_something_else(tmp_path, params, capsys, text):
+    refused(tcs.record_path(config(), tmp_path), text, capsys, [*params, "--scheme", "TCS-L2-Q5"])
+
+
+def test_a_record_from_before_there_was_a_sum_is_read(tmp_path, finished):
+    record = json.loads(finished)
+    del record["sha256"]
+    path = tmp_path / "older.json"
+    path.write_text(json.dumps(record))
+    assert tcs.read_record(path, config()) == record
+    for known in (tcs.ROOT / "results").glob("*/runs/*.json"):
+        assert tcs.read_record(known)
+
+
+class Hostile:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def stopped(tmp_path):
+    """A run that was stopped in its third epoch; its checkpoint."""
+
+    def stop(row):
+        if row["epoch"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tcs.run(config(), tmp_path, stop)
+    return tcs._checkpoint_path(config())
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_damaged_checkpoint_is_named_or_does_no_harm(tmp_path, small, finished, seed):
+    """A cut, or a flipped bit anywhere: an error that names the file, or the same record."""
+    rng, path = random.Random(seed), stopped(tmp_path)
+    content = bytearray(path.read_bytes())
+    if seed % 5:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    else:
+        del content[rng.randrange(len(content)) :]
+    path.write_bytes(content)
+    try:
+        record = tcs.run(config(), tmp_path)
+    except ValueError as error:
+        assert str(path) in str(error) and "delete it" in str(error)
+        assert path.read_bytes() == content and not (tmp_path / "ci").exists()
+        path.unlink()
+        record = tcs.run(config(), tmp_path)
+    assert numbers(record) == numbers(json.loads(finished))
+
+
+CHECKPOINTS = {
+    "pickle": lambda state, marker: pickle.dumps(Hostile(marker)),
+    "pickle inside": lambda state, marker: state | {"rows": Hostile(marker)},
+    "a list": lambda state, marker: [state],
+    "nothing": lambda state, marker: b"",
+    "text": lambda state, marker: b"hello",
+    "no sum": lambda state, marker: {k: v for k, v in state.items() if k != "sha256"},
+    "a row less": lambda state, marker: state | {"rows": json.dumps(json.loads(state["rows"])[:-1])},
+    "other numbers": lambda state, marker: state | {"federation": state["federation"] | {"theta_D": state["federation"]["theta_D"] * 2}},
+    "wrong shape": lambda state, marker: summed(state | {"federation": state["federation"] | {"theta_D": torch.zeros(1)}}),
+    "no federation": lambda state, marker: summed({k: v for k, v in state.items() if k != "federation"}),
+    "rows of text": lambda state, marker: summed(state | {"rows": "text"}),
+    "no rows": lambda state, marker: summed(state | {"rows": "[]"}),
+    "rows that are none": lambda state, marker: summed(state | {"rows": '[{"epoch": 7}]'}),
+}  # fmt: skip
+
+
+def summed(state):
+    state = {k: v for k, v in state.items() if k != "sha256"}
+    return state | {"sha256": tcs._state_sha256(state)}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_hostile_checkpoint_is_named_and_runs_nothing(tmp_path, small, case):
+    path = stopped(tmp_path)
+    content = CHECKPOINTS[case](torch.load(path, weights_only=True), tmp_path / "marker")
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        tcs.run(config(), tmp_path)
+    assert not (tmp_path / "marker").exists() and not (tmp_path / "ci").exists()
+
+
+def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, small, finished):
+    path = stopped(tmp_path)
+    other = tcs._checkpoint_path(config(seed=1))
+    path.rename(other)
+    epochs = []
+    tcs.run(config(seed=1), tmp_path, lambda row: epochs.append(row["epoch"]))
+    assert epochs == [1, 2, 3]
