@@ -1002,14 +1002,17 @@ def scaled_sign(values_K: Tensor) -> Tensor:
 
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, float]:
     """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 15, 16)."""
-    magnitudes = values_K.abs().double()
-    nonzero = magnitudes[magnitudes > 0]
-    if not len(nonzero):
-        return torch.zeros(intervals - 1, dtype=torch.float64, device=values_K.device), 1.0
-    u_max, u_min = nonzero.max(), nonzero.min()
-    sigma = (u_min / u_max) ** (1.0 / intervals)
-    powers = torch.arange(intervals - 1, 0, -1, device=values_K.device)
-    return u_max * sigma**powers, float(sigma)
+    edges, sigma = _edges(values_K.abs().double(), intervals)
+    return edges, float(sigma)
+
+
+def _edges(magnitudes_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    u_max = torch.cat([magnitudes_K, magnitudes_K.new_zeros(1)]).max()
+    nonzero = torch.where(magnitudes_K > 0, magnitudes_K, math.inf)
+    u_min = torch.cat([nonzero, nonzero.new_full((1,), math.inf)]).min()
+    sigma = torch.where(u_max > 0, u_min / u_max, 1.0) ** (1.0 / intervals)
+    powers = torch.arange(intervals - 1, 0, -1, device=magnitudes_K.device)
+    return u_max * sigma**powers, sigma
 
 
 def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
@@ -1024,12 +1027,18 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
     if not values_K.isfinite().all():
         raise ValueError("values: NaN or infinity can't be quantized")
+    return _quantize(values_K, intervals)
+
+
+def _quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """`fractional_quantize`, the values never looked at by the host."""
     magnitudes_K = values_K.abs().double()
-    edges, _ = interval_edges(values_K, intervals)
+    edges, _ = _edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
-    interval_K[magnitudes_K == 0] = intervals - 1
-    sums_P = torch.bincount(interval_K, weights=magnitudes_K, minlength=intervals)
-    counts_P = torch.bincount(interval_K[magnitudes_K > 0], minlength=intervals)
+    interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
+    sums_P, counts_P = edges.new_zeros(2, intervals)
+    sums_P.index_add_(0, interval_K, magnitudes_K)
+    counts_P.index_add_(0, interval_K, (magnitudes_K > 0).double())
     means_P = (sums_P / counts_P.clamp(min=1)).float()
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
@@ -1040,10 +1049,14 @@ def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     Raises ValueError for a code outside 0..2P - 1.
     """
     intervals = len(means_P)
-    codes_K = codes_K.long()
     if len(codes_K) and not 0 <= int(codes_K.min()) <= int(codes_K.max()) < 2 * intervals:
         raise ValueError(f"codes: allowed: 0 to {2 * intervals - 1}")
-    magnitudes_K = means_P[codes_K % intervals]
+    return _dequantize(codes_K, means_P)
+
+
+def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
+    intervals = len(means_P)
+    magnitudes_K = means_P[codes_K.long() % intervals]
     return torch.where(codes_K >= intervals, -magnitudes_K, magnitudes_K)
 
 
