@@ -2820,6 +2820,12 @@ def _content_sha256(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+_REPEATS = {
+    "cpu": "bit for bit, on this kind of processor with these threads and versions",
+    "cuda": "within rounding: sums on a GPU have no fixed order",
+}
+
+
 def provenance(config: RunConfig) -> dict[str, Any]:
     """Which code, on which machine, when."""
     device = config.torch_device
@@ -2832,6 +2838,7 @@ def provenance(config: RunConfig) -> dict[str, Any]:
         "numpy": np.__version__,
         "device": name,
         "threads": config.threads or torch.get_num_threads(),
+        "repeats": _REPEATS[device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

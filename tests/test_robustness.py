@@ -4,11 +4,14 @@ clients, long and large runs.
 Longer variants, each named by an environment variable:
 
     TCS_KILLS=50       kills of the kill-and-resume test (default 4), 3 s each; 50 also interrupts
-                       papermill and ends parents of workers by SIGTERM
+                       papermill, and parents of workers in every way
+    TCS_ROUNDS=10000   rounds of the long runs (default 500), 1 minute
+    TCS_LARGE=1        D = 100 million through the compressor: 5 GB of memory, 2 minutes
 """
 
 import dataclasses
 import functools
+import gc
 import gzip
 import io
 import json
@@ -38,6 +41,7 @@ from PIL import Image
 
 import tcs_core as tcs
 
+ROUNDS = int(os.environ.get("TCS_ROUNDS", 500))
 KILLS = int(os.environ.get("TCS_KILLS", 4))
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -198,9 +202,7 @@ def test_what_another_process_makes_comes_last(tmp_path, monkeypatch, small, job
     assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "top-K", "rand-K"]
 
 
-@pytest.mark.parametrize(
-    "how", ["SIGKILL", "SIGINT"] if KILLS < 50 else ["SIGKILL", "SIGTERM", "SIGINT"]
-)
+@pytest.mark.parametrize("how", ["SIGKILL"] if KILLS < 50 else ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_no_worker_outlives_its_parent(tmp_path, params, how):
     words = [*params, "--scheme", "TCS", "--scheme", "top-K", "--set", "epochs=10000", "--jobs", "2"]  # fmt: skip
     process = start(tmp_path, "one", words)
@@ -1058,3 +1060,137 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, small, finished)
     epochs = []
     tcs.run(config(seed=1), tmp_path, lambda row: epochs.append(row["epoch"]))
     assert epochs == [1, 2, 3]
+
+
+# The same seed, the same record ───────────────────────────────────────────────────────────────────
+
+REPEATED = ["Baseline-Momentum", "FedAvg", "FedAvg-Q3++", "TCS", "TCS-L2-Q5", "TCS-Q5+", "TCS-L2-Q5++", "TCS-LF", "TCS-PLF-Q5+",
+            "TCS-Global Momentum++", "TCS-D5", "TCS-Q5-NW", "top-K", "top-K-Q5++", "rand-K", "rand-K-Q5-D5"]  # fmt: skip
+BRIEF = {"epochs": 2, "train_samples": 60, "participation": 0.6}
+
+
+def repeated(name, **changes):
+    participation = 1.0 if name.startswith("Baseline") else BRIEF["participation"]
+    return config(name, **(BRIEF | {"participation": participation} | changes))
+
+
+def make_repeated(folder):
+    """In a new process: all of them, in another order."""
+    os.environ["TCS_CACHE"] = str(folder / "cache")
+    torch.set_num_threads(1)
+    images = tcs.synthetic_dataset(120, 40)
+    tcs.synthetic_dataset = lambda: images
+    for name in reversed(REPEATED):
+        tcs.run(repeated(name), folder)
+
+
+def test_the_same_seed_is_the_same_record_in_any_process_order_and_with_real_messages(tmp_path, small):  # fmt: skip
+    other = PROCESSES.Process(target=make_repeated, args=(tmp_path / "other",))
+    other.start()
+    first = {name: tcs.run(repeated(name), tmp_path / "first") for name in REPEATED}
+    again = {name: tcs.run(repeated(name), tmp_path / "again") for name in sorted(REPEATED)}
+    real = {n: tcs.run(repeated(n, wire=True), tmp_path / "real") for n in REPEATED}
+    other.join()
+    assert other.exitcode == 0
+    for name in REPEATED:
+        expected = numbers(first[name])
+        apart = tcs.read_record(tcs.record_path(repeated(name), tmp_path / "other"))
+        assert numbers(again[name]) == numbers(apart) == expected, name
+        assert numbers(real[name])[1:] == expected[1:], name
+    different = {json.dumps(numbers(record)[4]) for record in first.values()}
+    assert len(different) == len(REPEATED)
+
+
+def test_a_record_says_what_a_rerun_repeats(finished):
+    assert json.loads(finished)["provenance"]["repeats"].startswith("bit for bit")
+
+
+# Long and large ───────────────────────────────────────────────────────────────────────────────────
+
+
+def resident():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def long_run(folder, rounds, sizes):
+    """In a new process: `rounds` rounds of a tiny run; memory in use after every epoch of 50."""
+    os.environ["TCS_CACHE"] = str(folder / "cache")
+    torch.set_num_threads(1)
+    images = tcs.synthetic_dataset(400, 4)
+    tcs.synthetic_dataset = lambda: images
+    tiny = {"clients": 2, "epochs": rounds // 50, "train_samples": 400, "test_samples": 4}
+    tcs.run(config("TCS-Q5++", wire=True, **tiny), folder, lambda row: sizes.append(resident()))
+
+
+def long_compression(folder, rounds, sizes):
+    """In a new process: `rounds` rounds of messages, client and server; memory every 50."""
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS-LF-Q5++"), [900, 100], 3, wire=True)
+    deltas_ND = torch.randn(3, 1000)
+    for round_ in range(rounds):
+        compressor.step(deltas_ND.roll(round_, 1))
+        if round_ % 50 == 49:
+            sizes.append(resident())
+
+
+def measured(work, folder, rounds, queue):
+    sizes = []
+    work(folder, rounds, sizes)
+    queue.put(sizes)
+
+
+@pytest.mark.parametrize("work", [long_run, long_compression])
+def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
+    """After the first fifth, by less than 200 bytes a round (a row of the record is 400 an epoch)
+    and two megabytes that the allocator may move."""
+    queue = PROCESSES.SimpleQueue()
+    process = PROCESSES.Process(target=measured, args=(work, tmp_path, ROUNDS, queue))
+    process.start()
+    sizes = queue.get()
+    process.join()
+    growth = sizes[-1] - sizes[len(sizes) // 5]
+    print(f"{ROUNDS} rounds: {sizes[0]:,} bytes at first, {growth:,} more in the last four fifths")
+    assert len(sizes) == ROUNDS // 50 and growth < 200 * ROUNDS + 2_000_000
+
+
+def test_two_hundred_clients(tmp_path, monkeypatch):
+    images = tcs.synthetic_dataset(400, 40)
+    monkeypatch.setattr(tcs, "synthetic_dataset", lambda: images)
+    tcs.load_dataset.cache_clear()
+    many = {"clients": 200, "batch_size": 1, "train_samples": 400, "epochs": 2, "wire": True}
+    record = tcs.run(config("TCS-Q5++", **many), tmp_path)
+    tcs.load_dataset.cache_clear()
+    assert record["status"] == "finished" and record["rows"][-1]["rounds"] == 2
+    assert record["rows"][-1]["bytes_up"] > 200 * tcs.OVERHEAD_BYTES
+
+
+LARGE = """
+import json, re, sys
+from pathlib import Path
+import torch, tcs_core as tcs
+
+def kilobytes(key):
+    return int(re.search(key + r":\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+name, clients, dimension, wire = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "wire"
+before = kilobytes("VmRSS")
+deltas_ND = torch.randn(clients, dimension)
+compressor = tcs.Compressor(tcs.Scheme.named(name), [dimension // 2, dimension - dimension // 2], clients, wire=wire)
+for _ in range(3):
+    update_D = compressor.step(deltas_ND)
+assert update_D.isfinite().all() and compressor.round == 3
+print(json.dumps(1024 * (kilobytes("VmHWM") - before)))
+"""
+
+
+@pytest.mark.skipif("TCS_LARGE" not in os.environ, reason="5 GB of memory: set TCS_LARGE=1")
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "TCS-Q5++", "top-K"])
+def test_a_hundred_million_parameters_within_the_memory_formula(name, clients):
+    dimension = 10**8
+    words = [sys.executable, "-c", LARGE, name, str(clients), str(dimension), "counted"]
+    done = subprocess.run(words, cwd=tcs.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    used, allowed = json.loads(done.stdout), (2 * clients + 8) * 4 * dimension
+    print(f"{name}, N = {clients}: {used:,} of {allowed:,} bytes")
+    assert used <= allowed
