@@ -69,11 +69,14 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 precision = "fp32"  # fp32 or bf16 passes
 phi_global = None  # share kept by the global mask; None: the scheme's own
 phi_local = None  # share kept by each local mask; None: the scheme's own
+phi_down = None  # share kept by the server's mask (-D, ++); None: the scheme's own
 phi_min_global = None  # least share of a layer, global mask; None: the scheme's own
 phi_min_local = None  # least share of a layer, local mask; None: the scheme's own
 seeds = 1  # how many trials, or a list of seeds
 threads = 1  # CPU threads of a run
 jobs = 2  # runs side by side
+wire = False  # True: every message becomes bytes and is decoded; the same numbers, slower
+bad_message = "stop"  # a message that can't be accepted ends the run; "skip": is left out
 device = "auto"  # auto, cpu or cuda
 
 # %% [markdown]
