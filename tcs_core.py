@@ -3061,15 +3061,19 @@ class ProcessRanks(Ranks):
         return f"{names} did not come within {self.timeout:g} s, or has ended ({reason})"
 
     def _absent(self) -> list[int]:
-        """Ranks that came here less often; if none, those that do not report a failure as well."""
+        """Ranks that came here less often; if none, those that do not report a failure as well.
+
+        Rank 0 waits until the others have reported: the store may live in it.
+        """
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+        behind = [rank for rank in silent if int(self._store.get(f"at/{rank}")) < self._count]
         self._store.set(f"failed/{self.rank}", "1")
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        behind = [rank for rank in others if int(self._store.get(f"at/{rank}")) < self._count]
         until = time.monotonic() + _PATIENCE
-        silent = others
-        while not behind and silent and time.monotonic() < until:
-            time.sleep(0.05)
-            silent = [rank for rank in silent if not self._store.check([f"failed/{rank}"])]
+        lingers = self.rank == 0 or not behind
+        with contextlib.suppress(RuntimeError):  # rank 0, with the store, has left
+            while lingers and set(silent) - set(behind) and time.monotonic() < until:
+                time.sleep(0.05)
+                silent = [rank for rank in silent if not self._store.check([f"failed/{rank}"])]
         return behind or silent
 
 
@@ -3209,6 +3213,8 @@ def _common_store(rank: int, size: int, timeout: float) -> dist.Store:
         store.wait(keys, wait)
     except RuntimeError as error:
         late = ", ".join(f"rank {r}" for r in range(size) if not store.check([keys[r]]))
+        if rank == 0:
+            time.sleep(_PATIENCE)  # the store may live here: the others read it too
         raise RankError(
             f"rank {rank}: {late} of {size} did not come within {timeout:g} s"
         ) from error
