@@ -469,6 +469,10 @@ class RunConfig:
         "stop", str, "stop or skip", lambda v: v in ("stop", "skip"),
         "with wire: a client's message that can't be accepted ends the run, or is left out",
     )  # fmt: skip
+    graph: bool = _param(
+        False, bool, "true or false", lambda v: True,
+        "rounds of static shapes, on a GPU one CUDA graph; the same masks, numbers to rounding",
+    )  # fmt: skip
     threads: int | None = _param(
         None, int, "a whole number from 1 to 1024, or null", lambda v: 1 <= v <= 1024, "CPU threads"
     )
@@ -538,7 +542,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: JSON types only. Where and how fast is left out."""
-        skip = ("scheme", "profile", "data_root", "threads", "device")
+        skip = ("scheme", "profile", "data_root", "threads", "device", "graph")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values = {k: v for k, v in fields.items() if k not in skip}
         values["drops"] = list(self.drops)
@@ -1189,7 +1193,11 @@ class Wire:
         own = len(message.positions)
         if self.entropy:
             return 8 * len(_entropy_code(message, self))
-        bits = self.value_bits * len(message.values) + 32 * self.intervals
+        return self.block_code_bits(len(message.values), own)
+
+    def block_code_bits(self, values: int, own: int) -> int:
+        """Bits of code "block" for so many values and positions."""
+        bits = self.value_bits * values + 32 * self.intervals
         block = block_for(own, self.dimension)
         return bits + (position_bits(own, self.dimension, block) if own else 0)
 
@@ -2074,6 +2082,7 @@ class Federation:
         sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
         wire = (config.wire, config.bad_message, self.ranks)
         self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed, *wire)
+        self.static = StaticRound(self) if config.graph and StaticRound.suits(self) else None
         self.active = list(range(clients))
         self.loss_sums_N = torch.zeros(len(self.own), device=self.device)
 
@@ -2110,7 +2119,8 @@ class Federation:
         row = {"epoch": epoch + 1, "rounds": self.rounds_per_epoch, "dense_rounds": 0}
         traffic = ("bits_up", "bits_down", "bytes_up", "bytes_down")
         row |= dict.fromkeys(traffic, 0)
-        for _ in self.rounds(epoch):
+        static = self.static is not None and self.static.ready(epoch)
+        for _ in self.static.rounds(epoch) if static else self.rounds(epoch):
             for key in traffic:
                 row[key] += getattr(self.compressor, key)
             row["dense_rounds"] += self.compressor.last_dense
@@ -2138,23 +2148,31 @@ class Federation:
         order = torch.randperm(self.config.client_count, generator=generator)
         return sorted(order[: self.config.participants].tolist())
 
-    def round(self, draws: list[Draws], index: int, eta: float, dense: bool = False) -> Tensor:
-        """Round `index` of an epoch: local training, compression, the server's step; update_D."""
-        scheme = self.config.scheme
+    def round(
+        self, draws: list[Draws], index: int | Tensor, eta: float | Tensor, dense: bool = False,
+        compress: Callable[..., Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Round `index` of an epoch: local training, compression, the server's step; update_D.
+
+        A static round gives `index` and `eta` as tensors, and its own `compress`.
+        """
+        scheme, compress = self.config.scheme, compress or self.compressor.step
         self.flat.model.train()
         for row in [self.own.index(n) for n in self.active if n in self.own]:
             self._local_training_(row, draws[row], index, eta)
             if not scheme.momentum:
                 self.deltas_ND[row].mul_(-eta)  # Eq. 3: gradients to a model difference
-        update_D = self.compressor.step(self.deltas_ND, dense, self.active)
+        update_D = compress(self.deltas_ND, dense, self.active)
         if scheme.momentum:
             self.momentum_D.mul_(scheme.momentum).add_(update_D)  # Alg. 3, line 7
-            self.theta_D.add_(self.momentum_D, alpha=-eta)  # Alg. 3, line 8
+            _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
         else:
             self.theta_D.add_(update_D)  # Alg. 2, line 6
         return update_D
 
-    def _local_training_(self, n: int, draws: Draws, index: int, eta: float) -> None:
+    def _local_training_(
+        self, n: int, draws: Draws, index: int | Tensor, eta: float | Tensor
+    ) -> None:
         """Alg. 1, l. 3 to 6: H steps of client n; leaves its summed gradients in deltas_ND[n]."""
         config, theta_D = self.config, self.theta_D
         steps, batch = config.scheme.local_steps, config.batch
@@ -2169,13 +2187,15 @@ class Federation:
             loss.backward()  # line 5; adds to gradient_D
             self.loss_sums_N[n] += loss.detach()
             if tau + 1 < steps:
-                torch.add(self.start_D, gradient_D, alpha=-eta, out=theta_D)  # line 6
+                _descend(self.start_D, gradient_D, eta, out=theta_D)  # line 6
                 gradient_D.add_(theta_D, alpha=config.weight_decay)
         if steps > 1:
             theta_D.copy_(self.start_D)
 
-    def _batch(self, n: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, n: int, draws: Draws, first: int | Tensor) -> tuple[Tensor, Tensor]:
         """Images (B, 3, h, w) and labels (B,) from `first` on; augmented many batches at a time."""
+        if isinstance(first, Tensor):
+            return self.batches.augmented(draws.at(first + self.static.offsets))
         size, staged = self.config.batch, self.staged.get(n)
         if staged is None or staged.draws is not draws or not staged.holds(first, size):
             until = first + max(size, _STAGED_SAMPLES // len(self.samples_NM))
@@ -2225,6 +2245,14 @@ class Federation:
             _restore_(self.momentum_D, state["momentum_D"], "momentum_D")
 
 
+def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
+    """start - eta * gradient, into `out`."""
+    if isinstance(eta, Tensor):
+        torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
+    else:
+        torch.add(start_D, gradient_D, alpha=-eta, out=out)
+
+
 def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
     """Which training samples each client has, (N, M); ValueError if they are too few."""
     total, clients = len(data.train_labels), config.client_count
@@ -2244,6 +2272,159 @@ def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
     alpha = None if config.scheme.centralized else config.dirichlet_alpha
     generator = generator_for(config.seed, _PARTITION)
     return partition(data.train_labels, clients, alpha, generator)
+
+
+# Static rounds ────────────────────────────────────────────────────────────────────────────────────
+#    A GPU is fast if the host never waits for it: then no shape may depend on a value, and no value
+#    may be looked at. Every message of TCS and top-K has a fixed size, so that a whole round can be
+#    like that; on a GPU it is captured once as a CUDA graph and replayed.
+
+
+def static_top_k(magnitudes_D: Tensor, k: int) -> Tensor:
+    """S_top without looking at a value: int64 (k,), ascending; of ties the lower index wins."""
+    kth = magnitudes_D.topk(k, sorted=False).values.min()
+    above, tied = magnitudes_D > kth, magnitudes_D == kth
+    chosen = above | (tied & (tied.cumsum(0) <= k - above.sum()))
+    return torch.nonzero_static(chosen, size=k, fill_value=0).squeeze(1)  # 0: a NaN among them
+
+
+class StaticRound:
+    """Rounds of a federation with static shapes and no host synchronization.
+
+    `Federation.round` with `Compressor.step` is the reference: the same masks, the same numbers to
+    rounding. What the host needs to know (entries explored, updates that are not finite) stays on
+    the device until the epoch's end.
+    """
+
+    def __init__(self, federation: Federation):
+        device, config = federation.device, federation.config
+        self.federation, self.compressor = federation, federation.compressor
+        shape = (federation.rounds_per_epoch, config.client_count)
+        self.index = torch.zeros((), dtype=torch.int64, device=device)
+        self.eta = torch.zeros((), device=device)
+        self.offsets = torch.arange(config.batch, device=device)
+        self.explored_T = torch.zeros(shape[0], dtype=torch.int64, device=device)
+        self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
+        self.draws: list[Draws] = []
+        self.graph: Any = None
+
+    @staticmethod
+    def suits(federation: Federation) -> bool:
+        """Whether static rounds can stand in for the sparse rounds of this federation."""
+        config, scheme = federation.config, federation.config.scheme
+        fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
+        plain = scheme.code == "block" and not scheme.compresses_downlink and not config.wire
+        everyone = config.participants == config.client_count and federation.ranks.size == 1
+        return RULES[scheme.rule] in (TCS, TopK) and plain and everyone and not fair
+
+    def ready(self, epoch: int) -> bool:
+        """Whether all rounds of this epoch are sparse: no warm-up, and a first mask is there."""
+        warm = epoch < self.federation.config.warmup and self.compressor.scheme.dense_warmup
+        mask = self.compressor.rule.global_mask()
+        return not warm and mask is not None and len(mask) == self.compressor.rule.k_global
+
+    def rounds(self, epoch: int) -> Iterator[None]:
+        """All rounds of an epoch; then, one by one, what each left in the compressor's counts.
+
+        Raises NotFiniteError, naming client and round, after the epoch; the state is then void.
+        """
+        federation, count = self.federation, self.federation.rounds_per_epoch
+        federation.loss_sums_N.zero_()
+        self._take(federation._draws(epoch))
+        for index in range(count):
+            self.index.fill_(index)
+            self.eta.fill_(federation.config.learning_rate_at(epoch + index / count))
+            self._play()
+        self.compressor.round += count
+        for index, n in (~self.finite_TN).nonzero().tolist()[:1]:
+            error = NotFiniteError(n)
+            error.args = (f"{error.args[0]}; epoch {epoch + 1}, round {index + 1} of {count}",)
+            raise error
+        for explored in self.explored_T.tolist():
+            self._count(explored)
+            yield
+
+    def _count(self, explored: int) -> None:
+        compressor, rule = self.compressor, self.compressor.rule
+        shared, clients = rule.k_global, self.finite_TN.shape[1]
+        up = compressor.up.block_code_bits(shared + rule.k_local, rule.k_local)
+        down = compressor.down.block_code_bits(shared + explored, explored)
+        sizes = [(bits, OVERHEAD_BYTES + -(-bits // 8)) for bits in (up, down)]
+        compressor._count([sizes[0]] * clients, sizes[1])
+        compressor.last_dense = False
+
+    def _take(self, draws: list[Draws]) -> None:
+        """This epoch's samples, in the buffers that the graph reads."""
+        self.draws = self.draws or draws
+        for buffer, new in zip(self.draws, draws, strict=True):
+            for name in ("samples", "crops", "flips"):
+                getattr(buffer, name).copy_(getattr(new, name))
+
+    def _play(self) -> None:
+        if self.federation.device.type != "cuda":
+            self._round()
+            return
+        if self.graph is None:
+            self.graph = self._captured()
+        self.graph.replay()
+
+    def _captured(self) -> Any:
+        """The round as a CUDA graph. What the trial rounds before it change is put back."""
+        before = [(tensor, tensor.clone()) for tensor in self._state()]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._round()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._round()
+        for tensor, value in before:
+            tensor.copy_(value)
+        return graph
+
+    def _state(self) -> list[Tensor]:
+        federation, positions = self.federation, getattr(self.compressor.rule, "positions", None)
+        state = [federation.theta_D, federation.statistics_NS, federation.loss_sums_N]
+        state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
+        return state + [t for t in (federation.momentum_D, positions) if t is not None]
+
+    def _round(self) -> None:
+        self.federation.active = list(range(len(self.draws)))
+        self.federation.round(self.draws, self.index, self.eta, compress=self._compress)
+
+    def _compress(self, deltas_ND: Tensor, *_: object) -> Tensor:
+        """`Compressor._sparse_round`, its values never looked at."""
+        rule, explored_D = self.compressor.rule, self.compressor._explored_D.zero_()
+        global_K, update_D = rule.global_mask(), torch.zeros_like(deltas_ND[0])
+        finite_N = []
+        for n, delta_D in enumerate(deltas_ND):
+            local_K, sent, finite = self._client(n, delta_D, global_K)
+            finite_N.append(finite)
+            update_D.index_add_(0, torch.cat([global_K, local_K]), sent)
+            explored_D.index_fill_(0, local_K, True)
+        update_D.div_(len(deltas_ND))
+        now = self.index.view(1)
+        self.finite_TN.index_copy_(0, now, torch.stack(finite_N).view(1, -1))
+        self.explored_T.index_copy_(0, now, explored_D.sum().view(1))
+        if rule.k_global:
+            global_K.copy_(static_top_k(update_D.abs(), rule.k_global))
+        return update_D
+
+    def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One client's own positions, the values it sends, and whether they are finite."""
+        errors_D, scheme = self.compressor.errors_ND[n], self.compressor.scheme
+        keep_errors = scheme.error_accumulation
+        intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)
+        magnitudes_D = intended_D.abs().index_fill_(0, global_K, -1.0)
+        local_K = static_top_k(magnitudes_D, self.compressor.rule.k_local)
+        positions = torch.cat([global_K, local_K])
+        intended = sent = intended_D[positions]
+        if scheme.intervals:
+            sent = _dequantize(*_quantize(intended, scheme.intervals))
+        errors_D[positions] = intended - sent
+        return local_K, sent, intended.isfinite().all() & delta_D.sum().isfinite()
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -2696,6 +2877,9 @@ class Draws:
 
     def __getitem__(self, part: slice) -> Draws:
         return Draws(self.samples[part], self.crops[part], self.flips[part])
+
+    def at(self, where: Tensor) -> Draws:
+        return Draws(self.samples[where], self.crops[where], self.flips[where])
 
     def to(self, device: torch.device) -> Draws:
         return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))
