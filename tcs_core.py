@@ -1838,6 +1838,8 @@ class Compressor:
 
     def _check_deltas(self, deltas_ND: Tensor, chosen: list[int]) -> None:
         mine = {n: deltas_ND[self.own.index(n)] for n in sorted(chosen) if n in self.own}
+        if not mine:
+            return
         everyone = len(mine) == len(self.own)
         sums_N = deltas_ND.sum(1) if everyone else torch.stack([d.sum() for d in mine.values()])
         for (n, delta_D), total in zip(mine.items(), sums_N.tolist(), strict=True):
