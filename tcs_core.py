@@ -8,13 +8,14 @@ The whole machinery in one module. It reproduces E. Ozfatura, K. Ozfatura and D.
             -> average -> update_D -> theta_D
 
 Contents
-     1 schemes and configuration          7 the federation (Alg. 1, 3)
-     2 masks (S_top)                      8 model
-     3 positions on the wire (Alg. 4)     9 data and partition
-     4 values on the wire                10 runs, records, checkpoints
-     5 messages and bit budget           11 tables and figures
-     6 compressors (Alg. 2)              12 benchmarks
-                                         13 command line
+     1 schemes and configuration          9 data and partition
+     2 masks (S_top)                     10 runs, records, checkpoints
+     3 positions on the wire (Alg. 4)    11 ranks: one federation, many processes
+     4 values on the wire                12 a communication hook for PyTorch's DDP
+     5 messages and bit budget           13 tables and figures
+     6 compressors (Alg. 2)              14 benchmarks
+     7 the federation (Alg. 1, 3)        15 command line
+     8 model
 
 Symbols (an axis suffix names a tensor's dimensions)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
@@ -90,6 +91,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
@@ -1744,6 +1747,9 @@ def _restore_(own: Tensor, saved: Tensor, key: str) -> None:
     own.copy_(saved)
 
 
+Arrived = tuple[Message, tuple[int, int]]  # with its size: bits of code, bytes in all
+
+
 class Compressor:
     """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
 
@@ -1753,7 +1759,8 @@ class Compressor:
     client that can't be accepted raise MessageError or, with `bad_message` "skip", are left out:
     the average is over the others, the client keeps in its errors all that it meant to send.
     `channel(sender, data)` is what the network makes of a message's bytes: a place for a transport,
-    or for an attack.
+    or for an attack. Over several `ranks` messages always are bytes, and N is the number of this
+    rank's `own` clients.
     """
 
     def __init__(
@@ -1765,11 +1772,13 @@ class Compressor:
         seed: int = 0,
         wire: bool = False,
         bad_message: str = "stop",
+        ranks: Ranks | None = None,
     ):
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
-        self.dimension, self.wire = sum(layer_sizes), wire
+        self.dimension, self.wire, self.ranks = sum(layer_sizes), wire, ranks or Ranks()
+        self.own = self.ranks.own(clients)
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
-        rows = 0 if scheme.dense else clients
+        rows = 0 if scheme.dense else len(self.own)
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
         down = self.dimension if scheme.compresses_downlink else 0
         self.server_errors_D = torch.zeros(down, device=device)
@@ -1809,38 +1818,35 @@ class Compressor:
         return update_D
 
     def _check(self, deltas_ND: Tensor, chosen: list[int]) -> None:
-        if tuple(deltas_ND.shape) != (self.clients, self.dimension):
-            expected = (self.clients, self.dimension)
+        if tuple(deltas_ND.shape) != (len(self.own), self.dimension):
+            expected = (len(self.own), self.dimension)
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         if not chosen or sorted(set(chosen)) != sorted(chosen):
             raise ValueError(f"clients: got {chosen}, allowed: one or more, each once")
         if not 0 <= min(chosen) <= max(chosen) < self.clients:
             raise ValueError(f"clients: got {chosen}, allowed: 0 to {self.clients - 1}")
-        everyone = len(chosen) == self.clients
-        sums_N = (
-            deltas_ND.sum(1)
-            if everyone
-            else torch.stack([deltas_ND[n].sum() for n in sorted(chosen)])
-        )
-        for n, total in zip(sorted(chosen), sums_N.tolist(), strict=True):
-            if not math.isfinite(total) and not deltas_ND[n].isfinite().all():
-                raise NotFiniteError(n)
+        self.ranks.together(lambda: self._check_deltas(deltas_ND, chosen))
+
+    def _check_deltas(self, deltas_ND: Tensor, chosen: list[int]) -> None:
+        rows = [self.own.index(n) for n in sorted(chosen) if n in self.own]
+        if not rows:
+            return
+        everyone = len(rows) == len(deltas_ND)
+        sums_N = deltas_ND.sum(1) if everyone else torch.stack([deltas_ND[r].sum() for r in rows])
+        for row, total in zip(rows, sums_N.tolist(), strict=True):
+            if not math.isfinite(total) and not deltas_ND[row].isfinite().all():
+                raise NotFiniteError(self.own[row])
 
     def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
         """Everything is sent in 32 bits, in both directions: no error is left."""
-        update_D, sent_up = torch.zeros_like(deltas_ND[0]), []
-        for n in chosen:
-            intended_D = deltas_ND[n]
-            if len(self.errors_ND) and self.scheme.error_accumulation:
-                intended_D = self.errors_ND[n].add_(intended_D)
-                _check_finite(intended_D, n)
-            arrived = self._arrived(Message.dense_of(intended_D, n, self.round))
+        update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
+        for message, arrived in self._received(self._dense_client, deltas_ND, chosen):
             if arrived is None:
                 continue
             sent_up.append(arrived[1])
             update_D += arrived[0].values
-            if len(self.errors_ND):
-                self.errors_ND[n].zero_()
+            if message and len(self.errors_ND):
+                self.errors_ND[self.own.index(message.sender)].zero_()
         update_D.div_(self._accepted(sent_up))
         if len(self.server_errors_D):
             update_D += self.server_errors_D
@@ -1851,14 +1857,11 @@ class Compressor:
         return down.values
 
     def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
-        update_D, sent_up = torch.zeros_like(deltas_ND[0]), []
+        update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
         self._explored_D.zero_()
-        for n in chosen:
-            message = self._client(n, deltas_ND[n], global_K)  # client side, in parallel
-            arrived = self._arrived(message, global_K)
-            if arrived is None:  # all that was meant is still to be sent
-                positions = torch.cat([global_K, message.positions])
-                self.errors_ND[n].index_add_(0, positions, message.values)
+        for message, arrived in self._received(self._client, deltas_ND, chosen, global_K):
+            if arrived is None:
+                self._take_back(message, global_K)
                 continue
             message, sent = arrived
             sent_up.append(sent)
@@ -1866,15 +1869,21 @@ class Compressor:
             update_D.index_add_(0, positions, message.values)  # server, line 16
             self._explored_D[message.positions] = True
         message = self._server(update_D.div_(self._accepted(sent_up)), global_K)
-        message, sent = self._carried(message, self.down, global_K)
+        message, sent = self._sent_down(message, global_K)
         self._count(sent_up, sent)
         if self.wire or self.scheme.compresses_downlink:
             update_D.zero_()[torch.cat([global_K, message.positions])] = message.values
         return update_D
 
+    def _dense_client(self, n: int, delta_D: Tensor, _: None) -> Message:
+        if len(self.errors_ND) and self.scheme.error_accumulation:
+            delta_D = self.errors_ND[self.own.index(n)].add_(delta_D)
+            _check_finite(delta_D, n)
+        return Message.dense_of(delta_D, n, self.round)
+
     def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> Message:
         """One client's side of a round: its own positions, the values it sends on both masks."""
-        errors_D = self.errors_ND[n]
+        errors_D = self.errors_ND[self.own.index(n)]
         keep_errors = self.scheme.error_accumulation
         intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)  # line 9
         local_K = self._positions(self.rule.local_mask(intended_D, global_K), global_K)  # line 10
@@ -1904,20 +1913,65 @@ class Compressor:
         intended_D[positions] = intended - message.values
         return message
 
+    def _take_back(self, message: Message | None, global_K: Tensor) -> None:
+        """All that an own client meant to send is still to be sent: the server left it out."""
+        if message is not None:
+            positions = torch.cat([global_K, message.positions])
+            errors_D = self.errors_ND[self.own.index(message.sender)]
+            errors_D.index_add_(0, positions, message.values)
+
+    def _received(
+        self, client: Callable[..., Message], deltas_ND: Tensor, chosen: list[int],
+        global_K: Tensor | None = None,
+    ) -> Iterator[tuple[Message | None, Arrived | None]]:  # fmt: skip
+        """Every chosen client's message, in their order: as it was sent, if it is a client of this
+        rank, and as the server has it (see `_arrived`)."""
+        own = (n for n in chosen if n in self.own)
+        sent = (client(n, deltas_ND[self.own.index(n)], global_K) for n in own)
+        if self.ranks.size == 1:
+            yield from ((m, self._arrived(m, m.sender, global_K)) for m in sent)
+            return
+        mine: dict[int, Message] = {}
+
+        def encoded() -> list[bytes]:
+            mine.update((message.sender, message) for message in sent)
+            return [self.channel(n, encode_message(m, self.up)) for n, m in mine.items()]
+
+        parts = self.ranks.exchange(encoded)
+        owners = {n: rank for rank in range(self.ranks.size) for n in self._chosen_of(rank, chosen)}
+        data = dict(zip(owners, (one for part in parts for one in part), strict=True))
+        for n in chosen:
+            with _of_rank(owners[n]):
+                arrived = self._arrived(data[n], n, global_K)
+            yield mine.get(n), arrived
+
+    def _chosen_of(self, rank: int, chosen: list[int]) -> list[int]:
+        return [n for n in chosen if n in self.ranks.own(self.clients, rank)]
+
     def _arrived(
-        self, message: Message, shared_K: Tensor | None = None
-    ) -> tuple[Message, tuple[int, int]] | None:
+        self, message: Message | bytes, sender: int, shared_K: Tensor | None = None
+    ) -> Arrived | None:
         """A client's message as the server has it, and its size; None if it is left out."""
         count = None
         if shared_K is not None and type(self.rule).local_mask is MaskRule.local_mask:
             count = self.rule.own_count(self.rule.k_local, shared_K)
         try:
-            return self._carried(message, self.up, shared_K, count)
+            if isinstance(message, Message):
+                return self._carried(message, self.up, shared_K, count)
+            return self._decoded(message, self.up, shared_K, sender, count)
         except MessageError:
             if self.bad_message != "skip":
                 raise
-            self.refused.append(message.sender)
+            self.refused.append(sender)
             return None
+
+    def _sent_down(self, message: Message, global_K: Tensor) -> Arrived:
+        """The server's message as all have it: rank 0's, if the server quantizes or selects."""
+        if self.ranks.size == 1 or not self.scheme.compresses_downlink:
+            return self._carried(message, self.down, global_K)
+        first = self.ranks.rank == 0
+        parts = self.ranks.exchange(lambda: [encode_message(message, self.down)] if first else [])
+        return self._decoded(parts[0][0], self.down, global_K, SERVER)
 
     def _accepted(self, sent_up: list[tuple[int, int]]) -> int:
         if not sent_up:
@@ -1926,18 +1980,24 @@ class Compressor:
 
     def _carried(
         self, message: Message, wire: Wire, shared_K: Tensor | None = None, count: int | None = None
-    ) -> tuple[Message, tuple[int, int]]:
+    ) -> Arrived:
         """The message as the other side has it, and its size: bits of code, bytes in all."""
         if not self.wire:
             bits = wire.bits(message)
             return message, (bits, OVERHEAD_BYTES + -(-bits // 8))
         data = self.channel(message.sender, encode_message(message, wire))
+        return self._decoded(data, wire, shared_K, message.sender, count)
+
+    def _decoded(
+        self, data: bytes, wire: Wire, shared_K: Tensor | None, sender: int,
+        count: int | None = None,
+    ) -> Arrived:  # fmt: skip
         try:
-            received = decode_message(data, wire, shared_K, message.sender, message.round, count)
+            message = decode_message(data, wire, shared_K, sender, self.round, count)
         except ValueError as error:
-            raise MessageError(message.sender, str(error)) from error
+            raise MessageError(sender, str(error)) from error
         bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
-        return received.to(message.values.device), (bits, len(data))
+        return message.to(self._explored_D.device), (bits, len(data))
 
     def _count(self, up: list[tuple[int, int]], down: tuple[int, int]) -> None:
         bits, self.bytes_up = (sum(column) for column in zip(*up, strict=True))
@@ -1991,15 +2051,19 @@ class Federation:
     """N clients and a server on one machine (Alg. 1 with Alg. 2's compression, or Alg. 3).
 
     `theta_D`, `deltas_ND`, `statistics_NS` and `compressor` are the whole state, beside
-    `momentum_D`. Raises ValueError if the data can't feed the configured clients, batches or local
-    steps.
+    `momentum_D`. Over several `ranks`, N is the number of this rank's `own` clients, and what the
+    server knows is the same on all of them. Raises ValueError if the data can't feed the configured
+    clients, batches or local steps.
     """
 
-    def __init__(self, config: RunConfig, data: Dataset):
+    def __init__(self, config: RunConfig, data: Dataset, ranks: Ranks | None = None):
         self.config, self.device, self.fingerprint = config, config.torch_device, data.fingerprint
-        clients = config.client_count
-        self.samples_NM = _client_samples(config, data)
+        clients, self.ranks = config.client_count, ranks or Ranks()
+        self.own = self.ranks.own(clients)
+        self.samples_NM = _client_samples(config, data)[self.own.start : self.own.stop]
         self.batches = Batches(data, self.device)
+        if self.ranks.size > 1:
+            self.samples_NM = self.batches.keep(self.samples_NM)
         self.staged: dict[int, Staged] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
@@ -2007,16 +2071,21 @@ class Federation:
         self.flat = FlatModel(model.to(self.device))
         self.theta_D, dimension = self.flat.theta_D, len(self.flat.theta_D)
         self.start_D = torch.empty_like(self.theta_D) if config.scheme.local_steps > 1 else None
-        self.deltas_ND = torch.zeros(clients, dimension, device=self.device)
+        self.deltas_ND = torch.zeros(len(self.own), dimension, device=self.device)
         self.gradient_views = [self.flat.views(row) for row in self.deltas_ND]
-        self.statistics_NS = self.flat.statistics().repeat(clients, 1)
+        self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
         self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
         self.momentum_D = torch.zeros_like(self.theta_D) if config.scheme.momentum else None
         sizes, seed = self.flat.layer_sizes, config.seed * 8 + _MASKS
-        wire = (config.wire, config.bad_message)
+        wire = (config.wire, config.bad_message, self.ranks)
         self.compressor = Compressor(config.scheme, sizes, clients, self.device, seed, *wire)
         self.active = list(range(clients))
-        self.loss_sum = torch.zeros((), device=self.device)
+        self.loss_sums_N = torch.zeros(len(self.own), device=self.device)
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """All local steps' losses in this epoch so far: the clients' own sums, added up."""
+        return self.ranks.rows(self.loss_sums_N).sum()
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -2029,7 +2098,7 @@ class Federation:
         Raises NotFiniteError, or MessageError, with the round in its text; theta_D is as after the
         last good round.
         """
-        self.loss_sum.zero_()
+        self.loss_sums_N.zero_()
         draws, count = self._draws(epoch), self.rounds_per_epoch
         for index in range(count):
             eta = self.config.learning_rate_at(epoch + index / count)
@@ -2054,12 +2123,13 @@ class Federation:
                 row["refused"] = row.get("refused", 0) + len(self.compressor.refused)
         steps = row["rounds"] * self.config.scheme.local_steps * len(self.active)
         eta = self.config.learning_rate_at(epoch + 1 - 1 / row["rounds"])
+        self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         return row | {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
 
     def _draws(self, epoch: int) -> list[Draws]:
-        """Every client's order of samples, crops and flips for one epoch."""
+        """Every own client's order of samples, crops and flips for one epoch."""
         steps = self.rounds_per_epoch * self.config.scheme.local_steps
-        seeds = [(self.config.seed, _SAMPLING, epoch, n) for n in range(len(self.samples_NM))]
+        seeds = [(self.config.seed, _SAMPLING, epoch, n) for n in self.own]
         need = steps * self.config.batch
         return [
             Draws.of(samples_M, need, generator_for(*seed)).to(self.device)
@@ -2077,10 +2147,10 @@ class Federation:
         """Round `index` of an epoch: local training, compression, the server's step; update_D."""
         scheme = self.config.scheme
         self.flat.model.train()
-        for n in self.active:
-            self._local_training_(n, draws[n], index, eta)
+        for row in [self.own.index(n) for n in self.active if n in self.own]:
+            self._local_training_(row, draws[row], index, eta)
             if not scheme.momentum:
-                self.deltas_ND[n].mul_(-eta)  # Eq. 3: gradients to a model difference
+                self.deltas_ND[row].mul_(-eta)  # Eq. 3: gradients to a model difference
         update_D = self.compressor.step(self.deltas_ND, dense, self.active)
         if scheme.momentum:
             self.momentum_D.mul_(scheme.momentum).add_(update_D)  # Alg. 3, line 7
@@ -2102,7 +2172,7 @@ class Federation:
             images, labels = self._batch(n, draws, first)
             loss = self._loss(images, labels)
             loss.backward()  # line 5; adds to gradient_D
-            self.loss_sum += loss.detach()
+            self.loss_sums_N[n] += loss.detach()
             if tau + 1 < steps:
                 torch.add(self.start_D, gradient_D, alpha=-eta, out=theta_D)  # line 6
                 gradient_D.add_(theta_D, alpha=config.weight_decay)
@@ -2132,15 +2202,18 @@ class Federation:
     def evaluate(self, batch: int = 500) -> dict[str, float]:
         """Accuracy (0..1) and mean loss on the test images; the clients' statistics averaged."""
         self.flat.model.eval()
-        average_S = self.statistics_NS[self.active].mean(0)
+        average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         self.flat.use(None, self.flat.statistics_views(average_S))
-        loss, right, count = 0.0, 0, len(self.batches.test_labels)
-        for start in range(0, count, batch):
+        count = len(self.batches.test_labels)
+        starts, found = range(0, count, batch), []
+        for start in (starts[i] for i in self.ranks.own(len(starts))):
             images, labels = self.batches.test(slice(start, start + batch))
             with self._autocast():
                 scores = self.flat.model(images).float()
-            loss += float(F.cross_entropy(scores, labels, reduction="sum"))
-            right += int((scores.argmax(1) == labels).sum())
+            loss = float(F.cross_entropy(scores, labels, reduction="sum"))
+            found.append((loss, int((scores.argmax(1) == labels).sum())))
+        found = self.ranks.rows(torch.tensor(found, dtype=torch.float64).view(-1, 2)).tolist()
+        loss, right = (sum(column) for column in zip(*found, strict=True))
         return {"accuracy": right / count, "loss": loss / count}
 
     def state_dict(self) -> dict[str, Any]:
@@ -2667,6 +2740,12 @@ class Batches:
         self.rows = torch.arange(height, device=device)
         self.columns = torch.arange(width, device=device)
 
+    def keep(self, samples_NM: Tensor) -> Tensor:
+        """Drops all training samples but these; where each is from now on, (N, M) int64."""
+        places = samples_NM.reshape(-1).to(self.padded.device)
+        self.padded, self.train_labels = self.padded[places], self.train_labels[places]
+        return torch.arange(len(places)).view_as(samples_NM)
+
     def normalized(self, pixels: Tensor) -> Tensor:
         """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
         return ((pixels.float() - self.mean) * self.scale).permute(0, 3, 1, 2)
@@ -2697,48 +2776,57 @@ def run(
     config: RunConfig,
     results: str | Path | None = None,
     on_epoch: Callable[[Row], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Train one configuration and return its record; a record or checkpoint that exists is used.
 
     `results` is the results folder (default: the one beside this module). `on_epoch` is called with
     every row as it is made. An update that is not finite ends the run: its record has status
     "diverged", says at which client and round, and holds the epochs before. If another process
-    makes the same run, this one waits for it (and says so on stderr) and takes its record.
+    makes the same run, this one waits for it (and says so on stderr) and takes its record. With
+    several `ranks` (`joined_ranks`) all of them call this; rank 0 writes, all return the record.
     Raises ValueError or FileNotFoundError for data or files that can't be used.
     """
-    record = _run(config, results, on_epoch, _say_waiting)
-    assert record is not None  # it waited
+    ranks = ranks or Ranks()
+    while (record := _run(config, results, on_epoch, _say_waiting, ranks)) is None:
+        time.sleep(_POLL_SECONDS)  # of several ranks none may wait alone
     return record
 
 
 def _run(
     config: RunConfig, results: str | Path | None, on_epoch: Callable[[Row], None] | None,
-    waiting: Callable[[str], None] | None,
+    waiting: Callable[[str], None] | None, ranks: Ranks,
 ) -> dict[str, Any] | None:  # fmt: skip
     """`run`; without a `waiting` it gives None at once if another process makes the run."""
     path = record_path(config, results)
-    if path.exists():
-        return read_record(path, config)
-    with _alone(_checkpoint_path(config), waiting) as held:
-        if not held:
+    if ranks.first(path.exists):
+        return ranks.first(lambda: read_record(path, config))
+    with contextlib.ExitStack() as until:
+        alone = _alone(_checkpoint_path(config), waiting if ranks.size == 1 else None)
+        if not ranks.first(lambda: until.enter_context(alone)):
             return None
-        if path.exists():  # made while this process waited
-            return read_record(path, config)
-        data = load_dataset(config.dataset, config.data_root, config.data_label)
+        if ranks.first(path.exists):  # made while this process waited
+            return ranks.first(lambda: read_record(path, config))
+        source = (config.dataset, config.data_root, config.data_label)
+        data = ranks.in_turn(lambda: load_dataset(*source))
         data = data.first(config.train_samples, config.test_samples)
         with _thread_count(config.threads):
-            record = _train(config, data, on_epoch)
-        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-        _write_whole(path, lambda f: f.write(text.encode()))
-        _checkpoint_path(config).unlink(missing_ok=True)
-        _sweep(_checkpoint_path(config))
-        return record
+            record = _train(config, data, on_epoch, ranks)
+        return ranks.first(lambda: _keep_record(path, record, config))
+
+
+def _keep_record(path: Path, record: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    _write_whole(path, lambda f: f.write(text.encode()))
+    _checkpoint_path(config).unlink(missing_ok=True)
+    _sweep(_checkpoint_path(config))
+    return record
 
 
 def _train(
-    config: RunConfig, data: Dataset, on_epoch: Callable[[Row], None] | None
+    config: RunConfig, data: Dataset, on_epoch: Callable[[Row], None] | None, ranks: Ranks
 ) -> dict[str, Any]:
-    federation = Federation(config, data)
+    federation = ranks.together(lambda: Federation(config, data, ranks))
     rows = _load_checkpoint(config, federation)
     status, reason, saved = "finished", None, _Pace()
     for epoch in range(len(rows), config.epochs):
@@ -2755,7 +2843,7 @@ def _train(
         rows.append(row | {"seconds": round(time.perf_counter() - start, 3)})
         if on_epoch:
             on_epoch(rows[-1])
-        if epoch + 1 < config.epochs and saved.due():
+        if epoch + 1 < config.epochs and ranks.first(saved.due):
             saved.took(lambda: _save_checkpoint(config, federation, rows))
     return _record(config, federation, data, rows, status, reason)
 
@@ -2797,7 +2885,10 @@ def _record(
     config: RunConfig, federation: Federation, data: Dataset, rows: list[Row], status: str,
     reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    made = provenance(config) | {"dataset": data.label, "fingerprint": data.fingerprint}
+    made = provenance(config, federation.ranks) | {
+        "dataset": data.label,
+        "fingerprint": data.fingerprint,
+    }
     made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
     record = {
         "version": RECORD_VERSION,
@@ -2826,7 +2917,7 @@ _REPEATS = {
 }
 
 
-def provenance(config: RunConfig) -> dict[str, Any]:
+def provenance(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
     """Which code, on which machine, when."""
     device = config.torch_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -2838,6 +2929,7 @@ def provenance(config: RunConfig) -> dict[str, Any]:
         "numpy": np.__version__,
         "device": name,
         "threads": config.threads or torch.get_num_threads(),
+        "ranks": ranks.size if ranks else 1,
         "repeats": _REPEATS[device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -2983,10 +3075,15 @@ def _checkpoint_path(config: RunConfig) -> Path:
 
 
 def _save_checkpoint(config: RunConfig, federation: Federation, rows: list[Row]) -> None:
+    """One file, the same whatever the number of ranks."""
     state = {"identity": _state_identity(config, federation), "rows": json.dumps(rows)}
-    state["federation"] = federation.state_dict()
-    state["sha256"] = _state_sha256(state)
-    _write_whole(_checkpoint_path(config), lambda f: torch.save(state, f))
+    state["federation"] = federation.ranks.merged(federation.state_dict())
+
+    def write() -> None:
+        state["sha256"] = _state_sha256(state)
+        _write_whole(_checkpoint_path(config), lambda f: torch.save(state, f))
+
+    federation.ranks.first(write)
 
 
 def _state_identity(config: RunConfig, federation: Federation) -> str:
@@ -3017,24 +3114,35 @@ def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
 
     The state of other code or data is not used: the run starts afresh.
     """
-    path = _checkpoint_path(config)
-    if not path.exists():
-        return []
+    path, ranks, state = _checkpoint_path(config), federation.ranks, {}
     try:
-        state = torch.load(path, map_location=federation.device, weights_only=True)
-        if state["identity"] != _state_identity(config, federation):
-            return []
-        if state["sha256"] != _state_sha256(state):
-            raise ValueError("its content is not what was written")
-        rows = json.loads(state["rows"])
-        if problem := _rows_problem(rows):
-            raise ValueError(f"rows: {problem}")
-        federation.load_state_dict(state["federation"])
+        rows = ranks.first(lambda: _read_checkpoint(config, federation, state))
+        if rows:
+            whole, clients = state.get("federation"), config.client_count
+            federation.load_state_dict(ranks.split(whole, clients, federation.device))
         if sum(row["rounds"] for row in rows) != federation.compressor.round:
             raise ValueError("rows and state are of different rounds")
         return rows
+    except RankError:
+        raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(f"{path}: not a usable checkpoint ({error}); delete it") from error
+
+
+def _read_checkpoint(config: RunConfig, federation: Federation, state: dict[str, Any]) -> list[Row]:
+    """The rows of a checkpoint that this run can go on from, if there is one; fills `state`."""
+    path = _checkpoint_path(config)
+    if not path.exists():
+        return []
+    state.update(torch.load(path, map_location=federation.device, weights_only=True))
+    if state["identity"] != _state_identity(config, federation):
+        return []
+    if state["sha256"] != _state_sha256(state):
+        raise ValueError("its content is not what was written")
+    rows = json.loads(state["rows"])
+    if problem := _rows_problem(rows):
+        raise ValueError(f"rows: {problem}")
+    return rows
 
 
 # One at a time ────────────────────────────────────────────────────────────────────────────────────
@@ -3107,35 +3215,41 @@ def _say_waiting(what: str) -> None:
 
 def run_all(
     configs: Iterable[RunConfig], results: str | Path | None = None, jobs: int = 1,
-    progress: bool = True,
+    progress: bool = True, ranks: Ranks | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every configuration's record, in order; made once where it is asked for twice.
 
     `jobs` processes work side by side (rules defined outside this module run in this one). A run
     that a process started elsewhere is making comes last, and its record is taken. A bar shows
-    which run of how many, epoch, accuracy, bits and time left.
+    which run of how many, epoch, accuracy, bits and time left. With several `ranks` all walk the
+    list together, whatever `jobs` says.
     """
     _check_value("jobs", jobs, dict(TABLE_FIELDS["jobs"].metadata))
-    configs = list(configs)
+    configs, ranks = list(configs), ranks or Ranks()
+    jobs = jobs if ranks.size == 1 else 1
     wanted = {record_path(c, results): c for c in configs}
-    todo = [c for path, c in wanted.items() if not path.exists()]
+    missing = ranks.first(lambda: [not path.exists() for path in wanted])
+    todo = [c for c, new in zip(wanted.values(), missing, strict=True) if new]
     apart = [c for c in todo if jobs > 1 and RULES[c.scheme.rule].__module__ == __name__]
     here = [c for c in todo if c not in apart]
-    with Progress(todo, enabled=progress) as bar:
+    with Progress(todo, enabled=progress and not ranks.rank) as bar:
         if apart:
             _run_apart(apart, results, min(jobs, len(apart)), bar)
-        _run_here(here, results, bar)
-    done = {path: read_record(path, config) for path, config in wanted.items()}
+        _run_here(here, results, bar, ranks)
+    records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
+    done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
 
 
-def _run_here(configs: list[RunConfig], results: str | Path | None, bar: Progress) -> None:
+def _run_here(
+    configs: list[RunConfig], results: str | Path | None, bar: Progress, ranks: Ranks
+) -> None:
     """The runs in this process, one by one; those that another process is making come last."""
     left = deque(configs)
     busy = 0  # runs in a row that others were making
     while left:
         config = left.popleft()
-        if _run(config, results, lambda row, c=config: bar.epoch(c, row), None):
+        if _run(config, results, lambda row, c=config: bar.epoch(c, row), None, ranks):
             bar.ended(config)
             busy = 0
             continue
@@ -3165,7 +3279,7 @@ def _end_with_parent() -> None:
 
 def _work(config: RunConfig, results: str | Path | None) -> bool:
     """In a worker process: makes a run; False if a process started elsewhere is making it."""
-    if _run(config, results, lambda row: _rows_queue.put((config.digest, row)), None):
+    if _run(config, results, lambda row: _rows_queue.put((config.digest, row)), None, Ranks()):
         return True
     time.sleep(_POLL_SECONDS)
     return False
@@ -3326,7 +3440,643 @@ class _NotebookLine(io.TextIOBase):
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 11. Tables and figures, from records
+# 11. Ranks: one federation, many processes
+#     torchrun --nproc-per-node 4 tcs_core.py run ... starts ranks; each has a block of the clients.
+#     What crosses between them is the clients' encoded messages. Every rank decodes and averages
+#     them in client order, so all know what the server knows, and a record is the same, bit for
+#     bit, for any number of ranks.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+class RankError(RuntimeError):
+    """Another rank is late, gone, or went wrong; the text names it."""
+
+
+@contextlib.contextmanager
+def _of_rank(rank: int) -> Iterator[None]:
+    """Puts the rank in front of what is wrong with a message."""
+    try:
+        yield
+    except ValueError as error:
+        error.args = (f"rank {rank}, {error}",)
+        raise
+
+
+class Ranks:
+    """The processes that share a federation. This one is alone; `joined_ranks` gives the others.
+
+    Every method but `own` is called by all ranks, in the same order.
+    """
+
+    rank, size = 0, 1
+
+    def own(self, count: int, rank: int | None = None) -> range:
+        """Which of `count` things are this rank's (or that one's): a block, perhaps empty."""
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
+
+    def exchange(self, work: Callable[[], list[bytes]]) -> list[list[bytes]]:
+        """What `work` returns on every rank, in rank order; what it raises on one, all raise."""
+        return [work()]
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """`work()` of this rank, if it went well on all."""
+        return work()
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """`work()` of rank 0, a value that JSON can hold, on all ranks."""
+        return work()
+
+    def in_turn(self, work: Callable[[], Any]) -> Any:
+        """`work()`, by one rank of every machine before the others: downloads, cached files."""
+        return work()
+
+    def rows(self, rows_N: Tensor) -> Tensor:
+        """The rows of all ranks, in rank order, on this rank's device."""
+        return rows_N
+
+    def check_same(self, tensor: Tensor, what: str) -> None:
+        """Raises RankError if the tensor is not the same, bit for bit, on all ranks."""
+
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A federation's state with all clients' rows on rank 0; elsewhere as it is."""
+        return state
+
+    def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
+        """The inverse: rank 0's whole state, as the part of it that is this rank's."""
+        return state
+
+
+_SHORT = 240  # bytes that travel with their length, in one collective
+_PATIENCE = (
+    3.0  # seconds in which ranks that saw a failure say so, for those that did not to be named
+)
+_LENGTH = struct.Struct("<Q")
+
+
+class ProcessRanks(Ranks):
+    """Ranks joined by torch.distributed: gloo between CPUs, nccl between GPUs.
+
+    `store` is the key-value store that all were started with: before a rank waits for others it
+    writes there how often it has, so that those who wait too long can say for whom.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, device: Any):
+        self.rank, self.size, self.timeout, self.device = rank, size, timeout, device
+        self._store, self._count = store, 0
+        self._arrive()
+
+    def exchange(self, work: Callable[[], list[bytes]]) -> list[list[bytes]]:
+        error = None
+        try:
+            sent = _framed([b"", *work()])
+        except Exception as raised:  # any: the others must not wait for a rank that went wrong
+            error, sent = raised, _framed([_error_json(raised)])
+        with self._waiting():
+            parts = [_frames(part) for part in self._all_gathered(sent)]
+        failed = [(rank, part[0]) for rank, part in enumerate(parts) if part[0]]
+        if failed:
+            raise _first_error(failed, self.rank, error)
+        return [part[1:] for part in parts]
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        done: list[Any] = []
+        self.exchange(lambda: done.append(work()) or [])
+        return done[0]
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        made = self.exchange(lambda: [] if self.rank else [json.dumps(work()).encode()])
+        return json.loads(made[0][0])
+
+    def in_turn(self, work: Callable[[], Any]) -> Any:
+        leads = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+        early = self.together(work if leads else lambda: None)
+        late = self.together((lambda: None) if leads else work)
+        return early if leads else late
+
+    def rows(self, rows_N: Tensor) -> Tensor:
+        parts = self.exchange(lambda: [rows_N.cpu().contiguous().numpy().tobytes()])
+        joined = bytearray(b"".join(part[0] for part in parts))
+        return (
+            torch.frombuffer(joined, dtype=rows_N.dtype)
+            .view(-1, *rows_N.shape[1:])
+            .to(rows_N.device)
+        )
+
+    def check_same(self, tensor: Tensor, what: str) -> None:
+        sums = self.rows(
+            torch.tensor([zlib.crc32(tensor.cpu().contiguous().numpy().data)])
+        ).tolist()
+        others = [str(rank) for rank, value in enumerate(sums) if value != sums[0]]
+        if others:
+            raise RankError(
+                f"{what}: rank {', '.join(others)} got another than rank 0, allowed: the same "
+                "(machines of one kind; a scheme of your own may keep state in observe only)"
+            )
+
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        own = _client_rows(state)
+        if self.rank:
+            self._send(_saved(own), 0)
+            return state
+        parts = [own] + [_loaded(self._receive(rank)) for rank in range(1, self.size)]
+        cat = {key: torch.cat([part[key].cpu() for part in parts]) for key in own}
+        return _with_client_rows(state, cat)
+
+    def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
+        if self.rank:
+            return _loaded(self._receive(0), device)
+        rows = _client_rows(state)
+        for rank in reversed(range(self.size)):
+            own = self.own(clients, rank)
+            part = {key: value[own.start : own.stop].clone() for key, value in rows.items()}
+            part = _with_client_rows(state, part)
+            if rank:
+                self._send(_saved(part), rank)
+        return part
+
+    # Transport ───────────────────────────────────────────────────────────────────────────────────
+
+    def _all_gathered(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, of any length."""
+        heads = self._gathered(
+            _LENGTH.pack(len(data)) + data[:_SHORT], _LENGTH.size + _SHORT, "cpu"
+        )
+        lengths = [_LENGTH.unpack_from(head)[0] for head in heads]
+        if max(lengths) <= _SHORT:
+            bodies = [head[_LENGTH.size :] for head in heads]
+        else:
+            bodies = self._gathered(data, max(lengths), self.device)
+        return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
+
+    def _gathered(self, data: bytes, size: int, device: Any) -> list[bytes]:
+        own = torch.zeros(size, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        dist.all_gather(parts, own.to(device))
+        return [part.cpu().numpy().tobytes() for part in parts]
+
+    def _send(self, data: bytes, rank: int) -> None:
+        with self._waiting():
+            dist.send(torch.tensor([len(data)]), rank)
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+
+    def _receive(self, rank: int) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        with self._waiting():
+            dist.recv(length, rank)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(data, rank)
+        return data.numpy().tobytes()
+
+    def _arrive(self) -> None:
+        self._count += 1
+        self._store.set(f"at/{self.rank}", str(self._count))
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around whatever waits for other ranks: what goes wrong there is put into words."""
+        try:
+            self._arrive()
+            yield
+        except RuntimeError as error:  # torch.distributed's own, DistError, is one
+            raise RankError(f"rank {self.rank}: {self._absence(error)}") from error
+
+    def _absence(self, error: RuntimeError) -> str:
+        try:
+            absent = self._absent()
+        except RuntimeError:
+            return "the ranks' store is gone: torchrun, or rank 0, has ended"
+        names = ", ".join(f"rank {rank}" for rank in absent) or "no rank"
+        reason = str(error).strip().split("\n")[0]
+        return f"{names} did not come within {self.timeout:g} s, or has ended ({reason})"
+
+    def _absent(self) -> list[int]:
+        """Ranks that came here less often; if none, those that do not report a failure as well.
+
+        Rank 0 waits until the others have reported: the store may live in it.
+        """
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+        behind = [rank for rank in silent if int(self._store.get(f"at/{rank}")) < self._count]
+        self._store.set(f"failed/{self.rank}", "1")
+        until = time.monotonic() + _PATIENCE
+        lingers = self.rank == 0 or not behind
+        with contextlib.suppress(RuntimeError):  # rank 0, with the store, has left
+            while lingers and set(silent) - set(behind) and time.monotonic() < until:
+                time.sleep(0.05)
+                silent = [rank for rank in silent if not self._store.check([f"failed/{rank}"])]
+        return behind or silent
+
+
+def _error_json(error: Exception) -> bytes:
+    diverged = error.client if isinstance(error, NotFiniteError) else None
+    text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+    return json.dumps({"text": text, "diverged": diverged}).encode()
+
+
+def _first_error(failed: list[tuple[int, bytes]], rank: int, own: Exception | None) -> Exception:
+    """The error that one process would have met first, marked as told to all."""
+    told = [(who, json.loads(text)) for who, text in failed]
+    diverged = [error["diverged"] for _, error in told]
+    who, first = told[0]
+    if None not in diverged:
+        error: Exception = NotFiniteError(min(diverged))
+    else:
+        error = own if own and who == rank else RankError(f"rank {who}: {first['text']}")
+    error.told_to_all = True
+    return error
+
+
+def _framed(parts: list[bytes]) -> bytes:
+    return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+
+
+def _frames(data: bytes) -> list[bytes]:
+    parts, place = [], 0
+    while place < len(data):
+        end = place + _LENGTH.size + _LENGTH.unpack_from(data, place)[0]
+        parts.append(data[place + _LENGTH.size : end])
+        place = end
+    return parts
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _loaded(data: bytes, device: Any = "cpu") -> dict[str, Any]:
+    return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+
+
+_CLIENT_ROWS = ("statistics_NS", "errors_ND")  # of a federation's state: one row a client
+
+
+def _client_rows(state: dict[str, Any]) -> dict[str, Tensor]:
+    items = [*state.items(), *state["compressor"].items()]
+    return {key: value for key, value in items if key in _CLIENT_ROWS}
+
+
+def _with_client_rows(state: dict[str, Any], rows: dict[str, Tensor]) -> dict[str, Any]:
+    def put(part: dict[str, Any]) -> dict[str, Any]:
+        return part | {key: value for key, value in rows.items() if key in part}
+
+    return put(state) | {"compressor": put(state["compressor"])}
+
+
+TIMEOUT = 600.0  # seconds that a rank waits for another, unless $TCS_TIMEOUT or --timeout says so
+
+
+def _world() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torchrun tells; alone without it."""
+    keys = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(os.environ.get(key) for key in keys):
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@contextlib.contextmanager
+def joined_ranks(
+    device: str | torch.device = "cpu", timeout: float | None = None
+) -> Iterator[Ranks]:
+    """All processes that torchrun started, as `Ranks`; a process of its own is alone.
+
+        with joined_ranks() as ranks:
+            record = run(config, ranks=ranks)
+
+    On a GPU every rank takes the one of its number on the machine. `timeout`, in seconds, is how
+    long a rank waits for another, start-up included; it must be longer than a round, an evaluation
+    or a checkpoint takes (default: $TCS_TIMEOUT, or 600).
+    Raises RankError naming ranks that do not come, ValueError for a timeout that is none.
+    """  # fmt: skip
+    rank, size = _world()
+    if size == 1:
+        yield Ranks()
+        return
+    timeout, local = _timeout(timeout), int(os.environ.get("LOCAL_RANK", rank))
+    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    nccl = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # nccl wants a GPU a rank
+    if gpus:
+        torch.cuda.set_device(local % gpus)
+    store = _common_store(rank, size, timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=rank, world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
+    there = f"cuda:{local % gpus}" if nccl else "cpu"
+    yield ProcessRanks(dist.PrefixStore("ranks", store), rank, size, timeout, there)
+    dist.destroy_process_group()
+
+
+def _timeout(given: float | None) -> float:
+    text = os.environ.get("TCS_TIMEOUT", TIMEOUT) if given is None else given
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = math.nan
+    if not _positive(timeout):
+        raise ValueError(f"timeout: got {text!r}, allowed: a positive number of seconds")
+    return timeout
+
+
+def _common_store(rank: int, size: int, timeout: float) -> dist.Store:
+    """The store that torchrun, or rank 0, keeps; all ranks have come to it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent, wait = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        timedelta(seconds=timeout),
+    )
+    try:
+        store = dist.TCPStore(
+            host, port, size, rank == 0 and not agent, wait, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank}: rank 0 did not come within {timeout:g} s: "
+            f"nobody answers at {host}:{port}"
+        ) from error
+    store = dist.PrefixStore(f"tcs/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    keys = [f"here/{other}" for other in range(size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, wait)
+    except RuntimeError as error:
+        late = ", ".join(f"rank {r}" for r in range(size) if not store.check([keys[r]]))
+        if rank == 0:
+            time.sleep(_PATIENCE)  # the store may live here: the others read it too
+        raise RankError(
+            f"rank {rank}: {late} of {size} did not come within {timeout:g} s"
+        ) from error
+    return store
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 12. A communication hook for PyTorch's DistributedDataParallel
+#     TCS in anyone's training: the values whose places all ranks know are one dense all-reduce;
+#     only what each rank found for itself is gathered. Every bucket has its `Compressor`.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+class TCSState:
+    """What `tcs_hook` keeps between steps, and its settings. One for a model and a rank.
+
+    1. `phi_global`, `phi_local`: shares of a bucket's entries that are kept, by the mask that all
+       ranks know and by each rank's own. None for no such mask; without phi_global it is top-K.
+    2. `start_iter` >= 1: so many steps of plain all-reduce come first. The mask is taken from the
+       last of them. 10 % of all steps is a good start; warm-up of the learning rate belongs there.
+    3. `error_accumulation`: what was not sent is added to the next gradient. Leave it on.
+
+    Masks are chosen bucket by bucket: one mask over the whole model would have to wait for the last
+    bucket, and nothing could travel while the backward pass still runs. K is ceil(phi * entries) of
+    every bucket, so the total is the same within one entry a bucket; `bucket_cap_mb` large enough
+    for the model gives one bucket, and the selection of Alg. 2.
+
+    `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
+    "dense" and "shared" to all_reduce, "explored" to all_gather.
+
+    It survives DDP's rebuilding of buckets after the first step, and checkpoints, in either of two
+    ways; every rank saves its own, since errors differ: `state_dict` (tensors and numbers, good for
+    torch.load(weights_only=True)), or pickling the state, which leaves the process group out. Load
+    before the first step, into the same model with the same bucket_cap_mb.
+
+    Values are not quantized: an all-reduce adds up on the way, and sums of quantized values with a
+    scale of their own on every rank need 32 bits again. Half the bits come with PyTorch's own
+    bf16_compress_wrapper(tcs_hook). A gradient that is not finite (fp16 and a GradScaler that
+    tries) becomes NaN on every rank, so that all scalers skip the step; errors and masks stay as
+    they were, in units of the scale.
+    Raises ValueError for a share, or start_iter, that is none.
+    """  # fmt: skip
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        phi_global: float | None = 1e-2,
+        phi_local: float | None = 1e-3,
+        start_iter: int = 10,
+        error_accumulation: bool = True,
+    ):
+        if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 1:
+            raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
+        self.process_group, self.start_iter, self.iter = process_group, start_iter, 0
+        self.scheme = Scheme(
+            "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
+        )
+        self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
+        self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
+        self._buckets: dict[tuple[int, ...], Compressor] = {}
+        self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's errors and mask, parameter by parameter, and the counters."""
+        slots = dict(self._loose)
+        for key, compressor in self._buckets.items():
+            slots |= _loosened(key, compressor)
+        return {"iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` returned; before the first step."""
+        self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
+        self._buckets, self._loose = {}, dict(state["slots"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "start_iter": self.start_iter, "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.process_group, self._slots = None, {}
+        self.scheme, self.start_iter = saved["scheme"], saved["start_iter"]
+        self.load_state_dict(saved["state"])
+
+    def _compressor(self, bucket: dist.GradBucket) -> Compressor:
+        """The bucket's own, with what its parameters brought along from other buckets."""
+        parameters = bucket.parameters()
+        key = tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
+        if key in self._buckets:
+            return self._buckets[key]
+        for other in [k for k in self._buckets if set(k) & set(key)]:
+            self._loose |= _loosened(other, self._buckets.pop(other))
+        sizes = [p.numel() for p in parameters]
+        found = [self._loose.pop(slot, None) for slot in key]
+        compressor = Compressor(self.scheme, sizes, 1, bucket.buffer().device)
+        _take_up(compressor, found)
+        self._buckets[key] = compressor
+        return compressor
+
+
+def _loosened(key: tuple[int, ...], compressor: Compressor) -> dict[int, dict[str, Tensor]]:
+    """A bucket's errors and shared mask, taken apart: by slot."""
+    sizes, shared_K = compressor.layer_sizes, compressor.rule.positions
+    errors = compressor.errors_ND[0].split(sizes)
+    slots = {slot: {"errors": part.clone()} for slot, part in zip(key, errors, strict=True)}
+    if shared_K is not None:
+        masks = positions_to_mask(shared_K, compressor.dimension).split(sizes)
+        for slot, mask in zip(key, masks, strict=True):
+            slots[slot]["mask"] = mask.clone()
+    return slots
+
+
+def _take_up(compressor: Compressor, found: list[dict[str, Tensor] | None]) -> None:
+    """The inverse: errors and shared mask of a bucket whose parameters come with these."""
+    if None in found:
+        return
+    sizes = [part["errors"].numel() for part in found]
+    if sizes != compressor.layer_sizes:
+        raise ValueError(
+            f"TCSState: got parameters of {sizes} entries, allowed: {compressor.layer_sizes}, as "
+            "saved (the same model with the same bucket_cap_mb)"
+        )
+    compressor.errors_ND[0] = torch.cat([part["errors"] for part in found])
+    if all("mask" in part for part in found):
+        mask_D = torch.cat([part["mask"] for part in found]).to(compressor.errors_ND.device)
+        compressor.rule.positions = mask_D.nonzero().squeeze(1)
+
+
+def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
+
+    1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
+    2. The bucket's gradient is added to this rank's errors; what is largest outside the shared mask
+       is this rank's own (Alg. 2, lines 9 to 11).
+    3. Values on the shared mask: all_reduce, in the gradients' own type.
+    4. Values and positions of its own: all_gather of one encoded message a rank.
+    5. Their average is the bucket's gradient on every rank, and its largest entries the next
+       shared mask (lines 16 and 5).
+
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo")  # torchrun says how many processes there are
+        >>> model = DistributedDataParallel(torch.nn.Linear(1000, 10))
+        >>> state = tcs_core.TCSState(phi_global=1e-2, phi_local=1e-3, start_iter=2)
+        >>> model.register_comm_hook(state, tcs_core.tcs_hook)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for step in range(5):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(8, 1000)).square().mean().backward()
+        ...     optimizer.step()
+        >>> state.iter
+        5
+        >>> state.bytes_sent
+        {'dense': 80080, 'shared': 1212, 'explored': 258}
+
+    Raises ValueError naming the rank whose message can't be used or whose mask is another.
+    """
+    group = state.process_group or dist.group.WORLD
+    compressor = state._compressor(bucket)
+    step, state.iter = state.iter, state.iter + bucket.is_last()
+    if step < state.start_iter or (state.scheme.phi_global and compressor.rule.positions is None):
+        return _reduced(state, bucket, compressor, step + 1 >= state.start_iter, group)
+    return _exchanged(state, bucket, compressor, step, group)
+
+
+def _reduced(
+    state: TCSState, bucket: dist.GradBucket, compressor: Compressor, last: bool, group: Any
+) -> torch.futures.Future[Tensor]:
+    """Step 1: plain all-reduce."""
+    buffer = bucket.buffer().div_(group.size())
+    state.bytes_sent["dense"] += buffer.nbytes
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+
+    def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        update_D = done.value()[0]
+        if last and update_D.isfinite().all():
+            compressor.rule.observe(update_D.float())
+        return update_D
+
+    return future.then(averaged)
+
+
+# DDP compares annotations with the types themselves; here they are text (PEP 563).
+tcs_hook.__annotations__ |= {
+    "bucket": dist.GradBucket,
+    "return": torch.futures.Future[Tensor],
+}
+
+_AGREED = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
+
+
+def _exchanged(
+    state: TCSState, bucket: dist.GradBucket, compressor: Compressor, step: int, group: Any
+) -> torch.futures.Future[Tensor]:
+    """Steps 2 to 5."""
+    buffer, ranks = bucket.buffer(), group.size()
+    shared_K = compressor.rule.global_mask()
+    message, finite = _own_message(compressor, buffer, shared_K)  # step 2
+    sent = message.values[: len(shared_K)].to(buffer.dtype)
+    compressor.errors_ND[0, shared_K] += message.values[: len(shared_K)] - sent.float()
+    own = dataclasses.replace(
+        message, values=message.values[len(shared_K) :], sender=group.rank(), round=step
+    )
+    reduced = (sent if finite else sent + math.nan) / ranks  # step 3
+    futures = [dist.all_reduce(reduced, group=group, async_op=True).get_future()]
+    state.bytes_sent["shared"] += reduced.nbytes
+    agreed = _AGREED.pack(finite, zlib.crc32(shared_K.cpu().numpy().data))
+    gathered: list[Tensor] = []
+    if len(own.positions):  # step 4
+        data = bytearray(agreed + encode_message(own, compressor.up))
+        parts = torch.frombuffer(data, dtype=torch.uint8).to(buffer.device)
+        gathered = [torch.empty_like(parts) for _ in range(ranks)]
+        futures.append(dist.all_gather(gathered, parts, group=group, async_op=True).get_future())
+        state.bytes_sent["explored"] += parts.nbytes
+
+    def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
+        for future in done.value():
+            future.wait()
+        update_D = compressor.errors_ND.new_zeros(compressor.dimension)
+        well = _add_explored_(update_D, gathered, agreed[1:], compressor.up, step)
+        update_D.div_(ranks)[shared_K] = reduced.float()
+        if not (well and reduced.isfinite().all()):
+            if finite:
+                _take_back_(compressor, buffer, shared_K, sent, own)
+            return buffer.fill_(math.nan)
+        compressor.rule.observe(update_D)
+        return buffer.copy_(update_D)
+
+    return torch.futures.collect_all(futures).then(averaged)
+
+
+def _own_message(compressor: Compressor, buffer: Tensor, shared_K: Tensor) -> tuple[Message, bool]:
+    """This rank's side of Alg. 2. False, and zeros, for a gradient that is not finite: its errors
+    stay as they were."""
+    gradient_D, finite = buffer.float(), bool(buffer.isfinite().all())
+    if finite:
+        try:
+            return compressor._client(0, gradient_D, shared_K), True
+        except NotFiniteError:  # the errors themselves have grown beyond float32
+            compressor.errors_ND.zero_()
+    zeros_D = torch.zeros_like(gradient_D)
+    own_K = compressor.rule.local_mask(zeros_D, shared_K)
+    return Message(zeros_D[: len(shared_K) + len(own_K)], own_K), False
+
+
+def _add_explored_(
+    update_D: Tensor, gathered: list[Tensor], agreed: bytes, wire: Wire, step: int
+) -> bool:
+    """Adds every rank's own values; whether all of them were finite."""
+    nothing, well = torch.empty(0, dtype=torch.int64), True
+    for rank, part in enumerate(gathered):
+        data = part.cpu().numpy().tobytes()
+        well = well and bool(data[0])
+        if data[1 : _AGREED.size] != agreed:
+            raise ValueError(f"rank {rank}: its shared mask is another than here")
+        with _of_rank(rank):
+            own = decode_message(data[_AGREED.size :], wire, nothing, rank, step)
+        own = own.to(update_D.device)
+        update_D.index_add_(0, own.positions, own.values)
+    return well
+
+
+def _take_back_(
+    compressor: Compressor, buffer: Tensor, shared_K: Tensor, sent: Tensor, own: Message
+) -> None:
+    """Errors as before a step that is void on some other rank, but for rounding."""
+    errors_D = compressor.errors_ND[0]
+    errors_D[shared_K] += sent.float()
+    errors_D[own.positions] += own.values
+    errors_D -= buffer
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 13. Tables and figures, from records
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
@@ -3531,7 +4281,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 12. Benchmarks: python tcs_core.py bench
+# 14. Benchmarks: python tcs_core.py bench
 #     What is compared runs in one process, in turns; medians with quartiles, and the provenance, go
 #     to results/bench/. Every case is a few lines below; `BENCHES` names them.
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -3789,7 +4539,7 @@ def bench_table(record: dict[str, Any]) -> pd.DataFrame:
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 13. Command line: python tcs_core.py run --params params/table1.yaml params/quick.yaml
+# 15. Command line: python tcs_core.py run --params params/table1.yaml params/quick.yaml
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
@@ -3804,6 +4554,8 @@ def _parser() -> argparse.ArgumentParser:
                       help="one more parameter, its value read as YAML")  # fmt: skip
     run_.add_argument("--results", help="results folder (default: beside this module)")
     run_.add_argument("--jobs", type=int, help="processes side by side")
+    run_.add_argument("--timeout", type=float, metavar="SECONDS",
+                      help="wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
     run_.set_defaults(main=_main_run)
     bench = commands.add_parser("bench", help="measure speed and memory; write results/bench/")
     bench.add_argument("--part", action="append", choices=list(BENCHES), help="only this part")
@@ -3841,7 +4593,8 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():
+    waits = _world()[1] > 1  # in a collective, where Python sees no signal: then it just ends
+    if waits or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, stop)
@@ -3853,14 +4606,20 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
-    130 after Ctrl-C, 143 after SIGTERM."""
+    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Under torchrun all ranks call it; what all of them know, rank 0 says.
+    """
     arguments = _parser().parse_args(argv)
     try:
         with _sigterm_like_ctrl_c():
             return arguments.main(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError, RankError) as error:
+        lost = isinstance(error, RankError)
+        if _world()[0] == 0 or not hasattr(error, "told_to_all"):
+            hint = "; the same command goes on from the last checkpoint" if lost else ""
+            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+        return 3 if lost else 2
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
@@ -3874,13 +4633,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main_run(arguments: argparse.Namespace) -> int:
     params = _command_params(arguments)
-    records = run_all(plan(params), arguments.results, params.get("jobs", 1))
-    print(markdown(readable(summary(records, params.get("paper")))))
+    configs, jobs = plan(params), params.get("jobs", 1)
+    with joined_ranks(configs[0].torch_device, arguments.timeout) as ranks:
+        records = run_all(configs, arguments.results, jobs, ranks=ranks)
     diverged = [r for r in records if r["status"] == "diverged"]
-    for record in diverged:
-        print(
-            f"diverged: {record['config']['scheme']['name']}: {record['reason']}", file=sys.stderr
-        )
+    if ranks.rank == 0:
+        print(markdown(readable(summary(records, params.get("paper")))))
+        for record in diverged:
+            name = record["config"]["scheme"]["name"]
+            print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
     return 1 if diverged else 0
 
 
