@@ -1755,8 +1755,7 @@ def _restore_(own: Tensor, saved: Tensor, key: str) -> None:
     own.copy_(saved)
 
 
-# A client, its message if it is one of this rank's, and how to have it as the server does.
-Arrival = tuple[int, "Message | None", Callable[[], tuple[Message, tuple[int, int]]]]
+Arrived = tuple[Message, tuple[int, int]]  # with its size: bits of code, bytes in all
 
 
 class Compressor:
@@ -1837,22 +1836,24 @@ class Compressor:
         self.ranks.together(lambda: self._check_deltas(deltas_ND, chosen))
 
     def _check_deltas(self, deltas_ND: Tensor, chosen: list[int]) -> None:
-        mine = {n: deltas_ND[self.own.index(n)] for n in sorted(chosen) if n in self.own}
-        if not mine:
+        rows = [self.own.index(n) for n in sorted(chosen) if n in self.own]
+        if not rows:
             return
-        everyone = len(mine) == len(self.own)
-        sums_N = deltas_ND.sum(1) if everyone else torch.stack([d.sum() for d in mine.values()])
-        for (n, delta_D), total in zip(mine.items(), sums_N.tolist(), strict=True):
-            if not math.isfinite(total) and not delta_D.isfinite().all():
-                raise NotFiniteError(n)
+        everyone = len(rows) == len(deltas_ND)
+        sums_N = deltas_ND.sum(1) if everyone else torch.stack([deltas_ND[r].sum() for r in rows])
+        for row, total in zip(rows, sums_N.tolist(), strict=True):
+            if not math.isfinite(total) and not deltas_ND[row].isfinite().all():
+                raise NotFiniteError(self.own[row])
 
     def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
         """Everything is sent in 32 bits, in both directions: no error is left."""
         update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
-        for message, sent in self._received(self._dense_client, deltas_ND, chosen):
-            sent_up.append(sent)
-            update_D += message.values
-            if len(self.errors_ND) and message.sender in self.own:
+        for message, arrived in self._received(self._dense_client, deltas_ND, chosen):
+            if arrived is None:
+                continue
+            sent_up.append(arrived[1])
+            update_D += arrived[0].values
+            if message and len(self.errors_ND):
                 self.errors_ND[self.own.index(message.sender)].zero_()
         update_D.div_(self._accepted(sent_up))
         if len(self.server_errors_D):
@@ -1866,7 +1867,11 @@ class Compressor:
     def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
         update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
         self._explored_D.zero_()
-        for message, sent in self._received(self._client, deltas_ND, chosen, global_K):
+        for message, arrived in self._received(self._client, deltas_ND, chosen, global_K):
+            if arrived is None:
+                self._take_back(message, global_K)
+                continue
+            message, sent = arrived
             sent_up.append(sent)
             positions = torch.cat([global_K, message.positions])
             update_D.index_add_(0, positions, message.values)  # server, line 16
@@ -1916,6 +1921,66 @@ class Compressor:
         intended_D[positions] = intended - message.values
         return message
 
+    def _take_back(self, message: Message | None, global_K: Tensor) -> None:
+        """All that an own client meant to send is still to be sent: the server left it out."""
+        if message is not None:
+            positions = torch.cat([global_K, message.positions])
+            errors_D = self.errors_ND[self.own.index(message.sender)]
+            errors_D.index_add_(0, positions, message.values)
+
+    def _received(
+        self, client: Callable[..., Message], deltas_ND: Tensor, chosen: list[int],
+        global_K: Tensor | None = None,
+    ) -> Iterator[tuple[Message | None, Arrived | None]]:  # fmt: skip
+        """Every chosen client's message, in their order: as it was sent, if it is a client of this
+        rank, and as the server has it (see `_arrived`)."""
+        own = (n for n in chosen if n in self.own)
+        sent = (client(n, deltas_ND[self.own.index(n)], global_K) for n in own)
+        if self.ranks.size == 1:
+            yield from ((m, self._arrived(m, m.sender, global_K)) for m in sent)
+            return
+        mine: dict[int, Message] = {}
+
+        def encoded() -> list[bytes]:
+            mine.update((message.sender, message) for message in sent)
+            return [self.channel(n, encode_message(m, self.up)) for n, m in mine.items()]
+
+        parts = self.ranks.exchange(encoded)
+        owners = {n: rank for rank in range(self.ranks.size) for n in self._chosen_of(rank, chosen)}
+        data = dict(zip(owners, (one for part in parts for one in part), strict=True))
+        for n in chosen:
+            with _of_rank(owners[n]):
+                arrived = self._arrived(data[n], n, global_K)
+            yield mine.get(n), arrived
+
+    def _chosen_of(self, rank: int, chosen: list[int]) -> list[int]:
+        return [n for n in chosen if n in self.ranks.own(self.clients, rank)]
+
+    def _arrived(
+        self, message: Message | bytes, sender: int, shared_K: Tensor | None = None
+    ) -> Arrived | None:
+        """A client's message as the server has it, and its size; None if it is left out."""
+        count = None
+        if shared_K is not None and type(self.rule).local_mask is MaskRule.local_mask:
+            count = self.rule.own_count(self.rule.k_local, shared_K)
+        try:
+            if isinstance(message, Message):
+                return self._carried(message, self.up, shared_K, count)
+            return self._decoded(message, self.up, shared_K, sender, count)
+        except MessageError:
+            if self.bad_message != "skip":
+                raise
+            self.refused.append(sender)
+            return None
+
+    def _sent_down(self, message: Message, global_K: Tensor) -> Arrived:
+        """The server's message as all have it: rank 0's, if the server quantizes or selects."""
+        if self.ranks.size == 1 or not self.scheme.compresses_downlink:
+            return self._carried(message, self.down, global_K)
+        first = self.ranks.rank == 0
+        parts = self.ranks.exchange(lambda: [encode_message(message, self.down)] if first else [])
+        return self._decoded(parts[0][0], self.down, global_K, SERVER)
+
     def _accepted(self, sent_up: list[tuple[int, int]]) -> int:
         if not sent_up:
             raise MessageError(SERVER, f"no message was accepted, of clients {self.refused}")
@@ -1923,7 +1988,7 @@ class Compressor:
 
     def _carried(
         self, message: Message, wire: Wire, shared_K: Tensor | None = None, count: int | None = None
-    ) -> tuple[Message, tuple[int, int]]:
+    ) -> Arrived:
         """The message as the other side has it, and its size: bits of code, bytes in all."""
         if not self.wire:
             bits = wire.bits(message)
@@ -1933,76 +1998,14 @@ class Compressor:
 
     def _decoded(
         self, data: bytes, wire: Wire, shared_K: Tensor | None, sender: int,
-        count: int | None = None, where: str = "",
-    ) -> tuple[Message, tuple[int, int]]:  # fmt: skip
+        count: int | None = None,
+    ) -> Arrived:  # fmt: skip
         try:
             message = decode_message(data, wire, shared_K, sender, self.round, count)
         except ValueError as error:
-            raise MessageError(sender, f"{where}{error}") from error
+            raise MessageError(sender, str(error)) from error
         bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
         return message.to(self._explored_D.device), (bits, len(data))
-
-    def _received(
-        self, client: Callable[..., Message], deltas_ND: Tensor, chosen: list[int],
-        global_K: Tensor | None = None,
-    ) -> Iterator[tuple[Message, tuple[int, int]]]:  # fmt: skip
-        """The chosen clients' messages in their order, as the server has them, and their sizes;
-        without those that are left out."""
-        mine = [n for n in chosen if n in self.own]
-        made = (client(n, deltas_ND[self.own.index(n)], global_K) for n in mine)
-        arrivals = self._here(made, global_K) if self.ranks.size == 1 else (
-            self._from_all_ranks(made, chosen, global_K))  # fmt: skip
-        for sender, own_message, arrive in arrivals:
-            try:
-                yield arrive()
-            except MessageError:
-                if self.bad_message != "skip":
-                    raise
-                self.refused.append(sender)
-                if own_message is not None:
-                    self._take_back(own_message, global_K)
-
-    def _here(self, made: Iterable[Message], global_K: Tensor | None) -> Iterator[Arrival]:
-        count = self._own_count(global_K)
-        for m in made:
-            yield m.sender, m, lambda m=m: self._carried(m, self.up, global_K, count)
-
-    def _from_all_ranks(
-        self, made: Iterable[Message], chosen: list[int], global_K: Tensor | None
-    ) -> Iterator[Arrival]:
-        """All ranks encode their clients' messages, get everyone's bytes, and decode all."""
-        sent: dict[int, Message] = {}
-
-        def encoded() -> list[bytes]:
-            sent.update({message.sender: message for message in made})
-            return [self.channel(n, encode_message(m, self.up)) for n, m in sent.items()]
-
-        parts, count = self.ranks.exchange(encoded), self._own_count(global_K)
-        for rank, part in enumerate(parts):
-            theirs = [n for n in chosen if n in self.ranks.own(self.clients, rank)]
-            for n, data in zip(theirs, part, strict=True):
-                whole = (data, self.up, global_K, n, count, f"rank {rank}: ")
-                yield n, sent.get(n), lambda whole=whole: self._decoded(*whole)
-
-    def _own_count(self, shared_K: Tensor | None) -> int | None:
-        """How many positions of its own a client's message must have, where the rule fixes it."""
-        if shared_K is None or type(self.rule).local_mask is not MaskRule.local_mask:
-            return None
-        return self.rule.own_count(self.rule.k_local, shared_K)
-
-    def _take_back(self, message: Message, global_K: Tensor | None) -> None:
-        """A message that was left out: all that was meant is still to be sent."""
-        if global_K is not None:  # a dense round has not emptied the errors yet
-            positions = torch.cat([global_K, message.positions])
-            self.errors_ND[self.own.index(message.sender)].index_add_(0, positions, message.values)
-
-    def _sent_down(self, message: Message, global_K: Tensor) -> tuple[Message, tuple[int, int]]:
-        """The server's message as all have it: rank 0's, if the server quantizes or selects."""
-        if self.ranks.size == 1 or not self.scheme.compresses_downlink:
-            return self._carried(message, self.down, global_K)
-        first = self.ranks.rank == 0
-        parts = self.ranks.exchange(lambda: [encode_message(message, self.down)] if first else [])
-        return self._decoded(parts[0][0], self.down, global_K, SERVER)
 
     def _count(self, up: list[tuple[int, int]], down: tuple[int, int]) -> None:
         bits, self.bytes_up = (sum(column) for column in zip(*up, strict=True))
@@ -2968,8 +2971,9 @@ def run(
     several `ranks` (`joined_ranks`) all of them call this; rank 0 writes, all return the record.
     Raises ValueError or FileNotFoundError for data or files that can't be used.
     """
-    record = _run(config, results, on_epoch, _say_waiting, ranks or Ranks())
-    assert record is not None  # it waited
+    ranks = ranks or Ranks()
+    while (record := _run(config, results, on_epoch, _say_waiting, ranks)) is None:
+        time.sleep(_POLL_SECONDS)  # of several ranks none may wait alone
     return record
 
 
@@ -2981,8 +2985,9 @@ def _run(
     path = record_path(config, results)
     if ranks.first(path.exists):
         return ranks.first(lambda: read_record(path, config))
-    with _alone(_checkpoint_path(config), waiting, ranks) as held:
-        if not held:
+    with contextlib.ExitStack() as until:
+        alone = _alone(_checkpoint_path(config), waiting if ranks.size == 1 else None)
+        if not ranks.first(lambda: until.enter_context(alone)):
             return None
         if ranks.first(path.exists):  # made while this process waited
             return ranks.first(lambda: read_record(path, config))
@@ -3108,8 +3113,8 @@ def provenance(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
         "numpy": np.__version__,
         "device": name,
         "threads": config.threads or torch.get_num_threads(),
-        "repeats": _REPEATS[device.type],
         "ranks": ranks.size if ranks else 1,
+        "repeats": _REPEATS[device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -3288,43 +3293,40 @@ def _state_sha256(state: dict[str, Any]) -> str:
     return sha.hexdigest()
 
 
-def _state_problem(state: dict[str, Any]) -> str | None:
-    if state["sha256"] != _state_sha256(state):
-        return "its content is not what was written"
-    rows = json.loads(state["rows"])
-    if problem := _rows_problem(rows):
-        return f"rows: {problem}"
-    if sum(row["rounds"] for row in rows) != state["federation"]["compressor"]["round"]:
-        return "rows and state are of different rounds"
-    return None
-
-
 def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
     """Puts the federation where the run stopped and returns its rows so far.
 
     The state of other code or data is not used: the run starts afresh.
     """
     path, ranks, state = _checkpoint_path(config), federation.ranks, {}
-
-    def read() -> str:
-        if path.exists():
-            state.update(torch.load(path, map_location=federation.device, weights_only=True))
-        if state.get("identity") != _state_identity(config, federation):
-            return "[]"
-        if problem := _state_problem(state):
-            raise ValueError(problem)
-        return state["rows"]
-
     try:
-        rows = json.loads(ranks.first(read))
+        rows = ranks.first(lambda: _read_checkpoint(config, federation, state))
         if rows:
-            own = ranks.split(state.get("federation"), config.client_count, federation.device)
-            federation.load_state_dict(own)
+            whole, clients = state.get("federation"), config.client_count
+            federation.load_state_dict(ranks.split(whole, clients, federation.device))
+        if sum(row["rounds"] for row in rows) != federation.compressor.round:
+            raise ValueError("rows and state are of different rounds")
         return rows
     except RankError:
         raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(f"{path}: not a usable checkpoint ({error}); delete it") from error
+
+
+def _read_checkpoint(config: RunConfig, federation: Federation, state: dict[str, Any]) -> list[Row]:
+    """The rows of a checkpoint that this run can go on from, if there is one; fills `state`."""
+    path = _checkpoint_path(config)
+    if not path.exists():
+        return []
+    state.update(torch.load(path, map_location=federation.device, weights_only=True))
+    if state["identity"] != _state_identity(config, federation):
+        return []
+    if state["sha256"] != _state_sha256(state):
+        raise ValueError("its content is not what was written")
+    rows = json.loads(state["rows"])
+    if problem := _rows_problem(rows):
+        raise ValueError(f"rows: {problem}")
+    return rows
 
 
 # One at a time ────────────────────────────────────────────────────────────────────────────────────
@@ -3366,29 +3368,21 @@ def _lock_file(path: Path) -> Any | None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, waiting: Callable[[str], None] | None, ranks: Ranks) -> Iterator[bool]:
-    """One process (or rank 0 of several) at a time has the lock that belongs to `path`: True, or
-    False if it is taken.
+def _alone(path: Path, waiting: Callable[[str], None] | None) -> Iterator[bool]:
+    """One process at a time has the lock that belongs to `path`: True, or False if it is taken.
 
     With `waiting`, a function that is told what for, waits for the other process.
     """
     mark = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]
     lock = cache_folder() / "locks" / f"{path.stem[:80]}-{mark}.lock"
-    file = None
-
-    def locked() -> bool:
-        nonlocal file
-        file = _lock_file(lock)
-        return file is not None
-
-    held = ranks.first(locked)
-    if not held and waiting:
+    file = _lock_file(lock)
+    if file is None and waiting:
         waiting(path.stem)
-        while not held:
+        while file is None:
             time.sleep(_POLL_SECONDS)
-            held = ranks.first(locked)
+            file = _lock_file(lock)
     try:
-        yield held
+        yield file is not None
     finally:
         if file is not None:
             with contextlib.suppress(OSError):  # Windows removes no open file
@@ -3642,6 +3636,16 @@ class RankError(RuntimeError):
     """Another rank is late, gone, or went wrong; the text names it."""
 
 
+@contextlib.contextmanager
+def _of_rank(rank: int) -> Iterator[None]:
+    """Puts the rank in front of what is wrong with a message."""
+    try:
+        yield
+    except ValueError as error:
+        error.args = (f"rank {rank}, {error}",)
+        raise
+
+
 class Ranks:
     """The processes that share a federation. This one is alone; `joined_ranks` gives the others.
 
@@ -3849,19 +3853,18 @@ class ProcessRanks(Ranks):
 
 
 def _error_json(error: Exception) -> bytes:
-    told = {"text": str(error), "client": getattr(error, "client", None)}
-    if not isinstance(error, ValueError | OSError):
-        told["text"] = f"{type(error).__name__}: {error}"
-    return json.dumps(told).encode()
+    diverged = error.client if isinstance(error, NotFiniteError) else None
+    text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+    return json.dumps({"text": text, "diverged": diverged}).encode()
 
 
 def _first_error(failed: list[tuple[int, bytes]], rank: int, own: Exception | None) -> Exception:
     """The error that one process would have met first, marked as told to all."""
     told = [(who, json.loads(text)) for who, text in failed]
-    clients = [error["client"] for _, error in told]
+    diverged = [error["diverged"] for _, error in told]
     who, first = told[0]
-    if None not in clients:
-        error: Exception = NotFiniteError(min(clients))
+    if None not in diverged:
+        error: Exception = NotFiniteError(min(diverged))
     else:
         error = own if own and who == rank else RankError(f"rank {who}: {first['text']}")
     error.told_to_all = True
@@ -3990,6 +3993,270 @@ def _common_store(rank: int, size: int, timeout: float) -> dist.Store:
             f"rank {rank}: {late} of {size} did not come within {timeout:g} s"
         ) from error
     return store
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 12. A communication hook for PyTorch's DistributedDataParallel
+#     TCS in anyone's training: the values whose places all ranks know are one dense all-reduce;
+#     only what each rank found for itself is gathered. Every bucket has its `Compressor`.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+
+class TCSState:
+    """What `tcs_hook` keeps between steps, and its settings. One for a model and a rank.
+
+    1. `phi_global`, `phi_local`: shares of a bucket's entries that are kept, by the mask that all
+       ranks know and by each rank's own. None for no such mask; without phi_global it is top-K.
+    2. `start_iter` >= 1: so many steps of plain all-reduce come first. The mask is taken from the
+       last of them. 10 % of all steps is a good start; warm-up of the learning rate belongs there.
+    3. `error_accumulation`: what was not sent is added to the next gradient. Leave it on.
+
+    Masks are chosen bucket by bucket: one mask over the whole model would have to wait for the last
+    bucket, and nothing could travel while the backward pass still runs. K is ceil(phi * entries) of
+    every bucket, so the total is the same within one entry a bucket; `bucket_cap_mb` large enough
+    for the model gives one bucket, and the selection of Alg. 2.
+
+    `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
+    "dense" and "shared" to all_reduce, "explored" to all_gather.
+
+    It survives DDP's rebuilding of buckets after the first step, and checkpoints, in either of two
+    ways; every rank saves its own, since errors differ: `state_dict` (tensors and numbers, good for
+    torch.load(weights_only=True)), or pickling the state, which leaves the process group out. Load
+    before the first step, into the same model with the same bucket_cap_mb.
+
+    Values are not quantized: an all-reduce adds up on the way, and sums of quantized values with a
+    scale of their own on every rank need 32 bits again. Half the bits come with PyTorch's own
+    bf16_compress_wrapper(tcs_hook). A gradient that is not finite (fp16 and a GradScaler that
+    tries) becomes NaN on every rank, so that all scalers skip the step; errors and masks stay as
+    they were, in units of the scale.
+    Raises ValueError for a share, or start_iter, that is none.
+    """  # fmt: skip
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        phi_global: float | None = 1e-2,
+        phi_local: float | None = 1e-3,
+        start_iter: int = 10,
+        error_accumulation: bool = True,
+    ):
+        if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 1:
+            raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
+        self.process_group, self.start_iter, self.iter = process_group, start_iter, 0
+        self.scheme = Scheme(
+            "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
+        )
+        self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
+        self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
+        self._buckets: dict[tuple[int, ...], Compressor] = {}
+        self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's errors and mask, parameter by parameter, and the counters."""
+        slots = dict(self._loose)
+        for key, compressor in self._buckets.items():
+            slots |= _loosened(key, compressor)
+        return {"iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` returned; before the first step."""
+        self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
+        self._buckets, self._loose = {}, dict(state["slots"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "start_iter": self.start_iter, "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.process_group, self._slots = None, {}
+        self.scheme, self.start_iter = saved["scheme"], saved["start_iter"]
+        self.load_state_dict(saved["state"])
+
+    def _compressor(self, bucket: dist.GradBucket) -> Compressor:
+        """The bucket's own, with what its parameters brought along from other buckets."""
+        parameters = bucket.parameters()
+        key = tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
+        if key in self._buckets:
+            return self._buckets[key]
+        for other in [k for k in self._buckets if set(k) & set(key)]:
+            self._loose |= _loosened(other, self._buckets.pop(other))
+        sizes = [p.numel() for p in parameters]
+        found = [self._loose.pop(slot, None) for slot in key]
+        compressor = Compressor(self.scheme, sizes, 1, bucket.buffer().device)
+        _take_up(compressor, found)
+        self._buckets[key] = compressor
+        return compressor
+
+
+def _loosened(key: tuple[int, ...], compressor: Compressor) -> dict[int, dict[str, Tensor]]:
+    """A bucket's errors and shared mask, taken apart: by slot."""
+    sizes, shared_K = compressor.layer_sizes, compressor.rule.positions
+    errors = compressor.errors_ND[0].split(sizes)
+    slots = {slot: {"errors": part.clone()} for slot, part in zip(key, errors, strict=True)}
+    if shared_K is not None:
+        masks = positions_to_mask(shared_K, compressor.dimension).split(sizes)
+        for slot, mask in zip(key, masks, strict=True):
+            slots[slot]["mask"] = mask.clone()
+    return slots
+
+
+def _take_up(compressor: Compressor, found: list[dict[str, Tensor] | None]) -> None:
+    """The inverse: errors and shared mask of a bucket whose parameters come with these."""
+    if None in found:
+        return
+    sizes = [part["errors"].numel() for part in found]
+    if sizes != compressor.layer_sizes:
+        raise ValueError(
+            f"TCSState: got parameters of {sizes} entries, allowed: {compressor.layer_sizes}, as "
+            "saved (the same model with the same bucket_cap_mb)"
+        )
+    compressor.errors_ND[0] = torch.cat([part["errors"] for part in found])
+    if all("mask" in part for part in found):
+        mask_D = torch.cat([part["mask"] for part in found]).to(compressor.errors_ND.device)
+        compressor.rule.positions = mask_D.nonzero().squeeze(1)
+
+
+def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
+
+    1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
+    2. The bucket's gradient is added to this rank's errors; what is largest outside the shared mask
+       is this rank's own (Alg. 2, lines 9 to 11).
+    3. Values on the shared mask: all_reduce, in the gradients' own type.
+    4. Values and positions of its own: all_gather of one encoded message a rank.
+    5. Their average is the bucket's gradient on every rank, and its largest entries the next
+       shared mask (lines 16 and 5).
+
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo")  # torchrun says how many processes there are
+        >>> model = DistributedDataParallel(torch.nn.Linear(1000, 10))
+        >>> state = tcs_core.TCSState(phi_global=1e-2, phi_local=1e-3, start_iter=2)
+        >>> model.register_comm_hook(state, tcs_core.tcs_hook)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for step in range(5):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(8, 1000)).square().mean().backward()
+        ...     optimizer.step()
+        >>> state.iter
+        5
+        >>> state.bytes_sent
+        {'dense': 80080, 'shared': 1212, 'explored': 258}
+
+    Raises ValueError naming the rank whose message can't be used or whose mask is another.
+    """
+    group = state.process_group or dist.group.WORLD
+    compressor = state._compressor(bucket)
+    step, state.iter = state.iter, state.iter + bucket.is_last()
+    if step < state.start_iter or (state.scheme.phi_global and compressor.rule.positions is None):
+        return _reduced(state, bucket, compressor, step + 1 >= state.start_iter, group)
+    return _exchanged(state, bucket, compressor, step, group)
+
+
+def _reduced(
+    state: TCSState, bucket: dist.GradBucket, compressor: Compressor, last: bool, group: Any
+) -> torch.futures.Future[Tensor]:
+    """Step 1: plain all-reduce."""
+    buffer = bucket.buffer().div_(group.size())
+    state.bytes_sent["dense"] += buffer.nbytes
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+
+    def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        update_D = done.value()[0]
+        if last and update_D.isfinite().all():
+            compressor.rule.observe(update_D.float())
+        return update_D
+
+    return future.then(averaged)
+
+
+# DDP compares annotations with the types themselves; here they are text (PEP 563).
+tcs_hook.__annotations__ |= {
+    "bucket": dist.GradBucket,
+    "return": torch.futures.Future[Tensor],
+}
+
+_AGREED = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
+
+
+def _exchanged(
+    state: TCSState, bucket: dist.GradBucket, compressor: Compressor, step: int, group: Any
+) -> torch.futures.Future[Tensor]:
+    """Steps 2 to 5."""
+    buffer, ranks = bucket.buffer(), group.size()
+    shared_K = compressor.rule.global_mask()
+    message, finite = _own_message(compressor, buffer, shared_K)  # step 2
+    sent = message.values[: len(shared_K)].to(buffer.dtype)
+    compressor.errors_ND[0, shared_K] += message.values[: len(shared_K)] - sent.float()
+    own = dataclasses.replace(
+        message, values=message.values[len(shared_K) :], sender=group.rank(), round=step
+    )
+    reduced = (sent if finite else sent + math.nan) / ranks  # step 3
+    futures = [dist.all_reduce(reduced, group=group, async_op=True).get_future()]
+    state.bytes_sent["shared"] += reduced.nbytes
+    agreed = _AGREED.pack(finite, zlib.crc32(shared_K.cpu().numpy().data))
+    gathered: list[Tensor] = []
+    if len(own.positions):  # step 4
+        data = bytearray(agreed + encode_message(own, compressor.up))
+        parts = torch.frombuffer(data, dtype=torch.uint8).to(buffer.device)
+        gathered = [torch.empty_like(parts) for _ in range(ranks)]
+        futures.append(dist.all_gather(gathered, parts, group=group, async_op=True).get_future())
+        state.bytes_sent["explored"] += parts.nbytes
+
+    def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
+        for future in done.value():
+            future.wait()
+        update_D = compressor.errors_ND.new_zeros(compressor.dimension)
+        well = _add_explored_(update_D, gathered, agreed[1:], compressor.up, step)
+        update_D.div_(ranks)[shared_K] = reduced.float()
+        if not (well and reduced.isfinite().all()):
+            if finite:
+                _take_back_(compressor, buffer, shared_K, sent, own)
+            return buffer.fill_(math.nan)
+        compressor.rule.observe(update_D)
+        return buffer.copy_(update_D)
+
+    return torch.futures.collect_all(futures).then(averaged)
+
+
+def _own_message(compressor: Compressor, buffer: Tensor, shared_K: Tensor) -> tuple[Message, bool]:
+    """This rank's side of Alg. 2. False, and zeros, for a gradient that is not finite: its errors
+    stay as they were."""
+    gradient_D, finite = buffer.float(), bool(buffer.isfinite().all())
+    if finite:
+        try:
+            return compressor._client(0, gradient_D, shared_K), True
+        except NotFiniteError:  # the errors themselves have grown beyond float32
+            compressor.errors_ND.zero_()
+    zeros_D = torch.zeros_like(gradient_D)
+    own_K = compressor.rule.local_mask(zeros_D, shared_K)
+    return Message(zeros_D[: len(shared_K) + len(own_K)], own_K), False
+
+
+def _add_explored_(
+    update_D: Tensor, gathered: list[Tensor], agreed: bytes, wire: Wire, step: int
+) -> bool:
+    """Adds every rank's own values; whether all of them were finite."""
+    nothing, well = torch.empty(0, dtype=torch.int64), True
+    for rank, part in enumerate(gathered):
+        data = part.cpu().numpy().tobytes()
+        well = well and bool(data[0])
+        if data[1 : _AGREED.size] != agreed:
+            raise ValueError(f"rank {rank}: its shared mask is another than here")
+        with _of_rank(rank):
+            own = decode_message(data[_AGREED.size :], wire, nothing, rank, step)
+        own = own.to(update_D.device)
+        update_D.index_add_(0, own.positions, own.values)
+    return well
+
+
+def _take_back_(
+    compressor: Compressor, buffer: Tensor, shared_K: Tensor, sent: Tensor, own: Message
+) -> None:
+    """Errors as before a step that is void on some other rank, but for rounding."""
+    errors_D = compressor.errors_ND[0]
+    errors_D[shared_K] += sent.float()
+    errors_D[own.positions] += own.values
+    errors_D -= buffer
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -4510,7 +4777,8 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():
+    waits = _world()[1] > 1  # in a collective, where Python sees no signal: then it just ends
+    if waits or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, stop)
@@ -4522,14 +4790,20 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
-    3 if a rank was lost, 130 after Ctrl-C, 143 after SIGTERM. Under torchrun all ranks call it,
-    and rank 0 speaks."""
+    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Under torchrun all ranks call it; what all of them know, rank 0 says.
+    """
     arguments = _parser().parse_args(argv)
     try:
         with _sigterm_like_ctrl_c():
             return arguments.main(arguments)
     except (ValueError, OSError, RankError) as error:
-        return _complain(error)
+        lost = isinstance(error, RankError)
+        if _world()[0] == 0 or not hasattr(error, "told_to_all"):
+            hint = "; the same command goes on from the last checkpoint" if lost else ""
+            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+        return 3 if lost else 2
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
@@ -4541,29 +4815,14 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
 
-def _complain(error: Exception) -> int:
-    """Says what went wrong: what all ranks know, rank 0 tells."""
-    rank, told = _world()[0], hasattr(error, "told_to_all")
-    lost = isinstance(error, RankError)
-    if rank == 0 or not told:
-        hint = "; the same command goes on from the last checkpoint" if lost else ""
-        print(f"error: {error}{hint}", file=sys.stderr, flush=True)
-    return 3 if lost else 2
-
-
 def _main_run(arguments: argparse.Namespace) -> int:
     params = _command_params(arguments)
-    configs = plan(params)
+    configs, jobs = plan(params), params.get("jobs", 1)
     with joined_ranks(configs[0].torch_device, arguments.timeout) as ranks:
-        jobs = params.get("jobs", 1)
         records = run_all(configs, arguments.results, jobs, ranks=ranks)
-    return _report(records, params.get("paper"))
-
-
-def _report(records: list[dict[str, Any]], paper: dict[str, list] | None) -> int:
     diverged = [r for r in records if r["status"] == "diverged"]
-    if _world()[0] == 0:
-        print(markdown(readable(summary(records, paper))))
+    if ranks.rank == 0:
+        print(markdown(readable(summary(records, params.get("paper")))))
         for record in diverged:
             name = record["config"]["scheme"]["name"]
             print(f"diverged: {name}: {record['reason']}", file=sys.stderr)

@@ -94,9 +94,9 @@ def command(words, folder, name, disturb=None):
         with (folder / file).open("a") as lines:
             lines.write(f"{name} {what}\n")
 
-    def logged(config, data, on_epoch):
+    def logged(config, data, on_epoch, *ranks):
         log("trained", config.scheme.name)
-        return train(config, data, lambda row: (log("epochs", row["epoch"]), on_epoch(row)))
+        return train(config, data, lambda row: (log("epochs", row["epoch"]), on_epoch(row)), *ranks)
 
     tcs._train = logged
     if disturb:
