@@ -567,7 +567,7 @@ class RunConfig:
 
     @property
     def record_name(self) -> str:
-        safe = re.sub(r"[^\w.-]+", "_", self.scheme.name)
+        safe = re.sub(r"[^\w.+-]+", "_", self.scheme.name)
         return f"{safe}-{self.eta:g}-{self.seed}-{self.digest}.json"
 
     @property
@@ -4584,6 +4584,7 @@ def _drifting(dimension: int, clients: int, device: Any) -> tuple[Tensor, Callab
 def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
     """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
     device, scheme = bench.torch_device, Scheme.named("TCS")
+    before = _resident(device)
     deltas_ND, change = _drifting(dimension, clients, device)
     compressor = Compressor(scheme, [dimension], clients, device)
     compressor.step(deltas_ND)
@@ -4595,13 +4596,12 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
         works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
         works["copy of one row"] = lambda: errors[0].copy_(deltas_ND[0])
     _reset_peak(device)
-    before = _resident(device)
     numbers = {"dimension": dimension, "clients": clients}
     part = "step" if textbook else "growth"
     bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
     allowed = (2 * clients + 8) * 4 * dimension
     if not textbook and before is not None:
-        used = _peak(device) - before + deltas_ND.nbytes + compressor.errors_ND.nbytes
+        used = _peak(device) - before
         bench.rows.append(
             {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
              "bytes": used, "allowed": allowed, **numbers}
