@@ -4,8 +4,8 @@ clients, long and large runs.
 Longer variants, each named by an environment variable:
 
     TCS_KILLS=50       kills of the kill-and-resume test (default 4), 3 s each; 50 also interrupts
-                       papermill, and parents of workers in every way
-    TCS_ROUNDS=10000   rounds of the long runs (default 500), 1 minute
+                       papermill, and workers in every way
+    TCS_ROUNDS=10000   rounds of the long runs (default 300), 1 minute
     TCS_LARGE=1        D = 100 million through the compressor: 5 GB of memory, 2 minutes
 """
 
@@ -41,7 +41,7 @@ from PIL import Image
 
 import tcs_core as tcs
 
-ROUNDS = int(os.environ.get("TCS_ROUNDS", 500))
+ROUNDS = int(os.environ.get("TCS_ROUNDS", 300))
 KILLS = int(os.environ.get("TCS_KILLS", 4))
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -136,7 +136,7 @@ def until(condition, seconds=60):
 
 
 def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_path, params):
-    words = [*params, "--scheme", "TCS", "--set", "epochs=30"]
+    words = [*params, "--scheme", "TCS", "--set", "epochs=15"]
     both = [start(tmp_path, name, words) for name in ("one", "two")]
     for process in both:
         process.join(120)
@@ -146,12 +146,12 @@ def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_pa
     assert sum("waiting for another process, which works on TCS" in t for t in texts) == 1
     assert len({t.splitlines()[-1] for t in texts}) == 1  # the same row of the same table
     (path,) = (tmp_path / "ci" / "runs").iterdir()
-    assert len(tcs.read_record(path)["rows"]) == 30
+    assert len(tcs.read_record(path)["rows"]) == 15
     assert not list((tmp_path / "cache" / "locks").iterdir())
 
 
 def test_two_processes_share_a_table(tmp_path, params):
-    words = [*params, "--set", "epochs=10"]
+    words = [*params, "--set", "epochs=5"]
     schemes = ["TCS", "top-K", "rand-K", "FedAvg", "TCS-Q5", "TCS-L2"]
     for scheme in schemes:
         words += ["--scheme", scheme]
@@ -179,7 +179,7 @@ def test_the_lock_of_a_dead_process_does_not_block(tmp_path, params):
     file.close()
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1] if KILLS < 50 else [1, 2])
 def test_what_another_process_makes_comes_last(tmp_path, monkeypatch, small, jobs):
     """In this process, and in worker processes; a thread stands in for the other process."""
     configs = [config(s, epochs=1) for s in ("TCS", "top-K", "rand-K")]
@@ -239,7 +239,7 @@ def test_no_worker_outlives_its_parent(tmp_path, params, how):
 # Kill and resume ──────────────────────────────────────────────────────────────────────────────────
 
 PLACES = (".pt", "training", ".json", "training")  # in a checkpoint, anywhere, in the record
-EPOCHS = 20
+EPOCHS = 12
 
 
 def kill_in_write(suffix, stage, number, how):
@@ -555,7 +555,7 @@ def deltas(seed):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "TCS-LF-Q5++"])
+@pytest.mark.parametrize("name", ["TCS", "TCS-LF-Q5++"])
 def test_a_hostile_client_is_named_or_left_out(name, attack):
     compressor = attacked(name, attack, "stop")
     with pytest.raises(tcs.MessageError, match=r"^client 1: message: ") as raised:
@@ -797,7 +797,7 @@ def load(path):
     return tcs.load_dataset("folder", str(path))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
 def test_a_damaged_archive_is_named_or_another_data_set(tmp_path, mode, seed):
     """Flipped bytes: an error with the file's name, or data whose fingerprint is another. Plain tar
@@ -1014,7 +1014,7 @@ def stopped(tmp_path):
     return tcs._checkpoint_path(config())
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_damaged_checkpoint_is_named_or_does_no_harm(tmp_path, small, finished, seed):
     """A cut, or a flipped bit anywhere: an error that names the file, or the same record."""
     rng, path = random.Random(seed), stopped(tmp_path)
@@ -1138,8 +1138,8 @@ def long_run(folder, rounds, sizes):
 
 def long_compression(folder, rounds, sizes):
     """In a new process: `rounds` rounds of messages, client and server; memory every 50."""
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS-LF-Q5++"), [900, 100], 3, wire=True)
-    deltas_ND = torch.randn(3, 1000)
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS-LF-Q5++"), [90_000, 10_000], 3, wire=True)
+    deltas_ND = torch.randn(3, 100_000)
     for round_ in range(rounds):
         compressor.step(deltas_ND.roll(round_, 1))
         if round_ % 50 == 49:
@@ -1154,8 +1154,8 @@ def measured(work, folder, rounds, queue):
 
 @pytest.mark.parametrize("work", [long_run, long_compression])
 def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
-    """After the first fifth, by less than 200 bytes a round (a row of the record is 400 an epoch)
-    and two megabytes that the allocator may move."""
+    """After the first fifth, by less than ten megabytes, which the allocator may move: in 300 rounds
+    one lost tensor of D entries a round is 120 MB, in 10,000 a lost kilobyte a round shows."""
     queue = PROCESSES.SimpleQueue()
     process = PROCESSES.Process(target=measured, args=(work, tmp_path, ROUNDS, queue))
     process.start()
@@ -1163,7 +1163,7 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
     process.join()
     growth = sizes[-1] - sizes[len(sizes) // 5]
     print(f"{ROUNDS} rounds: {sizes[0]:,} bytes at first, {growth:,} more in the last four fifths")
-    assert len(sizes) == ROUNDS // 50 and growth < 200 * ROUNDS + 2_000_000
+    assert len(sizes) == ROUNDS // 50 and growth < 10_000_000
 
 
 def test_two_hundred_clients(tmp_path, monkeypatch):
