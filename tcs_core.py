@@ -829,12 +829,24 @@ def _largest(magnitudes_D: Tensor, k: int, eligible: int) -> tuple[Tensor, float
     kth = _kth_largest(magnitudes_D, k)
     if math.isnan(kth):
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
+    if kth == 0 and (chosen := _with_first_zeros(magnitudes_D, k, eligible)) is not None:
+        return chosen, kth
     chosen = (magnitudes_D >= kth).nonzero().squeeze(1)
     if len(chosen) > k:
         tied = magnitudes_D[chosen] == kth
         surplus = tied & (tied.cumsum(0) > k - (len(chosen) - tied.sum()))
         chosen = chosen[~surplus]
     return chosen, kth
+
+
+def _with_first_zeros(magnitudes_D: Tensor, k: int, eligible: int) -> Tensor | None:
+    """All positive entries and the first zeros, k in all: a list of all zeros, which tie, would
+    take several times the vector's memory. None if the zeros do not stand where they should."""
+    positive = (magnitudes_D > 0).nonzero().squeeze(1)
+    first = magnitudes_D[: k + len(magnitudes_D) - eligible]  # none of the others can be chosen
+    zeros = (first == 0).nonzero().squeeze(1)[: k - len(positive)]
+    chosen = torch.cat([positive, zeros]).sort().values
+    return chosen if len(chosen) == k else None
 
 
 def _kth_largest(magnitudes_D: Tensor, k: int) -> float:

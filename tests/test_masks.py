@@ -123,3 +123,19 @@ def test_every_layer_gets_its_fair_share():
 )  # fmt: skip
 def test_kept(phi, dimension, k):
     assert tcs.kept(phi, dimension) == k
+
+
+@given(st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0, -2.0]), min_size=1, max_size=40), st.data())
+def test_mostly_zeros_and_excluded_entries(values, data):
+    """Of the zeros, which all tie, the first that are not excluded."""
+    dimension = len(values)
+    excluded = sorted(data.draw(st.sets(st.integers(0, dimension - 1))))
+    k = data.draw(st.integers(0, dimension - len(excluded)))
+    free = [i for i in range(dimension) if i not in excluded]
+    expected = sorted(sorted(free, key=lambda i: (-abs(values[i]), i))[:k])
+    vector = torch.tensor(values)
+    assert tcs.top_k_positions(vector, k, torch.tensor(excluded).long()).tolist() == expected
+    compressed = tcs.layerwise_top_k_positions(
+        vector, k, [dimension], 1e-9, torch.tensor(excluded).long()
+    )
+    assert compressed.tolist() == expected
