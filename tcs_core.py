@@ -3336,7 +3336,7 @@ def _read_checkpoint(config: RunConfig, federation: Federation, state: dict[str,
     if state["sha256"] != _state_sha256(state):
         raise ValueError("its content is not what was written")
     rows = json.loads(state["rows"])
-    if problem := _rows_problem(rows):
+    if problem := _rows_problem(rows) or ("" if rows else "there are none"):
         raise ValueError(f"rows: {problem}")
     return rows
 
