@@ -3338,6 +3338,8 @@ def _read_checkpoint(config: RunConfig, federation: Federation, state: dict[str,
     rows = json.loads(state["rows"])
     if problem := _rows_problem(rows) or ("" if rows else "there are none"):
         raise ValueError(f"rows: {problem}")
+    if not rows:
+        raise ValueError("it has no rows")
     return rows
 
 
@@ -3848,20 +3850,19 @@ class ProcessRanks(Ranks):
         return f"{names} did not come within {self.timeout:g} s, or has ended ({reason})"
 
     def _absent(self) -> list[int]:
-        """Ranks that came here less often; if none, those that do not report a failure as well.
+        """Ranks that do not report a failure as well; first of all those that came here less often.
 
-        Rank 0 waits until the others have reported: the store may live in it.
+        Some of those are stuck one step behind, waiting for the same rank: they will report.
         """
         silent = [rank for rank in range(self.size) if rank != self.rank]
         behind = [rank for rank in silent if int(self._store.get(f"at/{rank}")) < self._count]
         self._store.set(f"failed/{self.rank}", "1")
         until = time.monotonic() + _PATIENCE
-        lingers = self.rank == 0 or not behind
         with contextlib.suppress(RuntimeError):  # rank 0, with the store, has left
-            while lingers and set(silent) - set(behind) and time.monotonic() < until:
+            while silent and time.monotonic() < until:
                 time.sleep(0.05)
                 silent = [rank for rank in silent if not self._store.check([f"failed/{rank}"])]
-        return behind or silent
+        return [rank for rank in silent if rank in behind] or silent or behind
 
 
 def _error_json(error: Exception) -> bytes:
