@@ -77,6 +77,7 @@ threads = 1  # CPU threads of a run
 jobs = 2  # runs side by side
 wire = False  # True: every message becomes bytes and is decoded; the same numbers, slower
 bad_message = "stop"  # a message that can't be accepted ends the run; "skip": is left out
+graph = False  # sparse rounds of static shapes, on a GPU as one CUDA graph
 device = "auto"  # auto, cpu or cuda
 
 # %% [markdown]
