@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
+from common import image_bytes
 
 import tcs_core as tcs
 
@@ -20,12 +20,6 @@ import tcs_core as tcs
 @pytest.fixture(autouse=True)
 def _fresh():
     tcs.load_dataset.cache_clear()
-
-
-def image_bytes(colour, size=(8, 8), mode="RGB", form="PNG"):
-    buffer = io.BytesIO()
-    Image.new(mode, size, colour).save(buffer, form)
-    return buffer.getvalue()
 
 
 FILES = {

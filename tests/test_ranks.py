@@ -14,18 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import numbers
 from processes import start
 
 import tcs_core as tcs
 
 TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 2, "train_samples": 60,
         "test_samples": 40, "reference_batch": None, "threads": 1, "device": "cpu"}  # fmt: skip
-
-
-def numbers(record):
-    """All of a record that must not depend on the number of ranks."""
-    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record["rows"]]
-    return record["config"], record["status"], record["reason"], record["dimension"], rows
 
 
 def configs(schemes, **changes):

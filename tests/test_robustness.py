@@ -35,9 +35,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from common import image_bytes, numbers
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 import tcs_core as tcs
 
@@ -53,12 +53,6 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 def config(scheme="TCS-L2-Q5", **changes):
     return tcs.RunConfig(scheme, **(TINY | changes))
-
-
-def numbers(record):
-    """All of a record that a rerun must repeat bit for bit."""
-    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record["rows"]]
-    return record["config"], record["status"], record["reason"], record["dimension"], rows
 
 
 @pytest.fixture
@@ -768,12 +762,6 @@ def test_strange_words_are_one_line_and_rc_2(tmp_path, params, capsys, small, wo
 # Bad input: data ──────────────────────────────────────────────────────────────────────────────────
 
 
-def image_bytes(colour, size=(8, 8), mode="RGB", form="PNG"):
-    buffer = io.BytesIO()
-    Image.new(mode, size, colour).save(buffer, form)
-    return buffer.getvalue()
-
-
 IMAGES = {
     f"{part}/{name}/{i}.png": image_bytes((30 * c, 10 * i, 200))
     for part in ("train", "test")
@@ -938,6 +926,7 @@ def refused(path, text, capsys, words):
     assert tcs.main(words) == 2
     assert capsys.readouterr().err == f"error: {raised.value}\n"
     assert path.read_text() == text
+    return str(raised.value)
 
 
 EDITS = {
@@ -974,14 +963,17 @@ def test_every_value_of_a_record_changed_by_hand_is_noticed(tmp_path, params, ca
 def test_a_record_cut_off_anywhere(tmp_path, params, capsys, finished, seed):
     at = random.Random(seed).randrange(len(finished) - 2)
     path = tcs.record_path(config(), tmp_path)
-    refused(path, finished[:at], capsys, [*params, "--scheme", "TCS-L2-Q5"])
+    error = refused(path, finished[:at], capsys, [*params, "--scheme", "TCS-L2-Q5"])
+    assert "not a readable record" in error
 
 
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", "{}", "3", '"x"', "[" * 100_000, '{"version": 1}', "\0", "NaN"]
 )
 def test_a_record_that_is_something_else(tmp_path, params, capsys, text):
-    refused(tcs.record_path(config(), tmp_path), text, capsys, [*params, "--scheme", "TCS-L2-Q5"])
+    path = tcs.record_path(config(), tmp_path)
+    error = refused(path, text, capsys, [*params, "--scheme", "TCS-L2-Q5"])
+    assert "not a" in error and error.endswith("delete it to run again")
 
 
 def test_a_record_from_before_there_was_a_sum_is_read(tmp_path, finished):

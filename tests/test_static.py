@@ -77,8 +77,10 @@ def test_a_round_on_a_gpu_never_waits_for_the_host():
     _, static = federations("TCS-Q5", "cuda")
     static.epoch(0)
     static.epoch(1)  # captured
+    before = static.theta_D.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        static.graph.replay()
+        static.static.graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not torch.equal(static.theta_D, before)
