@@ -3706,9 +3706,7 @@ class Ranks:
 
 
 _SHORT = 240  # bytes that travel with their length, in one collective
-_PATIENCE = (
-    3.0  # seconds in which ranks that saw a failure say so, for those that did not to be named
-)
+_PATIENCE = 3.0  # seconds in which ranks that saw a failure say so; those that did not are named
 _LENGTH = struct.Struct("<Q")
 
 
