@@ -882,6 +882,12 @@ def layerwise_top_k_positions(
     return torch.cat([fair, rest]).sort().values
 
 
+def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
+    """How many positions two masks of K entries share, both ascending: int64 ()."""
+    nearest_K = torch.searchsorted(one_K, other_K).clamp_(max=len(one_K) - 1)
+    return (one_K[nearest_K] == other_K).sum()
+
+
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     """(D,) bool mask with ones at the positions."""
     mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
@@ -1715,13 +1721,26 @@ class TCS(MaskRule):
 
     positions: Tensor | None = None
 
+    def __init__(self, *settings: Any, **more: Any):
+        super().__init__(*settings, **more)
+        # of all masks since this was last set to 0: entries that were in the mask before, entries
+        self.shared = torch.zeros(2, dtype=torch.int64, device=self._device)
+
     def global_mask(self) -> Tensor | None:
         sparse_start = self.positions is None and not self._scheme.dense_warmup
         return super().global_mask() if sparse_start or not self.k_global else self.positions
 
     def observe(self, update_D: Tensor) -> None:
-        if self.k_global:
-            self.positions = self.select(update_D, self.k_global, self._scheme.phi_min_global)
+        if not self.k_global:
+            return
+        before, fair = self.positions, self._scheme.phi_min_global
+        self.positions = self.select(update_D, self.k_global, fair)
+        if before is not None:
+            self.count_shared(before, self.positions)
+
+    def count_shared(self, before_K: Tensor, after_K: Tensor) -> None:
+        self.shared[0] += in_common(before_K, after_K)
+        self.shared[1] += len(after_K)
 
 
 RULES: dict[str, type[MaskRule]] = {"TCS": TCS, "top-K": TopK, "rand-K": RandK, "dense": Dense}
@@ -2137,6 +2156,8 @@ class Federation:
         traffic = ("bits_up", "bits_down", "bytes_up", "bytes_down")
         row |= dict.fromkeys(traffic, 0)
         static = self.static is not None and self.static.ready(epoch)
+        if isinstance(self.compressor.rule, TCS):
+            self.compressor.rule.shared.zero_()
         for _ in self.static.rounds(epoch) if static else self.rounds(epoch):
             for key in traffic:
                 row[key] += getattr(self.compressor, key)
@@ -2146,7 +2167,14 @@ class Federation:
         steps = row["rounds"] * self.config.scheme.local_steps * len(self.active)
         eta = self.config.learning_rate_at(epoch + 1 - 1 / row["rounds"])
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
-        return row | {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
+        row |= {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
+        return row | self._mask_overlap()
+
+    def _mask_overlap(self) -> Row:
+        """Which share of the shared mask was in it a round before, in this epoch so far."""
+        rule = self.compressor.rule
+        kept, total = rule.shared.tolist() if isinstance(rule, TCS) else (0, 0)
+        return {"mask_overlap": kept / total} if total else {}
 
     def _draws(self, epoch: int) -> list[Draws]:
         """Every own client's order of samples, crops and flips for one epoch."""
@@ -2402,10 +2430,11 @@ class StaticRound:
         return graph
 
     def _state(self) -> list[Tensor]:
-        federation, positions = self.federation, getattr(self.compressor.rule, "positions", None)
+        federation, rule = self.federation, self.compressor.rule
+        masks = [getattr(rule, name, None) for name in ("positions", "shared")]
         state = [federation.theta_D, federation.statistics_NS, federation.loss_sums_N]
         state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
-        return state + [t for t in (federation.momentum_D, positions) if t is not None]
+        return state + [t for t in (federation.momentum_D, *masks) if t is not None]
 
     def _round(self) -> None:
         self.federation.active = list(range(len(self.draws)))
@@ -2426,7 +2455,9 @@ class StaticRound:
         self.finite_TN.index_copy_(0, now, torch.stack(finite_N).view(1, -1))
         self.explored_T.index_copy_(0, now, explored_D.sum().view(1))
         if rule.k_global:
-            global_K.copy_(static_top_k(update_D.abs(), rule.k_global))
+            next_K = static_top_k(update_D.abs(), rule.k_global)
+            rule.count_shared(global_K, next_K)
+            global_K.copy_(next_K)
         return update_D
 
     def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -3213,6 +3244,9 @@ def _rows_problem(rows: Any) -> str | None:
         return f"allowed: a list of mappings with {', '.join(sorted(needed))}"
     if not all(type(r["accuracy"]) in (int, float) and 0 <= r["accuracy"] <= 1 for r in rows):
         return "accuracy outside 0..1"
+    overlaps = [r["mask_overlap"] for r in rows if r.get("mask_overlap") is not None]
+    if not all(type(v) in (int, float) and 0 <= v <= 1 for v in overlaps):
+        return "mask_overlap outside 0..1"
     for key in (*_COUNTS, "bytes_up", "bytes_down"):
         if not all(_is_count(r.get(key, 0)) for r in rows):
             return f"{key}: allowed: whole numbers >= 0"
