@@ -4437,6 +4437,16 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 # The paper's claims, judged ──────────────────────────────────────────────────────────────────────
 
+
+def recorded(
+    configs: Iterable[RunConfig], results: str | Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """The records of these runs that are there and finished, by file name; no run is made."""
+    paths = {record_path(config, results): config for config in configs}
+    found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
+    return {name: record for name, record in found.items() if record["status"] == "finished"}
+
+
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 _CLAIM_KEYS = {"says", "where", "measure", "first", "second", "paper"}
 
@@ -4599,26 +4609,24 @@ def _compared(measure: str, values: list[float]) -> float:
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     """The judged claims as a person reads them."""
 
-    def number(row: Any, value: float) -> str:
+    forms = {"accuracy": "{:+.2f}", "overlap": "{:.2f}"}
+
+    def number(row: Any, value: float | None) -> str:
         if value is None or math.isnan(value):
             return "–"
-        if row.measure == "accuracy":
-            return f"{value:+.2f}"
-        return f"{value:.2f}" if row.measure == "overlap" else f"×{value:,.4g}"
+        return forms.get(row.measure, "×{:,.4g}").format(value).replace("-", "−")
 
     def ours(row: Any) -> str:
-        interval = math.isfinite(row.low) and row.low < row.high
-        return number(row, row.measured) + (
-            f" ({number(row, row.low)} to {number(row, row.high)})" if interval else ""
-        )
+        mean, low, high = (number(row, v) for v in (row.measured, row.low, row.high))
+        return f"{mean} ({low} to {high})" if math.isfinite(row.low) and low != high else mean
 
     rows = [
         {
             "The paper says": row.says,
             "Where": row.where,
-            "Holds if": f"{BOUNDS[row.bound]} {number(row, row.bound_value)}",
+            "Holds if": f"{BOUNDS[row.bound]} {row.bound_value:g}".replace("-", "−"),
             "Paper": number(row, row.paper),
-            "Ours (95 % interval)": ours(row),
+            "Ours (interval)": ours(row),
             "n": str(row.n),
             "Verdict": row.verdict,
         }
@@ -4669,6 +4677,35 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
     axes.grid(alpha=0.25)
     axes.locator_params(axis="x", integer=True)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+VERDICTS = {"holds": COLOURS[3], "does not hold": COLOURS[2], "not decided": COLOURS[7]}
+
+
+def claims_figure(table: pd.DataFrame, title: str) -> Any:
+    """The judged claims about accuracy: interval, mean, what the paper has, and the bound."""
+    from matplotlib.figure import Figure
+
+    rows = table[(table["measure"] == "accuracy") & (table["n"] > 1)].iloc[::-1]
+    figure = Figure(figsize=(8.6, 1.4 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for at, row in enumerate(rows.itertuples()):
+        colour = VERDICTS[row.verdict]
+        axes.plot([row.low, row.high], [at, at], color=colour, linewidth=2.2)
+        axes.plot(row.measured, at, "o", color=colour, markersize=7)
+        axes.plot(row.paper, at, "D", color="white", markeredgecolor="black", markersize=6)
+        sign = BOUNDS[row.bound]
+        axes.plot(row.bound_value, at, marker=9 if sign in "≥>" else 8, color="black", markersize=8)
+    for name, colour in VERDICTS.items():
+        axes.plot([], [], "o-", color=colour, linewidth=2.2, label=f"ours: {name}")
+    axes.plot([], [], "D", color="white", markeredgecolor="black", label="the paper's difference")
+    axes.plot([], [], marker=9, color="black", linestyle="", label="bound, and the side that holds")
+    axes.axvline(0, color=COLOURS[7], linewidth=0.8)
+    axes.set_yticks(range(len(rows)), rows["says"])
+    axes.set(xlabel="difference of final test accuracies, percentage points", title=title)
+    axes.grid(axis="x", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

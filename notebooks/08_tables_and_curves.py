@@ -79,22 +79,26 @@ wire = False  # True: every message becomes bytes and is decoded; the same numbe
 bad_message = "stop"  # a message that can't be accepted ends the run; "skip": is left out
 graph = False  # sparse rounds of static shapes, on a GPU as one CUDA graph
 device = "auto"  # auto, cpu or cuda
+only_recorded = False  # True: make no run, draw the finished records that are there
 
 # %% [markdown]
 # ## The runs
 #
 # Table and profile together name a list of runs, one for every scheme and seed. A run leaves one JSON
 # record under `results/<profile>/runs/`; a record that is already there is used, so tables share
-# runs and an interrupted table goes on where it stopped.
+# runs and an interrupted table goes on where it stopped. With `-p only_recorded true` the table is drawn
+# from the records that are there; each row says its n.
 
 # %%
-params = tcs.notebook_params(globals())
+params = tcs.notebook_params(globals(), also={"only_recorded"})
 configs = tcs.plan(params)
 folder = tcs.results_folder(profile)
 print(f"{len(configs)} runs of {epochs} epochs; records in results/{profile}/runs/")
 
 # %%
-records = tcs.run_all(configs, jobs=jobs)
+there = list(tcs.recorded(configs).values())
+records = there if only_recorded else tcs.run_all(configs, jobs=jobs)
+print(f"{len(records)} records")
 
 # %% [markdown]
 # ## The table
@@ -143,7 +147,7 @@ for row in summary.dropna(subset=["paper_bits", "formula_bits"]).itertuples():
     changed = any(v is not None for v in (phi_global, phi_local))
     assert rounded or near or changed, f"{row.scheme}: {row.formula_bits} is not {row.paper_bits}"
 finished = summary["n"].sum()
-assert finished + summary["diverged"].sum() == len(configs)
+assert finished + summary["diverged"].sum() == len(records)
 print(f"bit budgets agree; {finished} of {len(configs)} runs finished")
 
 # %% [markdown]

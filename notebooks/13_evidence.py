@@ -1,0 +1,143 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 13 · The evidence: what holds, what does not, what is open
+#
+# **Claim.** Every claim of the paper can be put as a number with a bound, and judged: by an interval
+# over trials, with the bound fixed before the trials.
+#
+# `params/claims.yaml` lists the claims, what is measured for each, and the bound that decides. This
+# notebook reads them, finds the records that bear on them, and writes the verdicts to
+# `results/<profile>/claims.csv` and `claims.md`. It trains nothing.
+#
+# *Run time*: seconds. *Read before*: `08_tables_and_curves`.
+
+# %%
+import pandas as pd
+from IPython.display import Image, Markdown, display
+
+import tcs_core as tcs
+
+# %% tags=["parameters"]
+evidence = "cpu"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
+tables = [1, 2, 3]  # the tables whose schemes are looked up
+
+# %% [markdown]
+# ## The records
+#
+# The tables and the profile name the runs; here all those count that have a finished record, with
+# any seed up to 99. Runs of one scheme differ in nothing but the seed.
+
+# %%
+params = tcs.notebook_params(globals(), also={"evidence", "tables"}, complete=False)
+profile = tcs.read_params([tcs.ROOT / f"params/{evidence}.yaml"]) | {"seeds": 100}
+configs = [
+    config
+    for table in tables
+    for config in tcs.plan(tcs.read_params([tcs.ROOT / f"params/table{table}.yaml"]) | profile)
+]
+records = tcs.recorded(configs)
+print(f"{len(records)} records in results/{evidence}/runs/ belong to tables {tables}")
+
+# %%
+seeds = {}
+for record in records.values():
+    key = record["config"]["scheme"]["name"], record["config"]["learning_rate"]
+    seeds.setdefault(key, []).append(record["config"]["seed"])
+rows = [
+    {"scheme": name, "η": f"{eta:g}", "seeds": ", ".join(map(str, sorted(found)))}
+    for (name, eta), found in sorted(seeds.items(), key=lambda item: (item[0][1], item[0][0]))
+]
+display(Markdown(tcs.markdown(pd.DataFrame(rows))))
+
+# %% [markdown]
+# You should see one row a scheme and learning rate. Two schemes are compared over the seeds that both
+# have: runs with the same seed share their start, the partition and the order of samples.
+#
+# ## The claims
+#
+# A claim is judged by the 95 % interval (Student's t over the seeds) of what is measured: it *holds*
+# if the whole interval keeps the bound, does *not hold* if all of it breaks the bound, and else is
+# *not decided* here. Accuracies are differences in percentage points; `×` is how many times fewer
+# bits than dense training, or than the second scheme. With one trial an accuracy has no interval.
+
+# %%
+confidence, claims = tcs.read_claims(tcs.ROOT / "params" / "claims.yaml")
+judged = tcs.judged(claims, records, confidence)
+folder = tcs.results_folder(evidence)
+setting = next(iter(records.values()))
+config, made = setting["config"], setting["provenance"]
+scale = f"{made['dataset']}, {config['model']} with {setting['dimension']:,} parameters, {config['epochs']} epochs"
+title = f"The paper's claims in profile {evidence}: {scale}"
+tcs.save_table(judged, folder / "claims", title, tcs.readable_claims)
+display(Markdown((folder / "claims.md").read_text()))
+
+# %%
+drawn = tcs.claims_figure(judged, f"Accuracy claims, profile {evidence}")
+tcs.save_figure(drawn, folder / "claims")
+display(Image(filename=str(folder / "claims.png"), width=860))
+
+# %% [markdown]
+# You should see one line a claim: our interval and mean, the paper's difference as a diamond, and the
+# bound as a triangle that points to the side where the claim holds.
+#
+# **Read it with the scale in mind.** The paper trains 11 million parameters for 300 epochs. In a short
+# training with a small network, whatever delays an update costs accuracy that a long training would
+# catch up; and a claim about a few tenths of a point needs more trials than one about several points.
+#
+# ## Which records stand behind it
+#
+# `claims.csv` names the record files of each claim, in the order of their seeds. A record names its
+# configuration, commit, versions and machine. All that were used here:
+
+# %%
+rows = []
+for (commit, device, torch), group in pd.DataFrame(
+    [record["provenance"] for record in records.values()]
+).groupby(["commit", "device", "torch"]):
+    hours = group["wall_seconds"].sum() / 3600
+    changed = int(group["dirty"].sum())
+    rows.append({"commit": commit[:12], "uncommitted changes": changed, "machine": device,
+                 "torch": torch, "records": len(group), "hours": f"{hours:.1f}"})  # fmt: skip
+display(Markdown(tcs.markdown(pd.DataFrame(rows).astype(str))))
+
+# %% [markdown]
+# ## Claim
+#
+# Each verdict is the one its interval implies; every record that is named exists, and the records of
+# a claim's two sides have the same seeds.
+
+# %%
+for row in judged.itertuples():
+    names = [text.split() for text in (row.first_records, row.second_records) if text]
+    assert all(len(side) == row.n and set(side) <= records.keys() for side in names)
+    assert len({tuple(records[f]["config"]["seed"] for f in side) for side in names}) <= 1
+    inside = [row.low > row.bound_value, row.high < row.bound_value]
+    if row.verdict in ("holds", "does not hold") and row.low < row.high:
+        assert any(inside) or row.bound_value in (row.low, row.high)
+    elif row.verdict == "not decided":
+        assert not any(inside)
+assert len({record["provenance"]["fingerprint"] for record in records.values()}) <= 1
+print(f"{len(judged)} claims judged from {len(records)} records of one data set")
+
+# %% [markdown]
+# ## What we saw
+
+# %%
+for verdict in ("holds", "does not hold", "not decided", "not measured"):
+    found = judged[judged["verdict"] == verdict]["says"]
+    print(f"{verdict} ({len(found)}):")
+    print("".join(f"  {says}\n" for says in found) or "  –\n")
+
+# %% [markdown]
+# README shows the same verdicts, written from the same csv. More trials, or another scale
+# (`-p evidence gpu`), need no change here: records that are there are used.
+
+# %%
+print(f"core {tcs.core_sha256()[:12]} · {scale} · n = {len(records)} records")
