@@ -229,6 +229,10 @@ class Scheme:
         False, bool, "true or false", lambda v: True, "one client, no traffic"
     )
     # Beyond the paper: its Sec. V names a compressed downlink as future work.
+    quantizer: str = _param(
+        "fractional", str, "fractional or lloyd", lambda v: v in ("fractional", "lloyd"),
+        "of the clients' values: the paper's, or Lloyd's and Max's (Sec. 4 here)",
+    )  # fmt: skip
     code: str = _param(
         "block", str, "block or entropy", lambda v: v in ("block", "entropy"),
         "block: Alg. 4 and fixed-width values; entropy: both shorter, lossless (Sec. 5 here)",
@@ -236,6 +240,10 @@ class Scheme:
     down_value_bits: int = _param(
         32, int, "1 to 16, or 32 for float32", lambda v: 1 <= v <= 16 or v == 32,
         "bits of a value from the server; less than 32 with error accumulation there",
+    )  # fmt: skip
+    down_quantizer: str = _param(
+        "fractional", str, "fractional or lloyd", lambda v: v in ("fractional", "lloyd"),
+        "of the server's values",
     )  # fmt: skip
     phi_down: float | None = _share(None, "share of the server's own mask; null: all that came up")
     dense_warmup: bool = _param(
@@ -348,6 +356,8 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
         return {"local_steps": int(match[1])}
     if match := re.fullmatch(r"q([1-9]\d?)", lower):
         return {"value_bits": int(match[1])}
+    if match := re.fullmatch(r"m([1-9]\d?)", lower):
+        return {"value_bits": int(match[1]), "quantizer": "lloyd"}
     if match := re.fullmatch(r"d([1-9]\d?)", lower):
         return _down_fields(int(match[1]), fields)
     if lower == "nw":
@@ -1080,7 +1090,7 @@ def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor
 
     Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
     values share one of them; these are placed for a small squared error. Starting with equal shares
-    of the sum of magnitudes, an edge goes halfway between two means and a mean to the middle of its
+    of the sum of their roots, an edge goes halfway between two means and a mean to the middle of its
     values, a fixed number of times (S. Lloyd, 1982; J. Max, 1960). Raises ValueError as `fractional_quantize` does.
     """
     _check_quantizable(values_K, intervals)
@@ -1095,7 +1105,8 @@ def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     sorted_K = magnitudes_K.sort().values
     sums_K = F.pad(sorted_K.cumsum(0), (1, 0))
     shares_P = (torch.arange(intervals, device=values_K.device) + 0.5) / intervals
-    start_P = torch.searchsorted(sums_K[1:], shares_P * sums_K[-1]).clamp_(max=count - 1)
+    roots_K = sorted_K.sqrt().cumsum(0)
+    start_P = torch.searchsorted(roots_K, shares_P * roots_K[-1]).clamp_(max=count - 1)
     means_P = sorted_K[start_P]  # ascending
     for _ in range(_LLOYD_ROUNDS):
         edges = (means_P[1:] + means_P[:-1]) / 2
@@ -1108,7 +1119,7 @@ def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     return (interval_K + intervals * (values_K < 0)).int(), means_P.flip(0).float()
 
 
-QUANTIZERS = {"fractional": _quantize, "lloyd": _lloyd_max}
+QUANTIZERS = {"fractional": fractional_quantize, "lloyd": lloyd_max_quantize}
 
 
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
@@ -1192,12 +1203,13 @@ class Message:
 
     @staticmethod
     def of(
-        intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0
-    ) -> Message:
+        intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0,
+        quantizer: str = "fractional",
+    ) -> Message:  # fmt: skip
         """Values on shared and own positions, quantized if `value_bits` is not 32."""
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
-        codes, means = fractional_quantize(intended_K, _intervals(value_bits))
+        codes, means = QUANTIZERS[quantizer](intended_K, _intervals(value_bits))
         values = fractional_dequantize(codes, means)
         return Message(values, positions, sender, round, codes, means)
 
@@ -1972,7 +1984,8 @@ class Compressor:
         positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
         intended = intended_D[positions]
         _check_finite(intended, n)
-        message = Message.of(intended, local_K, self.scheme.value_bits, n, self.round)  # line 12
+        how = self.scheme.value_bits, n, self.round, self.scheme.quantizer
+        message = Message.of(intended, local_K, *how)  # line 12
         errors_D[positions] = intended - message.values  # line 13: what stays behind
         return message
 
@@ -1991,7 +2004,8 @@ class Compressor:
         positions = torch.cat([global_K, own_K])
         intended = intended_D[positions]
         _check_finite(intended, SERVER)
-        message = Message.of(intended, own_K, self.scheme.down_value_bits, SERVER, self.round)
+        how = self.scheme.down_value_bits, SERVER, self.round, self.scheme.down_quantizer
+        message = Message.of(intended, own_K, *how)
         intended_D[positions] = intended - message.values
         return message
 
@@ -2513,7 +2527,8 @@ class StaticRound:
         positions = torch.cat([global_K, local_K])
         intended = sent = intended_D[positions]
         if scheme.intervals:
-            sent = _dequantize(*_quantize(intended, scheme.intervals))
+            quantize = _quantize if scheme.quantizer == "fractional" else _lloyd_max
+            sent = _dequantize(*quantize(intended, scheme.intervals))
         errors_D[positions] = intended - sent
         return local_K, sent, intended.isfinite().all() & delta_D.sum().isfinite()
 
