@@ -1,4 +1,8 @@
-"""Write README's tables from results/: uv run python tests/readme_table.py"""
+"""README's numbers, from results/, params/ and the formulas: uv run python tests/readme_table.py
+
+Tables stand between comments and are written here. Every other number that says something measured,
+counted or configured is in `PROSE`, beside where it comes from; test_readme.py compares them.
+"""
 
 import re
 import sys
@@ -12,36 +16,87 @@ sys.path.insert(0, str(ROOT))
 import tcs_core as tcs  # noqa: E402
 
 README = ROOT / "README.md"
-SOURCE = ROOT / "results" / "cpu" / "table1.csv"
-RUNS = ROOT / "results" / "cpu" / "runs"
+EVIDENCE = ROOT / "results" / "cpu"
 BLOCK = r"(<!-- {0}: [^\n]*-->\n).*?(\n?<!-- end of {0} -->)"
-COLUMNS = ["Scheme", "Paper: accuracy %", "Ours: accuracy %", "n", "Paper: bits", "Sent up"]
+HEADLINE = ["Scheme", "Paper: accuracy %", "Ours: accuracy %", "n", "Paper: bits", "Sent up"]
+CLAIMS = ["The paper says", "Paper", "Ours (interval)", "n", "Verdict"]
 
 
 def headline() -> str:
     """Table 1 of the committed evidence as README shows it."""
-    return tcs.markdown(tcs.readable(pd.read_csv(SOURCE))[COLUMNS])
+    return tcs.markdown(tcs.readable(pd.read_csv(EVIDENCE / "table1.csv"))[HEADLINE])
+
+
+def claims() -> str:
+    """Every claim of the paper with its verdict."""
+    judged = pd.read_csv(EVIDENCE / "claims.csv", keep_default_na=False, na_values=[""])
+    return tcs.markdown(tcs.readable_claims(judged)[CLAIMS])
+
+
+def of_scheme(name: str) -> list[dict]:
+    files = sorted((EVIDENCE / "runs").glob(f"{name}-0.5-*.json"))
+    records = [tcs.read_record(path) for path in files]
+    return [r for r in records if tcs.Scheme(**r["config"]["scheme"]) == tcs.Scheme.named(name)]
 
 
 def whole_runs() -> str:
     """Accuracy and bytes of whole runs at H = 4, from the records."""
     names = ["FedAvg-L4", "TCS-L4", "TCS-L4-Q5", "TCS-L4-Q5++"]
-    files = [path for name in names for path in sorted(RUNS.glob(f"{name}-0.5-*.json"))]
-    table = tcs.summary([tcs.read_record(path) for path in files])
+    table = tcs.summary([record for name in names for record in of_scheme(name)])
     sent = table.megabytes_up + table.megabytes_down
     readable = tcs.readable(table)[["Scheme", "Ours: accuracy %", "n", "MB both ways"]]
     return tcs.markdown(readable.assign(Less=[f"×{sent[0] / one:,.4g}" for one in sent]))
 
 
+TABLES = {"headline": headline, "claims": claims, "bytes": whole_runs}
+
+
 def with_tables(text: str) -> str:
-    """README's text with both tables as the results have them."""
-    for name, table in (("headline", headline()), ("bytes", whole_runs())):
+    """README's text with all tables as the results have them."""
+    for name, table in TABLES.items():
         block = re.compile(BLOCK.format(name), re.S)
         assert block.search(text), f"README has no block of {name}"
+        made = table()
         text = block.sub(
-            lambda match, table=table: match[1] + table + "\n" + match[2].lstrip("\n"), text
+            lambda match, made=made: match[1] + made + "\n" + match[2].lstrip("\n"), text
         )
     return text
+
+
+def params(profile: str) -> dict:
+    return tcs.read_params([ROOT / f"params/{profile}.yaml"])
+
+
+def profile_row(profile: str) -> str:
+    """The cells of a profile in README's table that hold numbers: epochs and trials."""
+    read = params(profile)
+    return f"| {read['epochs']} × {read['seeds']} |"
+
+
+def notebook_says(name: str, text: str) -> str:
+    """`text`, if the committed outputs of a notebook say it."""
+    path = next((ROOT / "notebooks").glob(f"{name}*.ipynb"))
+    return text if text in path.read_text(encoding="utf-8") else f"{name} does not say {text}"
+
+
+def prose() -> dict[str, str]:
+    """Every number of README's text, with enough words around it to be found, and its source."""
+    one = of_scheme("TCS-L4-Q5")[0]
+    paper, cpu = params("paper"), params("cpu")
+    tcs_budget, short_budget = (tcs.bit_budget(name) for name in ("TCS", "TCS-L4-Q5"))
+    top_k = tcs.Scheme.named("top-K").phi_local
+    rows = {p: profile_row(p) for p in ("ci", "quick", "cpu", "gpu", "paper")}
+    trials = {5: "five"}[paper["seeds"]]
+    return {
+        "1/88 of the bits": f"1/{32 / tcs_budget:.0f} of the bits",
+        "or 1/1,900 with": f"or 1/{round(32 / short_budget, -2):,.0f} with",
+        "300 epochs, five trials": f"{paper['epochs']} epochs, {trials} trials",
+        "78,042 parameters": f"{one['dimension']:,} parameters",
+        "15 epochs": f"{cpu['epochs']} epochs",
+        "its own largest 1 %": f"its own largest {top_k:.0%}".replace("%", " %"),
+        "5 of 300 epochs": f"{paper['warmup_epochs']} of {paper['epochs']} epochs",
+        **{row: row for row in rows.values()},
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import re
 
-from readme_table import README, with_tables
+from readme_table import BLOCK, README, TABLES, prose, with_tables
 
 import tcs_core as tcs
 
@@ -16,6 +16,33 @@ COMMANDS = (
 
 def test_the_tables_are_generated():
     assert with_tables(TEXT) == TEXT, "run: uv run python tests/readme_table.py"
+
+
+def numbers_left(text: str) -> list[str]:
+    """Lines of prose that still hold a number once tables, code and names are taken out."""
+    for name in TABLES:
+        text = re.sub(BLOCK.format(name), "", text, flags=re.S)
+    text = re.sub(r"```.*?```|^    .*?$|`[^`]*`", "", text, flags=re.S | re.M)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for found in prose():
+        text = text.replace(found, "")
+    names = (
+        r"CIFAR-10", r"ResNet-\d+", r"(Tables?|Figs?\.|Alg\.|Sec\.) \d(–\d)?", r"[Hη] = [\d.]+",
+        r"Python 3\.\d+", r"rank 0", r"exit code \d+", r"sha256", r"\[\d\d_\w+\]( \| \d+ \|)?",
+        r"TCS(-L\d)?(-Q\d)?\+*", r"width \d+", r"1/H", r"95 % interval", r"5-bit|32 bits|5 bits",
+        r"×2000 is a count",  # the paper's own words
+    )  # fmt: skip
+    for name in names:
+        text = re.sub(name, "", text)
+    return [line for line in text.splitlines() if re.search(r"\d", line)]
+
+
+def test_every_number_has_a_source():
+    for words, computed in prose().items():
+        assert words in TEXT
+        assert computed == words
+    assert numbers_left(TEXT) == []
+    assert numbers_left(TEXT + "\nIt gained 2.6 points.") == ["It gained 2.6 points."]
 
 
 def test_the_two_commands_stand_there_word_for_word():
