@@ -283,8 +283,9 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
         steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum;
-        beyond the paper, -D<q> a compressed downlink, -NW no dense warm-up, and at the end + for
-        shorter lossless codes or ++ for all three (the downlink with -D3).
+        beyond the paper, -M<q> a better quantizer, -E<n> phi_local = n/1000, -D<q> a compressed
+        downlink, -NW no dense warm-up, and at the end + for shorter lossless codes or ++ for +, -D2
+        and -NW.
         `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
         sense.
         """
@@ -313,7 +314,8 @@ def _intervals(value_bits: int) -> int:
 def _known_schemes() -> str:
     return (
         f"known: {', '.join(FAMILIES)}, each with -L<steps>, -Q<bits>, -LF, -PLF, "
-        "-Momentum or -Global Momentum, -D<bits>, -NW, + or ++ where it makes sense (TCS-L4-Q5++)"
+        "-Momentum or -Global Momentum, -M<bits>, -E<n>, -D<bits>, -NW, + or ++ "
+        "where it makes sense (TCS-L4-Q5++)"
     )
 
 
@@ -332,13 +334,17 @@ def _plus_fields(name: str, fields: dict, plus: str) -> dict:
         return {"code": "entropy"}
     if {"down_value_bits", "dense_warmup"} & fields.keys():
         raise ValueError(f"scheme {_shown(name)}: '++' sets what another suffix sets")
-    return {"code": "entropy", "dense_warmup": False, **_down_fields(3, fields)}
+    return {"code": "entropy", "dense_warmup": False, **_down_fields(2, fields)}
+
+
+_DOWN_SHARE = 0.4  # of phi_global: with 2-bit values, a message about as long as TCS-Q5's way up
 
 
 def _down_fields(bits: int, fields: dict) -> dict:
     """Few bits a value leave room for more positions of the server's own than one client has."""
     own, shared = fields.get("phi_local", 1e-3), fields.get("phi_global", 1e-2)
-    return {"down_value_bits": bits, "phi_down": min(1.0, 3 * own) if own and shared else own}
+    phi_down = _DOWN_SHARE * shared if own and shared else own
+    return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
 
 
 def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
@@ -358,6 +364,8 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
         return {"value_bits": int(match[1])}
     if match := re.fullmatch(r"m([1-9]\d?)", lower):
         return {"value_bits": int(match[1]), "quantizer": "lloyd"}
+    if (match := re.fullmatch(r"e([1-9]\d?)", lower)) and selects and own and shared:
+        return {"phi_local": int(match[1]) / 1000}
     if match := re.fullmatch(r"d([1-9]\d?)", lower):
         return _down_fields(int(match[1]), fields)
     if lower == "nw":
@@ -682,7 +690,7 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names),
     `seeds` (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
     phi_min_local replace the value of every scheme that has one, as does phi_down (which grows with
-    phi_local if it is not given).
+    phi_global if it is not given).
     Raises ValueError naming the key, the value and what is allowed.
     """
     _reject_unknown(params, PARAMETERS, "parameter")
@@ -719,9 +727,10 @@ def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
     if scheme.rule == "dense":
         return scheme
     changes = {k: v for k, v in given.items() if getattr(scheme, k) is not None}
-    if scheme.phi_down is not None and "phi_local" in changes:
-        ratio = scheme.phi_down / scheme.phi_local
-        changes = {"phi_down": min(1.0, ratio * changes["phi_local"])} | changes
+    whole = "phi_local" if scheme.phi_global is None else "phi_global"
+    if scheme.phi_down is not None and whole in changes:
+        ratio = scheme.phi_down / getattr(scheme, whole)
+        changes = {"phi_down": min(1.0, ratio * changes[whole])} | changes
     return dataclasses.replace(scheme, **changes)
 
 
@@ -1090,8 +1099,9 @@ def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor
 
     Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
     values share one of them; these are placed for a small squared error. Starting with equal shares
-    of the sum of their roots, an edge goes halfway between two means and a mean to the middle of its
-    values, a fixed number of times (S. Lloyd, 1982; J. Max, 1960). Raises ValueError as `fractional_quantize` does.
+    of the sum of the magnitudes' roots, an edge goes halfway between two means and a mean to the
+    middle of its values, a fixed number of times (S. Lloyd, 1982; J. Max, 1960). Raises ValueError
+    as `fractional_quantize` does.
     """
     _check_quantizable(values_K, intervals)
     return _lloyd_max(values_K, intervals)
