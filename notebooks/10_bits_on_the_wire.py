@@ -48,7 +48,8 @@ plt.rcParams["figure.dpi"] = 90
 # all that run here: the paper's, and those beyond it
 schemes = ["FedAvg", "FedAvg-L4", "rand-K", "top-K", "TCS", "TCS-L2", "TCS-L4", "TCS-L4-Q5",
            "TCS-PLF", "TCS-LF", "TCS-LF-Q5", "TCS-Global Momentum", "top-K+", "TCS+",
-           "TCS-L4-Q5+", "TCS-L4-Q5-NW+", "TCS-L4-Q5-D3+", "TCS-L4-Q5++"]  # fmt: skip
+           "TCS-L4-Q5+", "TCS-L4-Q5-NW+", "TCS-L4-Q5-D2+", "TCS-L4-Q5++",
+           "TCS-L4-M2-E3++"]  # fmt: skip
 profile = "ci"  # how large these runs are; nothing is written
 dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
 train_samples = 160  # the first so many training images
@@ -452,7 +453,7 @@ plt.show()
 # model this tiny the means are most of a message. The table's third column has them in, and
 # agrees.) The other two measurements stand far to the right for every sparse scheme with a dense
 # warm-up. The way down is more than the way up where clients have masks of their own: the server
-# sends the *union* of what they found, unquantized. `-NW+` and `-D3+` take away one of the two costs,
+# sends the *union* of what they found, unquantized. `-NW+` and `-D2+` take away one of the two costs,
 # `++` both. Do not read more into it: these runs are short, so a warm-up weighs much, and at this
 # size the `+` code's own overhead can outweigh what it saves.
 #
@@ -488,7 +489,8 @@ def large(name: str, way: str = "up", first: bool = False) -> tuple[tcs.Message,
     if down and scheme.phi_down is None:  # all that came up: at most N own masks, no two alike
         rule.k_local, rule.k_global = paper_clients * rule.k_local, paper_clients * rule.k_global
     own_K = (rule.server_mask if down and scheme.phi_down else rule.local_mask)(new_D, known_K)
-    return tcs.Message.of(new_D[torch.cat([known_K, own_K])], own_K, bits), known_K
+    values, how = new_D[torch.cat([known_K, own_K])], (scheme.quantizer, scheme.down_quantizer)
+    return tcs.Message.of(values, own_K, bits, quantizer=how[down]), known_K
 
 
 # %%
@@ -600,7 +602,8 @@ def whole_run(name: str) -> dict[str, float]:
 
 
 # %%
-chain = ["TCS", *(f"TCS-L4{end}" for end in ("", "-Q5", "-Q5+", "-Q5-NW+", "-Q5-D3+", "-Q5++"))]
+ends = ("", "-Q5", "-Q5+", "-Q5-NW+", "-Q5-D2+", "-Q5++", "-M2-E3++")
+chain = ["TCS", *(f"TCS-L4{end}" for end in ends)]
 whole = {name: whole_run(name) for name in chain}
 rows = []
 for name, sums in whole.items():
@@ -811,11 +814,8 @@ plt.show()
 # taken seed by seed. The interval is Student's at 95 % for the *mean* difference; with few seeds it
 # is wide.
 
+
 # %%
-# half a 95 % interval in standard errors, by the number of seeds
-STUDENT = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
-
-
 def paired(name: str) -> pd.Series:
     """Final accuracy minus the baseline scheme's, in points, by seed."""
     ours, theirs = federated.get(name, {}), federated.get(baseline_scheme, {})
@@ -828,14 +828,15 @@ def verdict(gap: pd.Series) -> tuple[str, str]:
     """Half the interval's width, and what it says."""
     if len(gap) < 2:
         return "–", "one seed, no interval" if len(gap) else "no common seed"
-    half = STUDENT[min(len(gap), 10)] * gap.sem()
+    half = tcs.student_quantile(0.95, len(gap) - 1) * gap.sem()
     says = "lower" if gap.mean() + half < 0 else "higher" if gap.mean() - half > 0 else "undecided"
     return f"± {half:.2f}", says
 
 
 # %%
 rows, gaps = [], {}
-for name in ["FedAvg-L4", *(baseline_scheme + end for end in ("+", "-NW+", "-D3+", "++"))]:
+beyond = [baseline_scheme + end for end in ("+", "-NW+", "-D2+", "++")]
+for name in ["FedAvg-L4", *beyond, "TCS-L4-M2-E3++"]:
     gap = gaps[name] = paired(name)
     half, says = verdict(gap)
     mean = f"{gap.mean():+.2f}" if len(gap) else "–"
@@ -852,8 +853,8 @@ table = pd.DataFrame(rows).fillna("–")
 display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{tcs.markdown(table)}"))
 
 # %% [markdown]
-# `+` alone is lossless, so it cannot change accuracy. `-NW` (no dense warm-up) and `-D3` (the way
-# down in three bits) change the training itself, and a short training has few rounds to make up for
+# `+` alone is lossless, so it cannot change accuracy. `-NW` (no dense warm-up) and `-D2` (the way
+# down in two bits) change the training itself, and a short training has few rounds to make up for
 # it. *Undecided* means that the seeds at hand cannot tell the difference from none, not that there
 # is none. A dash: no record yet.
 #
