@@ -19,6 +19,7 @@ README = ROOT / "README.md"
 EVIDENCE = ROOT / "results" / "cpu"
 BLOCK = r"(<!-- {0}: [^\n]*-->\n).*?(\n?<!-- end of {0} -->)"
 HEADLINE = ["Scheme", "Paper: accuracy %", "Ours: accuracy %", "n", "Paper: bits", "Sent up"]
+REFERENCE, BEYOND = "TCS-L4-Q5", ["TCS-L4-M2-E3-D2+", "TCS-L4-M2-E3++"]
 CLAIMS = ["The paper says", "Paper", "Ours (interval)", "n", "Verdict"]
 
 
@@ -41,14 +42,37 @@ def of_scheme(name: str) -> list[dict]:
 
 def whole_runs() -> str:
     """Accuracy and bytes of whole runs at H = 4, from the records."""
-    names = ["FedAvg-L4", "TCS-L4", "TCS-L4-Q5", "TCS-L4-Q5++"]
+    names = ["FedAvg-L4", "TCS-L4", REFERENCE, *BEYOND]
     table = tcs.summary([record for name in names for record in of_scheme(name)])
     sent = table.megabytes_up + table.megabytes_down
     readable = tcs.readable(table)[["Scheme", "Ours: accuracy %", "n", "MB both ways"]]
     return tcs.markdown(readable.assign(Less=[f"×{sent[0] / one:,.4g}" for one in sent]))
 
 
-TABLES = {"headline": headline, "claims": claims, "bytes": whole_runs}
+def price() -> str:
+    """What the shorter schemes change against the paper's shortest, paired by seed."""
+
+    def points(value: float) -> str:
+        return f"{value:+.2f}".replace("-", "−")
+
+    reference = {r["config"]["seed"]: r for r in of_scheme(REFERENCE)}
+    lines = []
+    for name in BEYOND:
+        pairs = [(r, reference[r["config"]["seed"]]) for r in of_scheme(name)]
+        gaps = [100 * (a["rows"][-1]["accuracy"] - b["rows"][-1]["accuracy"]) for a, b in pairs]
+        mean, low, high = tcs.mean_interval(gaps, 0.95)
+        flows = [[tcs.traffic(record) for record in side] for side in zip(*pairs, strict=True)]
+        ours, theirs = (sum(flow["up"] + flow["down"] for flow in side) for side in flows)
+        seen = "no difference to be seen" if low <= 0 <= high else "lower" if high < 0 else "higher"
+        lines.append(
+            f"- {name} against {REFERENCE}: {points(mean)} points of accuracy (95 % interval "
+            f"{points(low)} to {points(high)}, {len(gaps)} seeds: {seen}), and {theirs / ours:.3g} "
+            "times fewer bytes."
+        )
+    return "\n".join(lines)
+
+
+TABLES = {"headline": headline, "claims": claims, "bytes": whole_runs, "price": price}
 
 
 def with_tables(text: str) -> str:
