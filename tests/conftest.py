@@ -1,7 +1,17 @@
 """Shared fixtures. Caches and results of the tests go to temporary folders."""
 
+import atexit
 import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
+
+if sys.dont_write_bytecode:  # else each of the many processes would compile torch: 2 s of 3
+    sys.dont_write_bytecode = False
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp("-bytecode")
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
 import pytest
 import torch
