@@ -9,7 +9,7 @@ from pathlib import Path
 
 if sys.dont_write_bytecode:  # else each of the many processes would compile torch: 2 s of 3
     sys.dont_write_bytecode = False
-    del os.environ["PYTHONDONTWRITEBYTECODE"]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp("-bytecode")
     atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 # the nets are tiny: more threads only get in each other's way, in every process of the tests
