@@ -92,7 +92,7 @@ from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -811,9 +811,7 @@ def _filtered(
     leaves few candidates to choose from; too few, and it is lowered, and at last all are looked at.
     """
     for lowered in (floor, floor / 2) if floor > 0 and k else ():
-        near = _at_least(vector_D, lowered)
-        if excluded_D is not None:
-            near = near[~excluded_D[near]]
+        near = _at_least(vector_D, lowered, excluded_D)
         if len(near) >= k:
             chosen, kth = _largest(vector_D[near].abs(), k, len(near))
             return near[chosen], kth
@@ -828,15 +826,20 @@ def _filtered(
 _PIECE = 1 << 17  # entries that stay in a core's cache
 
 
-def _at_least(vector_D: Tensor, floor: float) -> Tensor:
-    """Positions of magnitudes >= floor, ascending; on the CPU piece by piece, each read once."""
+def _at_least(vector_D: Tensor, floor: float, excluded_D: Tensor | None = None) -> Tensor:
+    """Positions of magnitudes >= floor, ascending, without the excluded; on the CPU piece by piece,
+    each read once, and by numpy, whose calls cost less."""
     if vector_D.device.type != "cpu" or vector_D.dtype == torch.bfloat16:
-        return (vector_D.abs() >= floor).nonzero().squeeze(1)
+        near = (vector_D.abs() >= floor).nonzero().squeeze(1)
+        return near if excluded_D is None else near[~excluded_D[near]]
     values, found = vector_D.numpy(), []
     for start in range(0, len(values), _PIECE):
         piece = np.flatnonzero(np.abs(values[start : start + _PIECE]) >= floor)
         found.append(piece + start if start else piece)
-    return torch.from_numpy(np.concatenate(found) if len(found) > 1 else found[0])
+    near = np.concatenate(found) if len(found) > 1 else found[0]
+    if excluded_D is not None:
+        near = near[~excluded_D.numpy()[near]]
+    return torch.from_numpy(near)
 
 
 def _largest(magnitudes_D: Tensor, k: int, eligible: int) -> tuple[Tensor, float]:
@@ -944,6 +947,7 @@ def position_bits(count: int, dimension: int, block: int) -> int:
     return count * (1 + intra_block_bits(block)) + -(-dimension // block)
 
 
+@lru_cache(1024)
 def block_for(count: int, dimension: int) -> int:
     """The power of two whose blocks give `count` positions in `dimension` the shortest code."""
     powers = [2**i for i in range(dimension.bit_length())]
@@ -4867,8 +4871,11 @@ def _bench_federation(bench: Bench, scheme: str, model: str, width: int, batch: 
     return Federation(config, data)
 
 
-def bench_round(bench: Bench, scheme: str, model: str, width: int, batch: int) -> None:
-    """A whole round over the same forward and backward passes with no federation around them."""
+def bench_round(
+    bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None
+) -> None:
+    """A whole round over the same forward and backward passes with no federation around them; with
+    so many CPU `threads`, where a profile sets them for this net."""
     federation = _bench_federation(bench, scheme, model, width, batch)
     flat, steps = federation.flat, federation.config.scheme.local_steps
     draws = federation._draws(0)
@@ -4892,8 +4899,11 @@ def bench_round(bench: Bench, scheme: str, model: str, width: int, batch: int) -
         "compression": lambda: federation.compressor.step(federation.deltas_ND),
         "augmentation": augmentation,
     }
-    case = f"{model} width {width}, N 10, B {batch}, {scheme}"
-    bench.measure("round", case, works, dimension=len(federation.theta_D), local_steps=steps)
+    net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
+    numbers = {"dimension": len(federation.theta_D), "local_steps": steps}
+    with _thread_count(threads):
+        case = f"{net}, N 10, B {batch}, {scheme}"
+        bench.measure("round", case, works, **numbers, threads=torch.get_num_threads())
 
 
 def _textbook_round(
@@ -5013,8 +5023,8 @@ BENCHES: dict[str, list[Callable[[Bench], None]]] = {
         lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS-L4-Q5++", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS", "resnet18", 16, 64),
-        lambda b: bench_round(b, "TCS", "resnet8", 16, 16),
-        lambda b: bench_round(b, "TCS", "resnet8", 8, 4),
+        lambda b: bench_round(b, "TCS", "resnet8", 16, 16, threads=1),  # params/cpu.yaml
+        lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1),  # params/quick.yaml
     ],
     "step": [lambda b: bench_step(b, 11_173_962, 10)],
     "codecs": [bench_codecs],

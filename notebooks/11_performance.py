@@ -443,7 +443,8 @@ def report(part, *tell):
 # %% [markdown]
 # ## Where the time of a round goes
 #
-# *Passes* are the same forward and backward passes on the same model with nothing around them.
+# *Passes* are the same forward and backward passes on the same model with nothing around them, with
+# the threads that a case names (those of the profile that trains this net) or else the record's.
 # *Augmentation* and *compression* are measured by themselves, the *rest* is what remains of the round:
 # weight decay, the step of the model, counting, and whatever the caches lose when other work comes
 # between.

@@ -1,7 +1,19 @@
 """Shared fixtures. Caches and results of the tests go to temporary folders."""
 
+import atexit
 import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
+
+if sys.dont_write_bytecode:  # else each of the many processes would compile torch: 2 s of 3
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp("-bytecode")
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+# the nets are tiny: more threads only get in each other's way, in every process of the tests
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -11,8 +23,6 @@ from hypothesis import settings
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
-
-torch.set_num_threads(1)  # the nets are tiny: more threads only get in each other's way
 
 
 @pytest.fixture(autouse=True)

@@ -202,7 +202,7 @@ def test_what_goes_wrong_names_the_rank(tmp_path, what, texts):
 
 def late(ranks, folder):
     if ranks.rank == 1:
-        time.sleep(6)
+        time.sleep(3)
     return ranks.first(lambda: 7)
 
 
@@ -257,9 +257,9 @@ def test_rank_0_speaks_for_all(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """The command line for two processes, and a run of 30 epochs."""
+    """The command line for two processes, and a run of 20 epochs."""
     path = tmp_path / "tiny.yaml"
-    fields = TINY | {"schemes": ["TCS-Q5"], "epochs": 30, "batch_size": 2}
+    fields = TINY | {"schemes": ["TCS-Q5"], "epochs": 20, "batch_size": 2}
     path.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in fields.items()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -295,6 +295,6 @@ def test_a_killed_worker_leaves_a_run_that_goes_on_and_no_orphans(tmp_path, comm
     assert process.returncode != 0 and not any(map(alive, workers))
     assert re.search(r"rank\s*:? 1\b", error), error
     assert list(checkpoints.glob("*.pt")) and not (tmp_path / "killed" / "ci").exists()
-    (config,), epochs = configs(["TCS-Q5"], epochs=30, batch_size=2), []
+    (config,), epochs = configs(["TCS-Q5"], epochs=20, batch_size=2), []
     made = tcs.run(config, tmp_path / "killed", lambda row: epochs.append(row["epoch"]))
     assert epochs[0] > 1 and numbers(made) == numbers(tcs.run(config, tmp_path / "undisturbed"))
