@@ -530,8 +530,10 @@ class RunConfig:
 
     @property
     def warmup(self) -> int:
-        """Dense epochs at the start: as configured, or the paper's 5 of 300 in proportion."""
-        if self.scheme.centralized:
+        """Dense epochs at the start, with a rising learning rate: as configured, or the paper's 5
+        of 300 in proportion. None where the scheme is sparse from the first round: errors that pile
+        up are a soft start of their own."""
+        if self.scheme.centralized or not self.scheme.dense_warmup:
             return 0
         if self.warmup_epochs is None:
             return max(1, round(self.epochs / 60))
@@ -2273,7 +2275,8 @@ class Federation:
         A static round gives `index` and `eta` as tensors, and its own `compress`.
         """
         scheme, compress = self.config.scheme, compress or self.compressor.step
-        self.flat.model.train()
+        if not self.flat.model.training:
+            self.flat.model.train()
         for row in [self.own.index(n) for n in self.active if n in self.own]:
             self._local_training_(row, draws[row], index, eta)
             if not scheme.momentum:
@@ -3035,9 +3038,6 @@ class Batches:
         self.train_labels = data.train_labels.to(device)
         self.test_images = data.test_images.to(device)
         self.test_labels = data.test_labels.to(device)
-        height, width = data.train_images.shape[1:3]
-        self.rows = torch.arange(height, device=device)
-        self.columns = torch.arange(width, device=device)
 
     def keep(self, samples_NM: Tensor) -> Tensor:
         """Drops all training samples but these; where each is from now on, (N, M) int64."""
@@ -3051,11 +3051,13 @@ class Batches:
 
     def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
-        rows = draws.crops[:, :1] + self.rows
-        columns = draws.crops[:, 1:] + self.columns
-        columns = torch.where(draws.flips[:, None], columns.flip(1), columns)
-        where = (draws.samples[:, None, None], rows[:, :, None], columns[:, None, :])
-        return self.normalized(self.padded[where]), self.train_labels[draws.samples]
+        count, height, width, colours = self.padded.shape
+        image, line, pixel, colour = self.padded.stride()
+        size = (count, 2 * PADDING + 1, 2 * PADDING + 1, height - 2 * PADDING, width - 2 * PADDING)
+        crops = self.padded.as_strided((*size, colours), (image, line, pixel, line, pixel, colour))
+        images = crops[draws.samples, draws.crops[:, 0], draws.crops[:, 1]]
+        images = torch.where(draws.flips.view(-1, 1, 1, 1), images.flip(2), images)
+        return self.normalized(images), self.train_labels[draws.samples]
 
     def test(self, part: slice) -> tuple[Tensor, Tensor]:
         return self.normalized(self.test_images[part]), self.test_labels[part]
@@ -4855,55 +4857,66 @@ class Bench:
         return RunConfig(Scheme.named("TCS"), device=self.device).torch_device
 
     def measure(
-        self, part: str, case: str, works: dict[str, Callable[[], Any]], **numbers: float
-    ) -> None:
+        self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
+        **numbers: float,
+    ) -> None:  # fmt: skip
+        """Every work does the same thing so many `times`; what is kept is the time of one."""
         for name, timing in _in_turns(works, self.repeat, self.torch_device).items():
+            timing |= {key: timing[key] / times for key in ("median", "low", "high")}
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
 
 
 def _bench_federation(bench: Bench, scheme: str, model: str, width: int, batch: int) -> Federation:
+    """Ten clients with as many samples as are augmented together, but with one round at least."""
     scheme_ = Scheme.named(scheme)
+    each = max(batch * scheme_.local_steps, _STAGED_SAMPLES // 10)
     config = RunConfig(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
         precision=bench.precision, device=bench.device,
     )  # fmt: skip
-    data = synthetic_dataset(train=10 * batch * scheme_.local_steps * 2, test=10)
-    return Federation(config, data)
+    return Federation(config, synthetic_dataset(train=10 * each, test=10))
 
 
 def bench_round(
     bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None
 ) -> None:
-    """A whole round over the same forward and backward passes with no federation around them; with
-    so many CPU `threads`, where a profile sets them for this net."""
+    """An epoch's rounds over the same forward and backward passes with no federation around them;
+    with so many CPU `threads`, where a profile sets them for this net."""
     federation = _bench_federation(bench, scheme, model, width, batch)
     flat, steps = federation.flat, federation.config.scheme.local_steps
-    draws = federation._draws(0)
-    ready = federation.batches.augmented(draws[0][:batch])
+    draws, rounds = federation._draws(0), federation.rounds_per_epoch
+    ready = [federation.batches.augmented(draw) for draw in draws]
     federation.round(draws, 0, 1e-3)  # the dense first round
 
     def passes() -> None:
         flat.model.train()
         flat.use(federation.gradient_views[0], federation.statistics_views[0])
-        for _ in range(10 * steps):
-            federation._loss(*ready).backward()
+        for first in range(0, batch * steps * rounds, batch):
+            for images, labels in ready:
+                part = slice(first, first + batch)
+                federation._loss(images[part], labels[part]).backward()
+
+    def whole() -> None:
+        federation.staged.clear()
+        for index in range(rounds):
+            federation.round(draws, index, 1e-3)
+
+    def compression() -> None:
+        for _ in range(rounds):
+            federation.compressor.step(federation.deltas_ND)
 
     def augmentation() -> None:
         for n in range(10):
-            federation.staged.clear()
-            federation.batches.augmented(draws[n][: batch * steps])
+            federation.batches.augmented(draws[n][: batch * steps * rounds])
 
     works = {
-        "passes": passes,
-        "round": lambda: federation.round(draws, 1, 1e-3),
-        "compression": lambda: federation.compressor.step(federation.deltas_ND),
-        "augmentation": augmentation,
-    }
+        "passes": passes, "round": whole, "compression": compression, "augmentation": augmentation
+    }  # fmt: skip
     net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
     numbers = {"dimension": len(federation.theta_D), "local_steps": steps}
     with _thread_count(threads):
         case = f"{net}, N 10, B {batch}, {scheme}"
-        bench.measure("round", case, works, **numbers, threads=torch.get_num_threads())
+        bench.measure("round", case, works, rounds, **numbers, threads=torch.get_num_threads())
 
 
 def _textbook_round(
