@@ -390,6 +390,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Where and how fast a run is made; not part of what it is.
+WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph"}
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One training run: scheme, data, model, federation, schedule. Fields in the paper's units."""
@@ -562,9 +566,8 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: JSON types only. Where and how fast is left out."""
-        skip = ("scheme", "profile", "data_root", "threads", "device", "graph")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values = {k: v for k, v in fields.items() if k not in skip}
+        values = {k: v for k, v in fields.items() if k not in {"scheme", *WHERE_KEYS}}
         values["drops"] = list(self.drops)
         values |= {
             "learning_rate": self.eta,
@@ -4473,36 +4476,39 @@ def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -
     }
 
 
+def _percent(mean: float, deviation: float, form: str) -> str:
+    if math.isnan(mean):
+        return "–"
+    spread = "" if math.isnan(deviation) else f" ± {100 * deviation:{form}}"
+    return f"{100 * mean:{form}}{spread}"
+
+
+def _ours(row: Any) -> str:
+    """Accuracy over the seeds of one row of a table."""
+    if row.diverged:
+        return f"diverged ({row.diverged} of {row.n + row.diverged})"
+    return _percent(row.accuracy, row.accuracy_std, ".2f")
+
+
+def _digits(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4g}"
+
+
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """The summary as a person reads it: percent, mean ± std, digits that mean something."""
-
-    def percent(mean: float, deviation: float, form: str) -> str:
-        if math.isnan(mean):
-            return "–"
-        spread = "" if math.isnan(deviation) else f" ± {100 * deviation:{form}}"
-        return f"{100 * mean:{form}}{spread}"
-
-    def ours(r: Any) -> str:
-        if r.diverged:
-            return f"diverged ({r.diverged} of {r.n + r.diverged})"
-        return percent(r.accuracy, r.accuracy_std, ".2f")
-
-    def bits(value: float) -> str:
-        return "–" if math.isnan(value) else f"{value:.4g}"
-
     rows = [
         {
             "Scheme": r.scheme,
             "η": f"{r.eta:g}",
-            "Paper: accuracy %": percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
-            "Ours: accuracy %": ours(r),
+            "Paper: accuracy %": _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
+            "Ours: accuracy %": _ours(r),
             "n": str(r.n),
-            "Paper: bits": bits(r.paper_bits),
-            "Formula": bits(r.formula_bits),
-            "Sent up": bits(r.uplink_bits),
-            "… with warm-up": bits(r.uplink_bits_with_warmup),
-            "Sent down": bits(r.downlink_bits),
-            "MB both ways": bits(r.megabytes_up + r.megabytes_down),
+            "Paper: bits": _digits(r.paper_bits),
+            "Formula": _digits(r.formula_bits),
+            "Sent up": _digits(r.uplink_bits),
+            "… with warm-up": _digits(r.uplink_bits_with_warmup),
+            "Sent down": _digits(r.downlink_bits),
+            "MB both ways": _digits(r.megabytes_up + r.megabytes_down),
         }
         for r in table.itertuples()
     ]
@@ -4513,12 +4519,15 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def recorded(
-    configs: Iterable[RunConfig], results: str | Path | None = None
+    configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """The records of these runs that are there and finished, by file name; no run is made."""
+    """The records of these runs that are there and finished, by file name; no run is made.
+
+    With `diverged`, also of those that did not get to their end.
+    """
     paths = {record_path(config, results): config for config in configs}
     found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
-    return {name: record for name, record in found.items() if record["status"] == "finished"}
+    return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
 
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
@@ -4709,6 +4718,246 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+# Sensitivity: one setting at a time ──────────────────────────────────────────────────────────────
+
+_SETTING_KEYS = {"label", "values", "named", "schemes", "paper", "given"}
+
+
+def read_sensitivity(path: str | Path) -> dict[str, Any]:
+    """A file like params/sensitivity.yaml, checked: `margin`, `base` and `settings`.
+
+    Raises ValueError naming the file, the setting, the key, its value and what is allowed.
+    """
+    sweep = read_params([path])
+    try:
+        _check_sweep(sweep)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return sweep
+
+
+def _check_sweep(sweep: dict[str, Any]) -> None:
+    _reject_unknown(sweep, {"margin", "base", "settings"}, "key")
+    points = {"kind": float, "allowed": "points from 0 to 100", "ok": lambda v: 0 <= v <= 100}
+    _check_value("margin", sweep.get("margin"), points)
+    base, settings = sweep.get("base"), sweep.get("settings")
+    if not isinstance(base, dict):
+        raise ValueError(f"base: got {_shown(base)}, allowed: a mapping of parameters")
+    plan(base)
+    if not isinstance(settings, dict) or not settings:
+        raise ValueError(f"settings: got {_shown(settings)}, allowed: a mapping from names")
+    for name, setting in settings.items():
+        try:
+            _check_setting(name, setting)
+        except ValueError as error:
+            raise ValueError(f"{_shown(name)}: {error}") from error
+
+
+def _check_setting(name: Any, setting: Any) -> None:
+    if not isinstance(setting, dict) or "label" not in setting:
+        raise ValueError(f"got {_shown(setting)}, allowed: a mapping with label and values")
+    _reject_unknown(setting, _SETTING_KEYS, "key")
+    if ("values" in setting) == ("named" in setting):
+        raise ValueError("allowed: either values or named")
+    for key, kind, allowed in (("label", str, "text"), ("given", bool, "true or false")):
+        if not isinstance(setting.get(key, kind()), kind):
+            raise ValueError(f"{key}: got {_shown(setting[key])}, allowed: {allowed}")
+    check = _check_values if "values" in setting else _check_named
+    check(name, setting)
+    shown = _as_shown(setting)
+    if "paper" in setting and _word(setting["paper"]) not in shown:
+        got = _shown(setting["paper"])
+        raise ValueError(f"paper: got {got}, allowed: one of {', '.join(shown)}, or no such key")
+
+
+def _check_values(name: Any, setting: dict[str, Any]) -> None:
+    varied = {f.name: f for cls in (Scheme, RunConfig) for f in dataclasses.fields(cls)}
+    allowed = SCHEME_KEYS | RUN_KEYS - WHERE_KEYS
+    if name not in allowed:
+        raise ValueError(f"is no parameter that values can be given for: {', '.join(allowed)}")
+    values, schemes = setting["values"], setting.get("schemes", ["TCS"])
+    if not isinstance(values, list | dict) or len(values) < 2:
+        got = _shown(values)
+        raise ValueError(f"values: got {got}, allowed: a list, or word: value, of two or more")
+    for value in values.values() if isinstance(values, dict) else values:
+        _check_value(name, value, dict(varied[name].metadata))
+    if not isinstance(schemes, list) or not schemes:
+        raise ValueError(f"schemes: got {_shown(schemes)}, allowed: a list of scheme names")
+    for scheme in schemes:
+        _named_with(scheme, {})
+
+
+def _check_named(name: Any, setting: dict[str, Any]) -> None:
+    named = setting["named"]
+    allowed = {f.name for f in dataclasses.fields(Scheme)} - {"name"}
+    if name not in allowed:
+        raise ValueError(f"is nothing that a scheme's name says: {', '.join(sorted(allowed))}")
+    if "schemes" in setting:
+        raise ValueError("schemes: allowed only beside values")
+    if not isinstance(named, dict) or len(named) < 2:
+        raise ValueError(f"named: got {_shown(named)}, allowed: value: scheme, two or more")
+    for value, scheme in named.items():
+        if (real := getattr(_named_with(scheme, {}), name)) != value:
+            raise ValueError(f"named: {scheme} has {_shown(real)}, not {_shown(value)}")
+
+
+def _word(value: Any) -> str:
+    if type(value) not in (str, int, float):
+        raise ValueError(f"got {_shown(value)}, allowed: numbers, or word: value")
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _trials(curve: pd.DataFrame) -> str:
+    """How many trials its points have: "3", or "1 to 3"."""
+    return " to ".join(map(str, sorted({curve["n"].min(), curve["n"].max()})))
+
+
+def _as_shown(setting: dict[str, Any]) -> list[str]:
+    """The values as tables and figures write them, in order."""
+    words = [_word(value) for value in setting.get("values", setting.get("named"))]
+    if len(set(words)) < len(words):
+        raise ValueError(f"values: got {', '.join(words)}, allowed: each once")
+    return words
+
+
+def sensitivity_plan(
+    sweep: dict[str, Any], params: dict[str, Any], name: str
+) -> dict[tuple[str, str], list[RunConfig]]:
+    """The runs of one setting: value as shown and scheme's name -> its runs, seed by seed.
+
+    `params` is a profile. A run that several settings ask for has one record name.
+    """
+    if name not in sweep["settings"]:
+        known = ", ".join(sweep["settings"])
+        raise ValueError(f"setting: got {_shown(name)}, allowed: {known}")
+    setting = sweep["settings"][name]
+    if "named" in setting:
+        changes = [{"schemes": [scheme]} for scheme in setting["named"].values()]
+    else:
+        values, own = setting["values"], {k: v for k, v in setting.items() if k == "schemes"}
+        values = values.values() if isinstance(values, dict) else values
+        changes = [{name: value} | own for value in values]
+    points: dict[tuple[str, str], list[RunConfig]] = {}
+    for shown, change in zip(_as_shown(setting), changes, strict=True):
+        try:
+            configs = plan(sweep["base"] | params | change)
+        except ValueError as error:
+            raise ValueError(f"{name} {shown}: {error}") from error
+        for config in configs:
+            points.setdefault((shown, config.scheme.name), []).append(config)
+    return points
+
+
+def sensitivity_table(
+    sweep: dict[str, Any], params: dict[str, Any], names: Iterable[str] | None = None,
+    results: str | Path | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """One row a value (and scheme) of every setting, from the records that are there.
+
+    Accuracy over seeds is 0..1; a value with a diverged seed has no mean. Megabytes are one
+    client's in the whole run, mean over seeds, "warmup" the dense part of both ways.
+    """
+    rows = [
+        _sensitivity_row(name, *point, recorded(configs, results, diverged=True))
+        for name in (sweep["settings"] if names is None else names)
+        for point, configs in sensitivity_plan(sweep, params, name).items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def _sensitivity_row(
+    name: str, shown: str, scheme: str, records: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    row = _summary_row(scheme, list(records.values()), None) if records else {}
+    numbers = ("accuracy", "accuracy_std", "megabytes_up", "megabytes_down", "megabytes_warmup")
+    return {
+        "setting": name,
+        "value": shown,
+        "scheme": scheme,
+        "n": row.get("n", 0),
+        "diverged": row.get("diverged", 0),
+        **{key: row.get(key, math.nan) for key in numbers},
+        "records": " ".join(sorted(records)),
+    }
+
+
+def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a sensitivity table as a person reads them; the files stay in the csv."""
+    rows = [
+        {
+            "Setting": r.setting,
+            "Value": r.value,
+            "Scheme": r.scheme,
+            "Accuracy %": _ours(r),
+            "n": str(r.n),
+            "MB up": _digits(r.megabytes_up),
+            "MB down": _digits(r.megabytes_down),
+            "of both: warm-up": _digits(r.megabytes_warmup),
+        }
+        for r in table.itertuples()
+    ]
+    return pd.DataFrame(rows)
+
+
+def sensitivity_curves(rows: pd.DataFrame, setting: dict[str, Any]) -> dict[str, pd.DataFrame]:
+    """The rows of one setting that have a record, a curve for each scheme; schemes that are
+    themselves the values share one. Empty if fewer than two values have a record."""
+    rows = rows[rows["n"] + rows["diverged"] > 0]
+    if rows["value"].nunique() < 2:
+        return {}
+    if "named" in setting:
+        return {" … ".join(rows["scheme"].iloc[[0, -1]]): rows}
+    return {name: curve for name, curve in rows.groupby("scheme", sort=False)}
+
+
+def cheapest_near_best(curve: pd.DataFrame, margin: float) -> tuple[Any, Any] | None:
+    """The row to choose and the most accurate one. None without a mean and bytes to go by.
+
+    Chosen are the fewest bytes both ways among all accuracies within `margin` percentage points of
+    the best, or within the best one's standard deviation if that is more.
+    """
+    cost = (curve["megabytes_up"] + curve["megabytes_down"]).dropna()
+    curve = curve.loc[cost.index].dropna(subset="accuracy")
+    if curve.empty:
+        return None
+    best = curve.loc[curve["accuracy"].idxmax()]
+    deviation = 0.0 if math.isnan(best["accuracy_std"]) else best["accuracy_std"]
+    floor = best["accuracy"] - max(margin / 100, deviation) - 1e-12
+    near = curve[curve["accuracy"] >= floor].sort_values("accuracy", ascending=False)
+    return near.loc[cost[near.index].idxmin()], best
+
+
+def sensitivity_choices(table: pd.DataFrame, sweep: dict[str, Any]) -> pd.DataFrame:
+    """What `cheapest_near_best` chooses, a row a curve; of what is given, what the worst costs."""
+    rows = []
+    for name, setting in sweep["settings"].items():
+        curves = sensitivity_curves(table[table["setting"] == name], setting)
+        for scheme, curve in curves.items():
+            if found := cheapest_near_best(curve, sweep["margin"]):
+                rows.append(_choice(name, scheme, curve, setting, *found))
+    return pd.DataFrame(rows)
+
+
+def _choice(
+    name: str, scheme: str, curve: pd.DataFrame, setting: dict[str, Any], chosen: Any, best: Any
+) -> dict[str, str]:
+    """One line of text: the most accurate value, the chosen one, and the differences."""
+    if setting.get("given"):
+        chosen = curve.loc[curve["accuracy"].idxmin()]
+    cost = [_digits(row["megabytes_up"] + row["megabytes_down"]) for row in (chosen, best)]
+    points = 100 * (chosen["accuracy"] - best["accuracy"])
+    return {
+        "Setting": name,
+        "Scheme": scheme,
+        "Most accurate": f"{best['value']} ({_ours(best)} %)",
+        "Choose": f"given; worst: {chosen['value']}" if setting.get("given") else chosen["value"],
+        "Points": f"{points:+.2f}".replace("-", "−") if points else "0",
+        "MB both ways": " instead of ".join(dict.fromkeys(cost)),
+        "Paper": _word(setting["paper"]) if "paper" in setting else "–",
+        "n": _trials(curve),
+    }
+
+
 # Okabe and Ito's colours, which colour-blind readers tell apart; markers and dashes do it in grey.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS, DASHES = "os^Dv*PX", ("-", "--", "-.", ":")
@@ -4781,6 +5030,56 @@ def claims_figure(table: pd.DataFrame, title: str) -> Any:
     axes.grid(axis="x", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
+
+
+def sensitivity_figure(curves: dict[str, pd.DataFrame], setting: dict[str, Any], title: str) -> Any:
+    """Accuracy over the values of one setting (mean, one std over seeds), and below the megabytes
+    of one client, both ways: all, and what is left without the dense warm-up."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 6.0), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    words = _as_shown(setting)
+    for name, curve in curves.items():
+        style = curve_style(name, list(curves)) | {"markersize": 6, "linewidth": 1.5}
+        at = [words.index(value) for value in curve["value"]]
+        style |= {"label": f"{name} (n = {_trials(curve)})"}
+        mean, deviation = 100 * curve["accuracy"], 100 * curve["accuracy_std"]
+        upper.errorbar(at, mean, yerr=deviation, capsize=4, **style)
+        both = curve["megabytes_up"] + curve["megabytes_down"]
+        lower.plot(at, both, **(style | {"label": None}))
+        thin = {"markerfacecolor": "white", "linewidth": 0.8, "label": None}
+        lower.plot(at, both - curve["megabytes_warmup"], **(style | thin))
+    grey = {"color": COLOURS[7], "marker": "o", "linewidth": 1.2}
+    lower.plot([], [], **grey, label="whole run")
+    lower.plot([], [], **(grey | thin | {"label": "without the dense warm-up"}))
+    if "paper" in setting:
+        at = words.index(_word(setting["paper"]))
+        for axes, label in ((upper, "the paper's choice"), (lower, None)):
+            axes.axvspan(
+                at - 0.12, at + 0.12, color=COLOURS[5], alpha=0.3, linewidth=0, label=label
+            )
+    lost = pd.concat(curves.values()).groupby("value")["diverged"].sum()
+    ticks = [f"{word}\n{lost[word]} diverged" if lost.get(word) else word for word in words]
+    lower.set_xticks(range(len(words)), ticks)
+    lower.set(xlabel=setting["label"], xlim=(-0.4, len(words) - 0.6))
+    lower.set(yscale="log", ylabel="MB of one client")
+    _plain_log(lower.yaxis)
+    upper.set_title(title, fontsize=10)
+    upper.set(ylabel="test accuracy (%)")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def _plain_log(axis: Any) -> None:
+    """A log axis whose ticks read 1, 2, 5, 10, ..."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,.10g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -5099,16 +5398,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tcs_core.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run_ = commands.add_parser("run", help="make the runs of a table in a profile; print the table")
-    run_.add_argument("--params", nargs="+", required=True, help="YAML files, later over earlier")
-    run_.add_argument("--scheme", action="append", help="only this scheme (may be repeated)")
-    run_.add_argument("--seed", action="append", type=int, help="only this seed (may be repeated)")
-    run_.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                      help="one more parameter, its value read as YAML")  # fmt: skip
-    run_.add_argument("--results", help="results folder (default: beside this module)")
-    run_.add_argument("--jobs", type=int, help="processes side by side")
-    run_.add_argument("--timeout", type=float, metavar="SECONDS",
-                      help="wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
+    vary = commands.add_parser("sensitivity", help="make the runs that vary one setting at a time")
+    for command in (run_, vary):
+        add = command.add_argument
+        add("--params", nargs="+", required=True, help="YAML files, later over earlier")
+        add("--scheme", action="append", help="only this scheme (may be repeated)")
+        add("--seed", action="append", type=int, help="only this seed (may be repeated)")
+        add("--set", action="append", default=[], metavar="KEY=VALUE",
+            help="one more parameter, its value read as YAML")  # fmt: skip
+        add("--results", help="results folder (default: beside this module)")
+        add("--jobs", type=int, help="processes side by side")
+        add("--timeout", type=float, metavar="SECONDS",
+            help="wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
     run_.set_defaults(main=_main_run)
+    vary.add_argument("--setting", action="append", help="only this setting (may be repeated)")
+    vary.add_argument("--sweep", default=ROOT / "params" / "sensitivity.yaml", metavar="FILE",
+                      help="what is varied (default: params/sensitivity.yaml)")  # fmt: skip
+    vary.set_defaults(main=_main_sensitivity)
     bench = commands.add_parser("bench", help="measure speed and memory; write results/bench/")
     bench.add_argument("--part", action="append", choices=list(BENCHES), help="only this part")
     bench.add_argument("--repeat", type=int, default=7, help="turns of each measurement")
@@ -5127,8 +5433,6 @@ def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set: got {_shown(pair)}, allowed: KEY=VALUE")
         params[key] = _read_yaml(value, f"--set {_cut(key)}")
-    if arguments.scheme:
-        params["schemes"] = arguments.scheme
     if arguments.seed is not None:
         params["seeds"] = arguments.seed
     if arguments.jobs is not None:
@@ -5185,12 +5489,39 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main_run(arguments: argparse.Namespace) -> int:
     params = _command_params(arguments)
-    configs, jobs = plan(params), params.get("jobs", 1)
+    if arguments.scheme:
+        params["schemes"] = arguments.scheme
+    return _make(
+        plan(params), params, arguments,
+        lambda records: readable(summary(records, params.get("paper"))),
+    )  # fmt: skip
+
+
+def _main_sensitivity(arguments: argparse.Namespace) -> int:
+    sweep, params = read_sensitivity(arguments.sweep), _command_params(arguments)
+    names = arguments.setting or list(sweep["settings"])
+    planned = [config for name in names for runs in sensitivity_plan(sweep, params, name).values()
+               for config in runs]  # fmt: skip
+    known = dict.fromkeys(config.scheme.name for config in planned)
+    _reject_unknown(arguments.scheme or (), known, "scheme in these settings")
+    wanted = arguments.scheme or known
+    configs = {c.record_name: c for c in planned if c.scheme.name in wanted}
+    return _make(
+        list(configs.values()), params, arguments,
+        lambda _: readable_sensitivity(sensitivity_table(sweep, params, names, arguments.results)),
+    )  # fmt: skip
+
+
+def _make(
+    configs: list[RunConfig], params: dict[str, Any], arguments: argparse.Namespace,
+    table: Callable[[list[dict[str, Any]]], pd.DataFrame],
+) -> int:  # fmt: skip
+    """Make the runs; rank 0 prints the table of their records and what diverged."""
     with joined_ranks(configs[0].torch_device, arguments.timeout) as ranks:
-        records = run_all(configs, arguments.results, jobs, ranks=ranks)
+        records = run_all(configs, arguments.results, params.get("jobs", 1), ranks=ranks)
     diverged = [r for r in records if r["status"] == "diverged"]
     if ranks.rank == 0:
-        print(markdown(readable(summary(records, params.get("paper")))))
+        print(markdown(table(records)))
         for record in diverged:
             name = record["config"]["scheme"]["name"]
             print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
