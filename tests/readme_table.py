@@ -120,7 +120,7 @@ def prose() -> dict[str, str]:
         "15 epochs": f"{cpu['epochs']} epochs",
         "its own largest 1 %": f"its own largest {top_k:.0%}".replace("%", " %"),
         "5 of 300 epochs": f"{paper['warmup_epochs']} of {paper['epochs']} epochs",
-        "a factor of 139, TCS": f"a factor of {both_ways('TCS-L4-Q5')}, TCS",
+        "a factor of 139,": f"a factor of {both_ways('TCS-L4-Q5')},",
         "a factor of 2,270;": f"a factor of {both_ways('TCS-L4-M2-E3++')};",
         **{row: row for row in rows.values()},
     }
