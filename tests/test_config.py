@@ -43,6 +43,23 @@ def test_names(name):
         assert (s.phi_global, s.phi_local) == (1e-2, 1e-3)
 
 
+def test_names_beyond_the_paper():
+    s = tcs.Scheme.named("TCS-L4-M2-E3++")
+    assert (s.value_bits, s.quantizer, s.phi_local) == (2, "lloyd", 3e-3)
+    assert (s.down_value_bits, s.down_quantizer, s.phi_down) == (2, "lloyd", 4e-3)
+    assert (s.code, s.dense_warmup) == ("entropy", False)
+    assert tcs.Scheme.named("TCS-Q5").quantizer == "fractional"
+    assert tcs.Scheme.named("top-K-M3").quantizer == "lloyd"
+
+
+def test_without_a_dense_warm_up_the_learning_rate_does_not_rise():
+    with_, without = (tcs.RunConfig(tcs.Scheme.named(n), epochs=60) for n in ("TCS", "TCS-NW"))
+    assert (with_.warmup, without.warmup) == (1, 0)
+    assert with_.learning_rate_at(0) == pytest.approx(0.1)
+    assert without.learning_rate_at(0) == without.learning_rate_at(29) == pytest.approx(0.5)
+    assert without.digest != tcs.RunConfig(with_.scheme, epochs=60).digest
+
+
 def test_a_name_is_read_in_any_case_and_kept_in_one_form():
     assert tcs.Scheme.named("tcs- Global Momentum").name == "TCS-Global Momentum"
     assert tcs.Scheme.named("TOP-K").name == "top-K"
@@ -55,7 +72,7 @@ def test_q5_is_a_sign_and_sixteen_intervals():
 
 @pytest.mark.parametrize(
     "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5", "TCS-L2-L4", "TCS-LF-PLF",
-             "TCS-L4-"]
+             "TCS-L4-", "TCS-Q5-M2", "TCS-M0", "top-K-E3", "FedAvg-E3", "TCS-E0"]
 )  # fmt: skip
 def test_names_that_mean_nothing_are_refused_with_what_exists(name):
     with pytest.raises(ValueError, match="scheme") as raised:

@@ -286,7 +286,7 @@ def test_numbers_that_are_not_finite_are_neither_sent_nor_received(bad):
 @pytest.mark.parametrize(
     "name",
     ["TCS", "TCS-Q5", "TCS-LF-Q5+", "top-K", "top-K-Q5++", "rand-K", "FedAvg", "FedAvg-Q3++", "TCS-L2-Q5++",
-     "TCS-D5", "TCS-Q5-NW", "TCS-Momentum++"],
+     "TCS-D5", "TCS-Q5-NW", "TCS-Momentum++", "TCS-L4-M2-E3++", "top-K-M3"],
 )  # fmt: skip
 def test_a_compressor_on_real_messages_gives_the_same_bit_for_bit(name):
     scheme = tcs.Scheme.named(name)
@@ -302,7 +302,7 @@ def test_a_compressor_on_real_messages_gives_the_same_bit_for_bit(name):
             assert getattr(counted, key) == getattr(real, key) > 0, key
 
 
-@pytest.mark.parametrize("name", ["TCS-D5", "TCS-Q5++", "top-K-D3", "FedAvg-Q3++", "rand-K-D5"])
+@pytest.mark.parametrize("name", ["TCS-D5", "TCS-M2-E3++", "top-K-D3", "FedAvg-Q3++", "rand-K-D5"])
 def test_what_the_server_does_not_send_stays_in_its_errors(name):
     """Sum of all updates sent plus both sides' errors is the sum of all deltas."""
     compressor = tcs.Compressor(tcs.Scheme.named(name), SIZES, 3)
@@ -332,3 +332,22 @@ def test_a_downlink_compressed_like_the_uplink_is_as_small():
         compressor.step(torch.stack([like_training(seed=10 * round_ + n) for n in range(3)]))
     assert compressor.bits_down == compressor.bits_up
     assert compressor.bytes_up == 3 * compressor.bytes_down
+
+
+def test_two_bits_and_a_larger_mask_down_are_as_short_as_the_papers_five_bits_up():
+    """At the paper's size: TCS-Q5's way up, and the way down that -D2 makes of it."""
+    scheme, dimension = tcs.Scheme.named("TCS-Q5-D2"), 11_173_962
+    sizes = [dimension]
+    shared = tcs.kept(scheme.phi_global, dimension)
+    ways = (
+        (tcs.Wire.up(scheme, sizes), scheme.phi_local),
+        (
+            tcs.Wire.down(scheme, sizes),
+            scheme.phi_down,
+        ),
+    )
+    up, down = (
+        wire.block_code_bits(shared + tcs.kept(phi, dimension), tcs.kept(phi, dimension))
+        for wire, phi in ways
+    )
+    assert down <= 1.02 * up

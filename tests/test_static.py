@@ -28,7 +28,7 @@ def federations(name, device="cpu", **changes):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", ["TCS", "TCS-L4-Q5", "top-K", "top-K-Q5", "TCS-Momentum", "TCS-NW"]
+    "name", ["TCS", "TCS-L4-Q5", "top-K", "top-K-Q5", "TCS-M2-E3", "TCS-Momentum", "TCS-NW"]
 )
 def test_static_rounds_do_what_eager_ones_do(name, device):
     eager, static = federations(name, device)
