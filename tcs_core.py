@@ -53,10 +53,11 @@ Differences from the paper
         least one), drops after 1/2 and 3/4. Rates scale linearly with the cumulative batch.
     12. "H = 2 and H = 2" in the paper means H = 2 and H = 4.
 
-Beyond the paper (scheme names that end in + or ++, Sec. 1 and 5)
-    Messages are real bytes with a checksum; "+" codes them in fewer bits, losing nothing; "-D<q>"
-    quantizes and sparsifies the downlink too, with error accumulation at the server; "-NW" has no
-    dense warm-up; "++" is all three.
+Beyond the paper (suffixes of scheme names, Sec. 1, 4 and 5)
+    Messages are real bytes with a checksum; "+" codes them in fewer bits, losing nothing. "-M<q>"
+    quantizes to q bits as Lloyd and Max do; "-E<n>" makes the client's own mask n/1000 of all
+    entries; "-D<q>" quantizes (likewise) and sparsifies the downlink too, with error accumulation
+    at the server; "-NW" has no warm-up, dense or rising; "++" is "+", "-D2" and "-NW".
 """
 
 from __future__ import annotations
