@@ -251,6 +251,10 @@ class Scheme:
         True, bool, "true or false", lambda v: True,
         "false: sparse from the first round, where all send their own S_top at phi_global",
     )  # fmt: skip
+    warmup_masks: int = _param(
+        1, int, "a whole number from 1 to 1000", lambda v: 1 <= v <= 1000,
+        "without a dense warm-up: all masks so many times as large in the warm-up epochs",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -285,8 +289,8 @@ class Scheme:
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
         steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum;
         beyond the paper, -M<q> a better quantizer, -E<n> phi_local = n/1000, -D<q> a compressed
-        downlink, -NW no dense warm-up, and at the end + for shorter lossless codes or ++ for +, -D2
-        and -NW.
+        downlink, -NW no warm-up, -W<n> a sparse one with masks n times as large, and at the end +
+        for shorter lossless codes or ++ for +, -D2 and (but for -W) -NW.
         `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
         sense.
         """
@@ -315,7 +319,7 @@ def _intervals(value_bits: int) -> int:
 def _known_schemes() -> str:
     return (
         f"known: {', '.join(FAMILIES)}, each with -L<steps>, -Q<bits>, -LF, -PLF, "
-        "-Momentum or -Global Momentum, -M<bits>, -E<n>, -D<bits>, -NW, + or ++ "
+        "-Momentum or -Global Momentum, -M<bits>, -E<n>, -D<bits>, -NW, -W<n>, + or ++ "
         "where it makes sense (TCS-L4-Q5++)"
     )
 
@@ -333,7 +337,7 @@ def _plus_fields(name: str, fields: dict, plus: str) -> dict:
         raise ValueError(f"scheme {_shown(name)}: {plus!r} makes no sense in centralized training")
     if plus == "+":
         return {"code": "entropy"}
-    if {"down_value_bits", "dense_warmup"} & fields.keys():
+    if "down_value_bits" in fields or ("dense_warmup" in fields and "warmup_masks" not in fields):
         raise ValueError(f"scheme {_shown(name)}: '++' sets what another suffix sets")
     return {"code": "entropy", "dense_warmup": False, **_down_fields(2, fields)}
 
@@ -371,6 +375,8 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
         return _down_fields(int(match[1]), fields)
     if lower == "nw":
         return {"dense_warmup": False}
+    if (match := re.fullmatch(r"w([1-9]\d{0,2})", lower)) and selects and own and shared:
+        return {"dense_warmup": False, "warmup_masks": int(match[1])}
     if lower == "lf" and selects:
         return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
     if lower in ("plf", "pfl") and selects and shared:
@@ -535,10 +541,11 @@ class RunConfig:
 
     @property
     def warmup(self) -> int:
-        """Dense epochs at the start, with a rising learning rate: as configured, or the paper's 5
-        of 300 in proportion. None where the scheme is sparse from the first round: errors that pile
-        up are a soft start of their own."""
-        if self.scheme.centralized or not self.scheme.dense_warmup:
+        """Epochs at the start that are dense, with a rising learning rate, or sparse with larger
+        masks, without: errors that pile up are a soft start too. As configured, or the paper's 5 of
+        300 in proportion. None where the scheme is as sparse as ever from the first round."""
+        sparse_start = not self.scheme.dense_warmup and self.scheme.warmup_masks == 1
+        if self.scheme.centralized or sparse_start:
             return 0
         if self.warmup_epochs is None:
             return max(1, round(self.epochs / 60))
@@ -559,7 +566,7 @@ class RunConfig:
 
     def learning_rate_at(self, epoch: float) -> float:
         """eta_t at a fractional epoch, counted from 0: linear warm-up, then steps down by 10."""
-        if epoch < self.warmup:
+        if epoch < self.warmup and self.scheme.dense_warmup:
             start = self.warmup_learning_rate
             return self.scale * (start + (self.eta - start) * epoch / self.warmup)
         passed = sum(epoch >= share * self.epochs for share in self.drops)
@@ -1708,10 +1715,18 @@ class MaskRule:
         self._dimension = sum(layer_sizes)
         self._excluded_D: Tensor | None = None  # all False between two selections
         self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
-        self.k_global = kept(scheme.phi_global, self._dimension) if scheme.phi_global else 0
-        free = self._dimension - self.k_global
-        self.k_local = min(kept(scheme.phi_local, self._dimension), free) if scheme.phi_local else 0
-        self.k_down = min(kept(scheme.phi_down, self._dimension), free) if scheme.phi_down else 0
+        MaskRule.widen(self, 1)
+
+    def widen(self, times: int) -> None:
+        """From here on, all masks are so many times as large as the scheme says."""
+        scheme, dimension = self._scheme, self._dimension
+
+        def size(phi: float | None, most: int) -> int:
+            return min(times * kept(phi, dimension), most) if phi else 0
+
+        self.k_global = size(scheme.phi_global, dimension)
+        free = dimension - self.k_global
+        self.k_local, self.k_down = size(scheme.phi_local, free), size(scheme.phi_down, free)
 
     def global_mask(self) -> Tensor | None:
         """The mask all sides know in this round; None if not known yet: the round is dense."""
@@ -1795,11 +1810,19 @@ class TCS(MaskRule):
     """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
 
     positions: Tensor | None = None
+    magnitudes: Tensor | None = None  # the last update there, if the mask is to shrink
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         # of all masks since this was last set to 0: entries that were in the mask before, entries
         self.shared = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+    def widen(self, times: int) -> None:
+        """Of a mask that has become too large, the entries that were largest stay."""
+        super().widen(times)
+        if self.positions is not None and len(self.positions) > self.k_global:
+            largest = top_k_positions(self.magnitudes, self.k_global)
+            self.positions, self.magnitudes = self.positions[largest], self.magnitudes[largest]
 
     def global_mask(self) -> Tensor | None:
         sparse_start = self.positions is None and not self._scheme.dense_warmup
@@ -1810,7 +1833,9 @@ class TCS(MaskRule):
             return
         before, fair = self.positions, self._scheme.phi_min_global
         self.positions = self.select(update_D, self.k_global, fair)
-        if before is not None:
+        if self._scheme.warmup_masks > 1:
+            self.magnitudes = update_D[self.positions].abs()
+        if before is not None and len(before) == len(self.positions):
             self.count_shared(before, self.positions)
 
     def count_shared(self, before_K: Tensor, after_K: Tensor) -> None:
@@ -2216,6 +2241,7 @@ class Federation:
         last good round.
         """
         self.loss_sums_N.zero_()
+        self._widen(epoch)
         draws, count = self._draws(epoch), self.rounds_per_epoch
         for index in range(count):
             eta = self.config.learning_rate_at(epoch + index / count)
@@ -2232,6 +2258,7 @@ class Federation:
         row = {"epoch": epoch + 1, "rounds": self.rounds_per_epoch, "dense_rounds": 0}
         traffic = ("bits_up", "bits_down", "bytes_up", "bytes_down")
         row |= dict.fromkeys(traffic, 0)
+        self._widen(epoch)
         static = self.static is not None and self.static.ready(epoch)
         if isinstance(self.compressor.rule, TCS):
             self.compressor.rule.shared.zero_()
@@ -2246,6 +2273,12 @@ class Federation:
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
         return row | self._mask_overlap()
+
+    def _widen(self, epoch: int) -> None:
+        """Larger masks in a sparse warm-up, and no longer after it."""
+        scheme = self.config.scheme
+        if scheme.warmup_masks > 1:
+            self.compressor.rule.widen(scheme.warmup_masks if epoch < self.config.warmup else 1)
 
     def _mask_overlap(self) -> Row:
         """Which share of the shared mask was in it a round before, in this epoch so far."""
@@ -2442,7 +2475,7 @@ class StaticRound:
 
     def ready(self, epoch: int) -> bool:
         """Whether all rounds of this epoch are sparse: no warm-up, and a first mask is there."""
-        warm = epoch < self.federation.config.warmup and self.compressor.scheme.dense_warmup
+        warm = epoch < self.federation.config.warmup
         mask = self.compressor.rule.global_mask()
         return not warm and mask is not None and len(mask) == self.compressor.rule.k_global
 

@@ -57,6 +57,9 @@ def test_without_a_dense_warm_up_the_learning_rate_does_not_rise():
     assert (with_.warmup, without.warmup) == (1, 0)
     assert with_.learning_rate_at(0) == pytest.approx(0.1)
     assert without.learning_rate_at(0) == without.learning_rate_at(29) == pytest.approx(0.5)
+    wide = tcs.RunConfig(tcs.Scheme.named("TCS-W10"), epochs=60)
+    assert (wide.warmup, wide.scheme.warmup_masks, wide.scheme.dense_warmup) == (1, 10, False)
+    assert wide.learning_rate_at(0) == pytest.approx(0.5)
     assert without.digest != tcs.RunConfig(with_.scheme, epochs=60).digest
 
 

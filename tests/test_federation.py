@@ -175,3 +175,21 @@ def test_gpu_agrees_with_cpu(data, scheme):
     cpu = thetas(scheme, data, device="cpu")
     gpu = thetas(scheme, data, device="cuda").cpu()
     assert float((cpu - gpu).norm() / cpu.norm()) < 1e-2
+
+
+def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them(data):
+    def made():
+        return federation("TCS-Q5-W10++", data, epochs=3, warmup_epochs=1)
+
+    one, other = made(), made()
+    dimension = len(one.theta_D)
+    plain = tcs.kept(1e-2, dimension)
+    for update_D in one.rounds(0):
+        assert len(one.compressor.rule.positions) == 10 * plain
+        assert not one.compressor.last_dense and len(update_D.nonzero()) > 2 * plain
+    other.load_state_dict(one.state_dict())
+    for run in (one, other):  # the second as after a resume
+        run._widen(1)
+        assert torch.equal(run.compressor.rule.positions, tcs.top_k_positions(update_D, plain))
+        assert run.compressor.rule.k_local == tcs.kept(1e-3, dimension)
+    assert torch.equal(next(one.rounds(1)), next(other.rounds(1)))

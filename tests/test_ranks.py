@@ -33,7 +33,7 @@ def records(ranks, folder, schemes, **changes):
 
 # What does not depend on the number of ranks ──────────────────────────────────────────────────────
 
-SCHEMES = ["TCS", "TCS-L4-Q5", "top-K", "TCS-L2-M2-E3++", "FedAvg-Global Momentum"]
+SCHEMES = ["TCS", "TCS-L4-Q5", "top-K", "TCS-L2-M2-E3-W5++", "FedAvg-Global Momentum"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -1069,7 +1069,7 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, small, finished)
 
 # The same seed, the same record ───────────────────────────────────────────────────────────────────
 
-REPEATED = ["Baseline-Momentum", "FedAvg", "FedAvg-Q3++", "TCS", "TCS-L2-Q5", "TCS-Q5+", "TCS-L2-M2-E3++", "TCS-LF", "TCS-PLF-Q5+",
+REPEATED = ["Baseline-Momentum", "FedAvg", "FedAvg-Q3++", "TCS", "TCS-L2-Q5", "TCS-Q5+", "TCS-L2-M2-E3++", "TCS-M2-W3++", "TCS-LF", "TCS-PLF-Q5+",
             "TCS-Global Momentum++", "TCS-D5", "TCS-Q5-NW", "top-K", "top-K-Q5++", "rand-K", "rand-K-Q5-D5"]  # fmt: skip
 BRIEF = {"epochs": 2, "train_samples": 60, "participation": 0.6}
 
