@@ -4423,28 +4423,29 @@ def _take_back_(
 def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     """Measured traffic of a run, in bits per parameter per local iteration.
 
-    "uplink" and "downlink" leave the dense warm-up out, as the paper does; "... with warm-up" do
-    not. nan for centralized training, which sends nothing.
+    "uplink" and "downlink" leave the warm-up out, as the paper does; "... with warm-up" do not. nan
+    for centralized training, which sends nothing.
     """
     scheme, dimension = record["config"]["scheme"], record["dimension"]
     names = ("uplink", "downlink")
     if scheme["centralized"] or not record["rows"]:
         return dict.fromkeys([n + w for n in names for w in ("", " with warm-up")], math.nan)
-    rounds = sum(r["rounds"] for r in record["rows"])
-    dense = 0 if _always_dense(scheme) else sum(r["dense_rounds"] for r in record["rows"])
-    values = {}
+    after = [r for r in record["rows"] if not _wide_epoch(record["config"], r)] or record["rows"]
+    dense = 0 if _always_dense(scheme) else sum(r["dense_rounds"] for r in after)
+    values, unit = {}, dimension * scheme["local_steps"]
     for name, key in zip(names, ("bits_up", "bits_down"), strict=True):
-        total, unit = sum(r[key] for r in record["rows"]), dimension * scheme["local_steps"]
-        sparse = (
-            (total - 32 * dimension * dense) / (unit * (rounds - dense)) if rounds > dense else 0
-        )
-        values |= {name: sparse, f"{name} with warm-up": total / (unit * rounds)}
+        sparse = sum(r[key] for r in after) - 32 * dimension * dense
+        sparse_rounds = sum(r["rounds"] for r in after) - dense
+        total, rounds = (sum(r[k] for r in record["rows"]) for k in (key, "rounds"))
+        values[name] = sparse / (unit * sparse_rounds) if sparse_rounds else 0
+        values[f"{name} with warm-up"] = total / (unit * rounds)
     return values
 
 
 def traffic(record: dict[str, Any]) -> dict[str, float]:
     """Bytes of one client's messages in a whole run, all overhead in: "up", "down", and "warm-up",
-    the part of both that its dense rounds took. Zeros for centralized training.
+    the part of both that its dense rounds, or those of larger masks, took. Zeros for centralized
+    training.
 
     Records made before messages had bytes counted bits only: theirs are rounded up by the round.
     """
@@ -4457,9 +4458,17 @@ def traffic(record: dict[str, Any]) -> dict[str, float]:
     for row in record["rows"]:
         for way, share in (("up", clients), ("down", 1)):
             counted = math.ceil(row[f"bits_{way}"] / 8) + OVERHEAD_BYTES * row["rounds"]
-            total[way] += row[f"bytes_{way}"] / share if f"bytes_{way}" in row else counted
+            sent = row[f"bytes_{way}"] / share if f"bytes_{way}" in row else counted
+            total[way] += sent
+            total["warm-up"] += sent * _wide_epoch(config, row)
         total["warm-up"] += sparse * row["dense_rounds"] * 2 * (4 * dimension + OVERHEAD_BYTES)
     return total
+
+
+def _wide_epoch(config: dict[str, Any], row: Row) -> bool:
+    """Whether an epoch belongs to a sparse warm-up, with larger masks."""
+    wide = config["scheme"].get("warmup_masks", 1) > 1
+    return wide and row["epoch"] <= config["warmup_epochs"]
 
 
 def _always_dense(scheme: dict[str, Any]) -> bool:

@@ -49,7 +49,7 @@ plt.rcParams["figure.dpi"] = 90
 schemes = ["FedAvg", "FedAvg-L4", "rand-K", "top-K", "TCS", "TCS-L2", "TCS-L4", "TCS-L4-Q5",
            "TCS-PLF", "TCS-LF", "TCS-LF-Q5", "TCS-Global Momentum", "top-K+", "TCS+",
            "TCS-L4-Q5+", "TCS-L4-Q5-NW+", "TCS-L4-Q5-D2+", "TCS-L4-Q5++",
-           "TCS-L4-M2-E3++"]  # fmt: skip
+           "TCS-L4-M2-E3++", "TCS-L4-M2-E3-W10++"]  # fmt: skip
 profile = "ci"  # how large these runs are; nothing is written
 dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
 train_samples = 160  # the first so many training images
@@ -533,10 +533,12 @@ print(f"D = {large_D:,} in {len(large_sizes)} layers")
 
 
 # %%
-def large(name: str, way: str = "up", first: bool = False) -> tuple[tcs.Message, torch.Tensor]:
-    """A message at the paper's size, and its shared mask; `first`: no update has been seen."""
+def large(name: str, way: str = "up", first=False, times=1) -> tuple[tcs.Message, torch.Tensor]:
+    """A message at the paper's size, and its shared mask. `first`: no update has been seen; `times`:
+    masks so many times as large."""
     scheme = tcs.Scheme.named(name)
     rule = tcs.RULES[scheme.rule](scheme, large_sizes)
+    rule.widen(times)
     if not first:
         rule.observe(old_D)
     known_K, down = rule.global_mask(), way == "down"
@@ -648,16 +650,19 @@ def whole_run(name: str) -> dict[str, float]:
     rounds = paper_steps // scheme.local_steps
     for way in ("up", "down"):
         b = large_bits(name, large(name, way), way)
-        dense = paper_warmup * rounds if scheme.dense_warmup else 0
-        once = 0 if dense else large_bits(name, large(name, way, first=True), way) - b
-        frame = 8 * tcs.OVERHEAD_BYTES / large_D
-        run = dense * (32 + frame) + (rounds * paper_epochs - dense) * b + once
+        warm, times, once = paper_warmup * rounds, scheme.warmup_masks, 0
+        if scheme.dense_warmup:
+            early = 32 + 8 * tcs.OVERHEAD_BYTES / large_D
+        else:
+            early = large_bits(name, large(name, way, times=times), way)
+            once = large_bits(name, large(name, way, first=True, times=times), way) - early
+        run = warm * early + (rounds * paper_epochs - warm) * b + once
         total[way] = run / (rounds * paper_epochs * scheme.local_steps)
     return total
 
 
 # %%
-ends = ("", "-Q5", "-Q5+", "-Q5-NW+", "-Q5-D2+", "-Q5++", "-M2-E3++")
+ends = ("", "-Q5", "-Q5+", "-Q5-NW+", "-Q5-D2+", "-Q5++", "-M2-E3++", "-M2-E3-W3++", "-M2-E3-W10++")
 chain = ["TCS", *(f"TCS-L4{end}" for end in ends)]
 whole = {name: whole_run(name) for name in chain}
 rows = []
@@ -891,7 +896,8 @@ def verdict(gap: pd.Series) -> tuple[str, str]:
 # %%
 rows, gaps = [], {}
 beyond = [baseline_scheme + end for end in ("+", "-NW+", "-D2+", "++")]
-for name in ["FedAvg-L4", *beyond, "TCS-L4-M2-E3++"]:
+beyond += [f"TCS-L4-M2-E3{end}" for end in ("-D2+", "++", "-W3++", "-W10++")]
+for name in ["FedAvg-L4", *beyond]:
     gap = gaps[name] = paired(name)
     half, says = verdict(gap)
     mean = f"{gap.mean():+.2f}" if len(gap) else "–"

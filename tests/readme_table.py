@@ -19,7 +19,8 @@ README = ROOT / "README.md"
 EVIDENCE = ROOT / "results" / "cpu"
 BLOCK = r"(<!-- {0}: [^\n]*-->\n).*?(\n?<!-- end of {0} -->)"
 HEADLINE = ["Scheme", "Paper: accuracy %", "Ours: accuracy %", "n", "Paper: bits", "Sent up"]
-REFERENCE, BEYOND = "TCS-L4-Q5", ["TCS-L4-M2-E3-D2+", "TCS-L4-M2-E3++"]
+REFERENCE = "TCS-L4-Q5"
+BEYOND = [f"TCS-L4-M2-E3{end}" for end in ("-D2+", "-W10++", "-W3++", "++")]
 CLAIMS = ["The paper says", "Paper", "Ours (interval)", "n", "Verdict"]
 
 
