@@ -919,14 +919,19 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{tcs.markdown(table
 # down in two bits) change the training itself, and a short training has few rounds to make up for
 # it. `-W10` has a warm-up again, in masks ten times as large instead of dense. *Undecided* means
 # that the seeds at hand cannot tell the difference from none, not that there is none. A dash: no
-# record yet. # ## Claim # 1. A message decodes to what was encoded; every flip, cut and stranger is
-# refused. 2. Sizes are the counted ones, ⌈bits / 8⌉ and the frame, for every message looked at, and
-# in every    row of every run, since rows on real messages equal rows on counts. No tolerance. 3.
-# At the paper's size TCS, TCS-L4-Q5 and top-K are within 0.5 % of the formula, the tolerance that
-# means, frame and whole blocks may take. 4. The `+` code's positions are within 2 % of the entropy
-# bound (tolerance: a Golomb–Rice code only    comes near a gap's distribution). 5. The paper's
-# warm-up leaves between ×213 and ×214 of TCS-L4-Q5's ×1911; `++`, with or without a    sparse warm-
-# up, is above ×1911 over the whole training, both ways, all overhead in.
+# record yet.
+#
+# ## Claim
+#
+# 1. A message decodes to what was encoded; every flip, cut and stranger is refused.
+# 2. Sizes are the counted ones, ⌈bits / 8⌉ and the frame, for every message looked at, and in every
+#    row of every run, since rows on real messages equal rows on counts. No tolerance.
+# 3. At the paper's size TCS, TCS-L4-Q5 and top-K are within 0.5 % of the formula, the tolerance that
+#    means, frame and whole blocks may take.
+# 4. The `+` code's positions are within 2 % of the entropy bound (tolerance: a Golomb–Rice code only
+#    comes near a gap's distribution).
+# 5. The paper's warm-up leaves between ×213 and ×214 of TCS-L4-Q5's ×1911; `++`, with or without a
+#    sparse warm-up, is above ×1911 over the whole training, both ways, all overhead in.
 
 # %%
 assert all(all(results) for name, results in damage.items() if "right again" not in name)
