@@ -533,21 +533,28 @@ print(f"D = {large_D:,} in {len(large_sizes)} layers")
 
 
 # %%
-def large(name: str, way: str = "up", first=False, times=1) -> tuple[tcs.Message, torch.Tensor]:
-    """A message at the paper's size, and its shared mask. `first`: no update has been seen; `times`:
-    masks so many times as large."""
+def own_rule(name: str, way: str, times: int = 1):
+    """A scheme's masks for one way, so many times as large."""
     scheme = tcs.Scheme.named(name)
     rule = tcs.RULES[scheme.rule](scheme, large_sizes)
     rule.widen(times)
+    if way == "down" and scheme.phi_down is None:  # all that came up: N own masks, no two alike
+        rule.k_local *= paper_clients
+    return scheme, rule
+
+
+def large(name: str, way: str = "up", first=False, times=1) -> tuple[tcs.Message, torch.Tensor]:
+    """A message at the paper's size, and its shared mask; `first`: no update has been seen."""
+    scheme, rule = own_rule(name, way, times)
     if not first:
         rule.observe(old_D)
+    elif way == "down" and scheme.phi_down is None:
+        rule.k_global *= paper_clients  # in the first round all of it is the clients' own
     known_K, down = rule.global_mask(), way == "down"
-    bits = scheme.down_value_bits if down else scheme.value_bits
-    if down and scheme.phi_down is None:  # all that came up: at most N own masks, no two alike
-        rule.k_local, rule.k_global = paper_clients * rule.k_local, paper_clients * rule.k_global
     own_K = (rule.server_mask if down and scheme.phi_down else rule.local_mask)(new_D, known_K)
-    values, how = new_D[torch.cat([known_K, own_K])], (scheme.quantizer, scheme.down_quantizer)
-    return tcs.Message.of(values, own_K, bits, quantizer=how[down]), known_K
+    bits = (scheme.value_bits, scheme.quantizer), (scheme.down_value_bits, scheme.down_quantizer)
+    values, (width, how) = new_D[torch.cat([known_K, own_K])], bits[down]
+    return tcs.Message.of(values, own_K, width, quantizer=how), known_K
 
 
 # %%
@@ -702,11 +709,14 @@ def standard(record: dict) -> bool:
 
 def setting(record: dict) -> tuple:
     """What must be the same for curves to share a figure; of a federation, its clients too."""
-    config = record["config"]
+    config, scheme = record["config"], record["config"]["scheme"]
     keys = ["model", "width", "epochs", "train_samples", "dirichlet_alpha", "precision"]
-    if not config["scheme"]["centralized"]:
-        keys += ["clients", "batch_size", "participation", "warmup_epochs", "reference_batch"]
-    return (record["provenance"]["fingerprint"], *(config[key] for key in keys))
+    if not scheme["centralized"]:
+        keys += ["clients", "batch_size", "participation", "reference_batch"]
+    usual = max(1, round(config["epochs"] / 60))  # -NW has no warm-up, and is compared all the same
+    warmup = config["warmup_epochs"] if scheme.get("dense_warmup", True) else usual
+    found = [record["provenance"]["fingerprint"], *(config[key] for key in keys)]
+    return tuple(found if scheme["centralized"] else [*found, warmup])
 
 
 # %%
