@@ -652,20 +652,24 @@ plt.show()
 
 
 # %%
+def early_bits(name: str, way: str) -> tuple[float, float]:
+    """Bits per parameter of a warm-up's round, and how many more its first round takes."""
+    scheme = tcs.Scheme.named(name)
+    if scheme.dense_warmup:
+        return 32 + 8 * tcs.OVERHEAD_BYTES / large_D, 0
+    made = [large(name, way, first, scheme.warmup_masks) for first in (False, True)]
+    early, first = (large_bits(name, one, way) for one in made)
+    return early, first - early
+
+
 def whole_run(name: str) -> dict[str, float]:
     """Bits per parameter and iteration of the paper's schedule, in messages that decode."""
-    scheme, total = tcs.Scheme.named(name), {}
-    rounds = paper_steps // scheme.local_steps
+    total, steps = {}, tcs.Scheme.named(name).local_steps
+    rounds, warm = (paper_steps // steps * epochs for epochs in (paper_epochs, paper_warmup))
     for way in ("up", "down"):
-        b = large_bits(name, large(name, way), way)
-        warm, times, once = paper_warmup * rounds, scheme.warmup_masks, 0
-        if scheme.dense_warmup:
-            early = 32 + 8 * tcs.OVERHEAD_BYTES / large_D
-        else:
-            early = large_bits(name, large(name, way, times=times), way)
-            once = large_bits(name, large(name, way, first=True, times=times), way) - early
-        run = warm * early + (rounds * paper_epochs - warm) * b + once
-        total[way] = run / (rounds * paper_epochs * scheme.local_steps)
+        early, once = early_bits(name, way)
+        run = warm * early + (rounds - warm) * large_bits(name, large(name, way), way) + once
+        total[way] = run / (rounds * steps)
     return total
 
 
