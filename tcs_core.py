@@ -5209,10 +5209,10 @@ class Bench:
 
 
 def _bench_federation(bench: Bench, scheme: str, model: str, width: int, batch: int) -> Federation:
-    """Ten clients with as many samples as are augmented together, but for one to eight rounds."""
+    """Ten clients with samples for a few rounds: eight of a small batch, one of a large one."""
     scheme_ = Scheme.named(scheme)
     one = batch * scheme_.local_steps
-    each = max(one, min(8 * one, _STAGED_SAMPLES // 10))
+    each = max(one, min(8 * one, 128))
     config = RunConfig(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
         precision=bench.precision, device=bench.device,
