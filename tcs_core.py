@@ -288,9 +288,10 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
         steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum;
-        beyond the paper, -M<q> a better quantizer, -E<n> phi_local = n/1000, -D<q> a compressed
-        downlink, -NW no warm-up, -W<n> a sparse one with masks n times as large, and at the end +
-        for shorter lossless codes or ++ for +, -D2 and (but for -W) -NW.
+        beyond the paper, -M<q> a better quantizer, -E<n> phi_local = n/1000, -K<n> all masks n
+        times smaller, -D<q> a compressed downlink, -NW no warm-up, -W<n> a sparse one with masks n
+        times as large, and at the end + for shorter lossless codes or ++ for +, -D2 and (but for
+        -W) -NW.
         `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
         sense.
         """
@@ -308,8 +309,9 @@ class Scheme:
                 )
             suffixed |= found
         suffixed |= _plus_fields(name, fields | suffixed, plus)
+        fields = _with_smaller_masks(fields | suffixed)
         name = family + text[len(family) :] + plus
-        return Scheme(name=name, **(fields | suffixed | changes))
+        return Scheme(name=name, **(fields | changes))
 
 
 def _intervals(value_bits: int) -> int:
@@ -319,7 +321,7 @@ def _intervals(value_bits: int) -> int:
 def _known_schemes() -> str:
     return (
         f"known: {', '.join(FAMILIES)}, each with -L<steps>, -Q<bits>, -LF, -PLF, "
-        "-Momentum or -Global Momentum, -M<bits>, -E<n>, -D<bits>, -NW, -W<n>, + or ++ "
+        "-Momentum or -Global Momentum, -M<bits>, -E<n>, -K<n>, -D<bits>, -NW, -W<n>, + or ++ "
         "where it makes sense (TCS-L4-Q5++)"
     )
 
@@ -342,6 +344,7 @@ def _plus_fields(name: str, fields: dict, plus: str) -> dict:
     return {"code": "entropy", "dense_warmup": False, **_down_fields(2, fields)}
 
 
+_SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 _DOWN_SHARE = 0.4  # of phi_global: with 2-bit values, a message about as long as TCS-Q5's way up
 
 
@@ -350,6 +353,14 @@ def _down_fields(bits: int, fields: dict) -> dict:
     own, shared = fields.get("phi_local", 1e-3), fields.get("phi_global", 1e-2)
     phi_down = _DOWN_SHARE * shared if own and shared else own
     return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
+
+
+def _with_smaller_masks(fields: dict) -> dict:
+    """-K<n>: every share that the rest of the name sets, divided by n."""
+    fields, times = dict(fields), fields.get("smaller", 1)
+    fields.pop("smaller", None)
+    shares = {key: fields.get(key, getattr(Scheme, key)) for key in _SHARES}
+    return fields | {key: share / times for key, share in shares.items() if share and times > 1}
 
 
 def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
@@ -371,6 +382,8 @@ def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
         return {"value_bits": int(match[1]), "quantizer": "lloyd"}
     if (match := re.fullmatch(r"e([1-9]\d?)", lower)) and selects and own and shared:
         return {"phi_local": int(match[1]) / 1000}
+    if (match := re.fullmatch(r"k([1-9]\d?)", lower)) and (selects or fields["rule"] == "rand-K"):
+        return {"smaller": int(match[1])}
     if match := re.fullmatch(r"d([1-9]\d?)", lower):
         return _down_fields(int(match[1]), fields)
     if lower == "nw":
