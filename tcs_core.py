@@ -357,10 +357,12 @@ def _down_fields(bits: int, fields: dict) -> dict:
 
 def _with_smaller_masks(fields: dict) -> dict:
     """-K<n>: every share that the rest of the name sets, divided by n."""
-    fields, times = dict(fields), fields.get("smaller", 1)
-    fields.pop("smaller", None)
+    fields = dict(fields)
+    times = fields.pop("smaller", 1)
+    if times == 1:
+        return fields
     shares = {key: fields.get(key, getattr(Scheme, key)) for key in _SHARES}
-    return fields | {key: share / times for key, share in shares.items() if share and times > 1}
+    return fields | {key: share / times for key, share in shares.items() if share}
 
 
 def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:

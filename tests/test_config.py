@@ -52,6 +52,15 @@ def test_names_beyond_the_paper():
     assert tcs.Scheme.named("top-K-M3").quantizer == "lloyd"
 
 
+def test_smaller_masks_are_all_smaller_whatever_else_the_name_says():
+    s = tcs.Scheme.named("TCS-K2-L2-LF-E3++")
+    assert (s.phi_global, s.phi_local, s.phi_down) == (5e-3, 1.5e-3, 2e-3)
+    assert (s.phi_min_global, s.phi_min_local, s.local_steps) == (5e-4, 2e-4, 2)
+    top_k, rand_k = tcs.Scheme.named("top-K-K4"), tcs.Scheme.named("rand-K-K4")
+    assert (top_k.phi_global, top_k.phi_local) == (None, 2.5e-3)
+    assert (rand_k.phi_global, rand_k.phi_local) == (2.5e-3, None)
+
+
 def test_without_a_dense_warm_up_the_learning_rate_does_not_rise():
     with_, without = (tcs.RunConfig(tcs.Scheme.named(n), epochs=60) for n in ("TCS", "TCS-NW"))
     assert (with_.warmup, without.warmup) == (1, 0)
@@ -75,7 +84,7 @@ def test_q5_is_a_sign_and_sixteen_intervals():
 
 @pytest.mark.parametrize(
     "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5", "TCS-L2-L4", "TCS-LF-PLF",
-             "TCS-L4-", "TCS-Q5-M2", "TCS-M0", "top-K-E3", "FedAvg-E3", "TCS-E0"]
+             "TCS-L4-", "TCS-Q5-M2", "TCS-M0", "top-K-E3", "FedAvg-E3", "TCS-E0", "FedAvg-K2", "Baseline-K2", "TCS-K0"]
 )  # fmt: skip
 def test_names_that_mean_nothing_are_refused_with_what_exists(name):
     with pytest.raises(ValueError, match="scheme") as raised:
