@@ -9,7 +9,7 @@ import yaml
 import tcs_core as tcs
 
 PARAMS = Path(tcs.ROOT) / "params"
-PROFILES = ("ci", "quick", "cpu", "gpu", "paper")
+PROFILES = ("ci", "quick", "cpu", "cpu18", "gpu", "paper")
 
 # Every scheme of the paper's tables and text, with what its name means there (Sec. III-B).
 NAMES = {
