@@ -83,6 +83,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import textwrap
 import threading
 import time
 import zlib
@@ -5069,22 +5070,22 @@ def claims_figure(table: pd.DataFrame, title: str) -> Any:
     from matplotlib.figure import Figure
 
     rows = table[(table["measure"] == "accuracy") & (table["n"] > 1)].iloc[::-1]
-    figure = Figure(figsize=(8.6, 1.4 + 0.42 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9.2, 1.5 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for at, row in enumerate(rows.itertuples()):
         colour = VERDICTS[row.verdict]
         axes.plot([row.low, row.high], [at, at], color=colour, linewidth=2.2)
         axes.plot(row.measured, at, "o", color=colour, markersize=7)
-        axes.plot(row.paper, at, "D", color="white", markeredgecolor="black", markersize=6)
-        sign = BOUNDS[row.bound]
-        axes.plot(row.bound_value, at, marker=9 if sign in "≥>" else 8, color="black", markersize=8)
+        axes.plot(row.paper, at + 0.25, "D", color="white", markeredgecolor="black", markersize=5)
+        side = {"marker": 9 if BOUNDS[row.bound] in "≥>" else 8, "color": "black", "markersize": 7}
+        axes.plot(row.bound_value, at - 0.25, **side)
     for name, colour in VERDICTS.items():
         axes.plot([], [], "o-", color=colour, linewidth=2.2, label=f"ours: {name}")
     axes.plot([], [], "D", color="white", markeredgecolor="black", label="the paper's difference")
     axes.plot([], [], marker=9, color="black", linestyle="", label="bound, and the side that holds")
     axes.axvline(0, color=COLOURS[7], linewidth=0.8)
-    axes.set_yticks(range(len(rows)), rows["says"])
-    axes.set(xlabel="difference of final test accuracies, percentage points", title=title)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(says, 48) for says in rows["says"]])
+    axes.set(xlabel="difference of final test accuracies (points)", title=title)
     axes.grid(axis="x", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure

@@ -85,8 +85,8 @@ tcs.save_figure(drawn, folder / "claims")
 display(Image(filename=str(folder / "claims.png"), width=860))
 
 # %% [markdown]
-# You should see one line a claim: our interval and mean, the paper's difference as a diamond, and the
-# bound as a triangle that points to the side where the claim holds.
+# You should see one line a claim: our interval and mean, the paper's difference as a diamond above, and the
+# bound as a triangle below that points to the side where the claim holds.
 #
 # **Read it with the scale in mind.** The paper trains 11 million parameters for 300 epochs. In a short
 # training with a small network, whatever delays an update costs accuracy that a long training would
