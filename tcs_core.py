@@ -3083,14 +3083,19 @@ class Batches:
     def __init__(self, data: Dataset, device: torch.device):
         pixels = data.train_images.numpy().reshape(-1, 3)
         part = pixels[:: max(1, len(pixels) // 4_000_000)].astype(np.float64)
-        self.mean = torch.tensor(part.mean(0), dtype=torch.float32, device=device)
-        deviation = np.maximum(part.std(0), 1.0)
-        self.scale = torch.tensor(1 / deviation, dtype=torch.float32, device=device)
+        self.mean = self._everywhere(part.mean(0), data, device)
+        self.scale = self._everywhere(1 / np.maximum(part.std(0), 1.0), data, device)
         padding = (0, 0, PADDING, PADDING, PADDING, PADDING)
         self.padded = F.pad(data.train_images.to(device), padding)  # (n, h + 8, w + 8, 3) uint8
         self.train_labels = data.train_labels.to(device)
         self.test_images = data.test_images.to(device)
         self.test_labels = data.test_labels.to(device)
+
+    @staticmethod
+    def _everywhere(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:
+        """A number a colour as (h, w, 3): broadcasting three at a time takes six times as long."""
+        numbers = torch.tensor(colours, dtype=torch.float32, device=device)
+        return numbers.expand(data.train_images.shape[1:]).contiguous()
 
     def keep(self, samples_NM: Tensor) -> Tensor:
         """Drops all training samples but these; where each is from now on, (N, M) int64."""
@@ -3100,7 +3105,7 @@ class Batches:
 
     def normalized(self, pixels: Tensor) -> Tensor:
         """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
-        return ((pixels.float() - self.mean) * self.scale).permute(0, 3, 1, 2)
+        return pixels.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)
 
     def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
@@ -3109,11 +3114,19 @@ class Batches:
         size = (count, 2 * PADDING + 1, 2 * PADDING + 1, height - 2 * PADDING, width - 2 * PADDING)
         crops = self.padded.as_strided((*size, colours), (image, line, pixel, line, pixel, colour))
         images = crops[draws.samples, draws.crops[:, 0], draws.crops[:, 1]]
-        images = torch.where(draws.flips.view(-1, 1, 1, 1), images.flip(2), images)
+        images = _mirrored(images, draws.flips)
         return self.normalized(images), self.train_labels[draws.samples]
 
     def test(self, part: slice) -> tuple[Tensor, Tensor]:
         return self.normalized(self.test_images[part]), self.test_labels[part]
+
+
+def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
+    """(B, h, w, 3) uint8, those with a flip from right to left; chosen in words, not in bytes."""
+    plain, mirrored = images.flatten(1), images.flip(2).flatten(1)
+    word = torch.int64 if plain.shape[1] % 8 == 0 else torch.uint8
+    chosen = torch.where(flips_B.view(-1, 1), mirrored.view(word), plain.view(word))
+    return chosen.view(torch.uint8).view_as(images)
 
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════

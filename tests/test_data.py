@@ -1,5 +1,6 @@
 """Section 9: data sources, the partition, augmentation."""
 
+import dataclasses
 import functools
 import hashlib
 import http.server
@@ -252,19 +253,21 @@ def test_an_epoch_passes_over_a_clients_samples_once():
     )
 
 
-def test_crops_and_flips_pixel_by_pixel():
+@pytest.mark.parametrize("height, width", [(32, 32), (13, 11)])
+def test_crops_and_flips_pixel_by_pixel(height, width):
     data = tcs.synthetic_dataset(20, 5)
+    data = dataclasses.replace(data, train_images=data.train_images[:, :height, :width].clone())
     batches = tcs.Batches(data, torch.device("cpu"))
     draws = tcs.Draws.of(torch.arange(20), 12, torch.Generator().manual_seed(0))
     images, labels = batches.augmented(draws)
-    assert images.shape == (12, 3, 32, 32) and images.is_contiguous(
+    assert images.shape == (12, 3, height, width) and images.is_contiguous(
         memory_format=torch.channels_last
     )
     assert torch.equal(labels, data.train_labels[draws.samples])
     for i in range(12):
         whole = np.pad(data.train_images[draws.samples[i]].numpy(), ((4, 4), (4, 4), (0, 0)))
         top, left = draws.crops[i].tolist()
-        crop = torch.from_numpy(whole[top : top + 32, left : left + 32].copy())
+        crop = torch.from_numpy(whole[top : top + height, left : left + width].copy())
         crop = crop.flip(1) if draws.flips[i] else crop
         expected = (crop.float() - batches.mean) * batches.scale
         torch.testing.assert_close(images[i], expected.permute(2, 0, 1))
