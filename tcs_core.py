@@ -56,8 +56,9 @@ Differences from the paper
 Beyond the paper (suffixes of scheme names, Sec. 1, 4 and 5)
     Messages are real bytes with a checksum; "+" codes them in fewer bits, losing nothing. "-M<q>"
     quantizes to q bits as Lloyd and Max do; "-E<n>" makes the client's own mask n/1000 of all
-    entries; "-D<q>" quantizes (likewise) and sparsifies the downlink too, with error accumulation
-    at the server; "-NW" has no warm-up, dense or rising; "++" is "+", "-D2" and "-NW".
+    entries; "-K<n>" makes all masks n times smaller; "-D<q>" quantizes (likewise) and sparsifies
+    the downlink too, with error accumulation at the server; "-NW" has no warm-up, dense or rising;
+    "-W<n>" has a sparse one, with masks n times as large; "++" is "+", "-D2" and "-NW".
 """
 
 from __future__ import annotations
@@ -614,8 +615,7 @@ class RunConfig:
 
     @property
     def record_name(self) -> str:
-        safe = re.sub(r"[^\w.+-]+", "_", self.scheme.name)
-        return f"{safe}-{self.eta:g}-{self.seed}-{self.digest}.json"
+        return _record_file({"config": self.identity(), "digest": self.digest})
 
     @property
     def torch_device(self) -> torch.device:
@@ -625,6 +625,12 @@ class RunConfig:
             there = torch.cuda.device_count()
             raise ValueError(f"device: got {self.device!r}, allowed here: cpu and {there} GPUs")
         return device
+
+
+def _record_file(record: dict[str, Any]) -> str:
+    config = record["config"]
+    safe = re.sub(r"[^\w.+-]+", "_", config["scheme"]["name"])
+    return f"{safe}-{config['learning_rate']:g}-{config['seed']}-{record['digest']}.json"
 
 
 def digest_of(identity: dict[str, Any]) -> str:
@@ -3330,21 +3336,53 @@ def _git_state() -> dict[str, Any]:
 
 
 def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, Any]:
-    """A record from its file, checked; ValueError names the file and what is wrong with it."""
+    """A record from its file, checked; ValueError names the file and what is wrong with it. With
+    the `config` of a run that wants it, it must be that run's."""
+    advice = "; delete it to run again" if config else ""
     try:
         text = Path(path).read_text(encoding="utf-8")
         record = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: not a readable record ({error}); delete it to run again"
-        ) from error
+        raise ValueError(f"{path}: not a readable record ({error}){advice}") from error
     try:
         problem = _record_problem(record, config)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         problem = f"a value has the wrong type ({_cut(repr(error))})"
     if problem:
-        raise ValueError(f"{path}: {problem}; delete it to run again")
+        raise ValueError(f"{path}: {problem}{advice}")
     return record
+
+
+def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
+    """The configuration that makes a record's run again, on as many CPU threads; `where` sets what
+    a record does not hold (data_root, device) or changes how it is made (threads, graph).
+
+    Raises ValueError if this core has no such run: a rule from outside the module, a field that it
+    does not know.
+    """
+    given, threads = dict(record["config"]), record["provenance"].get("threads")
+    scheme = Scheme(**given.pop("scheme"))
+    if scheme.centralized:  # a record holds what centralized training makes of its settings
+        given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}
+        given["reference_batch"] = given["reference_batch"] and 640
+    given = {key: value for key, value in given.items() if key != "rule_sha256"}
+    _reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
+    config = RunConfig(scheme, **({"profile": "again", "threads": threads} | given | where))
+    if config.digest != record["digest"]:
+        raise ValueError(f"record {record['digest']}: its run, {config.digest}, is another here")
+    return config
+
+
+def differences(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What two records of one run do not have in common, epoch by epoch, but for times: the first
+    is the older. Numbers that only one of them has do not count."""
+    found = []
+    for was, row in zip(record["rows"], other["rows"], strict=False):
+        keys = [k for k in was if k in row and k != "seconds" and was[k] != row[k]]
+        found += [f"epoch {row['epoch']}: {k} {row[k]!r}, was {was[k]!r}" for k in keys]
+    if len(record["rows"]) != len(other["rows"]):
+        found.append(f"{len(other['rows'])} epochs, were {len(record['rows'])}")
+    return found
 
 
 def _refuse_constant(name: str) -> None:
@@ -4545,6 +4583,7 @@ def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -
         "megabytes_up": sent["up"],
         "megabytes_down": sent["down"],
         "megabytes_warmup": sent["warm-up"],
+        "records": " ".join(_record_file(record) for record in records),
     }
 
 
@@ -5488,6 +5527,12 @@ def _parser() -> argparse.ArgumentParser:
     vary.add_argument("--sweep", default=ROOT / "params" / "sensitivity.yaml", metavar="FILE",
                       help="what is varied (default: params/sensitivity.yaml)")  # fmt: skip
     vary.set_defaults(main=_main_sensitivity)
+    again = commands.add_parser("again", help="make a record's run again and compare the two")
+    again.add_argument("record", metavar="RECORD", help="a file in results/<profile>/runs/")
+    again.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                       help=f"where: {', '.join(sorted(WHERE_KEYS - {'profile'}))}")  # fmt: skip
+    again.add_argument("--results", help="keep the new record in this results folder")
+    again.set_defaults(main=_main_again)
     bench = commands.add_parser("bench", help="measure speed and memory; write results/bench/")
     bench.add_argument("--part", action="append", choices=list(BENCHES), help="only this part")
     bench.add_argument("--repeat", type=int, default=7, help="turns of each measurement")
@@ -5499,13 +5544,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
-    params = read_params(arguments.params)
-    for pair in arguments.set:
+def _set_params(pairs: list[str]) -> dict[str, Any]:
+    params = {}
+    for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--set: got {_shown(pair)}, allowed: KEY=VALUE")
         params[key] = _read_yaml(value, f"--set {_cut(key)}")
+    return params
+
+
+def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
+    params = read_params(arguments.params) | _set_params(arguments.set)
     if arguments.seed is not None:
         params["seeds"] = arguments.seed
     if arguments.jobs is not None:
@@ -5599,6 +5649,20 @@ def _make(
             name = record["config"]["scheme"]["name"]
             print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
     return 1 if diverged else 0
+
+
+def _main_again(arguments: argparse.Namespace) -> int:
+    """A record's run once more, from the record alone; exit code 1 if its numbers are others."""
+    record, where = read_record(arguments.record), _set_params(arguments.set)
+    _reject_unknown(where, WHERE_KEYS - {"profile"}, "place to run")
+    config = config_of(record, **where)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
+        (made,) = run_all([config], folder)
+    found = differences(record, made)
+    name = Path(arguments.record).name
+    print(f"{name}: {found[0]}" if found else f"{name}: the same in all {len(made['rows'])} epochs")
+    return 1 if found else 0
 
 
 def _main_bench(arguments: argparse.Namespace) -> int:

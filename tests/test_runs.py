@@ -1,5 +1,6 @@
 """Sections 10 to 12: records, checkpoints, tables, the command line."""
 
+import copy
 import json
 import math
 import multiprocessing
@@ -367,6 +368,52 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params):
         subprocess.run([*words, str(tmp_path / folder)], env=environment, check=True, timeout=120)
     two, one = (next((tmp_path / n / "ci" / "runs").iterdir()) for n in ("two", "one"))
     assert numbers(json.loads(two.read_text())) == numbers(json.loads(one.read_text()))
+
+
+@pytest.mark.parametrize("scheme", ["TCS-L2-Q5", "TCS-L2-M2-E3-K2-W3++", "Baseline-Momentum"])
+def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, scheme):
+    changes = {"epochs": 2, "threads": 1, "drops": (0.6,), "dirichlet_alpha": 0.5, "wire": True}
+    wanted = config(scheme, **(changes if scheme != "Baseline-Momentum" else {}), reference_batch=9)
+    record = tcs.run(wanted, tmp_path)
+    path = tcs.record_path(wanted, tmp_path)
+    assert tcs.config_of(record).digest == wanted.digest
+    assert tcs.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 0
+    said = capsys.readouterr().out.strip().splitlines()[-1]
+    assert said == f"{path.name}: the same in all {wanted.epochs} epochs"
+    (kept,) = (tmp_path / "kept" / "again" / "runs").iterdir()
+    assert kept.name == path.name and numbers(json.loads(kept.read_text())) == numbers(record)
+
+
+def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monkeypatch):
+    record = tcs.run(config(), tmp_path)
+    other = copy.deepcopy(record)
+    other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9}
+    del other["rows"][2]
+    monkeypatch.setattr(tcs, "run_all", lambda *_: [other])
+    assert tcs.main(["again", str(tcs.record_path(config(), tmp_path))]) == 1
+    was = record["rows"][1]
+    assert f"epoch 2: train_loss 9.0, was {was['train_loss']!r}" in capsys.readouterr().out
+    accuracy = f"epoch 2: accuracy 0.5, was {was['accuracy']!r}"
+    assert tcs.differences(record, other)[1:] == [accuracy, "2 epochs, were 3"]
+    assert tcs.differences(record, record) == []
+
+
+def test_what_cannot_be_made_again_is_one_line_and_rc_2(tmp_path, capsys):
+    path = tmp_path / "notes.md"
+    path.write_text("hello")
+    assert tcs.main(["again", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "notes.md: not a readable record" in error and "delete" not in error
+    record = tcs.run(config(), tmp_path)
+    assert tcs.main(["again", str(tcs.record_path(config(), tmp_path)), "--set", "epochs=9"]) == 2
+    assert "epochs" in capsys.readouterr().err
+    foreign = copy.deepcopy(record)
+    foreign["config"]["scheme"]["rule"] = "my own"
+    with pytest.raises(ValueError, match="my own"):
+        tcs.config_of(foreign)
+    foreign["config"] = record["config"] | {"colour": "red"}
+    with pytest.raises(ValueError, match="colour"):
+        tcs.config_of(foreign)
 
 
 def test_the_core_imports_without_any_notebook_tool():
