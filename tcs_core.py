@@ -4642,7 +4642,7 @@ def recorded(
 
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
-_CLAIM_KEYS = {"says", "where", "measure", "first", "second", "paper"}
+_CLAIM_KEYS = {"says", "where", "measure", "first", "second", "paper", "paper_interval"}
 
 
 def _bits_of(key: str) -> Callable[[dict[str, Any]], float]:
@@ -4664,6 +4664,9 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "uplink_whole": _bits_of("uplink with warm-up"),
     "downlink": _bits_of("downlink"),
 }
+
+
+_TWO_NUMBERS = [[one, other] for one in (int, float) for other in (int, float)]
 
 
 def read_claims(path: str | Path) -> tuple[float, dict[str, dict[str, Any]]]:
@@ -4693,6 +4696,10 @@ def _claim_problem(claim: Any) -> str | None:
     bounds = [claim[b] for b in BOUNDS if b in claim]
     if len(bounds) != 1 or type(bounds[0]) not in (int, float) or not math.isfinite(bounds[0]):
         return f"allowed: one number as {', '.join(BOUNDS)}"
+    interval = claim.get("paper_interval", [0, 0])
+    numbers = isinstance(interval, list) and [type(v) for v in interval] in _TWO_NUMBERS
+    if not numbers or not interval[0] <= interval[1]:
+        return f"paper_interval: got {_shown(interval)}, allowed: two numbers, rising"
     if claim["measure"] == "accuracy" and "second" not in claim:
         return "second: an accuracy is claimed against another scheme's"
     for run in (claim[key] for key in ("first", "second") if key in claim):
@@ -4781,6 +4788,8 @@ def _judgement(
         "bound": bound,
         "bound_value": claim[bound],
         "paper": claim.get("paper"),
+        "paper_low": claim.get("paper_interval", [math.nan])[0],
+        "paper_high": claim.get("paper_interval", [math.nan])[-1],
         "measured": mean,
         "low": low,
         "high": high,
@@ -4810,17 +4819,17 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
             return "–"
         return forms.get(row.measure, "×{:,.4g}").format(value).replace("-", "−")
 
-    def ours(row: Any) -> str:
-        mean, low, high = (number(row, v) for v in (row.measured, row.low, row.high))
-        return f"{mean} ({low} to {high})" if math.isfinite(row.low) and low != high else mean
+    def with_interval(row: Any, *values: float | None) -> str:
+        mean, low, high = (number(row, v) for v in values)
+        return f"{mean} ({low} to {high})" if math.isfinite(values[1]) and low != high else mean
 
     rows = [
         {
             "The paper says": row.says,
             "Where": row.where,
             "Holds if": f"{BOUNDS[row.bound]} {row.bound_value:g}".replace("-", "−"),
-            "Paper": number(row, row.paper),
-            "Ours (interval)": ours(row),
+            "Paper (interval)": with_interval(row, row.paper, row.paper_low, row.paper_high),
+            "Ours (interval)": with_interval(row, row.measured, row.low, row.high),
             "n": str(row.n),
             "Verdict": row.verdict,
         }
@@ -5128,12 +5137,15 @@ def claims_figure(table: pd.DataFrame, title: str) -> Any:
         colour = VERDICTS[row.verdict]
         axes.plot([row.low, row.high], [at, at], color=colour, linewidth=2.2)
         axes.plot(row.measured, at, "o", color=colour, markersize=7)
+        theirs = [row.paper_low, row.paper_high], [at + 0.25] * 2
+        axes.plot(*theirs, color="black", linewidth=0.9)
         axes.plot(row.paper, at + 0.25, "D", color="white", markeredgecolor="black", markersize=5)
         side = {"marker": 9 if BOUNDS[row.bound] in "≥>" else 8, "color": "black", "markersize": 7}
         axes.plot(row.bound_value, at - 0.25, **side)
     for name, colour in VERDICTS.items():
         axes.plot([], [], "o-", color=colour, linewidth=2.2, label=f"ours: {name}")
-    axes.plot([], [], "D", color="white", markeredgecolor="black", label="the paper's difference")
+    look = {"color": "black", "linewidth": 0.9, "marker": "D", "markerfacecolor": "white"}
+    axes.plot([], [], **look, markersize=5, label="the paper's difference")
     axes.plot([], [], marker=9, color="black", linestyle="", label="bound, and the side that holds")
     axes.axvline(0, color=COLOURS[7], linewidth=0.8)
     axes.set_yticks(range(len(rows)), [textwrap.fill(says, 48) for says in rows["says"]])

@@ -102,6 +102,15 @@ GOOD = "says: it, measure: uplink, first: [TCS, 0.5], at_least: 1"
         ("confidence: 0.95\nclaims: {a: {says: it}}", "'a': allowed: a mapping"),
         (f"confidence: 0.95\nclaims: {{a: {{{GOOD}, bound: 3}}}}", "'bound' is unknown"),
         (f"confidence: 0.95\nclaims: {{a: {{{GOOD}, at_most: 3}}}}", "allowed: one number"),
+        (
+            f"confidence: 0.95\nclaims: {{a: {{{GOOD}, paper_interval: [2, 1]}}}}",
+            "two numbers, rising",
+        ),
+        (f"confidence: 0.95\nclaims: {{a: {{{GOOD}, paper_interval: 2}}}}", "two numbers, rising"),
+        (
+            f"confidence: 0.95\nclaims: {{a: {{{GOOD}, paper_interval: [1, x]}}}}",
+            "two numbers, rising",
+        ),
         (f"confidence: 0.95\nclaims: {{a: {{{GOOD.replace('1', 'x')}}}}}", "allowed: one number"),
         (f"confidence: 0.95\nclaims: {{a: {{{GOOD.replace('uplink', 'luck')}}}}}", "'luck'"),
         (f"confidence: 0.95\nclaims: {{a: {{{GOOD.replace('uplink', 'accuracy')}}}}}", "second"),
@@ -116,20 +125,36 @@ def test_a_claim_that_cannot_be_judged_is_named(tmp_path, text, names):
         tcs.read_claims(path)
 
 
+def welch(one, other, trials=5):
+    """Half the 95 % interval of a difference of two means with these standard deviations."""
+    a, b = one**2 / trials, other**2 / trials
+    freedom = (a + b) ** 2 / ((a**2 + b**2) / (trials - 1))
+    return tcs.student_quantile(0.95, freedom) * math.sqrt(a + b)
+
+
+def test_welchs_interval():
+    assert welch(1.0, 1.0) == pytest.approx(2.306 * math.sqrt(0.4), abs=1e-3)  # t of 8
+    assert welch(1.0, 0.0) == pytest.approx(2.776 * math.sqrt(0.2), abs=1e-3)  # t of 4
+
+
 def test_the_claims_of_the_paper_can_be_read_and_quote_its_tables():
     """What stands under `paper` follows from the tables' own figures."""
     _, claims = tcs.read_claims(tcs.ROOT / "params" / "claims.yaml")
-    printed = {}
+    printed, deviations = {}, {}
     for table in (1, 2, 3):
         read = tcs.read_params([tcs.ROOT / f"params/table{table}.yaml"])
-        for name, (accuracy, _, bits) in read["paper"].items():
+        for name, (accuracy, deviation, bits) in read["paper"].items():
             eta = 0.1 if name.startswith("Baseline") else read["learning_rate"]
             printed.setdefault((name, eta), (accuracy, bits))
+            deviations.setdefault((name, eta), deviation)
     checked = 0
     for name, claim in claims.items():
         sides = [printed[tuple(claim[side])] for side in ("first", "second") if side in claim]
         if claim["measure"] == "accuracy":
             assert claim["paper"] == pytest.approx(sides[0][0] - sides[1][0], abs=0.0101), name
+            half = welch(*(deviations[tuple(claim[side])] for side in ("first", "second")))
+            expected = (claim["paper"] - half, claim["paper"] + half)
+            assert claim["paper_interval"] == pytest.approx(expected, abs=1e-3), name
         elif claim["measure"] == "uplink":
             expected = (sides[1][1] if len(sides) > 1 else 32) / sides[0][1]
             assert claim["paper"] == pytest.approx(expected, rel=1e-3), name
