@@ -87,6 +87,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -896,6 +897,10 @@ def _largest(magnitudes_D: Tensor, k: int, eligible: int) -> tuple[Tensor, float
     return chosen, kth
 
 
+def _top(magnitudes_D: Tensor, k: int) -> Tensor:
+    return _largest(magnitudes_D, k, len(magnitudes_D))[0]
+
+
 def _with_first_zeros(magnitudes_D: Tensor, k: int, eligible: int) -> Tensor | None:
     """All positive entries and the first zeros, k in all: a list of all zeros, which tie, would
     take several times the vector's memory. None if the zeros do not stand where they should."""
@@ -930,7 +935,10 @@ def layerwise_top_k_positions(
     shares = [kept(phi_min, size) for size in layer_sizes]
     starts = [sum(layer_sizes[:i]) for i in range(len(layer_sizes))]
     layers = zip(magnitudes_D.split(layer_sizes), shares, starts, strict=True)
-    fair = torch.cat([start + _largest(part, k, len(part))[0] for part, k, start in layers])
+    if magnitudes_D.is_cuda and magnitudes_D.isnan().any():
+        raise ValueError("the vector holds a NaN: its largest entries are not defined")
+    top = static_top_k if magnitudes_D.is_cuda else _top  # a GPU would wait in every layer
+    fair = torch.cat([start + top(part, k) for part, k, start in layers])
     fair = fair[magnitudes_D[fair] >= 0]
     if len(fair) >= k:
         return fair[_largest(magnitudes_D[fair], k, len(fair))[0]]
@@ -1117,16 +1125,31 @@ def _check_quantizable(values_K: Tensor, intervals: int) -> None:
         raise ValueError("values: NaN or infinity can't be quantized")
 
 
+def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
+    """Every interval's sum of magnitudes and number of magnitudes that are not 0, (2, P)."""
+    sums_2P = magnitudes_K.new_zeros(2, intervals)
+    sums_2P[0].index_add_(0, interval_K, magnitudes_K)
+    sums_2P[1].index_add_(0, interval_K, (magnitudes_K > 0).double())
+    return sums_2P
+
+
+def _sums_at_once(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
+    """`_sums` for a GPU, where many additions to a few places wait for each other and come in any
+    order."""
+    own_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
+    parts_2K = torch.stack([magnitudes_K, (magnitudes_K > 0).double()])
+    return torch.stack([torch.where(own_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
+
+
 def _quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """`fractional_quantize`, the values never looked at by the host."""
     magnitudes_K = values_K.abs().double()
     edges, _ = _edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
-    sums_P, counts_P = edges.new_zeros(2, intervals)
-    sums_P.index_add_(0, interval_K, magnitudes_K)
-    counts_P.index_add_(0, interval_K, (magnitudes_K > 0).double())
-    means_P = (sums_P / counts_P.clamp(min=1)).float()
+    several = intervals <= 64 and magnitudes_K.is_cuda
+    sums_2P = (_sums_at_once if several else _sums)(interval_K, magnitudes_K, intervals)
+    means_P = (sums_2P[0] / sums_2P[1].clamp(min=1)).float()
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
 
@@ -1800,7 +1823,7 @@ class MaskRule:
         return {k: v for k, v in state.items() if isinstance(v, saved)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()})
 
 
 class TopK(MaskRule):
@@ -2460,9 +2483,11 @@ def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
 
 def static_top_k(magnitudes_D: Tensor, k: int) -> Tensor:
     """S_top without looking at a value: int64 (k,), ascending; of ties the lower index wins."""
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=magnitudes_D.device)
     kth = magnitudes_D.topk(k, sorted=False).values.min()
     above, tied = magnitudes_D > kth, magnitudes_D == kth
-    chosen = above | (tied & (tied.cumsum(0) <= k - above.sum()))
+    chosen = above | (tied & (tied.cumsum(0, dtype=torch.int32) <= k - above.sum()))
     return torch.nonzero_static(chosen, size=k, fill_value=0).squeeze(1)  # 0: a NaN among them
 
 
@@ -2476,7 +2501,8 @@ class StaticRound:
 
     def __init__(self, federation: Federation):
         device, config = federation.device, federation.config
-        self.federation, self.compressor = federation, federation.compressor
+        self.federation = weakref.proxy(federation)  # which holds this: freed without a collection
+        self.compressor = federation.compressor
         shape = (federation.rounds_per_epoch, config.client_count)
         self.index = torch.zeros((), dtype=torch.int64, device=device)
         self.eta = torch.zeros((), device=device)
@@ -2485,6 +2511,7 @@ class StaticRound:
         self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
         self.draws: list[Draws] = []
         self.graph: Any = None
+        self.held: list[Tensor | None] = []  # what the graph was captured with
 
     @staticmethod
     def suits(federation: Federation) -> bool:
@@ -2510,9 +2537,7 @@ class StaticRound:
         federation.loss_sums_N.zero_()
         self._take(federation._draws(epoch))
         for index in range(count):
-            self.index.fill_(index)
-            self.eta.fill_(federation.config.learning_rate_at(epoch + index / count))
-            self._play()
+            self.play(index, federation.config.learning_rate_at(epoch + index / count))
         self.compressor.round += count
         for index, n in (~self.finite_TN).nonzero().tolist()[:1]:
             error = NotFiniteError(n)
@@ -2538,13 +2563,24 @@ class StaticRound:
             for name in ("samples", "crops", "flips"):
                 getattr(buffer, name).copy_(getattr(new, name))
 
-    def _play(self) -> None:
+    def play(self, index: int, eta: float) -> None:
+        """Round `index` of the epoch whose draws were taken."""
+        self.index.fill_(index)
+        self.eta.fill_(eta)
         if self.federation.device.type != "cuda":
             self._round()
             return
-        if self.graph is None:
-            self.graph = self._captured()
-        self.graph.replay()
+        with torch.cuda.device(self.federation.device):
+            if self.graph is None or any(one is not two for one, two in self._masks_and_held()):
+                self.graph, self.held = self._captured(), self._masks()
+            self.graph.replay()
+
+    def _masks(self) -> list[Tensor | None]:
+        """What eager rounds and checkpoints put another tensor in the place of."""
+        return [getattr(self.compressor.rule, name, None) for name in ("positions", "shared")]
+
+    def _masks_and_held(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        return zip(self._masks(), self.held, strict=True)
 
     def _captured(self) -> Any:
         """The round as a CUDA graph. What the trial rounds before it change is put back."""
@@ -2556,15 +2592,14 @@ class StaticRound:
                 self._round()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):  # the default one is of the first device used
             self._round()
         for tensor, value in before:
             tensor.copy_(value)
         return graph
 
     def _state(self) -> list[Tensor]:
-        federation, rule = self.federation, self.compressor.rule
-        masks = [getattr(rule, name, None) for name in ("positions", "shared")]
+        federation, masks = self.federation, self._masks()
         state = [federation.theta_D, federation.statistics_NS, federation.loss_sums_N]
         state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
         return state + [t for t in (federation.momentum_D, *masks) if t is not None]
@@ -3183,7 +3218,7 @@ def _run(
         source = (config.dataset, config.data_root, config.data_label)
         data = ranks.in_turn(lambda: load_dataset(*source))
         data = data.first(config.train_samples, config.test_samples)
-        with _thread_count(config.threads):
+        with _arithmetic(config.threads):
             record = _train(config, data, on_epoch, ranks)
         return ranks.first(lambda: _keep_record(path, record, config))
 
@@ -3237,13 +3272,16 @@ class _Pace:
 
 
 @contextlib.contextmanager
-def _thread_count(threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+def _arithmetic(threads: int | None) -> Iterator[None]:
+    """So many CPU threads; and fp32 is fp32 on a GPU too, whose convolutions would be in TF32."""
+    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
+    torch.set_num_threads(threads or before[0])
+    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def record_path(config: RunConfig, results: str | Path | None = None) -> Path:
@@ -5288,16 +5326,31 @@ class Bench:
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
 
 
-def _bench_federation(bench: Bench, scheme: str, model: str, width: int, batch: int) -> Federation:
+def _bench_federation(
+    bench: Bench, scheme: str, model: str, width: int, batch: int, graph: bool = False
+) -> Federation:
     """Ten clients with samples for a few rounds: eight of a small batch, one of a large one."""
     scheme_ = Scheme.named(scheme)
     one = batch * scheme_.local_steps
     each = max(one, min(8 * one, 128))
     config = RunConfig(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
-        precision=bench.precision, device=bench.device,
+        precision=bench.precision, device=bench.device, graph=graph,
     )  # fmt: skip
     return Federation(config, synthetic_dataset(train=10 * each, test=10))
+
+
+def _replays(federation: Federation) -> Callable[[], None]:
+    """An epoch's rounds, static; `federation` has a graph, and no rounds but these from now on."""
+    draws, static = federation._draws(0), federation.static
+    federation.round(draws, 0, 1e-3)  # dense: the first mask
+    static._take(draws)
+
+    def replays() -> None:
+        for index in range(federation.rounds_per_epoch):
+            static.play(index, 1e-3)
+
+    return replays
 
 
 def bench_round(
@@ -5335,9 +5388,11 @@ def bench_round(
     works = {
         "passes": passes, "round": whole, "compression": compression, "augmentation": augmentation
     }  # fmt: skip
+    if bench.torch_device.type == "cuda":
+        works["graph"] = _replays(_bench_federation(bench, scheme, model, width, batch, graph=True))
     net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
     numbers = {"dimension": len(federation.theta_D), "local_steps": steps}
-    with _thread_count(threads):
+    with _arithmetic(threads):
         case = f"{net}, N 10, B {batch}, {scheme}"
         bench.measure("round", case, works, rounds, **numbers, threads=torch.get_num_threads())
 
@@ -5483,7 +5538,7 @@ def run_benches(
     )
     bench = Bench(repeat, device, precision)
     cases = [case for part in parts for case in BENCHES[part]]
-    with _thread_count(threads):
+    with _arithmetic(threads):
         for case in tqdm(cases, desc="bench", leave=False, disable=not sys.stderr.isatty()):
             case(bench)
         made = provenance(config) | {"precision": precision, "cores": os.cpu_count()}
@@ -5612,7 +5667,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}{hint}", file=sys.stderr, flush=True)
         return 3 if lost else 2
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not full and ("memory" not in str(error) or "illegal" in str(error)):
             raise
         print(f"error: not enough memory: {_cut(str(error))}", file=sys.stderr)
         return 2

@@ -26,9 +26,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(autouse=True)
-def _apart(tmp_path, monkeypatch):
-    """No test reads or leaves anything in the user's cache."""
+def _apart(tmp_path, monkeypatch, request):
+    """No test reads or leaves anything in the user's cache, or uses a GPU unless it is about that:
+    what is promised bit for bit is promised on CPUs."""
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    else:  # held to CPUs and to other rounds as closely as can be
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Section 2: S_top, plain and layer-wise."""
 
 import math
+from unittest import mock
 
 import pytest
 import reference
@@ -105,6 +106,8 @@ def test_layerwise_agrees_with_the_reference(sizes, phi_min, seed, data):
     found = tcs.layerwise_top_k_positions(vector, k, sizes, phi_min)
     assert found.tolist() == expected
     assert int(tcs.layerwise_top_k_mask(vector, k, sizes, phi_min).sum()) == k
+    with mock.patch.object(tcs, "_top", tcs.static_top_k):  # as on a GPU
+        assert torch.equal(tcs.layerwise_top_k_positions(vector, k, sizes, phi_min), found)
 
 
 def test_every_layer_gets_its_fair_share():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ def test_agrees_with_the_reference(values, intervals):
     expected = reference.quantize(u.tolist(), intervals)
     found = tcs.quantized(u, intervals)
     np.testing.assert_allclose(found.numpy(), np.array(expected, np.float32), rtol=3e-7)
+    with mock.patch.object(tcs, "_sums", tcs._sums_at_once):  # as on a GPU
+        on_gpu = tcs.quantized(u, intervals)
+    np.testing.assert_allclose(on_gpu.numpy(), np.array(expected, np.float32), rtol=3e-7)
 
 
 @given(VALUES, st.sampled_from([1, 2, 4, 16, 64]))

@@ -1,5 +1,8 @@
 """Section 7, static rounds: what a CUDA graph holds, held to the eager rounds."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[
 
 
 def federations(name, device="cpu", **changes):
+    own = {key: changes.pop(key) for key in ("phi_local",) if key in changes}
     data = tcs.synthetic_dataset(train=240, test=20)
     settings = {
         "model": "resnet8",
@@ -20,7 +24,7 @@ def federations(name, device="cpu", **changes):
         "device": device,
     }
     settings |= {"warmup_epochs": 1, "reference_batch": None} | changes
-    scheme = tcs.Scheme.named(name)
+    scheme = tcs.Scheme.named(name, **own)
     return [
         tcs.Federation(tcs.RunConfig(scheme, 0.1, graph=g, **settings), data) for g in (False, True)
     ]
@@ -36,7 +40,8 @@ def test_static_rounds_do_what_eager_ones_do(name, device):
         one, two = eager.epoch(epoch), static.epoch(epoch)
         assert static.static.ready(epoch + 1)
         loss = one.pop("train_loss"), two.pop("train_loss")
-        assert loss[1] == pytest.approx(loss[0], rel=1e-4)
+        near = 1e-4 if device == "cpu" or epoch < 2 else 1e-2  # there a rounding may flip a mask
+        assert loss[1] == pytest.approx(loss[0], rel=near)
         if device == "cpu":  # there rounding is the same, so masks are
             assert one == two
             for key in ("theta_D", "statistics_NS"):
@@ -64,11 +69,56 @@ def test_an_update_that_is_not_finite_is_named_after_the_epoch():
         static.epoch(1)
 
 
-@pytest.mark.parametrize("values", [[0.0] * 9, [1.0] * 9, [3, 1, 2, 3, 1, 2, 0, 0, 3]])
+def test_masks_that_were_replaced_are_seen_by_the_next_static_round():
+    """By a checkpoint or by eager rounds in between: a graph would read the old ones."""
+    one, two = federations("TCS")[1], federations("TCS")[1]
+    for federation in (one, two):
+        federation.epoch(0)
+        federation.epoch(1)
+    held = one.static._masks()
+    one.static.held = held
+    assert all(a is b for a, b in one.static._masks_and_held())
+    one.load_state_dict(two.state_dict())
+    assert not all(a is b for a, b in one.static._masks_and_held())
+    assert one.epoch(2) == two.epoch(2) and torch.equal(one.theta_D, two.theta_D)
+
+
+def test_a_federation_with_static_rounds_is_freed_at_once():
+    gc.disable()
+    try:
+        _, static = federations("TCS")
+        static.epoch(0)
+        alive = weakref.ref(static)
+        del static
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_replays_are_rounds():
+    eager, static = federations("TCS-L2")
+    draws = eager._draws(0)
+    eager.round(draws, 0, 1e-3)
+    for index in range(eager.rounds_per_epoch):
+        eager.round(draws, index, 1e-3)
+    tcs._replays(static)()
+    torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_local_mask_static_rounds_do_what_eager_ones_do():
+    eager, static = federations("TCS", phi_local=None)
+    for epoch in range(2):
+        assert eager.epoch(epoch) == static.epoch(epoch)
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0] * 9, [1.0] * 9, [3, 1, 2, 3, 1, 2, 0, 0, 3], [3, -1, 2, -1, 1, 2, 0, -1, 3]]
+)
 def test_static_selection_breaks_ties_as_the_other_does(values):
-    vector = torch.tensor(values).float()
-    for k in range(1, 10):
-        assert torch.equal(tcs.static_top_k(vector.abs(), k), tcs.top_k_positions(vector, k))
+    """-1 stands for an excluded entry: the last to be taken."""
+    magnitudes = torch.tensor(values).float()
+    for k in range(10):
+        assert torch.equal(tcs.static_top_k(magnitudes, k), tcs._top(magnitudes, k))
 
 
 @pytest.mark.gpu
@@ -80,6 +130,7 @@ def test_a_round_on_a_gpu_never_waits_for_the_host():
     before = static.theta_D.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        static.static._round()  # not replayed: it names the line that waits
         static.static.graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")
