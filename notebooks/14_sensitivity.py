@@ -169,6 +169,16 @@ draw("dirichlet_alpha")
 draw("warmup_epochs")
 
 # %% [markdown]
+# ### Learning rate
+#
+# The evidence takes the paper's rates, scaled with the batch, and tunes none of them. Is 0.5 a good choice
+# for so short a training with so small a network? If a higher rate does better, a part of every gap between
+# TCS and centralized training (whose rate is the paper's 0.1, scaled too) is a matter of rates.
+
+# %%
+draw("learning_rate")
+
+# %% [markdown]
 # ### Epochs
 #
 # Are few rounds what hurts local steps? TCS-L4-Q5 has a quarter of TCS's rounds in the same epochs. If

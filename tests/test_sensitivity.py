@@ -63,7 +63,7 @@ def test_the_papers_choice_is_the_base():
                 chosen = shown == str(setting["paper"])
                 assert (configs[0].record_name == base.record_name) == chosen, (name, shown)
                 marked += chosen
-    assert marked == 6
+    assert marked == 7
 
 
 def changed(*path, to):
