@@ -25,6 +25,32 @@ settings.register_profile("search", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+LONG = (
+    "04_",
+    "10_",
+    "03_",
+    "05_",
+    "02_",
+    "test_runs",
+    "test_robustness",
+    "01_",
+    "12_",
+    "11_",
+    "00_",
+    "test_ranks",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """What takes long first, so that no worker begins it when the others are done."""
+    order = {name: place for place, name in enumerate(LONG)}
+
+    def place(item) -> int:
+        return min((p for name, p in order.items() if item.path.name.startswith(name)), default=99)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def _apart(tmp_path, monkeypatch, request):
     """No test reads or leaves anything in the user's cache, or uses a GPU unless it is about that:

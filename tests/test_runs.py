@@ -355,7 +355,7 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params):
     """SIGKILL in the middle of a real process; the same command again."""
     environment = dict(os.environ, TCS_CACHE=str(tmp_path / "cache"))
     words = [sys.executable, tcs.__file__, "run", "--params", str(params), "--scheme", "TCS", "--set",
-             "epochs=20", "--results"]  # fmt: skip
+             "epochs=8", "--results"]  # fmt: skip
     process = subprocess.Popen([*words, str(tmp_path / "two")], env=environment)
     checkpoints = tmp_path / "cache" / "checkpoints"
     deadline = time.monotonic() + 60
