@@ -52,8 +52,9 @@ def whole_runs() -> str:
 
 
 def price() -> str:
-    """What the shorter schemes change against the paper's shortest and, with H = 1, against TCS."""
-    compared = [(name, REFERENCE) for name in BEYOND]
+    """What TCS changes against dense training with as many local steps, and the shorter schemes
+    against the paper's shortest and, with H = 1, against TCS."""
+    compared = [("TCS", "FedAvg"), ("TCS-L4", "FedAvg-L4")] + [(name, REFERENCE) for name in BEYOND]
     at_one_step = [n for n in BEYOND if tcs.Scheme.named(n).local_steps == 1]
     return "\n".join(difference(*pair) for pair in compared + [(n, "TCS") for n in at_one_step])
 
