@@ -112,8 +112,8 @@ print(f"magnitudes from {u.abs().min():.1e} to {u.abs().max():.1e} in the exampl
 # travel once a message, as 32-bit numbers. The receiver puts $\pm\mu_p$ in the value's place.
 
 # %%
-print(inspect.getsource(tcs.interval_edges))
-print(inspect.getsource(tcs.fractional_quantize))
+for function in (tcs._edges, tcs._quantize, tcs._sums):  # inside tcs.fractional_quantize
+    print(inspect.getsource(function))
 
 # %% [markdown]
 # Two departures from the paper's text: intervals are half open, so that each value has exactly one,

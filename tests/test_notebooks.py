@@ -66,6 +66,16 @@ def test_form(path):
         assert not [f.name for f in statements if f.end_lineno - f.lineno > 12]
 
 
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_the_code_it_shows_is_the_code_it_runs(path):
+    """Execute a notebook again when a function that it prints has changed."""
+    core = {line.strip() for line in Path(tcs.__file__).read_text().splitlines()}
+    for cell in nbformat.read(path, 4).cells:
+        if cell.cell_type == "code" and "inspect.getsource(" in cell.source:
+            shown = "".join(o.text for o in cell.outputs).splitlines()
+            assert shown and not [line for line in shown if line.strip() not in core]
+
+
 NO_TABLE = {"claims", "sensitivity"}  # read by their own functions
 PARAMS = sorted({p.stem for p in (tcs.ROOT / "params").glob("*.yaml")} - NO_TABLE)
 
