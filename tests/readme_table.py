@@ -66,7 +66,8 @@ def difference(name: str, base: str) -> str:
         return f"{value:+.2f}".replace("-", "−")
 
     theirs = {r["config"]["seed"]: r for r in of_scheme(base)}
-    pairs = [(r, theirs[r["config"]["seed"]]) for r in of_scheme(name)]
+    ours = {r["config"]["seed"]: r for r in of_scheme(name)}
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     gaps = [100 * (a["rows"][-1]["accuracy"] - b["rows"][-1]["accuracy"]) for a, b in pairs]
     mean, low, high = tcs.mean_interval(gaps, 0.95)
     flows = [[tcs.traffic(record) for record in side] for side in zip(*pairs, strict=True)]
