@@ -90,8 +90,8 @@ display(Image(filename=str(folder / "claims.png"), width=860))
 # %% [markdown]
 # You should see one line a claim: our interval and mean, the paper's difference with the interval of its own
 # five trials as a diamond above, and the bound as a triangle below that points to the side where the claim
-# holds. Many of the paper's own intervals cross their bound, too: a few tenths of a point are within the
-# spread of five trials.
+# holds. Some of the paper's own intervals cross their bound, too (local steps, top-K): a few tenths of a point
+# are within the spread of five trials.
 #
 # **Read it with the scale in mind.**
 #

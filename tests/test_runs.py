@@ -245,6 +245,7 @@ def fake(name, accuracy, seed, warmup=1):
     identity = tcs.RunConfig(scheme, seed=seed, epochs=3).identity()
     return {
         "config": identity,
+        "digest": tcs.digest_of(identity),
         "status": "finished",
         "reason": None,
         "dimension": 1000,
@@ -273,6 +274,8 @@ def test_summary_means_deviations_and_the_papers_figures():
     table = tcs.summary(records, {"TCS": [92.44, 0.143, 0.363]})
     tcs_row, top_row = table.itertuples()
     assert (tcs_row.n, top_row.n) == (3, 1)
+    named = [tcs.RunConfig("TCS", seed=s, epochs=3).record_name for s in range(3)]
+    assert tcs_row.records.split() == named
     assert tcs_row.accuracy == pytest.approx(0.82) and tcs_row.accuracy_std == pytest.approx(0.02)
     assert tcs_row.paper_accuracy == pytest.approx(0.9244) and tcs_row.paper_bits == 0.363
     assert math.isnan(top_row.accuracy_std) and math.isnan(top_row.paper_accuracy)
