@@ -832,12 +832,16 @@ def top_k_positions(
     of the k-th magnitude from below, only makes it faster: the result is the same with any.
     Raises ValueError if k is not in 0..D minus the excluded, or if the vector holds a NaN.
     """
-    vector_D = vector_D.detach()
-    if excluded is None or not len(excluded):
-        return _filtered(vector_D, k, None, floor)[0]
-    excluded_D = torch.zeros(len(vector_D), dtype=torch.bool, device=vector_D.device)
-    excluded_D[excluded] = True
-    return _filtered(vector_D, k, excluded_D, floor)[0]
+    excluded_D = None if excluded is None else positions_to_mask(excluded, len(vector_D))
+    return _filtered(vector_D.detach(), k, excluded_D, floor)[0]
+
+
+Array = Tensor | np.ndarray  # on the CPU what is below is numpy's, whose calls cost less
+
+
+def _array(tensor: Tensor) -> Array:
+    plain = tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
+    return tensor.numpy() if plain else tensor
 
 
 def _filtered(
@@ -846,50 +850,55 @@ def _filtered(
     """S_top and the k-th magnitude. Masks and magnitudes change slowly, so a `floor` from last time
     leaves few candidates to choose from; too few, and it is lowered, and at last all are looked at.
     """
+    values_D, outside_D = _array(vector_D), None if excluded_D is None else _array(excluded_D)
     for lowered in (floor, floor / 2) if floor > 0 and k else ():
-        near = _at_least(vector_D, lowered, excluded_D)
+        near = _at_least(values_D, lowered)
+        if outside_D is not None:
+            near = near[~outside_D[near]]
         if len(near) >= k:
-            chosen, kth = _largest(vector_D[near].abs(), k, len(near))
-            return near[chosen], kth
-    magnitudes_D = vector_D.abs()
-    eligible = len(vector_D)
-    if excluded_D is not None:
-        magnitudes_D[excluded_D] = -1.0
-        eligible -= int(excluded_D.sum())
-    return _largest(magnitudes_D, k, eligible)
+            chosen, kth = _largest(abs(values_D[near]), k, len(near))
+            return torch.as_tensor(near[chosen]), kth
+    magnitudes_D = abs(values_D)
+    eligible = len(values_D)
+    if outside_D is not None:
+        magnitudes_D[outside_D] = -1.0
+        eligible -= int(outside_D.sum())
+    positions_K, kth = _largest(magnitudes_D, k, eligible)
+    return torch.as_tensor(positions_K), kth
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
 
 
-def _at_least(vector_D: Tensor, floor: float, excluded_D: Tensor | None = None) -> Tensor:
-    """Positions of magnitudes >= floor, ascending, without the excluded; on the CPU piece by piece,
-    each read once, and by numpy, whose calls cost less."""
-    if vector_D.device.type != "cpu" or vector_D.dtype == torch.bfloat16:
-        near = (vector_D.abs() >= floor).nonzero().squeeze(1)
-        return near if excluded_D is None else near[~excluded_D[near]]
-    values, found = vector_D.numpy(), []
-    for start in range(0, len(values), _PIECE):
-        piece = np.flatnonzero(np.abs(values[start : start + _PIECE]) >= floor)
-        found.append(piece + start if start else piece)
-    near = np.concatenate(found) if len(found) > 1 else found[0]
-    if excluded_D is not None:
-        near = near[~excluded_D.numpy()[near]]
-    return torch.from_numpy(near)
+def _at_least(values_D: Array, floor: float) -> Array:
+    """Positions of magnitudes >= floor, ascending; on the CPU piece by piece, each read once."""
+    if isinstance(values_D, Tensor) or len(values_D) <= _PIECE:
+        return _places(abs(values_D) >= floor)
+    found = []
+    for start in range(0, len(values_D), _PIECE):
+        found.append(_places(abs(values_D[start : start + _PIECE]) >= floor) + start)
+    return np.concatenate(found)
 
 
-def _largest(magnitudes_D: Tensor, k: int, eligible: int) -> tuple[Tensor, float]:
+def _places(mask_D: Array) -> Array:
+    """Positions of a mask's ones, ascending."""
+    if isinstance(mask_D, Tensor):
+        return mask_D.nonzero().squeeze(1)
+    return mask_D.nonzero()[0]
+
+
+def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
     """Positions of the k largest of `magnitudes_D`, ascending, and the k-th largest itself."""
     if not 0 <= k <= eligible:
         raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
     if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=magnitudes_D.device), math.inf
+        return _places(magnitudes_D[:0] > 0), math.inf
     kth = _kth_largest(magnitudes_D, k)
     if math.isnan(kth):
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
     if kth == 0 and (chosen := _with_first_zeros(magnitudes_D, k, eligible)) is not None:
         return chosen, kth
-    chosen = (magnitudes_D >= kth).nonzero().squeeze(1)
+    chosen = _places(magnitudes_D >= kth)
     if len(chosen) > k:
         tied = magnitudes_D[chosen] == kth
         surplus = tied & (tied.cumsum(0) > k - (len(chosen) - tied.sum()))
@@ -898,25 +907,26 @@ def _largest(magnitudes_D: Tensor, k: int, eligible: int) -> tuple[Tensor, float
 
 
 def _top(magnitudes_D: Tensor, k: int) -> Tensor:
-    return _largest(magnitudes_D, k, len(magnitudes_D))[0]
+    return torch.as_tensor(_largest(_array(magnitudes_D), k, len(magnitudes_D))[0])
 
 
-def _with_first_zeros(magnitudes_D: Tensor, k: int, eligible: int) -> Tensor | None:
+def _with_first_zeros(magnitudes_D: Array, k: int, eligible: int) -> Array | None:
     """All positive entries and the first zeros, k in all: a list of all zeros, which tie, would
     take several times the vector's memory. None if the zeros do not stand where they should."""
-    positive = (magnitudes_D > 0).nonzero().squeeze(1)
+    mask_D = magnitudes_D > 0
     first = magnitudes_D[: k + len(magnitudes_D) - eligible]  # none of the others can be chosen
-    zeros = (first == 0).nonzero().squeeze(1)[: k - len(positive)]
-    chosen = torch.cat([positive, zeros]).sort().values
+    mask_D[_places(first == 0)[: k - int(mask_D.sum())]] = True
+    chosen = _places(mask_D)
     return chosen if len(chosen) == k else None
 
 
-def _kth_largest(magnitudes_D: Tensor, k: int) -> float:
+def _kth_largest(magnitudes_D: Array, k: int) -> float:
     """The k-th largest number; NaN if one of the k is NaN."""
-    if magnitudes_D.device.type != "cpu" or magnitudes_D.dtype == torch.bfloat16:
+    if isinstance(magnitudes_D, Tensor):
         return float(magnitudes_D.topk(k, sorted=False).values.min())
-    place = len(magnitudes_D) - k
-    return float(np.partition(magnitudes_D.numpy(), place)[place:].min())  # NaN is last, and wins
+    parted = magnitudes_D.copy()
+    parted.partition(len(parted) - k)
+    return float(parted[len(parted) - k :].min())  # NaN is last, and wins
 
 
 def layerwise_top_k_positions(
@@ -941,10 +951,10 @@ def layerwise_top_k_positions(
     fair = torch.cat([start + top(part, k) for part, k, start in layers])
     fair = fair[magnitudes_D[fair] >= 0]
     if len(fair) >= k:
-        return fair[_largest(magnitudes_D[fair], k, len(fair))[0]]
+        return fair[_top(magnitudes_D[fair], k)]
     magnitudes_D[fair] = -1.0
-    rest, _ = _largest(magnitudes_D, k - len(fair), eligible - len(fair))
-    return torch.cat([fair, rest]).sort().values
+    rest, _ = _largest(_array(magnitudes_D), k - len(fair), eligible - len(fair))
+    return torch.cat([fair, torch.as_tensor(rest)]).sort().values
 
 
 def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
@@ -958,6 +968,11 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
     mask_D[positions_K] = True
     return mask_D
+
+
+def mask_to_positions(mask_D: Tensor) -> Tensor:
+    """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
+    return torch.as_tensor(_places(_array(mask_D)))
 
 
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
@@ -1312,7 +1327,7 @@ class Wire:
     def down(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
         return Wire(scheme.down_value_bits, scheme.code == "entropy", tuple(layer_sizes))
 
-    @property
+    @cached_property
     def dimension(self) -> int:
         return sum(self.layer_sizes)
 
@@ -1758,7 +1773,8 @@ class MaskRule:
             seed,
         )
         self._dimension = sum(layer_sizes)
-        self._excluded_D: Tensor | None = None  # all False between two selections
+        self._shared_K: Tensor | None = None  # what is held, see `hold`
+        self._shared_D: Tensor | None = None
         self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
         MaskRule.widen(self, 1)
 
@@ -1804,18 +1820,24 @@ class MaskRule:
         `whose`, speeds it up."""
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        if self._excluded_D is None:
-            self._excluded_D = torch.zeros(len(vector_D), dtype=torch.bool, device=self._device)
-        try:
-            if excluded is not None:
-                self._excluded_D[excluded] = True
-            floor = self._floors.get(whose, 0.0)
-            positions_K, kth = _filtered(vector_D.detach(), k, self._excluded_D, floor)
-        finally:
-            if excluded is not None:
-                self._excluded_D[excluded] = False
+        floor, excluded_D = self._floors.get(whose, 0.0), self._excluded_mask(excluded)
+        positions_K, kth = _filtered(vector_D.detach(), k, excluded_D, floor)
         self._floors[whose] = 0.85 * kth if k else 0.0
         return positions_K
+
+    def hold(self, shared_K: Tensor) -> None:
+        """The shared mask of this round, the same for all clients: `select` turns it into a (D,)
+        mask only once."""
+        self._shared_K, self._shared_D = shared_K, None
+
+    def _excluded_mask(self, excluded: Tensor | None) -> Tensor | None:
+        if excluded is None or not len(excluded):
+            return None
+        if excluded is not self._shared_K:
+            return positions_to_mask(excluded, self._dimension)
+        if self._shared_D is None:
+            self._shared_D = positions_to_mask(excluded, self._dimension)
+        return self._shared_D
 
     def state_dict(self) -> dict[str, Any]:
         saved = (Tensor, int, float)
@@ -2013,13 +2035,10 @@ class Compressor:
 
     def _check_deltas(self, deltas_ND: Tensor, chosen: list[int]) -> None:
         rows = [self.own.index(n) for n in sorted(chosen) if n in self.own]
-        if not rows:
+        if len(rows) == len(deltas_ND) and math.isfinite(float(deltas_ND.sum())):
             return
-        everyone = len(rows) == len(deltas_ND)
-        sums_N = deltas_ND.sum(1) if everyone else torch.stack([deltas_ND[r].sum() for r in rows])
-        for row, total in zip(rows, sums_N.tolist(), strict=True):
-            if not math.isfinite(total) and not deltas_ND[row].isfinite().all():
-                raise NotFiniteError(self.own[row])
+        for row in rows:
+            _check_finite(deltas_ND[row], self.own[row])
 
     def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
         """Everything is sent in 32 bits, in both directions: no error is left."""
@@ -2043,6 +2062,7 @@ class Compressor:
     def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
         update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
         self._explored_D.zero_()
+        self.rule.hold(global_K)
         for message, arrived in self._received(self._client, deltas_ND, chosen, global_K):
             if arrived is None:
                 self._take_back(message, global_K)
@@ -2056,7 +2076,8 @@ class Compressor:
         message, sent = self._sent_down(message, global_K)
         self._count(sent_up, sent)
         if self.wire or self.scheme.compresses_downlink:
-            update_D.zero_()[torch.cat([global_K, message.positions])] = message.values
+            positions = torch.cat([global_K, message.positions])
+            update_D.zero_().scatter_(0, positions, message.values)
         return update_D
 
     def _dense_client(self, n: int, delta_D: Tensor, _: None) -> Message:
@@ -2072,31 +2093,31 @@ class Compressor:
         intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)  # line 9
         local_K = self._positions(self.rule.local_mask(intended_D, global_K), global_K)  # line 10
         positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
-        intended = intended_D[positions]
+        intended = intended_D.index_select(0, positions)
         _check_finite(intended, n)
         how = self.scheme.value_bits, n, self.round, self.scheme.quantizer
         message = Message.of(intended, local_K, *how)  # line 12
-        errors_D[positions] = intended - message.values  # line 13: what stays behind
+        errors_D.scatter_(0, positions, intended - message.values)  # line 13: what stays behind
         return message
 
     def _server(self, update_D: Tensor, global_K: Tensor) -> Message:
         """The server's side: all that came up or, with errors of its own, a mask of its own."""
         if not self.scheme.compresses_downlink:
-            own_K = self._explored_D.nonzero().squeeze(1)
-            values = update_D[torch.cat([global_K, own_K])]
+            own_K = mask_to_positions(self._explored_D)
+            values = update_D.index_select(0, torch.cat([global_K, own_K]))
             _check_finite(values, SERVER)
             return Message.of(values, own_K, 32, SERVER, self.round)
         intended_D = self.server_errors_D.add_(update_D)
         if self.scheme.phi_down is None:
-            own_K = self._explored_D.nonzero().squeeze(1)
+            own_K = mask_to_positions(self._explored_D)
         else:
             own_K = self._positions(self.rule.server_mask(intended_D, global_K), global_K)
         positions = torch.cat([global_K, own_K])
-        intended = intended_D[positions]
+        intended = intended_D.index_select(0, positions)
         _check_finite(intended, SERVER)
         how = self.scheme.down_value_bits, SERVER, self.round, self.scheme.down_quantizer
         message = Message.of(intended, own_K, *how)
-        intended_D[positions] = intended - message.values
+        intended_D.scatter_(0, positions, intended - message.values)
         return message
 
     def _take_back(self, message: Message | None, global_K: Tensor) -> None:
@@ -2192,7 +2213,7 @@ class Compressor:
 
     def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
         """What a rule returned, as positions; checked if the rule is not one of the core's."""
-        positions_K = mask.nonzero().squeeze(1) if mask.dtype == torch.bool else mask
+        positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
         if type(self.rule).__module__ == __name__:
             return positions_K
         if mask.dtype == torch.bool and len(mask) != self.dimension:
@@ -2216,8 +2237,8 @@ class Compressor:
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 # 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3)
-#    All clients live in one process and take turns on one model. A client's backward pass writes
-#    straight into its row of deltas_ND.
+#    All clients live in one process and take turns on one model. A client's backward passes add up
+#    in one flat gradient, which Eq. 3's factor takes into its row of deltas_ND.
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 Row = dict[str, Any]  # of a record: what one epoch did
@@ -2258,7 +2279,6 @@ class Federation:
         self.theta_D, dimension = self.flat.theta_D, len(self.flat.theta_D)
         self.start_D = torch.empty_like(self.theta_D) if config.scheme.local_steps > 1 else None
         self.deltas_ND = torch.zeros(len(self.own), dimension, device=self.device)
-        self.gradient_views = [self.flat.views(row) for row in self.deltas_ND]
         self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
         self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
         self.momentum_D = torch.zeros_like(self.theta_D) if config.scheme.momentum else None
@@ -2361,8 +2381,8 @@ class Federation:
             self.flat.model.train()
         for row in [self.own.index(n) for n in self.active if n in self.own]:
             self._local_training_(row, draws[row], index, eta)
-            if not scheme.momentum:
-                self.deltas_ND[row].mul_(-eta)  # Eq. 3: gradients to a model difference
+            scale = 1.0 if scheme.momentum else -eta  # Eq. 3: gradients to a model difference
+            torch.mul(self.flat.gradient_D, scale, out=self.deltas_ND[row])
         update_D = compress(self.deltas_ND, dense, self.active)
         if scheme.momentum:
             self.momentum_D.mul_(scheme.momentum).add_(update_D)  # Alg. 3, line 7
@@ -2374,11 +2394,11 @@ class Federation:
     def _local_training_(
         self, n: int, draws: Draws, index: int | Tensor, eta: float | Tensor
     ) -> None:
-        """Alg. 1, l. 3 to 6: H steps of client n; leaves its summed gradients in deltas_ND[n]."""
+        """Alg. 1, l. 3 to 6: H steps of client n; its summed gradients are in `flat.gradient_D`."""
         config, theta_D = self.config, self.theta_D
         steps, batch = config.scheme.local_steps, config.batch
-        gradient_D = torch.mul(theta_D, config.weight_decay, out=self.deltas_ND[n])
-        self.flat.use(self.gradient_views[n], self.statistics_views[n])
+        gradient_D = torch.mul(theta_D, config.weight_decay, out=self.flat.gradient_D)
+        self.flat.use(self.statistics_views[n])
         if steps > 1:
             self.start_D.copy_(theta_D)  # line 3
         for tau in range(steps):
@@ -2386,7 +2406,7 @@ class Federation:
             images, labels = self._batch(n, draws, first)
             loss = self._loss(images, labels)
             loss.backward()  # line 5; adds to gradient_D
-            self.loss_sums_N[n] += loss.detach()
+            self.loss_sums_N[n].add_(loss.detach())
             if tau + 1 < steps:
                 _descend(self.start_D, gradient_D, eta, out=theta_D)  # line 6
                 gradient_D.add_(theta_D, alpha=config.weight_decay)
@@ -2397,13 +2417,17 @@ class Federation:
         """Images (B, 3, h, w) and labels (B,) from `first` on; augmented many batches at a time."""
         if isinstance(first, Tensor):
             return self.batches.augmented(draws.at(first + self.static.offsets))
-        size, staged = self.config.batch, self.staged.get(n)
-        if staged is None or staged.draws is not draws or not staged.holds(first, size):
-            until = first + max(size, _STAGED_SAMPLES // len(self.samples_NM))
-            staged = Staged(draws, first, *self.batches.augmented(draws[first:until]))
-            self.staged[n] = staged
-        part = slice(first - staged.first, first - staged.first + size)
-        return staged.images[part], staged.labels[part]
+        staged = self.staged.get(n)
+        if staged is None or staged.draws is not draws or first not in staged.batches:
+            self.staged[n] = staged = self._stage(draws, first)
+        return staged.batches[first]
+
+    def _stage(self, draws: Draws, first: int) -> Staged:
+        size = self.config.batch
+        ahead = max(1, _STAGED_SAMPLES // len(self.samples_NM) // size) * size
+        images, labels = self.batches.augmented(draws[first : first + ahead])
+        pairs = zip(images.split(size), labels.split(size), strict=True)
+        return Staged(draws, {first + i * size: pair for i, pair in enumerate(pairs)})
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with self._autocast():
@@ -2419,7 +2443,7 @@ class Federation:
         """Accuracy (0..1) and mean loss on the test images; the clients' statistics averaged."""
         self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
-        self.flat.use(None, self.flat.statistics_views(average_S))
+        self.flat.use(self.flat.statistics_views(average_S))
         count = len(self.batches.test_labels)
         starts, found = range(0, count, batch), []
         for start in (starts[i] for i in self.ranks.own(len(starts))):
@@ -2695,10 +2719,11 @@ def resnet8(width: int = 16, classes: int = 10) -> nn.Module:
 
 
 class FlatModel:
-    """A model whose parameters are views into one flat tensor, `theta_D`.
+    """A model whose parameters are views into one flat tensor, `theta_D`, and their gradients into
+    another, `gradient_D`: a backward pass adds to it.
 
-    `use` points gradients and batch-norm statistics at any row of a flat tensor, so that clients
-    can take turns without copies.
+    `use` points the batch-norm statistics at any row of a flat tensor, so that clients can take
+    turns without copies.
     """
 
     def __init__(self, model: nn.Module):
@@ -2707,9 +2732,11 @@ class FlatModel:
         self.layer_sizes = [p.numel() for p in self.parameters]
         self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
         self.theta_D = torch.empty(sum(self.layer_sizes), device=self.parameters[0].device)
-        for parameter, view in zip(self.parameters, self.views(self.theta_D), strict=True):
+        self.gradient_D = torch.zeros_like(self.theta_D)
+        views = zip(self.views(self.theta_D), self.views(self.gradient_D), strict=True)
+        for parameter, (view, gradient) in zip(self.parameters, views, strict=True):
             view.copy_(parameter.data)
-            parameter.data = view
+            parameter.data, parameter.grad = view, gradient
         for norm in self.norms:
             norm.num_batches_tracked = None  # only counts, at the price of a kernel each
 
@@ -2722,11 +2749,8 @@ class FlatModel:
         """(S,) as mean and variance of every batch norm in turn, sharing memory."""
         return list(statistics_S.split([m.num_features for m in self.norms for _ in range(2)]))
 
-    def use(self, gradient_views: list[Tensor] | None, statistics_views: list[Tensor]) -> None:
-        """From here on gradients add to these views, running statistics live in those."""
-        if gradient_views is not None:
-            for parameter, view in zip(self.parameters, gradient_views, strict=True):
-                parameter.grad = view
+    def use(self, statistics_views: list[Tensor]) -> None:
+        """From here on running statistics live in these views."""
         views = iter(statistics_views)
         for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
             norm._buffers["running_mean"], norm._buffers["running_var"] = next(views), next(views)
@@ -3107,15 +3131,10 @@ _STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
 
 @dataclass(frozen=True)
 class Staged:
-    """The next samples of one client, augmented: those of `draws` from `first` on."""
+    """The next batches of one client's `draws`, augmented, by the first sample of each."""
 
     draws: Draws
-    first: int
-    images: Tensor
-    labels: Tensor
-
-    def holds(self, first: int, count: int) -> bool:
-        return self.first <= first and first + count <= self.first + len(self.labels)
+    batches: dict[int, tuple[Tensor, Tensor]]
 
 
 class Batches:
@@ -3151,10 +3170,13 @@ class Batches:
     def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
         count, height, width, colours = self.padded.shape
-        image, line, pixel, colour = self.padded.stride()
-        size = (count, 2 * PADDING + 1, 2 * PADDING + 1, height - 2 * PADDING, width - 2 * PADDING)
-        crops = self.padded.as_strided((*size, colours), (image, line, pixel, line, pixel, colour))
-        images = crops[draws.samples, draws.crops[:, 0], draws.crops[:, 1]]
+        lines, pixels = height - 2 * PADDING, width - 2 * PADDING
+        most = ((count - 1) * height + 2 * PADDING) * width + 2 * PADDING  # a crop starts there
+        crops = self.padded.as_strided(
+            (most + 1, lines, pixels * colours), (colours, width * colours, 1)
+        )
+        starts = (draws.samples * height + draws.crops[:, 0]) * width + draws.crops[:, 1]
+        images = crops.index_select(0, starts).view(-1, lines, pixels, colours)
         images = _mirrored(images, draws.flips)
         return self.normalized(images), self.train_labels[draws.samples]
 
@@ -4373,7 +4395,7 @@ def _take_up(compressor: Compressor, found: list[dict[str, Tensor] | None]) -> N
     compressor.errors_ND[0] = torch.cat([part["errors"] for part in found])
     if all("mask" in part for part in found):
         mask_D = torch.cat([part["mask"] for part in found]).to(compressor.errors_ND.device)
-        compressor.rule.positions = mask_D.nonzero().squeeze(1)
+        compressor.rule.positions = mask_to_positions(mask_D)
 
 
 def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -5366,7 +5388,7 @@ def bench_round(
 
     def passes() -> None:
         flat.model.train()
-        flat.use(federation.gradient_views[0], federation.statistics_views[0])
+        flat.use(federation.statistics_views[0])
         for first in range(0, batch * steps * rounds, batch):
             for images, labels in ready:
                 part = slice(first, first + batch)

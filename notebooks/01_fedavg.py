@@ -129,8 +129,8 @@ plt.show()
 # ## Algorithm 1
 #
 # The core runs it for all clients in turn, in one process. `_local_training_` is lines 3 to 6, and
-# the last lines of `round` are line 8. Gradients are summed straight into the client's row of
-# `deltas_ND`; multiplied by −η they are the model difference.
+# the last lines of `round` are line 8. A client's gradients add up in `flat.gradient_D`;
+# multiplied by −η they are the model difference, its row of `deltas_ND`.
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$

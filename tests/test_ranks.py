@@ -145,7 +145,7 @@ def poisoned(ranks, folder):
     def local_training(self, row, draws, index, eta):
         original(self, row, draws, index, eta)
         if self.own[row] == 2 and self.compressor.round == 6:
-            self.deltas_ND[row, 5] = float("nan")
+            self.flat.gradient_D[5] = float("nan")
 
     tcs.Federation._local_training_ = local_training
     try:
