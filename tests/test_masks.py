@@ -58,6 +58,17 @@ def test_a_rule_that_remembers_thresholds_selects_as_one_that_does_not(
             assert rule.select(vector, k, None, excluded).tolist() == expected
 
 
+def test_a_mask_is_held_for_one_round_and_for_itself_alone():
+    rule = tcs.TCS(tcs.Scheme.named("TCS"), [10])
+    vector, shared_K = torch.arange(10.0, 0.0, -1.0), torch.tensor([0, 1])
+    rule.hold(shared_K)
+    for excluded, expected in [(shared_K, [2, 3]), (torch.tensor([2]), [0, 1]), (None, [0, 1])]:
+        assert rule.select(vector, 2, None, excluded).tolist() == expected
+    shared_K += 1  # in place: a new round with the same tensor
+    rule.hold(shared_K)
+    assert rule.select(vector, 2, None, shared_K).tolist() == [0, 3]
+
+
 @given(VECTORS, st.data())
 def test_excluded_entries_never_enter(values, data):
     excluded = sorted(data.draw(st.sets(st.integers(0, len(values) - 1))))
