@@ -5342,10 +5342,11 @@ class Bench:
 
     def measure(
         self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
-        **numbers: float,
+        turns: int = 1, **numbers: float,
     ) -> None:  # fmt: skip
-        """Every work does the same thing so many `times`; what is kept is the time of one."""
-        for name, timing in _in_turns(works, self.repeat, self.torch_device).items():
+        """Every work does the same thing so many `times`; what is kept is the time of one. What is
+        short has so many times the `turns`."""
+        for name, timing in _in_turns(works, self.repeat * turns, self.torch_device).items():
             timing |= {key: timing[key] / times for key in ("median", "low", "high")}
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
 
@@ -5378,8 +5379,9 @@ def _replays(federation: Federation) -> Callable[[], None]:
 
 
 def bench_round(
-    bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None
-) -> None:
+    bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None,
+    turns: int = 1,
+) -> None:  # fmt: skip
     """An epoch's rounds over the same forward and backward passes with no federation around them;
     with so many CPU `threads`, where a profile sets them for this net."""
     federation = _bench_federation(bench, scheme, model, width, batch)
@@ -5418,7 +5420,8 @@ def bench_round(
     numbers = {"dimension": len(federation.theta_D), "local_steps": steps}
     with _arithmetic(threads):
         case = f"{net}, N 10, B {batch}, {scheme}"
-        bench.measure("round", case, works, rounds, **numbers, threads=torch.get_num_threads())
+        numbers["threads"] = torch.get_num_threads()
+        bench.measure("round", case, works, rounds, turns, **numbers)
 
 
 def _textbook_round(
@@ -5537,9 +5540,9 @@ BENCHES: dict[str, list[Callable[[Bench], None]]] = {
         lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS-L4-Q5++", "resnet18", 64, 64),
-        lambda b: bench_round(b, "TCS", "resnet18", 16, 64),
-        lambda b: bench_round(b, "TCS", "resnet8", 16, 16, threads=1),  # params/cpu.yaml
-        lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1),  # params/quick.yaml
+        lambda b: bench_round(b, "TCS", "resnet18", 16, 64, turns=5),
+        lambda b: bench_round(b, "TCS", "resnet8", 16, 16, threads=1, turns=15),  # params/cpu.yaml
+        lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1, turns=15),  # params/quick.yaml
     ],
     "step": [lambda b: bench_step(b, 11_173_962, 10)],
     "codecs": [bench_codecs],
