@@ -4,6 +4,7 @@ Tables stand between comments and are written here. Every other number that says
 counted or configured is in `PROSE`, beside where it comes from; test_readme.py compares them.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -81,7 +82,43 @@ def difference(name: str, base: str) -> str:
     )
 
 
-TABLES = {"headline": headline, "claims": claims, "bytes": whole_runs, "price": price}
+def timings(parts: str) -> dict[str, dict[str, dict]]:
+    """Rows of the committed CPU bench record of these parts: of a case, by work."""
+    record = json.loads((ROOT / "results/bench" / f"AMD-EPYC-fp32-{parts}.json").read_text())
+    cases = {}
+    for row in record["rows"]:
+        if "work" in row:
+            cases.setdefault(row["case"], {})[row["work"]] = row
+    return cases
+
+
+def speed() -> str:
+    """Rounds over their bare passes; compression beside a textbook version of it."""
+    rows = []
+    for case, works in timings("round").items():
+        net, _, batch, scheme = case.replace(", threads 1", "").split(", ")
+        whole, bare = works["round"], works["passes"]
+        rows.append({
+            "Net": net.replace("resnet", "ResNet-"),
+            "B": batch.removeprefix("B "),
+            "Scheme": scheme,
+            "Threads": str(whole["threads"]),
+            "A round, seconds": f"{whole['median']:.3g}",
+            "Over its passes": f"{whole['median'] / bare['median']:.2f}",
+            "n": str(whole["n"]),
+        })  # fmt: skip
+    (works,) = (w for w in timings("step-codecs-growth").values() if "textbook" in w)
+    step, textbook = works["step"], works["textbook"]
+    return tcs.markdown(pd.DataFrame(rows)) + (
+        f"\n\nCompression alone takes {1e3 * step['median'] / step['clients']:.1f} ms a client at "
+        f"D = {step['dimension']:,}; textbook code for the same, "
+        f"{textbook['median'] / step['median']:.0f} times as long."
+    )
+
+
+TABLES = {
+    "headline": headline, "claims": claims, "bytes": whole_runs, "price": price, "speed": speed
+}  # fmt: skip
 
 
 def with_tables(text: str) -> str:

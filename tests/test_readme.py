@@ -28,7 +28,7 @@ def numbers_left(text: str) -> list[str]:
         text = text.replace(found, "")
     names = (
         r"CIFAR-10", r"ResNet-\d+", r"(Tables?|Figs?\.|Alg\.|Sec\.) \d(–\d)?", r"[Hη] = [\d.]+",
-        r"Python 3\.\d+", r"rank 0", r"exit code \d+", r"sha256", r"\[\d\d_\w+\]( \| \d+ \|)?",
+        r"Python 3\.\d+", r"fp32", r"rank 0", r"exit code \d+", r"sha256", r"\[\d\d_\w+\]( \| \d+ \|)?",
         r"(TCS|FedAvg)(-[A-Z]+\d*)*\+*", r"width \d+", r"1/H", r"95 % interval", r"5-bit|32 bits|5 bits",
         r"×2000 is a count",  # the paper's own words
     )  # fmt: skip
