@@ -832,14 +832,22 @@ def top_k_positions(
     of the k-th magnitude from below, only makes it faster: the result is the same with any.
     Raises ValueError if k is not in 0..D minus the excluded, or if the vector holds a NaN.
     """
-    excluded_D = None if excluded is None else positions_to_mask(excluded, len(vector_D))
-    return _filtered(vector_D.detach(), k, excluded_D, floor)[0]
+    return _filtered(vector_D.detach(), k, _outside(vector_D, excluded), floor)[0]
 
 
-Array = Tensor | np.ndarray  # on the CPU what is below is numpy's, whose calls cost less
+def _outside(vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
+    """The excluded positions as a mask of the vector, on its device; None if there are none."""
+    if excluded is None or not len(excluded):
+        return None
+    return positions_to_mask(excluded.to(vector_D.device), len(vector_D))
+
+
+Array = Tensor | np.ndarray
 
 
 def _array(tensor: Tensor) -> Array:
+    """What the functions below work on: on the CPU an array, since numpy's calls cost less, if
+    numpy has the type."""
     plain = tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
     return tensor.numpy() if plain else tensor
 
@@ -850,7 +858,9 @@ def _filtered(
     """S_top and the k-th magnitude. Masks and magnitudes change slowly, so a `floor` from last time
     leaves few candidates to choose from; too few, and it is lowered, and at last all are looked at.
     """
-    values_D, outside_D = _array(vector_D), None if excluded_D is None else _array(excluded_D)
+    values_D, outside_D = _array(vector_D), excluded_D
+    if outside_D is not None and isinstance(values_D, np.ndarray):
+        outside_D = outside_D.numpy()
     for lowered in (floor, floor / 2) if floor > 0 and k else ():
         near = _at_least(values_D, lowered)
         if outside_D is not None:
@@ -871,7 +881,7 @@ _PIECE = 1 << 17  # entries that stay in a core's cache
 
 
 def _at_least(values_D: Array, floor: float) -> Array:
-    """Positions of magnitudes >= floor, ascending; on the CPU piece by piece, each read once."""
+    """Positions of magnitudes >= floor, ascending; of an array piece by piece, each read once."""
     if isinstance(values_D, Tensor) or len(values_D) <= _PIECE:
         return _places(abs(values_D) >= floor)
     found = []
@@ -1773,7 +1783,7 @@ class MaskRule:
             seed,
         )
         self._dimension = sum(layer_sizes)
-        self._shared_K: Tensor | None = None  # what is held, see `hold`
+        self._shared_K: Tensor | None = None  # see `_hold`
         self._shared_D: Tensor | None = None
         self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
         MaskRule.widen(self, 1)
@@ -1820,23 +1830,21 @@ class MaskRule:
         `whose`, speeds it up."""
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        floor, excluded_D = self._floors.get(whose, 0.0), self._excluded_mask(excluded)
+        floor, excluded_D = self._floors.get(whose, 0.0), self._excluded_mask(vector_D, excluded)
         positions_K, kth = _filtered(vector_D.detach(), k, excluded_D, floor)
         self._floors[whose] = 0.85 * kth if k else 0.0
         return positions_K
 
-    def hold(self, shared_K: Tensor) -> None:
-        """The shared mask of this round, the same for all clients: `select` turns it into a (D,)
-        mask only once."""
+    def _hold(self, shared_K: Tensor | None) -> None:
+        """The shared mask of a round, the same for all clients, which `select` turns into a (D,)
+        mask only once; None at the round's end."""
         self._shared_K, self._shared_D = shared_K, None
 
-    def _excluded_mask(self, excluded: Tensor | None) -> Tensor | None:
-        if excluded is None or not len(excluded):
-            return None
-        if excluded is not self._shared_K:
-            return positions_to_mask(excluded, self._dimension)
+    def _excluded_mask(self, vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
+        if excluded is None or excluded is not self._shared_K or len(vector_D) != self._dimension:
+            return _outside(vector_D, excluded)
         if self._shared_D is None:
-            self._shared_D = positions_to_mask(excluded, self._dimension)
+            self._shared_D = _outside(vector_D, excluded)
         return self._shared_D
 
     def state_dict(self) -> dict[str, Any]:
@@ -2018,7 +2026,12 @@ class Compressor:
         if global_K is None:
             update_D = self._dense_round(deltas_ND, chosen)
         else:
-            update_D = self._sparse_round(deltas_ND, chosen, self._positions(global_K))
+            global_K = self._positions(global_K)
+            self.rule._hold(global_K)
+            try:
+                update_D = self._sparse_round(deltas_ND, chosen, global_K)
+            finally:
+                self.rule._hold(None)
         self.rule.observe(update_D)
         self.round += 1
         return update_D
@@ -2037,8 +2050,10 @@ class Compressor:
         rows = [self.own.index(n) for n in sorted(chosen) if n in self.own]
         if len(rows) == len(deltas_ND) and math.isfinite(float(deltas_ND.sum())):
             return
-        for row in rows:
-            _check_finite(deltas_ND[row], self.own[row])
+        sums = torch.stack([deltas_ND[row].sum() for row in rows]).tolist() if rows else []
+        for row, total in zip(rows, sums, strict=True):
+            if not math.isfinite(total) and not deltas_ND[row].isfinite().all():
+                raise NotFiniteError(self.own[row])
 
     def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
         """Everything is sent in 32 bits, in both directions: no error is left."""
@@ -2062,7 +2077,6 @@ class Compressor:
     def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
         update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
         self._explored_D.zero_()
-        self.rule.hold(global_K)
         for message, arrived in self._received(self._client, deltas_ND, chosen, global_K):
             if arrived is None:
                 self._take_back(message, global_K)
@@ -2213,11 +2227,13 @@ class Compressor:
 
     def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
         """What a rule returned, as positions; checked if the rule is not one of the core's."""
+        ours = type(self.rule).__module__ == __name__
+        if mask.dtype == torch.bool and not ours and tuple(mask.shape) != (self.dimension,):
+            shape = f"got shape {tuple(mask.shape)}, allowed: ({self.dimension},)"
+            raise ValueError(f"mask: {shape}")
         positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
-        if type(self.rule).__module__ == __name__:
+        if ours:
             return positions_K
-        if mask.dtype == torch.bool and len(mask) != self.dimension:
-            raise ValueError(f"mask: got {len(mask)} entries, allowed: {self.dimension}")
         _check_positions(positions_K, self.dimension)
         if taken_K is not None and torch.isin(positions_K, taken_K).any():
             raise ValueError("local_mask: entries of the global mask, allowed: only others")
@@ -2379,9 +2395,9 @@ class Federation:
         scheme, compress = self.config.scheme, compress or self.compressor.step
         if not self.flat.model.training:
             self.flat.model.train()
+        scale = 1.0 if scheme.momentum else -eta  # Eq. 3: gradients to a model difference
         for row in [self.own.index(n) for n in self.active if n in self.own]:
             self._local_training_(row, draws[row], index, eta)
-            scale = 1.0 if scheme.momentum else -eta  # Eq. 3: gradients to a model difference
             torch.mul(self.flat.gradient_D, scale, out=self.deltas_ND[row])
         update_D = compress(self.deltas_ND, dense, self.active)
         if scheme.momentum:
@@ -2427,7 +2443,7 @@ class Federation:
         ahead = max(1, _STAGED_SAMPLES // len(self.samples_NM) // size) * size
         images, labels = self.batches.augmented(draws[first : first + ahead])
         pairs = zip(images.split(size), labels.split(size), strict=True)
-        return Staged(draws, {first + i * size: pair for i, pair in enumerate(pairs)})
+        return Staged(draws, dict(zip(range(first, first + len(labels), size), pairs, strict=True)))
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with self._autocast():
@@ -2440,7 +2456,8 @@ class Federation:
 
     @torch.no_grad()
     def evaluate(self, batch: int = 500) -> dict[str, float]:
-        """Accuracy (0..1) and mean loss on the test images; the clients' statistics averaged."""
+        """Accuracy (0..1) and mean loss on the test images; the clients' statistics averaged. Sums
+        are over so many images as `batch` says, and ranks share them out so."""
         self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         self.flat.use(self.flat.statistics_views(average_S))
@@ -2661,11 +2678,11 @@ class StaticRound:
         magnitudes_D = intended_D.abs().index_fill_(0, global_K, -1.0)
         local_K = static_top_k(magnitudes_D, self.compressor.rule.k_local)
         positions = torch.cat([global_K, local_K])
-        intended = sent = intended_D[positions]
+        intended = sent = intended_D.index_select(0, positions)
         if scheme.intervals:
             quantize = _quantize if scheme.quantizer == "fractional" else _lloyd_max
             sent = _dequantize(*quantize(intended, scheme.intervals))
-        errors_D[positions] = intended - sent
+        errors_D.scatter_(0, positions, intended - sent)
         return local_K, sent, intended.isfinite().all() & delta_D.sum().isfinite()
 
 
@@ -2734,10 +2751,10 @@ class FlatModel:
         self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
         self.theta_D = torch.empty(sum(self.layer_sizes), device=self.parameters[0].device)
         self.gradient_D = torch.zeros_like(self.theta_D)
-        views = zip(self.views(self.theta_D), self.views(self.gradient_D), strict=True)
-        for parameter, (view, gradient) in zip(self.parameters, views, strict=True):
+        self.gradients = self.views(self.gradient_D)
+        for parameter, view in zip(self.parameters, self.views(self.theta_D), strict=True):
             view.copy_(parameter.data)
-            parameter.data, parameter.grad = view, gradient
+            parameter.data = view
         for norm in self.norms:
             norm.num_batches_tracked = None  # only counts, at the price of a kernel each
 
@@ -2751,7 +2768,10 @@ class FlatModel:
         return list(statistics_S.split([m.num_features for m in self.norms for _ in range(2)]))
 
     def use(self, statistics_views: list[Tensor]) -> None:
-        """From here on running statistics live in these views."""
+        """From here on running statistics live in these views, and gradients in `gradient_D`."""
+        if self.parameters[0].grad is not self.gradients[0]:  # at first, and after a `zero_grad`
+            for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+                parameter.grad = gradient
         views = iter(statistics_views)
         for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
             norm._buffers["running_mean"], norm._buffers["running_var"] = next(views), next(views)
@@ -3128,7 +3148,7 @@ class Draws:
 
 
 _STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
-_CACHED_IMAGES = 100  # evaluated at once: their activations stay in a CPU's cache
+_CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
 
 
 @dataclass(frozen=True)
@@ -3148,7 +3168,8 @@ class Batches:
         self.mean = self._everywhere(part.mean(0), data, device)
         self.scale = self._everywhere(1 / np.maximum(part.std(0), 1.0), data, device)
         padding = (0, 0, PADDING, PADDING, PADDING, PADDING)
-        self.padded = F.pad(data.train_images.to(device), padding)  # (n, h + 8, w + 8, 3) uint8
+        padded = F.pad(data.train_images.to(device), padding)
+        self.padded = padded.contiguous()  # (n, h + 8, w + 8, 3) uint8
         self.train_labels = data.train_labels.to(device)
         self.test_images = data.test_images.to(device)
         self.test_labels = data.test_labels.to(device)
@@ -5344,8 +5365,8 @@ class Bench:
         self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
         turns: int = 1, **numbers: float,
     ) -> None:  # fmt: skip
-        """Every work does the same thing so many `times`; what is kept is the time of one. What is
-        short has so many times the `turns`."""
+        """Every work does the same thing so many `times`; what is kept is the time of one. There
+        are `repeat` times `turns` turns."""
         for name, timing in _in_turns(works, self.repeat * turns, self.torch_device).items():
             timing |= {key: timing[key] / times for key in ("median", "low", "high")}
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
@@ -5629,7 +5650,9 @@ def _parser() -> argparse.ArgumentParser:
     again.set_defaults(main=_main_again)
     bench = commands.add_parser("bench", help="measure speed and memory; write results/bench/")
     bench.add_argument("--part", action="append", choices=list(BENCHES), help="only this part")
-    bench.add_argument("--repeat", type=int, default=7, help="turns of each measurement")
+    bench.add_argument(
+        "--repeat", type=int, default=7, help="turns of each measurement; short ones take more"
+    )
     bench.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
     bench.add_argument("--precision", default="fp32", help="fp32 or bf16")
     bench.add_argument("--threads", type=int, help="CPU threads")

@@ -101,8 +101,8 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 print(inspect.getsource(tcs.Federation.round))
 
 # %% [markdown]
-# You should see one `if`: without momentum the gradients are turned into a model difference before the
-# compression, with momentum they are sent as they are, and the server's step has two lines, not one.
+# You should see that without momentum a factor, −η, turns gradients into a model difference before the
+# compression; with momentum they are sent as they are, and the server's step has two lines, not one.
 #
 # ## What the misprints would do
 #

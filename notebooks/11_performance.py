@@ -128,7 +128,7 @@ def plain(vector_D, k, taken_D):
 def candidates(vector_D, k, taken_D, floor):
     """Among how many entries the core chooses, and at which try: 0 floor, 1 half of it, 2 all."""
     for tried, level in enumerate((floor, floor / 2) if floor > 0 else ()):
-        count = int((~taken_D)[tcs._at_least(vector_D, level)].sum())
+        count = int((~taken_D)[tcs._at_least(vector_D.numpy(), level)].sum())
         if count >= k:
             return count, tried
     return len(vector_D), 2

@@ -1,4 +1,4 @@
-"""Section 12: benchmarks measure what they say. No test here measures speed."""
+"""Section 14: benchmarks measure what they say. No test here measures speed."""
 
 import json
 

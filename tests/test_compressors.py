@@ -241,7 +241,8 @@ def test_a_rule_may_return_a_bool_mask():
     ("mask", "message"),
     [(torch.tensor([0, 1]), "only others"), (torch.ones(10, dtype=torch.bool), "only others"),
      (torch.tensor([10]), "allowed: 0 to 9"), (torch.tensor([5, 4]), "ascending"),
-     (torch.tensor([4.0]), "int64"), (torch.ones(9, dtype=torch.bool), "allowed: 10")],
+     (torch.tensor([4.0]), "int64"), (torch.ones(9, dtype=torch.bool), r"allowed: \(10,\)"),
+     (torch.ones(10, 1, dtype=torch.bool), r"allowed: \(10,\)")],
 )  # fmt: skip
 def test_a_rule_that_returns_nonsense_is_told_so(mask, message):
     class Rule(tcs.MaskRule):

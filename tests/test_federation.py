@@ -36,6 +36,9 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     gradient = torch.cat([g.grad.permute(0, 2, 3, 1).flatten() if g.dim() == 4 else g.grad.flatten()
                           for g in flat.parameters])  # fmt: skip
     assert gradient.any() and torch.equal(gradient, flat.gradient_D)
+    flat.model.zero_grad()
+    flat.use(flat.statistics_views(flat.statistics()))
+    assert all(p.grad is not None for p in flat.parameters)
     flat.theta_D.add_(1.0)
     for p, old in zip(flat.parameters, before, strict=True):
         torch.testing.assert_close(p.detach(), old + 1)

@@ -61,12 +61,23 @@ def test_a_rule_that_remembers_thresholds_selects_as_one_that_does_not(
 def test_a_mask_is_held_for_one_round_and_for_itself_alone():
     rule = tcs.TCS(tcs.Scheme.named("TCS"), [10])
     vector, shared_K = torch.arange(10.0, 0.0, -1.0), torch.tensor([0, 1])
-    rule.hold(shared_K)
+    rule._hold(shared_K)
     for excluded, expected in [(shared_K, [2, 3]), (torch.tensor([2]), [0, 1]), (None, [0, 1])]:
         assert rule.select(vector, 2, None, excluded).tolist() == expected
-    shared_K += 1  # in place: a new round with the same tensor
-    rule.hold(shared_K)
+    assert rule.select(vector[:5], 2, None, shared_K).tolist() == [2, 3]
+    rule._hold(None)
+    shared_K += 1  # in place, as a rule may do between two rounds
     assert rule.select(vector, 2, None, shared_K).tolist() == [0, 3]
+    rule._hold(shared_K)
+    assert rule.select(vector, 2, None, shared_K).tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_any_type_with_a_floor_and_one_candidate(dtype):
+    vector = torch.tensor([5.0, 1.0, 1.0, -6.0], dtype=dtype)
+    for excluded, expected in [([3], [0]), ([0], [3]), ([], [3])]:
+        found = tcs.top_k_positions(vector, 1, torch.tensor(excluded).long(), floor=4.0)
+        assert found.tolist() == expected
 
 
 @given(VECTORS, st.data())
