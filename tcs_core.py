@@ -2769,8 +2769,8 @@ class FlatModel:
 
     def use(self, statistics_views: list[Tensor]) -> None:
         """From here on running statistics live in these views, and gradients in `gradient_D`."""
-        if self.parameters[0].grad is not self.gradients[0]:  # at first, and after a `zero_grad`
-            for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            if parameter.grad is not gradient:  # at first, and after a `zero_grad`
                 parameter.grad = gradient
         views = iter(statistics_views)
         for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
