@@ -16,7 +16,6 @@ if sys.dont_write_bytecode:  # else each of the many processes would compile tor
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
 from hypothesis import settings
 
 # The same examples every time; HYPOTHESIS_PROFILE=search looks for new ones.
@@ -55,6 +54,8 @@ def pytest_collection_modifyitems(items):
 def _apart(tmp_path, monkeypatch, request):
     """No test reads or leaves anything in the user's cache, or uses a GPU unless it is about that:
     what is promised bit for bit is promised on CPUs."""
+    import torch  # not by the process that only hands out the tests
+
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
@@ -66,6 +67,8 @@ def _apart(tmp_path, monkeypatch, request):
 
 @pytest.fixture
 def random():
+    import torch
+
     return torch.Generator().manual_seed(7)
 
 

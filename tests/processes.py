@@ -9,8 +9,8 @@ import torch
 
 import tcs_core as tcs
 
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["tcs_core"])
+FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
+FORKSERVER.set_forkserver_preload(["tcs_core", "torch._dynamo", "pytest", "hypothesis"])
 
 
 def free_port():

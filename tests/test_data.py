@@ -12,7 +12,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-import torchvision
 from common import image_bytes
 
 import tcs_core as tcs
@@ -155,6 +154,8 @@ def test_no_root_or_a_missing_one():
 @pytest.fixture
 def small_cifar(tmp_path, monkeypatch):
     """An archive like cifar-10-python.tar.gz with 20 images a batch, served over http."""
+    from torchvision.datasets import CIFAR10  # two seconds, of the one process that needs it
+
     rng = np.random.default_rng(0)
     sums, files = {}, {}
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
@@ -165,16 +166,15 @@ def small_cifar(tmp_path, monkeypatch):
     sums = {name: hashlib.md5(content).hexdigest() for name, content in files.items()}
     prefix = "cifar-10-batches-py/"
     path = as_tar(tmp_path / "cifar.tar.gz", {prefix + k: v for k, v in files.items()})
-    cls = torchvision.datasets.CIFAR10
     handler = functools.partial(QuietHandler, directory=str(tmp_path))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(cls, "url", f"http://127.0.0.1:{server.server_port}/{path.name}")
-    monkeypatch.setattr(cls, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(cls, "train_list", [[n, sums[n]] for n in names[:5]])
-    monkeypatch.setattr(cls, "test_list", [["test_batch", sums["test_batch"]]])
+    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{path.name}")
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(CIFAR10, "train_list", [[n, sums[n]] for n in names[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
     meta = {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]}
-    monkeypatch.setattr(cls, "meta", meta)
+    monkeypatch.setattr(CIFAR10, "meta", meta)
     yield path
     server.shutdown()
     server.server_close()

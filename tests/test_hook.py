@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import FORKSERVER, free_port, start
+from processes import free_port, start
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import tcs_core as tcs
 from tcs_core import synthetic_dataset
-
-FORKSERVER.set_forkserver_preload(["tcs_core", "torch._dynamo"])  # which DDP imports
 
 FULL = {"phi_global": 1.0, "phi_local": None}
 SHARES = {"phi_global": 0.05, "phi_local": 0.02}

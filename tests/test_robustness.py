@@ -16,7 +16,6 @@ import gzip
 import io
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import random
@@ -30,7 +29,6 @@ import threading
 import time
 import tracemalloc
 import zlib
-from pathlib import Path
 
 import psutil
 import pytest
@@ -38,6 +36,7 @@ import torch
 from common import image_bytes, numbers
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import FORKSERVER
 
 import tcs_core as tcs
 
@@ -66,9 +65,6 @@ def small(monkeypatch):
 
 
 # Processes to kill, all forked from one that has imported the core ────────────────────────────────
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tcs_core", Path(__file__).stem])
 
 
 def command(words, folder, name, disturb=None):
@@ -101,7 +97,7 @@ def command(words, folder, name, disturb=None):
 
 
 def start(folder, name, words, disturb=None):
-    process = PROCESSES.Process(target=command, args=(words, folder, name, disturb))
+    process = FORKSERVER.Process(target=command, args=(words, folder, name, disturb))
     process.start()
     return process
 
@@ -1090,7 +1086,7 @@ def make_repeated(folder):
 
 
 def test_the_same_seed_is_the_same_record_in_any_process_order_and_with_real_messages(tmp_path, small):  # fmt: skip
-    other = PROCESSES.Process(target=make_repeated, args=(tmp_path / "other",))
+    other = FORKSERVER.Process(target=make_repeated, args=(tmp_path / "other",))
     other.start()
     first = {name: tcs.run(repeated(name), tmp_path / "first") for name in REPEATED}
     again = {name: tcs.run(repeated(name), tmp_path / "again") for name in sorted(REPEATED)}
@@ -1148,7 +1144,7 @@ def measured(work, folder, rounds):
 def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
     """After the first fifth, by less than ten megabytes, which the allocator may move: in 300 rounds
     one lost tensor of D entries a round is 120 MB, in 10,000 a lost kilobyte a round shows."""
-    process = PROCESSES.Process(target=measured, args=(work, tmp_path, ROUNDS))
+    process = FORKSERVER.Process(target=measured, args=(work, tmp_path, ROUNDS))
     process.start()
     process.join()
     assert process.exitcode == 0

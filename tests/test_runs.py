@@ -5,10 +5,8 @@ import json
 import math
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pandas as pd
@@ -352,25 +350,6 @@ def test_errors_are_one_line_and_rc_2(tmp_path, params, capsys, words, message):
 def test_a_missing_params_file_is_named(capsys):
     assert tcs.main(["run", "--params", "/no/such.yaml"]) == 2
     assert "/no/such.yaml" in capsys.readouterr().err
-
-
-def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params):
-    """SIGKILL in the middle of a real process; the same command again."""
-    environment = dict(os.environ, TCS_CACHE=str(tmp_path / "cache"))
-    words = [sys.executable, tcs.__file__, "run", "--params", str(params), "--scheme", "TCS", "--set",
-             "epochs=8", "--results"]  # fmt: skip
-    process = subprocess.Popen([*words, str(tmp_path / "two")], env=environment)
-    checkpoints = tmp_path / "cache" / "checkpoints"
-    deadline = time.monotonic() + 60
-    while not list(checkpoints.glob("*.pt")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert list(checkpoints.glob("*.pt")) and not (tmp_path / "two" / "ci").exists()
-    for folder in ("two", "one"):
-        subprocess.run([*words, str(tmp_path / folder)], env=environment, check=True, timeout=120)
-    two, one = (next((tmp_path / n / "ci" / "runs").iterdir()) for n in ("two", "one"))
-    assert numbers(json.loads(two.read_text())) == numbers(json.loads(one.read_text()))
 
 
 @pytest.mark.parametrize("scheme", ["TCS-L2-Q5", "TCS-L2-M2-E3-K2-W3++", "Baseline-Momentum"])
