@@ -2824,6 +2824,25 @@ class Dataset:
         cut += (self.test_images[:test], self.test_labels[:test])
         return Dataset(self.label, *cut, self.fingerprint, self.classes)
 
+    def resized(self, size: int | None) -> Dataset:
+        """Images of size x size pixels, each the mean of an area; None: as they are. Training takes
+        that much less arithmetic. ValueError for more pixels than there are."""
+        side = min(self.train_images.shape[1:3])
+        if size is None or (size, size) == self.train_images.shape[1:3]:
+            return self
+        if type(size) is not int or not 1 <= size <= side:
+            raise ValueError(f"image_size: got {size!r}, allowed: 1 to {side} ({self.label})")
+        train, test = (_areas(i, size) for i in (self.train_images, self.test_images))
+        label, arrays = f"{self.label}, {size} x {size}", (train, self.train_labels, test)
+        return _dataset(label, *arrays, self.test_labels, classes=self.classes)
+
+
+def _areas(images: Tensor, size: int) -> Tensor:
+    """(n, h, w, 3) to (n, size, size, 3) uint8, each pixel the mean of the area it stands for."""
+    pieces = [i.permute(0, 3, 1, 2).float() for i in images.split(1000)]
+    means = [F.adaptive_avg_pool2d(piece, size).round().byte() for piece in pieces]
+    return torch.cat(means).permute(0, 2, 3, 1).contiguous()
+
 
 def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
     tensors = [torch.as_tensor(a) for a in arrays]

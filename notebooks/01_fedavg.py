@@ -44,6 +44,7 @@ profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
 test_samples = 1000  # test images
+image_size = 16  # pixels a side, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 8  # N
@@ -57,10 +58,10 @@ weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), complete=False, also={"local_steps", "seed"})
+params = tcs.notebook_params(globals(), complete=False, also={"image_size", "local_steps", "seed"})
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 config = tcs.RunConfig(scheme="FedAvg", **fields)
-data = tcs.load_dataset(dataset).first(train_samples, test_samples)
+data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
 federation = tcs.Federation(config, data)
 dimension = len(federation.theta_D)
 print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images")

@@ -41,6 +41,7 @@ profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
 test_samples = 1000  # test images
+image_size = 16  # pixels a side, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 8  # N
@@ -61,10 +62,10 @@ seed = 0  # of everything random
 
 # %%
 names = ("phi", "local_steps", "drawn_clients", "drawn_entries", "drawn_k")
-names += ("federation_sizes", "samples_each", "seed")
+names += ("federation_sizes", "samples_each", "image_size", "seed")
 params = tcs.notebook_params(globals(), complete=False, also=names)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
-everything = tcs.load_dataset(dataset)
+everything = tcs.load_dataset(dataset).resized(image_size)
 data = everything.first(train_samples, test_samples)
 base = tcs.RunConfig(scheme="FedAvg", **fields)
 print(f"N = {clients} clients, {data.label} images, keeping {phi:.1%} of the entries")

@@ -46,6 +46,7 @@ profile = "ci"  # how large this is; nothing is written
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1280  # the first so many training images
 test_samples = 1000  # the first so many test images
+image_size = 16  # pixels a side, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 10  # N
@@ -61,13 +62,13 @@ lags = [1, 2, 3, 5, 10, 20, 50]  # distances in rounds at which masks are compar
 seed = 0  # of everything random
 
 # %%
-names = {"local_steps", "value_bits", "large_local_share", "lags", "seed"}
+names = {"local_steps", "value_bits", "large_local_share", "lags", "image_size", "seed"}
 params = tcs.notebook_params(globals(), complete=False, also=names)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
 config = tcs.RunConfig(scheme, **fields)
-data = tcs.load_dataset(dataset).first(train_samples, test_samples)
+data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
 probe = tcs.Federation(config, data)
 dimension, layer_sizes = len(probe.theta_D), probe.flat.layer_sizes
 k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_local

@@ -53,6 +53,7 @@ batch_size = 16  # samples of a rank's step
 learning_rate = 0.2  # of SGD; falls linearly to nothing
 train_samples = 1600  # synthetic images
 test_samples = 500  # synthetic images to test on
+image_size = 16  # pixels a side, averaged from 32
 width = 8  # channels of the ResNet-8's first stage
 links = [1, 10, 100]  # Mbit/s a rank can send
 seed = 0  # of the model and the batches
@@ -76,6 +77,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 data = tcs_core.load_dataset("synthetic").first(given["train_samples"], given["test_samples"])
+data = data.resized(given["image_size"])
 batches = tcs_core.Batches(data, torch.device("cpu"))
 
 def train(hooked):
@@ -118,7 +120,7 @@ dist.destroy_process_group()
 
 # %%
 names = ["phi_global", "phi_local", "start_iter", "steps", "batch_size", "learning_rate"]
-names += ["train_samples", "test_samples", "width", "seed"]
+names += ["train_samples", "test_samples", "image_size", "width", "seed"]
 with tempfile.TemporaryDirectory() as folder:
     script, target = Path(folder) / "train.py", Path(folder) / "results.json"
     script.write_text(SCRIPT)
@@ -274,4 +276,4 @@ print(f"at {links[0]} Mbit/s: {slowest.iloc[0]:.0f} s on the wire became {slowes
 # tcs_core.py run …` gives the same records, bit for bit (README).
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · {processes} processes · synthetic · n = 1 run of each")
+print(f"core {tcs.core_sha256()[:12]} · {processes} processes · synthetic, {image_size} x {image_size} · n = 1 run of each")

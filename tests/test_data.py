@@ -148,6 +148,24 @@ def test_no_root_or_a_missing_one():
         tcs.load_dataset("mnist")
 
 
+def test_images_of_fewer_pixels_are_means_of_areas():
+    data = tcs.synthetic_dataset(30, 10)
+    small = data.resized(16)
+    assert small.train_images.shape == (30, 16, 16, 3) and small.test_images.shape[1:3] == (16, 16)
+    for n, y, x, colour in ((0, 0, 0, 0), (7, 3, 15, 1), (29, 15, 9, 2)):
+        area = data.train_images[n, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2, colour]
+        assert abs(int(small.train_images[n, y, x, colour]) - float(area.float().mean())) <= 0.5
+    assert torch.equal(small.train_labels, data.train_labels) and small.classes == data.classes
+    assert small.label == "synthetic, 16 x 16" and small.fingerprint != data.fingerprint
+    assert data.resized(None) is data and data.resized(32) is data
+
+
+@pytest.mark.parametrize("size", [0, -1, 33, 16.0, "16", True])
+def test_a_size_that_is_none_is_named(size):
+    with pytest.raises(ValueError, match=f"image_size: got {size!r}, allowed: 1 to 32"):
+        tcs.synthetic_dataset(4, 4).resized(size)
+
+
 # cifar10: the real torchvision code against a small archive of the same format ─────────────────────
 
 
