@@ -40,7 +40,7 @@ from processes import FORKSERVER
 
 import tcs_core as tcs
 
-ROUNDS = int(os.environ.get("TCS_ROUNDS", 300))
+ROUNDS = int(os.environ.get("TCS_ROUNDS", 200))
 KILLS = int(os.environ.get("TCS_KILLS", 4))
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -126,7 +126,7 @@ def until(condition, seconds=60):
 
 
 def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_path, params):
-    words = [*params, "--scheme", "TCS", "--set", "epochs=15"]
+    words = [*params, "--scheme", "TCS", "--set", "epochs=8"]
     both = [start(tmp_path, name, words) for name in ("one", "two")]
     for process in both:
         process.join(120)
@@ -136,7 +136,7 @@ def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_pa
     assert sum("waiting for another process, which works on TCS" in t for t in texts) == 1
     assert len({t.splitlines()[-1] for t in texts}) == 1  # the same row of the same table
     (path,) = (tmp_path / "ci" / "runs").iterdir()
-    assert len(tcs.read_record(path)["rows"]) == 15
+    assert len(tcs.read_record(path)["rows"]) == 8
     assert not list((tmp_path / "cache" / "locks").iterdir())
 
 
@@ -1142,8 +1142,8 @@ def measured(work, folder, rounds):
 
 @pytest.mark.parametrize("work", [long_run, long_compression])
 def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
-    """After the first fifth, by less than ten megabytes, which the allocator may move: in 300 rounds
-    one lost tensor of D entries a round is 120 MB, in 10,000 a lost kilobyte a round shows."""
+    """After the first fifth, by less than ten megabytes, which the allocator may move: in 200 rounds
+    one lost tensor of D entries a round is 80 MB, in 10,000 a lost kilobyte a round shows."""
     process = FORKSERVER.Process(target=measured, args=(work, tmp_path, ROUNDS))
     process.start()
     process.join()
