@@ -276,4 +276,6 @@ print(f"at {links[0]} Mbit/s: {slowest.iloc[0]:.0f} s on the wire became {slowes
 # tcs_core.py run …` gives the same records, bit for bit (README).
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · {processes} processes · synthetic, {image_size} x {image_size} · n = 1 run of each")
+print(
+    f"core {tcs.core_sha256()[:12]} · {processes} processes · synthetic, {image_size} x {image_size} · n = 1 run of each"
+)
