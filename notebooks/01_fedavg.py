@@ -178,9 +178,9 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# You should see on the right that larger H gets further with the same number of messages, and on the
-# left that it ends lower after the same passes: so short a run has too few rounds left. (Before η
-# falls, all curves wobble.) In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4.
+# You should see on the right that larger H gets further with the same number of messages (after some
+# forty of them), and on the left that it ends lower after the same passes: so short a run has too few
+# rounds left. In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4.
 #
 # ## One round by hand
 #

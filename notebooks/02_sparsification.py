@@ -169,7 +169,7 @@ tcs.save_figure(drawing, tcs.results_folder(profile) / "figure2")
 plt.show()
 
 # %% [markdown]
-# You should see strong colours in the frames of (a), most of them pale in (b); and a last row with more
+# You should see strong colours in the frames of (a), many of them pale in (b); and a last row with more
 # frames in (a) than in any client's row, but equally many in (b).
 #
 # ## How much each keeps
@@ -209,7 +209,7 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squares in {100 * phi:g} % 
 
 # %% [markdown]
 # You should see top-K far above rand-K at every φ below 1; rand-K is near the diagonal (which is a curve
-# on a logarithmic axis), with jumps when a very large entry happens to be drawn.
+# on a logarithmic axis), and may jump when a very large entry happens to be drawn.
 #
 # ## Error accumulation
 #
@@ -381,8 +381,8 @@ panels[1].legend(frameon=False, loc="upper left")
 plt.show()
 
 # %% [markdown]
-# You should see φ shrink to the right. At q = 32 the positions are a surcharge; at q = 5 they are most
-# of the message, and the more so the fewer entries are kept. The code of real masks lies on or a
+# You should see φ shrink to the right. At q = 32 the positions are a surcharge; at q = 5 and φ below a tenth they are
+# most of the message, and the more so the fewer entries are kept. The code of real masks lies on or a
 # little above the formula, which has no whole numbers of bits to respect.
 #
 # TCS spends positions on its local mask only. The paper's budgets, in bits per parameter and iteration:

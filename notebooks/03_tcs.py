@@ -157,7 +157,7 @@ for number in range(2, 11):
 
 # %% [markdown]
 # You should see client 0's local mask find place 7 in round 3. From round 4 on place 7 is in the global
-# mask, where it costs no position, and place 4 had to leave. The local masks are free again and go for
+# mask (but for round 9), where it costs no position, and place 4 had to leave. The local masks are free again and go for
 # the largest thing that waits: place 4, and in round 7 place 6, whose small differences have been adding
 # up. Place 4 then has twice its usual value, enough for a visit in the global mask (round 9). The
 # `assert` says that nothing is lost: what was meant is what was sent plus what waits.
@@ -255,8 +255,8 @@ plt.show()
 
 # %% [markdown]
 # You should see the measured line far above $K/D$ in every round: the paper's assumption holds. You
-# should also see that it lies only a little above the second line. At this scale most of the overlap
-# says *which layers* hold the large entries (notebook 04 shows them), a smaller part says *which entries*.
+# should also see that on average it lies only a little above the second line, and in many rounds below it.
+# At this scale most of the overlap says *which layers* hold the large entries (notebook 04 shows them), a smaller part says *which entries*.
 #
 # ## What the local mask finds, round by round
 #
@@ -291,8 +291,8 @@ axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=9)
 plt.show()
 
 # %% [markdown]
-# You should see the clients explore almost $N K_{local}$ different places, so they hardly ever look at
-# the same one, and more than half of these enter the next mask. This is **not** a mask that changes
+# You should see the clients explore almost $N K_{local}$ different places after the first
+# rounds, so they hardly ever look at the same one, and more than half of these enter the next mask. This is **not** a mask that changes
 # slowly. Two sections further down we find out why.
 #
 # ## What the server sends back
@@ -328,7 +328,7 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# You should see TCS just below its bound in every round and top-K several times higher: one downlink
+# You should see TCS just below its bound, later at it, and top-K several times higher: one downlink
 # message of top-K is dense enough to spoil what was saved on the way up.
 #
 # ## Take the parts away, one by one
@@ -367,7 +367,8 @@ table = pd.DataFrame({
 display(Markdown(tcs.markdown(table)))
 
 # %% [markdown]
-# You should see all runs alike in the dense warm-up, and then fall apart in this order. Without the
+# You should see all runs alike in the dense warm-up, and then fall apart; the first three of the
+# table end in its order, the others close together. Without the
 # local mask the model learns with one fixed set of places, the one the warm-up left. Without error
 # accumulation it explores, but what is not sent is lost. Full TCS is clearly better than both. A ten
 # times larger $\phi_{local}$ buys accuracy with more bits in both directions.
@@ -426,7 +427,7 @@ plt.show()
 #
 # - **dense**: the overlap hardly falls with distance. Important places stay important, but each single
 #   round sees them through the noise of small batches.
-# - **no error accumulation**: a mask that does change slowly, as the idea of TCS has it.
+# - **no error accumulation**: a mask that does change more slowly, as the idea of TCS has it.
 # - **TCS**: half of the newcomers stay for one round more, nearly none for a second.
 #
 # An explanation would be the errors: a place enters when one client sends what has piled up there, and
@@ -455,7 +456,7 @@ explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
 print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the mask {others:.1f}")
 
 # %% [markdown]
-# You should see that on average a client has several times the round's difference waiting at a place
+# You should see that on average a client has two to three times the round's difference waiting at a place
 # that somebody explores, still so at the mask's newcomers, where all clients now send it, and nothing
 # where the mask has been for longer: such a place has only one round's difference to send, is outdone by
 # the next piles, and falls out. Here, as in the paper, $N K_{local} = K_{global}$, so the clients

@@ -138,7 +138,7 @@ display(
 
 # %% [markdown]
 # You should see head and input, a tiny part of the network, take most of the budget, and the last block,
-# most of the network, nearly nothing.
+# three quarters of the network, about an eighth.
 #
 # ## A minimum share
 #
@@ -170,8 +170,8 @@ for name, mask in {
     print(name, " ".join(parts), " kept:", int(mask.sum()))
 
 # %% [markdown]
-# You should see five entries kept both times. $S_{top}$ leaves the third layer out; the minimum takes two
-# entries from the large layers and gives them to it.
+# You should see five entries kept both times. $S_{top}$ leaves the third layer out; the minimum takes three
+# places from the first layer, one for the second and two for the third.
 #
 # How much of the budget do the minimum shares bind? That depends on the size of the network, because a
 # share of a small layer is rounded up to a whole entry.
@@ -332,7 +332,7 @@ plt.show()
 # About the masks the claim is exact: under PLF and LF every layer has its minimum in every single round
 # and the total is K; under TCS layers go without. That top-K is uneven is asserted with a factor of 10
 # between the most and the least favoured weights (we see far more). Accuracy is reported, not asserted:
-# at this scale seeds differ more than schemes.
+# at this scale seeds differ about as much as schemes.
 
 # %%
 minimum_L = torch.tensor([tcs.kept(phi_min_global, size) for size in layer_sizes])

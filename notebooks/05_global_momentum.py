@@ -239,7 +239,7 @@ axes.legend(frameon=False, loc="upper center", ncols=2, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# You should see that most of every step is memory: it moves places that were not in the update. That is
+# You should see that most of nearly every step is memory: it moves places that were not in the update. That is
 # the price and the use of momentum here: a place that was heard once is moved on for about $1/(1-\beta)$
 # rounds, by what was true when it was heard. You should also see that the mask from $w$ would change much
 # less from round to round than the one from $\tilde g$. The paper does not try it; notebook 09 shows how
@@ -320,7 +320,7 @@ plt.show()
 # %% [markdown]
 # You should see momentum lower the training loss of the centralized baseline once η has dropped, and
 # raise that of TCS, with the long steps and with the short ones. With the long steps it is slow until η drops,
-# and then catches up. A likely reason is the memory above: most of a step follows gradients of earlier
+# and then falls faster, but stays above plain TCS. A likely reason is the memory above: most of a step follows gradients of earlier
 # rounds, which errors have delayed already. In accuracy the seeds differ too much to tell.
 #
 # ## Claim
@@ -328,7 +328,7 @@ plt.show()
 # Exact: the text's rule is PyTorch's (to rounding, 1e-12 in float64), the misprinted ones are not; the
 # federation's weights are those of `torch.optim.SGD` (to 1e-6, float32 rounding; we see less), compressed
 # or not; a client's message is as long as without momentum. Accuracy is reported, not asserted: the gains
-# are of the size of their intervals.
+# are smaller than their intervals.
 
 # %%
 torch_path = paths["torch.optim.SGD"]

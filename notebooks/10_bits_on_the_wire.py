@@ -515,7 +515,7 @@ plt.show()
 # %% [markdown]
 # You should see the squares inside the circles: the count holds. (Not for quantized schemes: in a
 # model this tiny the means are most of a message. The table's third column has them in, and
-# agrees.) The other two measurements stand far to the right for every sparse scheme with a dense
+# agrees where the code is the paper's.) The other two measurements stand far to the right for every sparse scheme with a dense
 # warm-up. The way down is more than the way up where clients have masks of their own: the server
 # sends the *union* of what they found, unquantized. `-NW+` and `-D2+` take away one of the two costs,
 # `++` both. Do not read more into it: these runs are short, so a warm-up weighs much, and at this
@@ -655,7 +655,7 @@ plt.show()
 # So the factor of a **whole** training, both ways, needs three things: a short code, a compressed way
 # down, and no dense warm-up (in its first round every client sends its own $S_{top}$ at
 # $\phi_{global}+\phi_{local}$, with positions; with `-W10` the warm-up's masks are ten times as large).
-# The last two schemes do not save rounds: `-K4` makes all masks four times smaller, and a message a
+# The last two schemes save fewer rounds, or none: `-K4` makes all masks four times smaller, and a message a
 # round instead of one in four costs about the same. Here it is for the paper's schedule, in bytes of
 # messages like those above, headers in. Where the server sends all that came up, it is counted as if no two
 # clients ever chose the same place: it is at most that much.
@@ -989,7 +989,7 @@ else:
 #
 # The table before has two relatives more. `TCS-M2-E3-K4-D2+` is the same scheme *with* the dense warm-up:
 # the difference between the two is what the warm-up itself brings where it is a fifteenth of all
-# epochs (the paper's is a sixtieth). `-K8` halves the bits again.
+# epochs (the paper's is a sixtieth). `-K8` halves the masks again.
 #
 # ## Claim
 #

@@ -16,7 +16,7 @@
 #
 # TCS suits collectives better than top-K does. Where the last averaged gradient was largest, all
 # processes know the positions, so those values are one ordinary, dense `all_reduce`. Only what each
-# process finds for itself, a tenth of that or less, has to be gathered with its positions.
+# process finds for itself, a tenth of that in the paper, has to be gathered with its positions.
 #
 # *Run time*: about 30 s on two free cores. *Read before*: `03_tcs`. You need to know what DDP is: every process computes
 # gradients on its own part of a batch, and all processes average them before the step.
@@ -156,7 +156,7 @@ print(f"one sparse step: {a_step.sum():,.0f} bytes of {4 * D:,}, 1/{4 * D / a_st
 
 # %% [markdown]
 # You should see that the shared part is the larger one by far, and that the few dense steps at the start
-# weigh as much as most of what follows: over a long training they would not.
+# weigh more than all that follows: over a long training they would not.
 #
 # The same number follows from the paper's messages. One `Compressor` with the same shares says how long
 # a client's message is; a rank's step is to be at most 1.05 times as long:
@@ -195,7 +195,7 @@ plt.show()
 # %% [markdown]
 # You should see two curves that are close to each other on the left: the hook learns somewhat more slowly,
 # because most of a gradient arrives some steps late, out of the errors. On the right the hook's curve
-# stands far to the left: whatever loss you look at, it was there with fewer bytes.
+# stands far to the left: every loss that it reached after the dense start it reached with fewer bytes.
 #
 # ## What a link would have cost
 #
