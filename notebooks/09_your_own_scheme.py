@@ -47,7 +47,7 @@ own = ["TCS-Average", "TCS-Average-L4-Q5", "Threshold"]  # schemes made below
 beside = ["TCS", "TCS-L4-Q5", "top-K", "Baseline"]  # schemes of the paper to stand beside them
 seeds = 1  # how many trials of each
 data_root = None  # where the images are, for profiles that need a folder or a tar
-jobs = 2  # runs side by side
+jobs = 1  # runs side by side
 
 # %%
 files = [tcs.ROOT / "params/table1.yaml", tcs.ROOT / f"params/{profile}.yaml"]

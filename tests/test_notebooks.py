@@ -126,6 +126,15 @@ def test_an_unknown_parameter_stops_the_notebook(tmp_path):
         )
 
 
+@pytest.mark.parametrize("name", ["00", "01", "02", "03", "04", "05", "08", "10", "13", "14"])
+def test_parameters_are_checked_where_they_are_set(name):
+    """By the function that stopped the notebook above, in the next cell of code."""
+    (py,) = NOTEBOOKS.glob(f"{name}_*.py")
+    _, *cells = py.read_text(encoding="utf-8").split('tags=["parameters"]')[1].split("# %%")
+    code = next(cell for cell in cells if not cell.startswith(" [markdown]"))
+    assert "tcs.notebook_params(globals()" in code
+
+
 def test_the_top_level_keeps_its_shape():
     allowed = {
         "pyproject.toml",

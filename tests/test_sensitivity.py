@@ -4,7 +4,6 @@ import copy
 import math
 
 import pandas as pd
-import papermill
 import pytest
 import yaml
 
@@ -287,10 +286,3 @@ def test_table_and_figures_are_rebuilt_from_the_records(folder, tmp_path):
     assert len(rebuilt) >= 2
     different = [n for n in rebuilt if (folder / n).read_bytes() != (tmp_path / n).read_bytes()]
     assert not different
-
-
-def test_the_notebook_refuses_a_parameter_that_it_does_not_know(tmp_path):
-    source = str(tcs.ROOT / "notebooks" / "14_sensitivity.ipynb")
-    with pytest.raises(papermill.PapermillExecutionError, match="unknown parameter: evidenz"):
-        papermill.execute_notebook(source, str(tmp_path / "out.ipynb"), {"evidenz": "cpu"},
-                                   progress_bar=False, cwd=str(tmp_path))  # fmt: skip
