@@ -17,7 +17,7 @@
 # of the `ci` profile, seconds each: rows and bits are right, accuracies mean nothing yet. For numbers that
 # mean something, take a larger profile (`quick`: about six minutes), from the repository's root:
 #
-#     uv run papermill notebooks/09_your_own_scheme.ipynb results/quick/own_schemes.ipynb -p profile quick -p seeds 2
+#     uv run papermill notebooks/09_your_own_scheme.ipynb results/quick/own_schemes.ipynb -p profile quick -p seeds 2 -p jobs 2
 #
 # *Run time*: about 30 s; ten once the records are there. *Read before*: `03_tcs`.
 
