@@ -26,7 +26,7 @@ def as_rank(rank, size, port, folder, timeout, work, arguments, answers):
     os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank), TCS_CACHE=str(folder / "cache"))
     os.environ.pop("TCS_TIMEOUT", None)
     torch.set_num_threads(1)
-    small = tcs.synthetic_dataset(60, 40)
+    small = tcs.synthetic_dataset(60, 40).resized(16)
     tcs.synthetic_dataset = lambda: small
     try:
         join = tcs.joined_ranks("cpu", timeout) if timeout else contextlib.nullcontext()

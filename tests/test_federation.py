@@ -14,7 +14,7 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 @pytest.fixture(scope="module")
 def data():
-    return tcs.synthetic_dataset(train=120, test=40)
+    return tcs.synthetic_dataset(train=120, test=40).resized(16)
 
 
 def federation(scheme, data, **changes):

@@ -48,7 +48,7 @@ def test_the_record_is_the_same_for_any_number_of_processes(tmp_path, size, smal
 
 @pytest.fixture
 def small_synthetic(monkeypatch):
-    small = tcs.synthetic_dataset(60, 40)
+    small = tcs.synthetic_dataset(60, 40).resized(16)
     monkeypatch.setattr(tcs, "synthetic_dataset", lambda: small)
     tcs.load_dataset.cache_clear()
     yield

@@ -57,7 +57,7 @@ def config(scheme="TCS-L2-Q5", **changes):
 @pytest.fixture
 def small(monkeypatch):
     """160 images instead of 10,000, in this process."""
-    images = tcs.synthetic_dataset(120, 40)
+    images = tcs.synthetic_dataset(120, 40).resized(16)
     monkeypatch.setattr(tcs, "synthetic_dataset", lambda: images)
     tcs.load_dataset.cache_clear()
     yield
@@ -76,7 +76,7 @@ def command(words, folder, name, disturb=None):
     os.dup2(out, 1), os.dup2(out, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     torch.set_num_threads(1)
-    images = tcs.synthetic_dataset(120, 40)
+    images = tcs.synthetic_dataset(120, 40).resized(16)
     tcs.synthetic_dataset = lambda: images
     train = tcs._train
 
@@ -894,7 +894,7 @@ def test_a_damaged_cache_of_decoded_images_is_made_again(tmp_path, seed):
 def finished(tmp_path_factory):
     """One record's text, made once."""
     folder = tmp_path_factory.mktemp("finished")
-    images = tcs.synthetic_dataset(120, 40)
+    images = tcs.synthetic_dataset(120, 40).resized(16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TCS_CACHE", str(folder / "cache"))
         patch.setattr(tcs, "synthetic_dataset", lambda: images)
@@ -1079,7 +1079,7 @@ def make_repeated(folder):
     """In a new process: all of them, in another order."""
     os.environ["TCS_CACHE"] = str(folder / "cache")
     torch.set_num_threads(1)
-    images = tcs.synthetic_dataset(120, 40)
+    images = tcs.synthetic_dataset(120, 40).resized(16)
     tcs.synthetic_dataset = lambda: images
     for name in reversed(REPEATED):
         tcs.run(repeated(name), folder)
@@ -1118,7 +1118,7 @@ def long_run(folder, rounds, sizes):
     """In a new process: `rounds` rounds of a tiny run; memory in use after every epoch of 50."""
     os.environ["TCS_CACHE"] = str(folder / "cache")
     torch.set_num_threads(1)
-    images = tcs.synthetic_dataset(400, 4)
+    images = tcs.synthetic_dataset(400, 4).resized(16)
     tcs.synthetic_dataset = lambda: images
     tiny = {"clients": 2, "epochs": rounds // 50, "train_samples": 400, "test_samples": 4}
     tcs.run(config("TCS-Q5++", wire=True, **tiny), folder, lambda row: sizes.append(resident()))
@@ -1155,7 +1155,7 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
 
 
 def test_two_hundred_clients(tmp_path, monkeypatch):
-    images = tcs.synthetic_dataset(400, 40)
+    images = tcs.synthetic_dataset(400, 40).resized(16)
     monkeypatch.setattr(tcs, "synthetic_dataset", lambda: images)
     tcs.load_dataset.cache_clear()
     many = {"clients": 200, "batch_size": 1, "train_samples": 400, "epochs": 2, "wire": True}

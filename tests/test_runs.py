@@ -21,7 +21,7 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 @pytest.fixture(autouse=True)
 def _small_synthetic(monkeypatch):
-    small = tcs.synthetic_dataset(120, 40)
+    small = tcs.synthetic_dataset(120, 40).resized(16)
     monkeypatch.setattr(tcs, "synthetic_dataset", lambda: small)
     tcs.load_dataset.cache_clear()
     yield

@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[
 
 def federations(name, device="cpu", **changes):
     own = {key: changes.pop(key) for key in ("phi_local",) if key in changes}
-    data = tcs.synthetic_dataset(train=120, test=20)
+    data = tcs.synthetic_dataset(train=120, test=20).resized(16)
     settings = {
         "model": "resnet8",
         "width": 4,
