@@ -5,8 +5,10 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pandas as pd
@@ -210,7 +212,7 @@ def test_a_scheme_of_ones_own_gets_its_record_in_any_process_and_row_and_curve(
         pass
 
     try:
-        configs = [config(name) for name in ("TCS-Mine-L2", "TCS-L2", "Baseline")]
+        configs = [config(name) for name in ("TCS-Mine-L2", "TCS-L2", "top-K", "Baseline")]
         side_by_side = tcs.run_all(configs, tmp_path / "two", jobs=2)
         assert not multiprocessing.active_children()
         in_turn = tcs.run_all(configs, tmp_path / "one", jobs=1)
@@ -348,6 +350,25 @@ def test_errors_are_one_line_and_rc_2(tmp_path, params, capsys, words, message):
 def test_a_missing_params_file_is_named(capsys):
     assert tcs.main(["run", "--params", "/no/such.yaml"]) == 2
     assert "/no/such.yaml" in capsys.readouterr().err
+
+
+def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params, whole_synthetic):
+    """SIGKILL in the middle of a real process; the same command again; this process beside it."""
+    environment = dict(os.environ, TCS_CACHE=str(tmp_path / "cache"))
+    words = ["run", "--params", str(params), "--scheme", "TCS", "--set", "epochs=8", "--results"]
+    command = [sys.executable, tcs.__file__, *words, str(tmp_path / "two")]
+    process = subprocess.Popen(command, env=environment)
+    checkpoints = tmp_path / "cache" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not list(checkpoints.glob("*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert list(checkpoints.glob("*.pt")) and not (tmp_path / "two" / "ci").exists()
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    assert tcs.main([*words, str(tmp_path / "one")]) == 0
+    two, one = (next((tmp_path / n / "ci" / "runs").iterdir()) for n in ("two", "one"))
+    assert numbers(json.loads(two.read_text())) == numbers(json.loads(one.read_text()))
 
 
 @pytest.mark.parametrize("scheme", ["TCS-L2-Q5", "TCS-L2-M2-E3-K2-W3++", "Baseline-Momentum"])
