@@ -47,9 +47,9 @@ test_samples = 1000  # test images
 image_size = 16  # pixels a side, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
-clients = 8  # N
+clients = 4  # N
 local_steps = [1, 2, 4]  # H of the runs compared; the round taken apart has the last one
-batch_size = 4  # B, samples of one local step
+batch_size = 8  # B, samples of one local step
 epochs = 5  # passes over the data
 learning_rate = 0.2  # eta after the warm-up
 reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
@@ -179,7 +179,7 @@ plt.show()
 
 # %% [markdown]
 # You should see on the right that larger H gets further with the same number of messages (after some
-# forty of them), and on the left that it ends lower after the same passes: so short a run has too few
+# twenty of them), and on the left that it ends lower after the same passes: so short a run has too few
 # rounds left. In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4.
 #
 # ## One round by hand

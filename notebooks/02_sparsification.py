@@ -44,8 +44,8 @@ test_samples = 1000  # test images
 image_size = 16  # pixels a side, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
-clients = 8  # N
-batch_size = 4  # B, samples of one local step
+clients = 4  # N
+batch_size = 8  # B, samples of one local step
 epochs = 5  # passes over the data, the first one dense
 learning_rate = 0.3  # eta after the warm-up
 reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
@@ -57,7 +57,7 @@ drawn_clients = 4  # clients in Fig. 2
 drawn_entries = 16  # entries of each in Fig. 2
 drawn_k = 2  # K in Fig. 2
 federation_sizes = [1, 2, 5, 10, 20]  # N in the section on the downlink
-samples_each = 40  # training images of one client there
+samples_each = 64  # training images of one client there
 seed = 0  # of everything random
 
 # %%

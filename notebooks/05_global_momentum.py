@@ -54,8 +54,8 @@ test_samples = 500  # the first so many test images
 image_size = 16  # pixels a side, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
-clients = 5  # N
-batch_size = 8  # B, samples of one local step; centralized training takes twice as many
+clients = 4  # N
+batch_size = 10  # B, samples of one local step; centralized training takes twice as many
 epochs = 8  # passes over the data
 warmup_epochs = 1  # dense epochs at the start
 warmup_learning_rate = 0.1  # eta of the first round
@@ -318,7 +318,7 @@ figure.legend(loc="outside right upper", frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# You should see momentum lower the training loss of the centralized baseline once η has dropped, and
+# You should see momentum lower the training loss of the centralized baseline, and
 # raise that of TCS, with the long steps and with the short ones. With the long steps it is slow until η drops,
 # and then falls faster, but stays above plain TCS. A likely reason is the memory above: most of a step follows gradients of earlier
 # rounds, which errors have delayed already. In accuracy the seeds differ too much to tell.

@@ -52,11 +52,11 @@ schemes = ["FedAvg", "FedAvg-L4", "rand-K", "top-K", "TCS", "TCS-L2", "TCS-L4", 
            "TCS-L4-M2-E3++", "TCS-M2-E3-K4++"]  # fmt: skip
 profile = "ci"  # how large these runs are; nothing is written
 dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
-train_samples = 40  # the first so many training images
+train_samples = 24  # the first so many training images
 test_samples = 100  # the first so many test images
 model = "resnet8"  # resnet8 or resnet18
 width = 4  # channels of its first stage
-clients = 5  # N
+clients = 3  # N
 batch_size = 2  # B, samples of one local step
 epochs = 4  # passes over the data
 warmup_epochs = 1  # dense epochs at the start
@@ -361,7 +361,7 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# You should see, on the left, shared values that crowd into the first half, and own values in very
+# You should see, on the left, shared values that crowd into the first two thirds, and own values in very
 # few intervals: each is among the largest outside the shared mask, so their numbers cost next to
 # nothing. On the right, some layers get more than their share: there a code that counts by layer
 # has shorter gaps. Over all messages of this training:
