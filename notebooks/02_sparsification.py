@@ -57,7 +57,7 @@ drawn_clients = 4  # clients in Fig. 2
 drawn_entries = 16  # entries of each in Fig. 2
 drawn_k = 2  # K in Fig. 2
 federation_sizes = [1, 2, 5, 10, 20]  # N in the section on the downlink
-samples_each = 64  # training images of one client there
+samples_each = 48  # training images of one client there
 seed = 0  # of everything random
 
 # %%
