@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -192,6 +193,21 @@ def whole_synthetic(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
     tcs.load_dataset.cache_clear()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
+def test_a_run_keeps_what_a_step_frees_until_it_ends():
+    """A block of 48 MB is new pages of the kernel each time, but within a run only at first."""
+    import resource
+
+    def pages_of_a_block():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(12_000_000)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with tcs._memory_kept():
+        within = min(pages_of_a_block() for _ in range(8))
+    assert 4 * within < min(pages_of_a_block() for _ in range(8))
 
 
 def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
