@@ -72,6 +72,7 @@ import glob
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -693,21 +694,16 @@ RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
 PARAMETERS = TABLE_KEYS | SCHEME_KEYS | RUN_KEYS
 
 
-def notebook_params(
-    namespace: dict[str, Any], also: Iterable[str] = (), complete: bool = True
-) -> dict[str, Any]:
+def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
     """The known parameters among a notebook's variables; call it with globals().
 
-    papermill only warns of unknown parameters: here a name that it injected and that is neither a
-    parameter nor in `also` raises ValueError. So does, unless `complete` is false, a profile that
-    leaves out a key for which the notebook's own default, made for profile ci, is not the core's.
+    papermill only warns of unknown parameters: here a name that it injected raises ValueError if
+    it is neither a parameter of runs nor in the notebook's own cell of parameters. So does, unless
+    `complete` is false, a profile that leaves out a key for which the notebook's own default, made
+    for profile ci, is not the core's.
     """
-    injected: set[str] = set()
-    for cell in namespace.get("In", []):
-        if cell.startswith("# Parameters\n"):
-            targets = [t for node in ast.parse(cell).body for t in getattr(node, "targets", [])]
-            injected |= {t.id for t in targets}
-    _reject_unknown(injected, PARAMETERS | set(also), "parameter")
+    injected, own = _papermill_names(namespace)
+    _reject_unknown(injected, PARAMETERS | own, "parameter")
     params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
     defaults = {f.name: f.default for f in dataclasses.fields(RunConfig)}
     for key in sorted(
@@ -719,6 +715,26 @@ def notebook_params(
                 f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
             )
     return params
+
+
+def check_notebook_params(namespace: dict[str, Any]) -> None:
+    """For notebooks that know their own parameters only: ValueError if papermill brought others."""
+    _reject_unknown(*_papermill_names(namespace), "parameter")
+
+
+def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """What papermill assigned, and what the cell before it did: the notebook's own parameters."""
+    injected, own = set[str](), set[str]()
+    for before, cell in itertools.pairwise(["", *namespace.get("In", [])]):
+        if cell.startswith("# Parameters\n"):
+            injected, own = injected | _assigned(cell), own | _assigned(before)
+    return injected, own
+
+
+def _assigned(cell: str) -> set[str]:
+    nodes = ast.parse(cell).body
+    targets = [t for n in nodes for t in getattr(n, "targets", [getattr(n, "target", None)])]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
 
 
 def plan(params: dict[str, Any]) -> list[RunConfig]:

@@ -67,7 +67,7 @@ device = "auto"  # auto, cpu or cuda
 # The tables share runs: Baseline stands in all three, TCS at η = 0.5 in two.
 
 # %%
-shared = tcs.notebook_params(globals(), also={"tables"})
+shared = tcs.notebook_params(globals())
 plans = {t: tcs.read_params([tcs.ROOT / f"params/table{t}.yaml"]) | shared for t in tables}
 configs = [config for params in plans.values() for config in tcs.plan(params)]
 different = len({config.record_name for config in configs})

@@ -58,7 +58,7 @@ weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), complete=False, also={"image_size", "local_steps", "seed"})
+params = tcs.notebook_params(globals(), complete=False)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 config = tcs.RunConfig(scheme="FedAvg", **fields)
 data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)

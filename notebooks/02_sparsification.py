@@ -61,9 +61,7 @@ samples_each = 48  # training images of one client there
 seed = 0  # of everything random
 
 # %%
-names = ("phi", "local_steps", "drawn_clients", "drawn_entries", "drawn_k")
-names += ("federation_sizes", "samples_each", "image_size", "seed")
-params = tcs.notebook_params(globals(), complete=False, also=names)
+params = tcs.notebook_params(globals(), complete=False)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 everything = tcs.load_dataset(dataset).resized(image_size)
 data = everything.first(train_samples, test_samples)

@@ -62,8 +62,7 @@ lags = [1, 2, 3, 5, 10, 20, 50]  # distances in rounds at which masks are compar
 seed = 0  # of everything random
 
 # %%
-names = {"local_steps", "value_bits", "large_local_share", "lags", "image_size", "seed"}
-params = tcs.notebook_params(globals(), complete=False, also=names)
+params = tcs.notebook_params(globals(), complete=False)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)

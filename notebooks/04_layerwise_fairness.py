@@ -62,7 +62,7 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %%
-params = tcs.notebook_params(globals(), complete=False, also={"image_size", "learning_rates"})
+params = tcs.notebook_params(globals(), complete=False)
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = tcs.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
 data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)

@@ -64,8 +64,7 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %%
-names = {"momentum", "value_bits", "local_steps", "image_size"}
-params = tcs.notebook_params(globals(), complete=False, also=names)
+params = tcs.notebook_params(globals(), complete=False)
 fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"device": "cpu"}
 trials = range(seeds) if isinstance(seeds, int) else seeds
 sparse = {"phi_global": phi_global, "phi_local": phi_local}

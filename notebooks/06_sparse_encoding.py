@@ -50,6 +50,7 @@ phi_steps = 81  # how many shares in between
 seed = 0  # of the random positions
 
 # %%
+tcs.check_notebook_params(globals())
 block = round(1 / phi)  # entries in a block
 width = tcs.intra_block_bits(block)  # bits of a place inside a block
 positions_K = torch.tensor(positions) - 1  # the core counts from zero

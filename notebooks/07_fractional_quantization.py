@@ -54,6 +54,7 @@ compared_bits = [1, 2, 3, 4, 5, 6, 7, 8]  # q of the comparison
 cut = 1e-3  # values below this share of the largest one are dropped in one experiment
 
 # %%
+tcs.check_notebook_params(globals())
 scheme = tcs.Scheme.named(f"TCS-Q{value_bits}", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}
 schedule = {"epochs": epochs, "warmup_epochs": 1, "reference_batch": None}

@@ -90,7 +90,7 @@ only_recorded = False  # True: make no run, draw the finished records that are t
 # from the records that are there; each row says its n.
 
 # %%
-params = tcs.notebook_params(globals(), also={"only_recorded"})
+params = tcs.notebook_params(globals())
 configs = tcs.plan(params)
 folder = tcs.results_folder(profile)
 print(f"{len(configs)} runs of {epochs} epochs; records in results/{profile}/runs/")

@@ -50,6 +50,7 @@ data_root = None  # where the images are, for profiles that need a folder or a t
 jobs = 1  # runs side by side
 
 # %%
+tcs.check_notebook_params(globals())
 files = [tcs.ROOT / "params/table1.yaml", tcs.ROOT / f"params/{profile}.yaml"]
 params = tcs.read_params(files) | {"seeds": seeds, "jobs": jobs, "data_root": data_root}
 print(

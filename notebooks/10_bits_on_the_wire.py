@@ -79,9 +79,7 @@ targets = [0.5, 0.6, 0.65]  # accuracies whose time is asked for
 links = [1, 10, 100]  # Mbit/s
 
 # %%
-also = {"message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
-        "paper_steps", "evidence", "evidence_eta", "baseline_scheme", "no_loss", "targets", "links"}  # fmt: skip
-params = tcs.notebook_params(globals(), also=also, complete=False)
+params = tcs.notebook_params(globals(), complete=False)
 configs = [c for c in tcs.plan(params) if not c.scheme.centralized]
 configs = [dataclasses.replace(c, wire=True) for c in configs]
 data = tcs.load_dataset(dataset, params.get("data_root"), params.get("data_label"))

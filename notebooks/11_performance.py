@@ -74,6 +74,7 @@ paper_samples = 50_000  # training images of the paper's data set
 paper_epochs = 300  # of the paper's runs
 
 # %%
+tcs.check_notebook_params(globals())
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}
 schedule = {"epochs": epochs, "warmup_epochs": 1, "drops": tuple(drops), "reference_batch": None}

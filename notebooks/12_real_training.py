@@ -58,6 +58,9 @@ width = 8  # channels of the ResNet-8's first stage
 links = [1, 10, 100]  # Mbit/s a rank can send
 seed = 0  # of the model and the batches
 
+# %%
+tcs.check_notebook_params(globals())
+
 # %% [markdown]
 # ## A training script, and six lines for the hook
 #

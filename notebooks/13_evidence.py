@@ -39,7 +39,7 @@ large = "cpu18"  # the profile of the short runs with the paper's model
 # any seed up to 99. Runs of one scheme differ in nothing but the seed.
 
 # %%
-params = tcs.notebook_params(globals(), also={"evidence", "tables", "large"}, complete=False)
+params = tcs.notebook_params(globals(), complete=False)
 profile = tcs.read_params([tcs.ROOT / f"params/{evidence}.yaml"]) | {"seeds": 100}
 configs = [
     config

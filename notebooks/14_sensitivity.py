@@ -36,7 +36,7 @@ data_root = None  # make: the folder or tar of the data; None: the profile's
 jobs = 2  # make: runs side by side
 
 # %%
-params = tcs.notebook_params(globals(), also={"evidence", "make", "settings"}, complete=False)
+params = tcs.notebook_params(globals(), complete=False)
 given = {key: params[key] for key in ("seeds", "data_root") if params[key] is not None}
 profile = tcs.read_params([tcs.ROOT / f"params/{evidence}.yaml"]) | given
 sweep = tcs.read_sensitivity(tcs.ROOT / "params" / "sensitivity.yaml")

@@ -236,8 +236,21 @@ def test_a_rule_that_changes_is_another_run():
 
 
 def test_notebook_params_refuse_what_papermill_only_warns_of():
-    namespace = {"In": ["", "# Parameters\nepochs = 2\nepochz = 3\n"], "epochs": 2, "epochz": 3}
+    own, injected = "tables = [3]\nepochs: int = 1", "# Parameters\nepochs = 2\nepochz = 3\n"
+    namespace = {"In": ["", own, injected], "epochs": 2, "epochz": 3}
+    for check in (tcs.notebook_params, tcs.check_notebook_params):
+        with pytest.raises(ValueError, match="unknown parameter: epochz"):
+            check(namespace)
+    namespace["In"] = ["", own, "# Parameters\nepochs = 2\ntables = [1]\n"]
+    assert tcs.notebook_params(namespace) == {"epochs": 2}
+    tcs.check_notebook_params(namespace)
+    namespace["In"][1] = "tables = [3]"
+    with pytest.raises(ValueError, match="unknown parameter: epochs"):
+        tcs.check_notebook_params(namespace)
+
+
+def test_only_the_cell_before_papermills_holds_the_notebooks_own_parameters():
+    cells = ["epochz = 1", "phis = [0.1]", "# Parameters\nphis = [0.2]\nepochz = 3\n", "epochz = 2"]
     with pytest.raises(ValueError, match="unknown parameter: epochz"):
-        tcs.notebook_params(namespace)
-    namespace["In"] = ["# Parameters\nepochs = 2\ntables = [1]\n"]
-    assert tcs.notebook_params(namespace, also={"tables"}) == {"epochs": 2}
+        tcs.notebook_params({"In": cells})
+    assert tcs.notebook_params({}) == tcs.notebook_params({"In": ["%matplotlib inline"]}) == {}
