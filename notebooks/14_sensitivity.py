@@ -183,6 +183,9 @@ draw("warmup_epochs")
 draw("learning_rate")
 
 # %% [markdown]
+# You should see accuracy rise with the rate over the whole range (one trial): the paper's 0.5 is low for
+# this training, and the best value is the largest that was tried, so the best rate is not in the picture.
+#
 # ### Epochs
 #
 # Are few rounds what hurts local steps? TCS-L4-Q5 has a quarter of TCS's rounds in the same epochs. If

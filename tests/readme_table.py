@@ -110,7 +110,7 @@ def speed() -> str:
             "B": batch.removeprefix("B "),
             "Scheme": scheme,
             "Threads": str(whole["threads"]),
-            "A round, seconds": f"{whole['median']:.3g}",
+            "A round, seconds": f"{whole['median']:#.3g}",
             "Over its passes": f"{whole['median'] / bare['median']:.2f}",
             "n": str(whole["n"]),
         })  # fmt: skip
