@@ -3,6 +3,9 @@
 For every notebooks/*.py (or those whose name starts with an argument): the .ipynb takes its cells,
 is executed from top to bottom in the notebooks folder, and is written without what changes from
 run to run (timings, versions, paths). Cell ids are kept. Commit the pair.
+
+With an argument results/<profile>: 08 is executed once a table, from the finished records that are
+there, into results/<profile>/table1.ipynb and so on; the table and its figure are written beside it.
 """
 
 import hashlib
@@ -12,10 +15,13 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+import papermill
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
 
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+import tcs_core as tcs
+
+NOTEBOOKS = tcs.ROOT / "notebooks"
 
 
 def paired(py: Path) -> nbformat.NotebookNode:
@@ -39,7 +45,27 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
+def tables(profile: str) -> None:
+    for table in (1, 2, 3):
+        files = [tcs.ROOT / f"params/{name}.yaml" for name in (f"table{table}", profile)]
+        params = tcs.read_params(files) | {"only_recorded": True, "data_root": "/path/to/data.tar"}
+        source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
+        target = tcs.results_folder(profile) / f"table{table}.ipynb"
+        notebook = papermill.execute_notebook(source, None, params, progress_bar=False)
+        del notebook.metadata["papermill"], notebook.metadata["jupytext"]
+        for number, cell in enumerate(notebook.cells):
+            cell.id = hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
+            del cell.metadata["papermill"]
+        nbformat.write(cleaned(notebook), target)
+        print(target.relative_to(tcs.ROOT), flush=True)
+
+
 def main(names: list[str]) -> None:
+    for name in [name for name in names if name.startswith("results/")]:
+        names.remove(name)
+        tables(name.removeprefix("results/"))
+        if not names:
+            return
     for py in sorted(NOTEBOOKS.glob("*.py")):
         if names and not py.stem.startswith(tuple(names)):
             continue

@@ -142,6 +142,19 @@ def test_no_notebook_takes_a_parameter_that_it_does_not_know(path):
             exec(cells[checked].source, namespace)
 
 
+@pytest.mark.parametrize(
+    "path", sorted(tcs.ROOT.glob("results/cpu/table?.md")), ids=lambda p: p.stem
+)
+def test_the_executed_notebook_beside_a_table_shows_it(path):
+    """And has the code of today's 08. Made by: tests/execute_notebooks.py results/<profile>"""
+    cells = nbformat.read(path.with_suffix(".ipynb"), 4).cells
+    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
+    shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
+    assert path.read_text().strip() in shown
+    own = [c.source for c in nbformat.read(NOTEBOOKS / "08_tables_and_curves.ipynb", 4).cells]
+    assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own
+
+
 def test_the_top_level_keeps_its_shape():
     allowed = {
         "pyproject.toml",
