@@ -180,7 +180,8 @@ plt.show()
 # %% [markdown]
 # You should see on the right that larger H gets further with the same number of messages (after some
 # twenty of them), and on the left that it ends lower after the same passes: so short a run has too few
-# rounds left. In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4.
+# rounds left. (With H = 4 a tenth of a pass is left out besides: it fills no round.) In the paper, at 300
+# epochs, TCS loses nothing at H = 2 and 4.
 #
 # ## One round by hand
 #
@@ -264,7 +265,7 @@ for name, theta_D in cut.items():
 federation.theta_D[:] = average_D  # back to the whole update
 
 # %% [markdown]
-# You should see that the cut difference costs next to nothing and the cut model is useless. This is
+# You should see that the cut difference costs nothing (its loss may even be lower) and the cut model is useless. This is
 # why every scheme in this package compresses Δθ.
 #
 # ## FedSGD is FedAvg at H = 1
@@ -427,7 +428,7 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
     print(f"statistics once, in rounds of {scheme}: {ratio:.4f}")
 
 # %% [markdown]
-# You should see that even beside the smallest messages one evaluation is a fraction of one round.
+# You should see that even beside the paper's smallest messages one evaluation is less than half a round.
 #
 # ## Claim
 #
@@ -455,12 +456,13 @@ print("Eq. 3, FedSGD, the schedule and batch norm: all as claimed")
 # %%
 first, last = local_steps[0], local_steps[-1]
 few, many = (runs[steps][1][-1]["accuracy"] for steps in (last, first))
+rounds, more = (runs[steps][1][-1]["rounds"] for steps in (last, first))
 noise = 2 * (2 * many * (1 - many) / test_samples) ** 0.5  # two standard errors of a difference
 verdict = "not decided by one run" if few > many - noise else "does not hold at this scale"
 print(f"""holds: Eq. 3, to {gap_models:.0e}; a round by hand is the core's, to {gap_core:.0e}; FedSGD = FedAvg at H = 1, to {gap_fedsgd[1]:.0e}
 holds: running statistics leave theta alone; averaging them can wait
 {verdict}: H = {last} ends no lower than H = {first} after {epochs} passes over the data
-    {100 * few:.1f} % against {100 * many:.1f} %, noise {100 * noise:.1f} %; its messages are 1/{last // first} as many
+    {100 * few:.1f} % against {100 * many:.1f} %, noise {100 * noise:.1f} %; it has {rounds} rounds an epoch instead of {more}
 surprised us: {clients} batches of {batch_size} are not one of {clients * batch_size}: cosine {alike:.2f}, from batch norm alone
 surprised us: linear scaling is crude for long steps, {100 * gaps[-1]:.0f} % off for {k} steps of {rates[-1]:g}""")
 

@@ -167,7 +167,7 @@ tcs.save_figure(drawing, tcs.results_folder(profile) / "figure2")
 plt.show()
 
 # %% [markdown]
-# You should see strong colours in the frames of (a), many of them pale in (b); and a last row with more
+# You should see strong colours in the clients' frames of (a), many of them pale in (b); and a last row with more
 # frames in (a) than in any client's row, but equally many in (b).
 #
 # ## How much each keeps
@@ -270,8 +270,9 @@ print(f"differences below {noise:.1f} % are within the noise of {test_samples} t
 
 # %% [markdown]
 # You should see top-K with errors kept end close to sending everything, and clearly lower without: most
-# entries then never move again. (Until η falls the curves wobble; the last epoch counts.) Rand-K is poor both ways. It reaches an entry once in 1/φ rounds on
-# average; kept errors are old by then, and arrive all at once.
+# entries then never move again. (Top-K's curves wobble until η falls; the last epoch counts.) Rand-K is poor
+# both ways, and poorer with errors kept: it reaches an entry once in 1/φ rounds on average, and errors are
+# old by then, and arrive all at once.
 #
 # ## The way down
 #
@@ -324,9 +325,10 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# You should see top-K's share grow nearly in proportion to N, and TCS's slowly: clients agree on most of
-# what they send. Top-K comes near its bound only after a few rounds, and only if errors are kept: what
-# was sent starts again from zero, so clients that began with similar choices drift apart.
+# You should see top-K's share grow nearly in proportion to N up to ten clients, then less, and TCS's slowly:
+# clients agree on most of what they send. With many clients top-K approaches its bound only in the course
+# of the rounds, and only if errors are kept: what was sent starts again from zero, so clients that began
+# with similar choices drift apart.
 #
 # The paper's setting, N = 10, as a bound on the way down:
 
@@ -433,7 +435,7 @@ helps = final["rand-K"] - final["rand-K, no errors kept"]
 behind = final["top-K"] - final["rand-K"]
 top, forgot, tcs_row = (down[name][-1] for name in down)
 print(f"""holds: top-K keeps {100 * squares_top:.0f} % of the squares in {100 * phi:g} % of the entries
-{verdict}: top-K with errors kept is as accurate as sending everything ({gap:+.1f} % short, noise {noise:.1f} %)
+{verdict}: top-K with errors kept is as accurate as sending everything ({-gap:+.1f} %, noise {noise:.1f} %)
 holds: keeping errors is worth {rescued:.1f} % accuracy to top-K
 holds: with N = {top["N"]}, {100 * top["last"]:.1f} % of the entries come down with top-K, {100 * tcs_row["last"]:.1f} % with TCS
 surprised us: keeping errors changes rand-K's accuracy by {helps:+.1f} %; it stays {behind:.1f} % below top-K

@@ -230,7 +230,7 @@ for name, results in damage.items():
 print(inspect.getsource(tcs._entropy_code))
 
 # %% [markdown]
-# Every part of both, in bytes, between the paper's formula and the entropy bound:
+# Every part of both, in bytes, beside the paper's formula and the entropy bound:
 
 # %%
 PARTS = ["header, checksum, padding", "means", "signs", "intervals, shared", "intervals, own",
@@ -318,7 +318,7 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# You should see the paper's code a little above the formula: the frame and the means are what the
+# You should see the paper's code an eighth above the formula: the frame and the means are what the
 # formula leaves out. They have the same size in any model, so they weigh at this one and vanish at
 # the paper's. The `+` code saves at the numbers of intervals and at the positions. Signs are as
 # good as random: nothing is saved there.
@@ -359,8 +359,8 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# You should see, on the left, shared values that crowd into the first two thirds, and own values in very
-# few intervals: each is among the largest outside the shared mask, so their numbers cost next to
+# You should see, on the left, shared values that crowd into the first two thirds, and own values all
+# in the first: each is among the largest outside the shared mask, so their numbers cost next to
 # nothing. On the right, some layers get more than their share: there a code that counts by layer
 # has shorter gaps. Over all messages of this training:
 
@@ -391,7 +391,7 @@ print(f"{bare:+.1%} without")
 # %% [markdown]
 # You should see a saving that differs from message to message: it depends on the training's state. In a
 # large model frame and means no longer weigh. To take such a message apart, run this notebook in
-# papermill with `-p model resnet18 -p message_width 64 -p message_samples 1280 -p batch_size 16`, better on
+# papermill with `-p model resnet18 -p message_width 64 -p message_samples 1280 -p train_samples 192 -p batch_size 16`, better on
 # real images (`-p dataset cifar10`).
 #
 # ## Fewer bits a value
@@ -512,10 +512,10 @@ plt.show()
 
 # %% [markdown]
 # You should see the squares inside the circles: the count holds. (Not for quantized schemes: in a
-# model this tiny the means are most of a message. The table's third column has them in, and
+# model this tiny the means are most of a `-Q5` message, and up to a third of an `-M2` one. The table's third column has them in, and
 # agrees where the code is the paper's.) The other two measurements stand far to the right for every sparse scheme with a dense
-# warm-up. The way down is more than the way up where clients have masks of their own: the server
-# sends the *union* of what they found, unquantized. `-NW+` and `-D2+` take away one of the two costs,
+# warm-up. The way down is more than the way up where clients have masks of their own and the server's message
+# is not compressed: it is the *union* of what they found, unquantized. `-NW+` and `-D2+` take away one of the two costs,
 # `++` both. Do not read more into it: these runs are short, so a warm-up weighs much, and at this
 # size the `+` code's own overhead can outweigh what it saves.
 #
@@ -801,8 +801,8 @@ display(Markdown(f"**{label}**\n\n{tcs.markdown(pd.DataFrame(rows))}"))
 
 # %%
 def plain(axis) -> None:
-    """A log axis whose ticks read 1, 2, 5, 10, ..."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """A log axis whose ticks read 1, 3, 10, ..."""
+    axis.set_major_locator(LogLocator(subs=(1, 3)))
     axis.set_major_formatter("{x:,.10g}")
     axis.set_minor_locator(NullLocator())
 
@@ -942,16 +942,16 @@ table = pd.DataFrame(rows).fillna("–")
 display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{tcs.markdown(table)}"))
 
 # %% [markdown]
-# `+` alone is lossless, so it cannot change accuracy. `-NW` (no dense warm-up) and `-D2` (the way
-# down in two bits) change the training itself, and a short training has few rounds to make up for
-# it. `-W10` has a warm-up again, in masks ten times as large instead of dense. *No loss*: the
+# `+` alone is lossless, so it cannot change accuracy. `++` is that with `-NW` (no dense warm-up) and `-D2`
+# (the way down in two bits): both change the training itself, and a short training has few rounds to make
+# up for it. `-W3` and `-W10` have a warm-up again, in masks three and ten times as large instead of dense. *No loss*: the
 # whole interval is above −0.5 points. *Undecided* means that the seeds at hand cannot tell the
 # difference from none, not that there is none.
 #
-# ## The same bits in more rounds
+# ## Nearly the same bits in more rounds
 #
 # Local steps and small masks are two ways to send less. H = 4 sends a hundredth of the entries every
-# fourth step; a four-hundredth of them at every step (`-K4`) takes as many bits, and all clients
+# fourth step; a four-hundredth of them at every step (`-K4`) takes about as many bits of values and positions, and all clients
 # agree on the model four times as often. Both without any warm-up, both with everything else alike:
 
 # %%
@@ -980,14 +980,14 @@ else:
 
 # %% [markdown]
 # Each mark is one trial. You should see what local steps cost in a training as short as this one. Bytes
-# grow less: a message's header, means and checksum have the same size however small its masks are,
+# are a third more, in four times as many messages: a message's header, means and checksum have the same size however small its masks are,
 # and H = 1 sends four times as many; and positions among fewer cost a little more each. At the paper's
 # size frames weigh nothing, and an eighth more is left (the table of whole runs above). What more rounds
 # also cost is latency, which is not counted here.
 #
 # The table before has two relatives more. `TCS-M2-E3-K4-D2+` is the same scheme *with* the dense warm-up:
-# the difference between the two is what the warm-up itself brings where it is a fifteenth of all
-# epochs (the paper's is a sixtieth). `-K8` halves the masks again.
+# the difference between the two, seed by seed, is what the warm-up itself brings where it is a fifteenth of
+# all epochs (the paper's is a sixtieth; with one trial it is not decided). `-K8` halves the masks again.
 #
 # ## Claim
 #
@@ -1043,8 +1043,8 @@ if not any(map(len, gaps.values())):
 
 # %% [markdown]
 # A count is worth what it leaves in. The formula is right, and it describes the smaller part of what a
-# run sends: most of the traffic of the paper's shortest scheme is its warm-up and the way back. Both
-# shrink to little in `++`. What that costs in accuracy is printed above, for trainings as long as those
+# run sends: most of the traffic of the paper's shortest scheme is its warm-up and the way back. In `++` the
+# warm-up is gone, and the way back is about as short as the way up. What that costs in accuracy is printed above, for trainings as long as those
 # on record; in longer ones it may be more or less.
 #
 # Next: `11_performance`, how fast all of this is.
