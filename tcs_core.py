@@ -5115,17 +5115,29 @@ def sensitivity_table(
     sweep: dict[str, Any], params: dict[str, Any], names: Iterable[str] | None = None,
     results: str | Path | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """One row a value (and scheme) of every setting, from the records that are there.
+    """One row a value (and scheme) of every setting, from the records that are there: those whose
+    seed all values of the setting have, so that none is compared with luckier seeds.
 
     Accuracy over seeds is 0..1; a value with a diverged seed has no mean. Megabytes are one
     client's in the whole run, mean over seeds, "warmup" the dense part of both ways.
     """
-    rows = [
-        _sensitivity_row(name, *point, recorded(configs, results, diverged=True))
-        for name in (sweep["settings"] if names is None else names)
-        for point, configs in sensitivity_plan(sweep, params, name).items()
-    ]
+    rows = []
+    for name in sweep["settings"] if names is None else names:
+        plans = sensitivity_plan(sweep, params, name)
+        found = {point: recorded(plan, results, diverged=True) for point, plan in plans.items()}
+        alike = _of_common_seeds(found)
+        rows += [_sensitivity_row(name, *point, records) for point, records in alike.items()]
     return pd.DataFrame(rows)
+
+
+def _of_common_seeds(found: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Of each point's records those with a seed that all points with records have, if any is."""
+    seeds = [{r["config"]["seed"] for r in group.values()} for group in found.values() if group]
+    common = set.intersection(*seeds) if seeds else set()
+    return {
+        point: {f: r for f, r in group.items() if not common or r["config"]["seed"] in common}
+        for point, group in found.items()
+    }
 
 
 def _sensitivity_row(

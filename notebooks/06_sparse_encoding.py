@@ -322,7 +322,7 @@ for name, where in heaps.items():
 #
 # ## What it is worth in a scheme
 #
-# TCS sends positions only for its local mask, a tenth of its entries; top-K sends one with every value.
+# TCS sends positions only for its local mask, an eleventh of its entries; top-K sends one with every value.
 # What part of the paper's bit budget are positions, with values of 32 and of 5 bits?
 
 
@@ -347,7 +347,7 @@ display(Markdown(tcs.markdown(pd.DataFrame([position_share(name) for name in nam
 #
 # ## What the code does not do
 #
-# Nearly every string of bits means something, so a flipped bit is often not noticed. Flip each bit of
+# The code has no check of its own: a flipped bit is noticed only where the result is no code. Flip each bit of
 # the example in turn and decode:
 
 # %% tags=["nbval-check-output"]

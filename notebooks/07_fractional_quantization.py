@@ -15,7 +15,7 @@
 #
 # TCS-L4-Q5, the paper's smallest scheme, sends values in q = 5 bits instead of 32. This notebook takes
 # the values that clients of a small TCS run really send, quantizes them, checks the bound, and compares
-# with three other quantizers that use the same bits.
+# with three other quantizers at the same q (means and scales are counted, too).
 #
 # *Run time*: about 15 s. *Read before*: `03_tcs` for masks and errors; `06_sparse_encoding` has the
 # positions.
@@ -238,7 +238,7 @@ for copies in (1, 10, 100, 1000):
 # %% [markdown]
 # You should see the share approach 1: no smaller γ holds for every input.
 #
-# ## Other quantizers at equal bits
+# ## Other quantizers
 #
 # Each function below returns what the receiver gets and how many bits were sent, means and scales
 # included. **Uniform**: equal *differences* instead of ratios, middles instead of means. **Natural**:
@@ -311,10 +311,11 @@ text["95 % of values within %"] = (100 * short["tail"]).map("{:,.1f}".format)
 display(Markdown(tcs.markdown(text)))
 
 # %% [markdown]
-# You should see two different winners. For the message as a whole (left), *uniform* is ahead: the
+# You should see two different winners. For the message as a whole (left), *uniform* is ahead from two bits on: the
 # large values carry nearly all of the norm, and it cuts them finely. For the small values (right)
-# fractional and natural quantization are ahead, because uniform intervals swallow everything below
-# the first step. Natural quantization stops improving once its powers of two cover the range. At q = 1
+# fractional quantization is ahead, because uniform intervals swallow everything below the first step;
+# natural quantization is between them at first, and stops improving once its powers of two cover the
+# range. At q = 1
 # there is one interval: fractional quantization *is* the scaled sign.
 #
 # ## One small value sets all intervals
@@ -359,7 +360,7 @@ print(f"{'P = 1':12s}[1, 2, -6] -> {one.tolist()}")
 
 # %% [markdown]
 # You should see a zero arrive as the mean of the smallest interval, not as a zero: there is no code for
-# it. Its error is as large as the smallest value.
+# it. Its error is as large as that mean.
 #
 # ## Nothing is lost
 #

@@ -119,7 +119,8 @@ display(Markdown(f"**{title}**\n\n{tcs.markdown(tcs.readable(summary))}"))
 
 # %% [markdown]
 # You should see one row a scheme, in the paper's order: its accuracy beside ours with the number of
-# trials n, and five counts of bits.
+# trials n, and bits: the paper's, the
+# formula's, three that were counted, and the megabytes of a client's whole run, both ways.
 #
 # ## The curves
 
@@ -154,13 +155,14 @@ print(f"bit budgets agree; {finished} of {len(configs)} runs finished")
 # ## What we saw
 
 # %%
+print(
+    "The bits are the formula's, of one client's way up after the warm-up, beside dense training's."
+)
 baseline = summary[summary["scheme"] == "Baseline"]["accuracy"].max()
 for row in summary.itertuples():
     gap = 100 * (row.accuracy - baseline)
-    ratio = (
-        "" if row.scheme.startswith("Baseline") else f", 1/{32 / row.formula_bits:,.0f} of the bits"
-    )
-    print(f"{row.scheme:20s} {100 * row.accuracy:6.2f} %  {gap:+6.2f} to Baseline{ratio}")
+    bits = "" if row.scheme.startswith("Baseline") else f", bits 1/{32 / row.formula_bits:,.0f}"
+    print(f"{row.scheme:20s} {100 * row.accuracy:6.2f} %  {gap:+6.2f} to Baseline{bits}")
 
 # %% [markdown]
 # What holds and what does not at larger scale stands in README. Next: `09_your_own_scheme` puts a

@@ -194,7 +194,8 @@ plt.show()
 # You should see the running average hold on to nearly all of its mask in sparse rounds, while TCS exchanges
 # a large part of its own every round. Newcomers can only come from the clients' local masks: the update is zero
 # everywhere else. What a client sends there has piled up in its errors, so it is large this once, enters the
-# mask, and is small again a round later. A memory smooths that out.
+# mask, and is small again a round later. (In dense rounds, where nothing piles up, it moves at least as
+# much: there it is noise.) A memory smooths that out.
 #
 # ## The row and the curve
 #
@@ -247,7 +248,7 @@ display(Markdown(tcs.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # You should see the second and third count close together for `TCS-Average`, with and without suffixes: the
-# gap to the first is the price of 16 means in a very small model. For `Threshold` the formula is only as
+# gap to the first is whole numbers K and, with `-Q5`, above all the price of 16 means in a very small model. For `Threshold` the formula is only as
 # good as the guess, and the counted bits decide.
 #
 # ## What to keep in mind
@@ -266,7 +267,7 @@ display(Markdown(tcs.markdown(pd.DataFrame(rows))))
 #
 # 1. Own schemes have a row and a curve, every trial finished.
 # 2. `TCS-Average` sends exactly the bits of `TCS`, with and without -L4-Q5: same shares, same code.
-# 3. Counted bits are within 3 % of the formula at this model's size. The tolerance covers blocks that
+# 3. Counted bits of `TCS-Average` are within 3 % of the formula at this model's size. The tolerance covers blocks that
 #    are not full and places in whole bits; both matter less as models grow.
 # 4. The replay accepts the honest rules and rejects the cheat.
 #
@@ -305,8 +306,7 @@ for name in ("TCS", "TCS-Average"):
 # needs a larger profile and more trials: in this one, after three epochs, every scheme is far below
 # Baseline and differences between them are noise. What surprised us is how much TCS's shared mask moves,
 # given that the scheme counts on masks that change slowly, and how calm it gets with one line of memory.
-# Calm is not better, though: in the `quick` profile with two trials the running average ended *behind* TCS,
-# and Threshold far behind top-K, which sends many times its bits.
+# Whether calm is better is another question: try `-p profile quick -p seeds 2`.
 #
 # Next: put a family of your own into `schemes` of notebook 08, in any table and profile; `00_reproduce`
 # makes the rest of the paper.

@@ -9,14 +9,15 @@
 # %% [markdown]
 # # 11 · Measure where the time of a round goes
 #
-# **Claim (ours, on Sec. II-A's observation).** Because large entries keep their places and sizes from
+# **Claim (ours, on Sec. II-A's observation).** Because the size of the K-th entry changes slowly from
 # round to round, the last threshold leaves few candidates for the next exact top-K. A federated round can
-# then cost little more than the forward and backward passes in it, and clients and parameters can grow
-# with time and memory in proportion.
+# then cost little more than the forward and backward passes in it, and with clients and parameters
+# time and memory grow at most about in proportion.
 #
 # The first half runs here, in seconds: how the selection works, why it is exact whatever happens, and a
 # small measurement. The second half draws the records of `python tcs_core.py bench` in `results/bench/`,
-# which were measured at the paper's size on a machine that did nothing else.
+# which were measured on a machine that was to do nothing else, partly at the paper's size. Quartiles tell how
+# quiet it was.
 #
 # *Run time*: about 40 s. *Read before*: `03_tcs` for masks, errors and Algorithm 2.
 
@@ -216,8 +217,8 @@ figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=Fals
 plt.show()
 
 # %% [markdown]
-# You should see the threshold of the global mask move from round to round by less than it is lowered
-# for the floor, with one exception: where the dense warm-up ends, updates change their nature. Right,
+# You should see the threshold of the global mask fall from round to round by less than it is lowered for the
+# floor (it may rise by more), with one exception: where the dense warm-up ends, updates change their nature. Right,
 # the line is the median over the clients and the band goes from the lowest to the highest.
 
 # %%
@@ -310,8 +311,8 @@ print(f"same scale: {steady['without'] / steady['with']:.1f} times faster than w
 print(f"worst jump: {worst:.2f} times the time without a floor; identical: {jumps['same'].all()}")
 
 # %% [markdown]
-# You should see a valley around 1, where training lives, and far from it on both sides the time of a
-# selection without a floor, or more: tries in vain on the left, many candidates to copy on the right. The
+# You should see a valley around 1, where training lives, and far from it about the time of a selection
+# without a floor, on both sides: tries in vain on the left, many candidates to copy on the right. The
 # new threshold is the next floor, so one jump costs one slow selection.
 #
 # ## Vectors made to break it
@@ -390,8 +391,7 @@ print(stated(made_here))
 
 # %% [markdown]
 # You should see `step` below `textbook` in the first table. In the second, *round* beside *passes*
-# is the price of the federation; a net this small does little arithmetic for each of its parameters, so
-# that is the hard case. Where the quartiles lie far apart, the machine was busy with something else, and
+# is the price of the federation. Where the quartiles lie far apart, the machine was busy with something else, and
 # the number is worth as little as that. Nothing here is asserted: speed belongs to a machine, and to
 # records that say which.
 #
@@ -533,8 +533,9 @@ report("round", draw_round)
 # %% [markdown]
 # You should see, left, how much of a round is passes (the seconds in the bar), and the ratio round ÷
 # passes in bold. Right is the same without the passes, so that small shares can be read, with the target
-# of each case as a triangle. Bars that end before the black mark leave no unexplained rest; a mark left
-# of its bar's end means that the parts cost less inside a round than by themselves.
+# of each case as a triangle. What no part explains fills the bar up to the black mark. A mark left of its
+# bar's end is a negative rest: that round took less time than its parts by themselves. A rest of a few per
+# cent, of either sign, is within what the same passes differ by from case to case (see their quartiles).
 
 
 # %%
@@ -664,7 +665,7 @@ report("codecs", draw_codecs)
 # %% [markdown]
 # You should see how the time of a code compares with its gain in bytes, which stand in the names. In a
 # simulation a message need not become bytes at all (the core counts their bits instead), so this is time
-# that a *real* client would spend once a round.
+# that *real* processes would spend once a round: the client on encoding, the server on decoding.
 #
 # ## Growth
 #
@@ -751,7 +752,7 @@ def tell_memory(record, rows):
 report("memory", draw_memory, tell_memory)
 
 # %% [markdown]
-# You should see the lines side by side, the measured one below where the bound is kept. Of a process on a
+# You should see the measured line below the bound, and near it only where the model is large. Of a process on a
 # CPU the system's count of its pages is taken; what a small model needs for a moment may fit into pages
 # that the process has already, and does not show. The largest D is the fairest point.
 #

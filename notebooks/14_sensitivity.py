@@ -120,8 +120,8 @@ draw("phi_local")
 # %% [markdown]
 # ### The shared mask
 #
-# $\phi_{global}$ is how much all *exploit*: entries that need no positions. Twice the share costs
-# nearly twice the bytes after the warm-up, since these entries are most of a message.
+# $\phi_{global}$ is how much all *exploit*: entries that need no positions. The larger the mask, the nearer
+# bytes grow in proportion to it; a small one leaves most of them to what clients found themselves.
 
 # %%
 draw("phi_global")
@@ -132,7 +132,8 @@ draw("phi_global")
 # $q$ bits have $P=2^{q-1}$ intervals, and their means travel in 32 bits each. In a model as small as
 # this the means are a visible part of a message with many bits; in the paper's they vanish. Error
 # accumulation keeps what quantization loses: look for the number of bits, if any, where that is no
-# longer enough. The quantizer works on the way up only: the way down has 32-bit values at every $q$.
+# longer enough. The quantizer works on the way up only: the way down has 32-bit values at every $q$. With two
+# and three bits the shared mask hardly changes any more (`mask_overlap` in their records).
 
 # %%
 draw("value_bits")
@@ -190,7 +191,7 @@ draw("learning_rate")
 #
 # Are few rounds what hurts local steps? TCS-L4-Q5 has a quarter of TCS's rounds in the same epochs. If
 # the lack of rounds is the reason, its distance to TCS and to the centralized Baseline shrinks towards
-# the right. (They differ in the bits of a value, too: the figure of $q$ shows what that costs alone.)
+# the right, once other lengths have run. (They differ in the bits of a value, too: the figure of $q$ shows what that costs alone.)
 # The Baseline sends nothing and has no mark below.
 
 # %%
@@ -211,8 +212,8 @@ for value in table[table["setting"] == "epochs"]["value"].unique():
         print(f"{value} epochs, TCS-L4-Q5 against {other} (n = {len(gaps)} pairs): {shown}")
 
 # %% [markdown]
-# You should see differences seed by seed; they shrink from 5 to 30 epochs if few rounds are what
-# hurts local steps.
+# You should see mean differences, paired by seed, for the lengths that have run. Should they shrink from 5 to 60
+# epochs, few rounds are what hurts local steps; with one length on record the question is open.
 #
 # ## What a practitioner would choose
 #
@@ -231,7 +232,10 @@ else:
 
 # %% [markdown]
 # *Points* and *MB* compare the value that is chosen (or the worst) with the most accurate one. The
-# rule counts bytes alone: more epochs cost computing, too. Mind n: with one trial a value can be best
+# rule counts bytes alone: more epochs cost computing, too. Values of a setting are compared over the seeds
+# that all of them have. Where the most accurate value is the last one tried ($\phi_{local}$, $\phi_{global}$, η,
+# few clients), the best may lie beyond; and the largest masks here send more than plain top-K does for the
+# same accuracy. Mind n: with one trial a value can be best
 # by luck, and even with three the best of four is a little flattered. Each setting was varied alone:
 # two choices together were not tried.
 #

@@ -60,27 +60,29 @@ def tables(profile: str) -> None:
         print(target.relative_to(tcs.ROOT), flush=True)
 
 
+def execute(py: Path) -> None:
+    start = time.perf_counter()
+    notebook = paired(py)
+    client = NotebookClient(
+        notebook,
+        timeout=900,
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
+        record_timing=False,
+    )
+    client.execute()
+    nbformat.write(cleaned(notebook), py.with_suffix(".ipynb"))
+    size = py.with_suffix(".ipynb").stat().st_size
+    print(f"{py.stem}: {time.perf_counter() - start:.0f} s, {size // 1000} kB", flush=True)
+
+
 def main(names: list[str]) -> None:
-    for name in [name for name in names if name.startswith("results/")]:
-        names.remove(name)
-        tables(name.removeprefix("results/"))
-        if not names:
-            return
+    profiles = [name.removeprefix("results/") for name in names if name.startswith("results/")]
+    stems = tuple(name for name in names if not name.startswith("results/"))
     for py in sorted(NOTEBOOKS.glob("*.py")):
-        if names and not py.stem.startswith(tuple(names)):
-            continue
-        start = time.perf_counter()
-        notebook = paired(py)
-        client = NotebookClient(
-            notebook,
-            timeout=900,
-            resources={"metadata": {"path": str(NOTEBOOKS)}},
-            record_timing=False,
-        )
-        client.execute()
-        nbformat.write(cleaned(notebook), py.with_suffix(".ipynb"))
-        size = py.with_suffix(".ipynb").stat().st_size
-        print(f"{py.stem}: {time.perf_counter() - start:.0f} s, {size // 1000} kB", flush=True)
+        if py.stem.startswith(stems) if stems else not profiles:
+            execute(py)
+    for profile in profiles:
+        tables(profile)
 
 
 if __name__ == "__main__":
