@@ -5290,7 +5290,7 @@ def claims_figure(table: pd.DataFrame, title: str) -> Any:
     axes = figure.subplots()
     for at, row in enumerate(rows.itertuples()):
         colour = VERDICTS[row.verdict]
-        axes.plot([row.low, row.high], [at, at], color=colour, linewidth=2.2)
+        axes.plot([row.low, row.high], [at, at], color=colour, lw=2.2, solid_capstyle="butt")
         axes.plot(row.measured, at, "o", color=colour, markersize=7)
         theirs = [row.paper_low, row.paper_high], [at + 0.25] * 2
         axes.plot(*theirs, color="black", linewidth=0.9)
