@@ -52,8 +52,8 @@ profile = "ci"  # folder under results/
 dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: where to
 data_label = None  # the data set's name in records
-train_samples = 400  # the first so many training images; None: all
-test_samples = 500  # the first so many test images; None: all
+train_samples = 200  # the first so many training images; None: all
+test_samples = 200  # the first so many test images; None: all
 model = "resnet8"  # resnet8 or resnet18
 width = 4  # channels of its first stage
 clients = 10  # N
@@ -131,8 +131,8 @@ tcs.save_figure(drawn, folder / f"figure{figure}")
 display(Image(filename=str(folder / f"figure{figure}.png"), width=700))
 
 # %% [markdown]
-# You should see one curve a scheme, its band one standard deviation over the trials, with steps up
-# where the learning rate drops.
+# You should see one curve a scheme; with several trials its band is one standard deviation of them. In
+# larger profiles curves step up where the learning rate drops; here they are noise.
 #
 # ## Claim
 #

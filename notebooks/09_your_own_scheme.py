@@ -191,7 +191,7 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# You should see the running average hold on to nearly all of its mask in sparse rounds, while TCS exchanges
+# You should see the running average hold on to most of its mask in sparse rounds, while TCS exchanges
 # a large part of its own every round. Newcomers can only come from the clients' local masks: the update is zero
 # everywhere else. What a client sends there has piled up in its errors, so it is large this once, enters the
 # mask, and is small again a round later. (In dense rounds, where nothing piles up, it moves at least as
