@@ -314,9 +314,9 @@ display(Markdown(tcs.markdown(text)))
 # You should see two different winners. For the message as a whole (left), *uniform* is ahead from two bits on: the
 # large values carry nearly all of the norm, and it cuts them finely. For the small values (right)
 # fractional quantization is ahead, because uniform intervals swallow everything below the first step;
-# natural quantization is between them at first, and stops improving once its powers of two cover the
-# range. At q = 1
-# there is one interval: fractional quantization *is* the scaled sign.
+# natural quantization is the worst with one or two bits, as good as fractional with four or five, and stops
+# improving once its powers of two cover the range. At q = 1 there is one interval: fractional quantization
+# *is* the scaled sign.
 #
 # ## One small value sets all intervals
 #

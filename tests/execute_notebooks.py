@@ -24,6 +24,10 @@ import tcs_core as tcs
 NOTEBOOKS = tcs.ROOT / "notebooks"
 
 
+def fresh_id(number: int, cell: nbformat.NotebookNode) -> str:
+    return hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
+
+
 def paired(py: Path) -> nbformat.NotebookNode:
     """The notebook of a .py, with the cell ids of the .ipynb beside it."""
     ipynb = py.with_suffix(".ipynb")
@@ -31,8 +35,7 @@ def paired(py: Path) -> nbformat.NotebookNode:
     old = nbformat.read(ipynb, 4).cells if ipynb.exists() else []
     ids = {cell.source: cell.id for cell in reversed(old)}
     for number, cell in enumerate(notebook.cells):
-        fresh = hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
-        cell.id = ids.pop(cell.source, fresh)
+        cell.id = ids.pop(cell.source, fresh_id(number, cell))
     return notebook
 
 
@@ -54,7 +57,7 @@ def tables(profile: str) -> None:
         notebook = papermill.execute_notebook(source, None, params, progress_bar=False)
         del notebook.metadata["papermill"], notebook.metadata["jupytext"]
         for number, cell in enumerate(notebook.cells):
-            cell.id = hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
+            cell.id = fresh_id(number, cell)  # papermill's own cell has a new one each time
             del cell.metadata["papermill"]
         nbformat.write(cleaned(notebook), target)
         print(target.relative_to(tcs.ROOT), flush=True)
