@@ -195,7 +195,7 @@ plt.show()
 # a large part of its own every round. Newcomers can only come from the clients' local masks: the update is zero
 # everywhere else. What a client sends there has piled up in its errors, so it is large this once, enters the
 # mask, and is small again a round later. (In dense rounds, where nothing piles up, it moves at least as
-# much: there it is noise.) A memory smooths that out.
+# much.) A memory smooths that out.
 #
 # ## The row and the curve
 #

@@ -534,8 +534,9 @@ report("round", draw_round)
 # You should see, left, how much of a round is passes (the seconds in the bar), and the ratio round ÷
 # passes in bold. Right is the same without the passes, so that small shares can be read, with the target
 # of each case as a triangle. What no part explains fills the bar up to the black mark. A mark left of its
-# bar's end is a negative rest: that round took less time than its parts by themselves. A rest of a few per
-# cent, of either sign, is within what the same passes differ by from case to case (see their quartiles).
+# bar's end is a negative rest: that round took less time than its parts by themselves. A rest of either
+# sign says little where it is no larger than what the same passes differ by from case to case: a tenth, in the
+# record of two cores.
 
 
 # %%
