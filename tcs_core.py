@@ -3856,9 +3856,10 @@ def _run_apart(
         try:
             _follow({submit(config): config for config in configs}, submit, rows, bar)
         except BaseException as error:
+            workers = list(pool._processes.values())  # which shutdown forgets
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list((pool._processes or {}).values()):
-                process.terminate()
+            for worker in workers:
+                worker.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise ChildProcessError(
                     "a worker process was killed (out of memory?); the same command goes on"
