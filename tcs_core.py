@@ -121,7 +121,7 @@ ROOT = Path(__file__).resolve().parent
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 # 1. Schemes and configuration
 #    A scheme says what travels; a RunConfig says what is trained, on what, for how long. Both are
-#    frozen and checked when they are made. Defaults are the paper's (Sec. IV-B).
+#    frozen and checked when they are made. Defaults are the paper's (Sec. III-B).
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
@@ -234,7 +234,7 @@ class Scheme:
     centralized: bool = _param(
         False, bool, "true or false", lambda v: True, "one client, no traffic"
     )
-    # Beyond the paper: its Sec. V names a compressed downlink as future work.
+    # Beyond the paper: its Sec. IV names a compressed downlink as future work.
     quantizer: str = _param(
         "fractional", str, "fractional or lloyd", lambda v: v in ("fractional", "lloyd"),
         "of the clients' values: the paper's, or Lloyd's and Max's (Sec. 4 here)",
@@ -462,13 +462,13 @@ class RunConfig:
     )
     test_samples: int | None = _param(None, int, "a whole number >= 1, or null for all", _whole, "")
     model: str = _param(
-        "resnet18", str, "resnet18 or resnet8", lambda v: v in STAGES, "depth, Sec. IV-A"
+        "resnet18", str, "resnet18 or resnet8", lambda v: v in STAGES, "depth, Sec. III-A"
     )
     width: int = _param(
         64, int, "a whole number from 1 to 1024", lambda v: 1 <= v <= 1024,
         "channels of the first stage",
     )  # fmt: skip
-    clients: int = _param(10, int, "a whole number >= 1", _whole, "N, Sec. IV-A")
+    clients: int = _param(10, int, "a whole number >= 1", _whole, "N, Sec. III-A")
     participation: float = _param(
         1.0, float, "a share in (0, 1]", lambda v: 0 < v <= 1, "clients drawn each round, Alg. 1"
     )
@@ -479,7 +479,7 @@ class RunConfig:
     )  # fmt: skip
     warmup_epochs: int | None = _param(
         None, int, "a whole number >= 0, or null for 1/60 of the epochs", lambda v: 0 <= v <= MOST,
-        "dense epochs with a rising learning rate, Sec. IV-B",
+        "dense epochs with a rising learning rate, Sec. III-B",
     )  # fmt: skip
     warmup_learning_rate: float = _param(
         0.1,
@@ -491,7 +491,7 @@ class RunConfig:
     drops: tuple[float, ...] = _param(
         (0.5, 0.75), tuple, "shares of the epochs in (0, 1), rising",
         lambda v: all(isinstance(x, float) and 0 < x < 1 for x in v) and list(v) == sorted(v),
-        "when eta is divided by 10, Sec. IV-B",
+        "when eta is divided by 10, Sec. III-B",
     )  # fmt: skip
     reference_batch: int | None = _param(
         640, int, "a whole number >= 1, or null for no scaling", _whole,
@@ -542,7 +542,7 @@ class RunConfig:
             raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
 
     # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
-    # no warm-up, whatever the federated settings beside it say (Sec. IV-B).
+    # no warm-up, whatever the federated settings beside it say (Sec. III-B).
 
     @property
     def client_count(self) -> int:
@@ -959,7 +959,7 @@ def _kth_largest(magnitudes_D: Array, k: int) -> float:
 def layerwise_top_k_positions(
     vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
 ) -> Tensor:
-    """S_top under layer-wise fairness (Eq. 12, 13): int64 (k,), ascending.
+    """S_top under layer-wise fairness (Eq. 14, 15): int64 (k,), ascending.
 
     Every layer l gets its ceil(phi_min * d_l) largest entries (all it has, if fewer are eligible);
     the rest of k goes by magnitude over what is left. Shares that add up to more than k compete
@@ -1129,12 +1129,12 @@ def _flag_starts(bits: Tensor, width: int) -> list[int]:
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
-    """Q(u) = ||u||_1 / d * sign(u), Eq. 14: (K,) float32; one bit a value and one mean."""
+    """Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32; one bit a value and one mean."""
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
 
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, float]:
-    """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 15, 16)."""
+    """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20, 21)."""
     edges, sigma = _edges(values_K.abs().double(), intervals)
     return edges, float(sigma)
 
@@ -1149,7 +1149,7 @@ def _edges(magnitudes_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 
 
 def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Fractional quantization, Eq. 15 to 17: codes (K,) int32 and means (P,) float32.
+    """Fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,) float32.
 
     Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus
     P for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
@@ -1237,7 +1237,7 @@ QUANTIZERS = {"fractional": fractional_quantize, "lloyd": lloyd_max_quantize}
 
 
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
-    """Q_f(u), Eq. 17: the mean of the code's interval with the code's sign, (K,) float32.
+    """Q_f(u), Eq. 22: the mean of the code's interval with the code's sign, (K,) float32.
 
     Raises ValueError for a code outside 0..2P - 1.
     """
@@ -2024,7 +2024,7 @@ class Compressor:
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
     ) -> Tensor:
-        """One round, Alg. 2 lines 8 to 17: (N, D) model differences in, their (D,) average out.
+        """One round, Alg. 2 lines 8 to 16: (N, D) model differences in, their (D,) average out.
 
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
@@ -2101,7 +2101,7 @@ class Compressor:
             message, sent = arrived
             sent_up.append(sent)
             positions = torch.cat([global_K, message.positions])
-            update_D.index_add_(0, positions, message.values)  # server, line 16
+            update_D.index_add_(0, positions, message.values)  # server, line 15
             self._explored_D[message.positions] = True
         message = self._server(update_D.div_(self._accepted(sent_up)), global_K)
         message, sent = self._sent_down(message, global_K)
@@ -2744,7 +2744,7 @@ def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
 
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
-    """The paper's model, Sec. IV-A: 11,173,962 trainable parameters at width 64."""
+    """The paper's model, Sec. III-A: 11,173,962 trainable parameters at width 64."""
     return build_model("resnet18", width, classes)
 
 
@@ -4491,7 +4491,7 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     3. Values on the shared mask: all_reduce, in the gradients' own type.
     4. Values and positions of its own: all_gather of one encoded message a rank.
     5. Their average is the bucket's gradient on every rank, and its largest entries the next
-       shared mask (lines 16 and 5).
+       shared mask (lines 15 and 5).
 
         >>> import torch.distributed as dist
         >>> from torch.nn.parallel import DistributedDataParallel

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 00 · Reproduce every table and figure
 #
-# **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, beside the
-# paper's own numbers.
+# **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, the
+# tables beside the paper's own numbers.
 #
 # This notebook makes all the runs of a profile (those that have a record already are reused), then
 # calls `08_tables_and_curves` through papermill once for each table, and shows the whole result on one
@@ -31,7 +31,7 @@ import tcs_core as tcs
 tables = [1, 2, 3]  # which tables of the paper
 profile = "ci"  # folder under results/
 dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
-data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: where to
+data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
 data_label = None  # the data set's name in records
 train_samples = 200  # the first so many training images; None: all
 test_samples = 200  # the first so many test images; None: all
@@ -71,7 +71,7 @@ shared = tcs.notebook_params(globals())
 plans = {t: tcs.read_params([tcs.ROOT / f"params/table{t}.yaml"]) | shared for t in tables}
 configs = [config for params in plans.values() for config in tcs.plan(params)]
 different = len({config.record_name for config in configs})
-print(f"{len(configs)} rows and seeds in {len(tables)} tables are {different} different runs")
+print(f"{len(configs)} runs (rows × seeds) in {len(tables)} tables, {different} of them different")
 
 # %%
 records = tcs.run_all(configs, jobs=jobs)
@@ -87,7 +87,7 @@ source = str(tcs.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
 for t, params in plans.items():
     output = str(folder / f"table{t}.ipynb")
     _ = papermill.execute_notebook(source, output, params, progress_bar=False, cwd=str(tcs.ROOT))
-made = sorted(p.name for p in folder.glob("*.*") if p.name[:5] in ("table", "figur"))
+made = sorted(p.name for p in folder.glob("*.*") if p.name.startswith(("table", "figure")))
 print("\n".join(made))
 
 # %%
@@ -97,7 +97,8 @@ for t, params in plans.items():
 
 # %% [markdown]
 # You should see three tables, each over its figure. Bits are per parameter and local iteration:
-# the paper's figure, its formula, and what was really counted: up, up with the dense warm-up, down.
+# the paper's figure, its formula, and what was really counted: up, up with the dense warm-up, down. The last
+# column is one client's whole run in megabytes, both ways.
 #
 # ## Claim
 

@@ -439,7 +439,7 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | FedAvg at H = 1 = FedSGD | 0 | 1e-3: rounding of θ against a small step |
 # | θ with wild running statistics | the same | none: bit for bit |
 # | statistics averaged once = every round | 0 | 1e-4: rounding over an epoch |
-# | η of Sec. IV-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | none beyond rounding: arithmetic |
+# | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | none beyond rounding: arithmetic |
 
 # %%
 assert gap_models < 1e-6

@@ -12,7 +12,7 @@
 # **Claim (Sec. II-A, Alg. 2).** The large entries of a model update stay in the same places from round
 # to round, so the last update tells all sides where the next values belong. Clients send those values
 # without positions, and look for new places with a small mask of their own. The server's message then
-# never holds more than a share $\phi_{global} + N\,\phi_{local}$ of the entries: 0.02 in Sec. IV-B.
+# never holds more than $K_{global} + N K_{local}$ of the entries, a share of 0.02 in Sec. III-B.
 #
 # You will read Algorithm 2 beside the code that runs it, follow it by hand on ten numbers, and then
 # measure in a real training run how slowly important positions change, what the local mask finds,
@@ -89,11 +89,11 @@ print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoc
 # | 7 | $H$ local steps give client $n$'s difference $\Delta\theta_n$ | `Federation._local_training_` |
 # | 9 | what it means to send: $\bar\Delta\theta_n = \Delta\theta_n + e_n$ | `_client`: `errors_D.add_(delta_D)` |
 # | 10 | $m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$ | `MaskRule.local_mask` |
-# | 11 | what it sends: $\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$ | `_client`: `intended_D[positions]` |
-# | 12 | send it, quantized if $q < 32$ | `_client`: `quantized` |
-# | 13 | what stays behind: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$ | `_client`: `errors_D[positions] = …` |
-# | 16 | server: $\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$ | `_sparse_round`: `index_add_`, `div_` |
-# | 17 | send $\Delta\theta_t$ to all clients | `_sparse_round`: `return` |
+# | 11 | what it sends: $\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$ | `_client`: `intended_D.index_select` |
+# | 12 | send it, quantized if $q < 32$ | `_client`: `Message.of` |
+# | 13 | what stays behind: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$ | `_client`: `errors_D.scatter_` |
+# | 15 | server: $\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$ | `_sparse_round`: `index_add_`, `div_` |
+# | 16 | send $\Delta\theta_t$ to all clients | `_sparse_round`: `return` |
 #
 # The client's side comes first. The core works with the *positions* of the ones in a mask, K numbers,
 # instead of D zeros and ones. Outside these positions nothing is sent, so there the error is the whole
@@ -103,13 +103,14 @@ print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoc
 print(inspect.getsource(tcs.Compressor._client))
 
 # %% [markdown]
-# The server's side adds up what arrives (all clients live in one process here, so it is one loop):
+# The server's side adds up what arrives (all clients live in one process here, so it is one loop). The rest
+# refuses bad messages and compresses the way down; here it does neither:
 
 # %%
 print(inspect.getsource(tcs.Compressor._sparse_round))
 
 # %% [markdown]
-# And the two masks. `select` is $S_{top}$; `excluded` takes the places of $m_{global}$ out before the
+# And the two masks. `select` is $S_{top}$; the places of $m_{global}$ are taken out before the
 # local mask is chosen, so the two never overlap.
 
 # %%
@@ -121,7 +122,8 @@ print(inspect.getsource(tcs.MaskRule.local_mask))
 #
 # The same code on ten parameters: $K_{global} = 2$, $K_{local} = 1$, one row for each client and round.
 # `G` is a place in the global mask, `L` the client's own place, a dot an entry that waits in the error.
-# Places 1 and 4 are the large ones at first. From round 3 on, place 7 has the largest difference.
+# Places 1 and 4 are the large ones at first. From round 3 on, client 0 has a larger difference still, at
+# place 7; its mean over the two clients is just that of place 1.
 
 # %%
 before = torch.zeros(2, 10)
@@ -157,8 +159,9 @@ for number in range(2, 11):
 # %% [markdown]
 # You should see client 0's local mask find place 7 in round 3. From round 4 on place 7 is in the global
 # mask (but for round 9), where it costs no position, and place 4 had to leave. The local masks are free again and go for
-# the largest thing that waits: place 4, and in round 7 place 6, whose small differences have been adding
-# up. Place 4 then has twice its usual value, enough for a visit in the global mask (round 9). The
+# the largest thing that waits: place 4 mostly, and now and then 6, 8 or 3, whose small differences have been
+# adding up. After round 7, in which it waited, place 4 has twice its usual value, enough for a visit in the
+# global mask (round 9); of places 1 and 7, which tie, the lower one stays. The
 # `assert` says that nothing is lost: what was meant is what was sent plus what waits.
 #
 # ## Without a local mask nothing ever moves
@@ -228,11 +231,11 @@ def overlaps(masks_TD, lag):
 # %%
 counts_TL = torch.stack([part.sum(1) for part in dense["mask"].split(layer_sizes, 1)], 1)
 expected_TL = counts_TL[:-1] * counts_TL[1:] / torch.tensor(layer_sizes)
-by_layer = float(expected_TL.sum(1).mean()) / k_global
+by_layer_T = expected_TL.sum(1) / k_global
 chance = k_global / dimension
 measured = float(overlaps(dense["mask"], 1).mean())
 print(
-    f"overlap of successive masks {measured:.2f}; chance {chance:.2f}; layers known {by_layer:.2f}"
+    f"overlap of successive masks {measured:.2f}; chance {chance:.2f}; layers known {by_layer_T.mean():.2f}"
 )
 
 
@@ -245,7 +248,7 @@ def line(i, every=None, dash=0):
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 later = range(2, len(dense["mask"]) + 1)
 axes.plot(later, overlaps(dense["mask"], 1), label="measured", **line(2, 12))
-axes.axhline(by_layer, label="chance, layers known", **line(1, dash=1))
+axes.plot(later, by_layer_T, label="chance, layers known", **line(1, 12, dash=1))
 axes.axhline(chance, label="chance, K/D", **line(0, dash=3))
 axes.set(title="Dense updates: overlap with the round before", ylim=(0, 1))
 axes.set(xlabel="round", ylabel="share of the K largest in common")
@@ -253,8 +256,9 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# You should see the measured line far above $K/D$ in every round: the paper's assumption holds. You
-# should also see that on average it lies only a little above the second line, and in many rounds below it.
+# You should see the measured line far above $K/D$ in every round: masks are correlated in time. That
+# important places hardly change, as the paper assumes, is more than we see: most of the mask is new in
+# every round. You should also see the second line follow the first, somewhat below it.
 # At this scale most of the overlap says *which layers* hold the large entries (notebook 04 shows them), a smaller part says *which entries*.
 #
 # ## What the local mask finds, round by round
@@ -292,7 +296,7 @@ plt.show()
 # %% [markdown]
 # You should see the clients explore almost $N K_{local}$ different places after the first
 # rounds, so they hardly ever look at the same one, and more than half of these enter the next mask. This is **not** a mask that changes
-# slowly. Two sections further down we find out why.
+# slowly. Three sections further down we find out why.
 #
 # ## What the server sends back
 #
@@ -317,8 +321,9 @@ print(
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
-axes.plot(rounds, 100 * shares["top-K"], label="top-K", **line(1, 12))
-axes.plot(rounds, 100 * shares["TCS"], label="TCS", **line(2, 12))
+for name in ("top-K", "TCS"):
+    look = tcs.curve_style(name) | {"markersize": 5, "markevery": 12}
+    axes.plot(rounds, 100 * shares[name], label=name, **look)
 limit = 100 * bound / dimension
 axes.axhline(limit, label="TCS, bound", **line(0, dash=3))
 axes.set(title="Entries in the server's message", xlabel="round", ylabel="% of all parameters")
@@ -328,7 +333,7 @@ plt.show()
 
 # %% [markdown]
 # You should see TCS just below its bound, later at it, and top-K several times higher: one downlink
-# message of top-K is dense enough to spoil what was saved on the way up.
+# message of top-K has up to ten times as many entries as a client's message on the way up.
 #
 # ## Take the parts away, one by one
 #
@@ -345,8 +350,8 @@ runs["dense (FedAvg)"] = dense
 # %%
 order = ["no local mask", "no error accumulation", "TCS", "top-K", larger, "dense (FedAvg)"]
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
-for i, name in enumerate(order):
-    look = line((4, 3, 2, 1, 5, 0)[i], 1, i % 4)
+for name in order:
+    look = tcs.curve_style(name, order) | {"markersize": 5}
     axes.plot(range(1, epochs + 1), runs[name]["loss"], label=name, **look)
 axes.set(title="Training loss, parts of TCS taken away", xlabel="epoch", ylabel="cross-entropy")
 axes.grid(alpha=0.25)
@@ -361,12 +366,12 @@ table = pd.DataFrame({
     "test accuracy %": [f"{100 * runs[n]['accuracy']:.1f}" for n in order],
     "mask turnover % a round": [f"{100 - 100 * overlaps(masks[n], 1).mean():.0f}" for n in order],
     "places ever in the mask": [f"{masks[n].any(0).sum():,}" for n in order],
-    "update %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
+    "entries in the update, %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
 })  # fmt: skip
 display(Markdown(tcs.markdown(table)))
 
 # %% [markdown]
-# You should see all runs alike in the dense warm-up, and then fall apart; the first three of the
+# You should see all runs alike in the dense warm-up, and then drift apart; the first three of the
 # table end in its order, the others close together. Without the
 # local mask the model learns with one fixed set of places, the one the warm-up left. Without error
 # accumulation it explores, but what is not sent is lost. Full TCS is clearly better than both. A ten
@@ -382,25 +387,29 @@ display(Markdown(tcs.markdown(table)))
 
 
 # %%
-shown = {"dense (FedAvg)": 0, "no error accumulation": 3, "TCS": 2}
+shown = {
+    name: tcs.curve_style(name, order) | {"markersize": 5}
+    for name in ("dense (FedAvg)", "no error accumulation", "TCS")
+}
 usable = [lag for lag in lags if lag < len(masks["TCS"])]
 
 
 def survivors(masks_TD, ages):
-    new, share = masks_TD[1:] & ~masks_TD[:-1], []
-    for age in range(ages + 1):
-        still = new[: len(new) - ages].clone()
-        for step in range(1, age + 1):
-            still &= masks_TD[1 + step : 1 + step + len(still)]
-        share.append(float(still.sum() / new[: len(new) - ages].sum()))
+    """Of the places that entered a mask, the share still in it 0, 1, ... `ages` rounds later."""
+    count = len(masks_TD) - 1 - ages  # masks that have so many after them
+    still = (masks_TD[1:] & ~masks_TD[:-1])[:count]  # row t: what entered mask t + 1
+    entered, share = still.sum(), [1.0]
+    for age in range(1, ages + 1):
+        still = still & masks_TD[1 + age :][:count]
+        share.append(float(still.sum() / entered))
     return share
 
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
-for name, i in shown.items():
+for name, look in shown.items():
     share = [float(overlaps(masks[name], lag).mean()) for lag in usable]
-    axes.plot(usable, share, label=name, **line(i, 1, i))
+    axes.plot(usable, share, label=name, **look)
 axes.axhline(chance, label="chance, K/D", **line(7, dash=3))
 axes.set(
     title="Overlap of masks at a distance", xlabel="distance (rounds)", ylabel="share in common"
@@ -412,8 +421,8 @@ plt.show()
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
-for name, i in shown.items():
-    axes.plot(range(7), survivors(masks[name], 6), label=name, **line(i, 1, i))
+for name, look in shown.items():
+    axes.plot(range(7), survivors(masks[name], 6), label=name, **look)
 axes.set(
     title="Newcomers that are still in the mask", xlabel="rounds since they entered", ylabel="share"
 )
@@ -424,14 +433,15 @@ plt.show()
 # %% [markdown]
 # You should see three behaviours:
 #
-# - **dense**: the overlap hardly falls with distance. Important places stay important, but each single
-#   round sees them through the noise of small batches.
+# - **dense**: the overlap hardly falls with distance, but neither is it far above what the layers alone
+#   would give: mostly it is the same layers that stay important.
 # - **no error accumulation**: a mask that does change more slowly, as the idea of TCS has it.
 # - **TCS**: half of the newcomers stay for one round more, nearly none for a second.
 #
 # An explanation would be the errors: a place enters when one client sends what has piled up there, and
 # once it is in, *all* clients send their piles, so it stays large for one more round. To check it, we
-# start the TCS run once more and compare, place by place, what had piled up with the round's difference:
+# start the TCS run once more, and for two epochs after the first sparse one compare what had piled up with
+# the round's difference, over all places of a kind:
 #
 # $$\text{pile} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 
@@ -444,7 +454,7 @@ def pile(errors_ND, deltas_ND, places):
 # %%
 federation, piles = tcs.Federation(config, data), []
 errors_ND, older_D, old_D = federation.compressor.errors_ND.clone(), None, None
-for epoch in range(max(3, epochs // 2)):
+for epoch in range(warmup_epochs + 3):
     for update_D in federation.rounds(epoch):
         if epoch > warmup_epochs:
             kinds = (update_D != 0) & ~old_D, old_D & ~older_D, old_D & older_D
@@ -456,13 +466,13 @@ print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the m
 
 # %% [markdown]
 # You should see that on average a client has two to three times the round's difference waiting at a place
-# that somebody explores, still so at the mask's newcomers, where all clients now send it, and nothing
-# where the mask has been for longer: such a place has only one round's difference to send, is outdone by
-# the next piles, and falls out. Here, as in the paper, $N K_{local} = K_{global}$, so the clients
+# that somebody explores, still so at the mask's newcomers, where all clients now send it, and by
+# construction nothing where the mask has been for longer (unless values are quantized): such a place has
+# only one round's difference to send, is outdone by the next piles, and falls out. Here, as in the paper, $N K_{local} = K_{global}$, so the clients
 # together can propose a whole new mask in every round, and nearly do.
 #
-# So at this scale $m_{local}$ does a second job, which the paper mentions in passing (Sec. I-E): it picks
-# up places that are important *for the moment*, because their error has grown. Exploration and the
+# So at this scale $m_{local}$ does mostly the second of the two jobs that the paper gives it (Sec. I-E): it
+# picks up places that are important *for the moment*, because their error has grown. Exploration and the
 # emptying of errors share the same few positions.
 #
 # ## Claim
@@ -482,10 +492,7 @@ gains = {n: final[n] - final["TCS"] for n in ("no local mask", "no error accumul
 assert min(gains.values()) > 0.02, f"loss gained by the part: {gains}"
 print(f"server's message: at most {largest['TCS']} of {bound} entries allowed")
 print(f"overlap of dense masks: {measured:.2f}, {measured / chance:.0f} times chance")
-print(
-    "loss gained by the part that is missing: "
-    + ", ".join(f"{k} {v:.2f}" for k, v in gains.items())
-)
+print("extra loss with " + ", ".join(f"{k} {v:.2f}" for k, v in gains.items()))
 
 # %% [markdown]
 # ## What we saw
@@ -496,17 +503,17 @@ ratio = float(shares["top-K"].mean() / shares["TCS"].mean())
 display(Markdown(f"""
 - **Holds.** Important positions are correlated in time: dense masks share {measured:.0%} of their places
   with the round before, chance would give {chance:.0%}.
-- **Holds.** The server's message stays within φ_global + N φ_local = {phi_global + clients * phi_local:g}
-  in every round; top-K's is {ratio:.1f} times larger.
-- **Holds.** Both parts are needed: the final loss is {final["TCS"]:.2f}, without the local mask
+- **Holds.** The server's message stays within K_global + N K_local = {bound} entries
+  in every round; top-K's is {ratio:.1f} times as large.
+- **Holds** (in one run of each). Both parts are needed: the final loss is {final["TCS"]:.2f}, without the local mask
   {final["no local mask"]:.2f}, without error accumulation {final["no error accumulation"]:.2f}.
 - **Does not hold at this scale:** that the mask of TCS changes slowly. {turnover:.0%} of it is new in
-  every round, and masks two rounds apart share only {at_two:.0%}. Without error accumulation they share
-  {quiet:.0%}: it is the emptying of errors that moves the mask.
-- **Does not hold at this scale:** dense accuracy at this φ. TCS ends at
-  {runs["TCS"]["accuracy"]:.0%}, dense training at {dense["accuracy"]:.0%}, after only
-  {len(masks["TCS"]) - 1} sparse rounds.
-- **Surprised us.** With the layers known, chance already gives an overlap of {by_layer:.0%}: most of the
+  a round on average, and masks two rounds apart share only {at_two:.0%}. Without error accumulation they share
+  {quiet:.0%}: emptying the errors is what moves the mask so fast.
+- **Does not hold at this scale:** dense accuracy at this φ, and more than top-K's. TCS ends at
+  {runs["TCS"]["accuracy"]:.0%}, top-K at {runs["top-K"]["accuracy"]:.0%}, dense training at
+  {dense["accuracy"]:.0%}, after only {len(masks["TCS"]) - 1} sparse rounds.
+- **Surprised us.** With the layers known, chance already gives an overlap of {by_layer_T.mean():.0%}: most of the
   correlation in time is a correlation by layer.
 """))  # fmt: skip
 

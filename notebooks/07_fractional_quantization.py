@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
-# **Claim (Sec. II-F, Eq. 15–18).** Fractional quantization sends a value as a sign and the number of one
+# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization sends a value as a sign and the number of one
 # of $P=2^{q-1}$ intervals; every value, large or small, arrives within the fraction
 # $(1-\sigma)/\sigma$ of itself.
 #

@@ -11,12 +11,12 @@
 #
 # **Claim (beyond the paper).** TCS leaves the simulator: as a communication hook of PyTorch's
 # DistributedDataParallel it trains a network on several real processes to about the loss and accuracy of
-# plain DDP, with a small part of its bytes; on a slow link that is the difference between waiting for the
-# network and computing.
+# plain DDP, with a small part of its bytes; on a slow link most of the time that a step waits for the
+# network is saved.
 #
 # TCS suits collectives better than top-K does. Where the last averaged gradient was largest, all
 # processes know the positions, so those values are one ordinary, dense `all_reduce`. Only what each
-# process finds for itself, a tenth of that in the paper, has to be gathered with its positions.
+# process finds for itself (a tenth of that in the paper, a fifth here) has to be gathered with its positions.
 #
 # *Run time*: about 30 s on two free cores. *Read before*: `03_tcs`. You need to know what DDP is: every process computes
 # gradients on its own part of a batch, and all processes average them before the step.
@@ -62,11 +62,12 @@ seed = 0  # of the model and the batches
 tcs.check_notebook_params(globals())
 
 # %% [markdown]
-# ## A training script, and six lines for the hook
+# ## A training script, and two lines for the hook
 #
 # This is an ordinary DDP script, as it would stand in a file of its own. It trains the same network from
 # the same start twice, without the hook and with it, and rank 0 writes down what happened. Of all its
-# lines the hook needs those that say `state` or `tcs_hook`, and no other:
+# lines the hook needs two, beside the import: the one that makes `state`, and the one that registers
+# `tcs_hook`.
 
 # %%
 SCRIPT = """
@@ -100,7 +101,8 @@ def train(hooked):
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step(), falling.step()
+        optimizer.step()
+        falling.step()
         losses.append(loss.detach())
         sent.append(dict(state.bytes_sent))
     seconds, losses = time.perf_counter() - start, torch.stack(losses)
@@ -149,7 +151,8 @@ print(f"{processes} processes, {D:,} parameters, {steps} steps, twice")
 sent = pd.DataFrame(results["TCS"]["sent"], index=range(1, steps + 1))
 plain = 4 * D * np.arange(1, steps + 1)
 table = pd.DataFrame(
-    {"plain DDP, kB": [plain[-1] / 1e3], **(sent.iloc[[-1]] / 1e3).to_dict("list")}
+    {"plain DDP, kB": [plain[-1] / 1e3], **(sent.iloc[[-1]] / 1e3).to_dict("list")},
+    index=[f"all {steps} steps"],
 )
 display(table.round(1).rename(columns={key: f"TCS {key}, kB" for key in sent}))
 ratio = plain[-1] / sent.iloc[-1].sum()
@@ -161,7 +164,7 @@ print(f"one sparse step: {a_step.sum():,.0f} bytes of {4 * D:,}, 1/{4 * D / a_st
 # You should see that the shared part is the larger one by far, and that the few dense steps at the start
 # weigh more than all that follows: over a long training they would not.
 #
-# The same number follows from the paper's messages. One `Compressor` with the same shares says how long
+# The same number, but for the few bytes with which ranks agree on a step, follows from the paper's messages. One `Compressor` with the same shares says how long
 # a client's message is; a rank's step is to be at most 1.05 times as long:
 
 # %%
@@ -197,14 +200,14 @@ plt.show()
 
 # %% [markdown]
 # You should see two curves that are close to each other on the left: the hook learns somewhat more slowly,
-# because most of a gradient arrives some steps late, out of the errors. On the right the hook's curve
+# probably because most of a gradient arrives some steps late, out of the errors. On the right the hook's curve
 # stands far to the left: every loss that it reached after the dense start it reached with fewer bytes.
 #
 # ## What a link would have cost
 #
 # In a ring of $R$ ranks each sends $2\frac{R-1}{R}$ of what it hands to `all_reduce`, and $R-1$ times what
-# it hands to `all_gather`. Divided by the link's speed that is the least time a step has to wait, if
-# nothing is hidden behind the backward pass.
+# it hands to `all_gather`. Divided by the link's speed that is the least time the steps have to wait, if
+# nothing is hidden behind the backward pass. Calculated, for all steps together:
 
 # %%
 ring, gather = 2 * (processes - 1) / processes, processes - 1
@@ -227,7 +230,7 @@ for bars, hatch in zip(axes.containers, ("", "//"), strict=True):
     _ = [bar.set_hatch(hatch) for bar in bars]
     axes.bar_label(bars, fmt="%.3g s", fontsize=9)
 axes.axhline(computed, color="0.35", linewidth=1, linestyle=":")
-axes.annotate("computing took this long here", (0.99, computed), xycoords=("axes fraction", "data"),
+axes.annotate("the plain run took this long here", (0.99, computed), xycoords=("axes fraction", "data"),
               xytext=(0, 3), textcoords="offset points", ha="right", color="0.35")  # fmt: skip
 axes.set(xlabel="", ylabel="seconds on the wire", title=f"{steps} steps of {D:,} parameters")
 axes.set_ylim(seconds.to_numpy().min() / 3, max(seconds.to_numpy().max(), computed) * 3)
@@ -235,14 +238,22 @@ axes.legend(frameon=False, loc="upper right", ncols=2)
 plt.show()
 
 # %% [markdown]
-# You should see bars that fall with the link's speed, TCS's below plain DDP's by the same factor
-# everywhere. This network is tiny; at ResNet-18's 11,173,962 parameters plain DDP hands over 44.7 MB a
-# step, which is about six minutes on 1 Mbit/s and still 3.6 s on 100 Mbit/s.
+# You should see bars that fall with the link's speed, TCS's below plain DDP's by the factor of their bytes.
+# At the lowest speed TCS still waits longer than it computes. This network is tiny; at ResNet-18's 11,173,962 parameters plain DDP hands over 44.7 MB a
+# step, which two ranks need about six minutes for on 1 Mbit/s and still 3.6 s on 100 Mbit/s, more ranks up to twice that.
 #
 # ## How the hook works
 #
 # It keeps a `Compressor` for every bucket of gradients, and uses Alg. 2's client side as it is. Only the
-# server is missing: the collectives take its place.
+# server is missing: the collectives take its place. In a sparse step a rank
+#
+# 2. adds the bucket's gradient to its errors and finds its own largest entries outside the shared mask,
+# 3. hands its values on the shared mask to `all_reduce`,
+# 4. hands its own values, with their positions, to `all_gather`,
+# 5. averages both; the largest entries of that are the next shared mask.
+#
+# (Step 1 is the dense start.) The rest makes sure that all ranks agree: if one has a value that is not finite, or
+# another mask, all of them get NaN and keep what they meant to send.
 
 # %%
 print(inspect.getsource(tcs._exchanged))
@@ -256,8 +267,8 @@ accuracy = {name: results[name]["accuracy"] for name in results}
 expected = 4 * D * start_iter + (steps - start_iter) * a_step.sum()
 assert total.sum() == expected, "every sparse step hands over the same number of bytes"
 assert ratio > 5, "a fifth of the bytes at most, dense start included"
-assert final["TCS"] < final["plain"] + 0.25, "a loss that is close: seeds differ by about 0.1"
-assert accuracy["TCS"] > accuracy["plain"] - 0.1, "two standard errors of 500 test images are 0.04"
+assert final["TCS"] < final["plain"] + 0.25, "a loss that is close"
+assert accuracy["TCS"] > accuracy["plain"] - 0.1, "an accuracy that is close"
 assert (seconds[labels["TCS"]] < seconds[labels["plain"]] / 5).all()
 
 # %% [markdown]
@@ -268,12 +279,16 @@ print(f"loss at the end: plain {final['plain']:.2f}, TCS {final['TCS']:.2f}")
 print(f"test accuracy: plain {accuracy['plain']:.1%}, TCS {accuracy['TCS']:.1%}")
 print(f"bytes: 1/{ratio:.1f} in all, 1/{4 * D / a_step.sum():.1f} in a sparse step")
 slowest = seconds.iloc[0]
-print(f"at {links[0]} Mbit/s: {slowest.iloc[0]:.0f} s on the wire became {slowest.iloc[1]:.0f} s")
+print(
+    f"at {links[0]} Mbit/s: {slowest.iloc[0]:.0f} s on the wire would become {slowest.iloc[1]:.0f} s"
+)
+took = {labels[name]: f"{results[name]['seconds']:.1f} s" for name in results}
+print(f"the runs themselves, on one machine: {took}")
 
 # %% [markdown]
 # It holds: real processes, real collectives, a small part of the bytes. What it costs is also plain: some
-# loss at equal steps, which error accumulation makes up for only in time, a copy of the gradients for the
-# errors, and the selection. On one machine, or on a fast network, plain DDP is the better choice.
+# loss at equal steps (whether longer training closes the gap is not shown here), a copy of the gradients for the
+# errors, and the selection. Where bytes cost nothing, as on one machine, there is nothing to gain.
 #
 # The federation of the other notebooks runs on real processes too: `torchrun --nproc-per-node 4
 # tcs_core.py run …` gives the same records, bit for bit (README).

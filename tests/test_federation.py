@@ -22,7 +22,7 @@ def federation(scheme, data, **changes):
 
 
 def test_the_papers_parameter_count():
-    """11,173,962 trainable parameters (Sec. IV-A); the small relative has 78,042."""
+    """11,173,962 trainable parameters (Sec. III-A); the small relative has 78,042."""
     assert sum(p.numel() for p in tcs.resnet18().parameters()) == 11_173_962
     assert sum(p.numel() for p in tcs.resnet8().parameters()) == 78_042
     assert tcs.resnet18(width=4)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)

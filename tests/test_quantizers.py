@@ -31,7 +31,7 @@ def test_agrees_with_the_reference(values, intervals):
 
 @given(VALUES, st.sampled_from([1, 2, 4, 16, 64]))
 def test_the_error_bound_holds(values, intervals):
-    """|Q(u) - u| <= (1 - sigma) / sigma |u| for u != 0, Eq. 18; one float32 rounding on top."""
+    """|Q(u) - u| <= (1 - sigma) / sigma |u| for u != 0, Eq. 23; one float32 rounding on top."""
     u = torch.tensor(values, dtype=torch.float32)
     _, sigma = tcs.interval_edges(u, intervals)
     error = (tcs.quantized(u, intervals).double() - u.double()).abs()
