@@ -2973,8 +2973,10 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
         raise FileNotFoundError(f"data_root: {path} does not exist")
     cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
     label = label or path.name.split(".")[0]
-    with _alone(cached, _say_waiting):
-        if cached.exists() and (found := _read_cached(cached, label)):
+    if found := _read_cached(cached, label):
+        return found
+    with _alone(cached, lambda _: _say_waiting(f"the images in {path}")):
+        if found := _read_cached(cached, label):
             return found
         files = _tar_files(path) if path.is_file() else _folder_files(path)
         dataset = _decode_files(files, path, label)
@@ -2988,7 +2990,7 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def _read_cached(path: Path, label: str) -> Dataset | None:
-    """The decoded data set, or None if the file is not what was written (it is decoded again)."""
+    """The decoded data set, or None if there is no file, or not the one that was written."""
     try:
         with np.load(path, allow_pickle=False) as z:
             dataset = _dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
