@@ -803,7 +803,8 @@ def _read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: not readable as YAML: {error}") from error
+        why = " ".join(str(error).split())  # an error is one line
+        raise ValueError(f"{source}: not readable as YAML: {why}") from error
 
 
 MAX_PARAMS_BYTES = 1 << 20
@@ -2900,9 +2901,12 @@ def _user_path(root: str | Path) -> Path:
 
 def cache_folder() -> Path:
     """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache."""
-    if "TCS_CACHE" in os.environ:
-        return Path(os.environ["TCS_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tcs-core"
+    try:
+        if given := os.environ.get("TCS_CACHE"):
+            return Path(given).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tcs-core"
+    except RuntimeError as error:  # no home folder
+        raise ValueError(f"the cache folder: {error} Set $TCS_CACHE to a folder") from error
 
 
 def synthetic_dataset(train: int = 8000, test: int = 2000, seed: int = 2021) -> Dataset:
@@ -3319,8 +3323,10 @@ def _keep_record(path: Path, record: dict[str, Any], config: RunConfig) -> dict[
 def _train(
     config: RunConfig, data: Dataset, on_epoch: Callable[[Row], None] | None, ranks: Ranks
 ) -> dict[str, Any]:
+    _git_state()  # now: the code may be edited while this runs
     federation = ranks.together(lambda: Federation(config, data, ranks))
-    rows = _load_checkpoint(config, federation)
+    rows, ways = _load_checkpoint(config, federation)
+    ways += [way for way in [_rounding(config)] if way not in ways]
     status, reason, saved = "finished", None, _Pace()
     for epoch in range(len(rows), config.epochs):
         start = time.perf_counter()
@@ -3337,8 +3343,8 @@ def _train(
         if on_epoch:
             on_epoch(rows[-1])
         if epoch + 1 < config.epochs and ranks.first(saved.due):
-            saved.took(lambda: _save_checkpoint(config, federation, rows))
-    return _record(config, federation, data, rows, status, reason)
+            saved.took(lambda: _save_checkpoint(config, federation, rows, ways))
+    return _record(config, federation, data, rows, ways, status, reason)
 
 
 class _Pace:
@@ -3400,13 +3406,15 @@ def results_folder(profile: str, results: str | Path | None = None) -> Path:
 
 
 def _record(
-    config: RunConfig, federation: Federation, data: Dataset, rows: list[Row], status: str,
-    reason: str | None,
+    config: RunConfig, federation: Federation, data: Dataset, rows: list[Row],
+    ways: list[dict[str, Any]], status: str, reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     made = provenance(config, federation.ranks) | {
         "dataset": data.label,
         "fingerprint": data.fingerprint,
     }
+    if len(ways) > 1:
+        made |= {"repeats": _REPEATS["mixed"], "ways": ways}
     made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
     record = {
         "version": RECORD_VERSION,
@@ -3432,30 +3440,41 @@ def _content_sha256(record: dict[str, Any]) -> str:
 _REPEATS = {
     "cpu": "bit for bit, on this kind of processor with these threads and versions",
     "cuda": "within rounding: sums on a GPU have no fixed order",
+    "mixed": "within rounding: it went on from a checkpoint that was made in another of these ways",
 }
+
+
+def _rounding(config: RunConfig) -> dict[str, Any]:
+    """What decides how sums are rounded, beside the code."""
+    device = config.torch_device
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": config.threads or torch.get_num_threads(),
+        "graph": config.graph,
+    }
 
 
 def provenance(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
     """Which code, on which machine, when."""
-    device = config.torch_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "core_sha256": core_sha256(),
         **_git_state(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "device": name,
-        "threads": config.threads or torch.get_num_threads(),
+        **_rounding(config),
         "ranks": ranks.size if ranks else 1,
-        "repeats": _REPEATS[device.type],
+        "repeats": _REPEATS[config.torch_device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-@cache
+_CORE_SHA256 = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # of what was imported
+
+
 def core_sha256() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    """Of this module's file, as it was when it was imported."""
+    return _CORE_SHA256
 
 
 @cache
@@ -3499,20 +3518,21 @@ def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, 
 
 
 def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
-    """The configuration that makes a record's run again, on as many CPU threads; `where` sets what
+    """The configuration that makes a record's run again, in the same way; `where` sets what
     a record does not hold (data_root, device) or changes how it is made (threads, graph).
 
     Raises ValueError if this core has no such run: a rule from outside the module, a field that it
     does not know.
     """
-    given, threads = dict(record["config"]), record["provenance"].get("threads")
+    given, made = dict(record["config"]), record["provenance"]
+    how = {"threads": made.get("threads"), "graph": made.get("graph", False)}
     scheme = Scheme(**given.pop("scheme"))
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}
         given["reference_batch"] = given["reference_batch"] and 640
     given = {key: value for key, value in given.items() if key != "rule_sha256"}
     _reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
-    config = RunConfig(scheme, **({"profile": "again", "threads": threads} | given | where))
+    config = RunConfig(scheme, **({"profile": "again"} | how | given | where))
     if config.digest != record["digest"]:
         raise ValueError(f"record {record['digest']}: its run, {config.digest}, is another here")
     return config
@@ -3600,8 +3620,10 @@ def _write_whole(path: Path, write: Callable[[Any], Any]) -> None:
                 os.replace(part, path)
         if not fcntl:  # Windows renames no open file, so nobody sweeps one away either
             os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
 
 
@@ -3627,16 +3649,28 @@ def _checkpoint_path(config: RunConfig) -> Path:
     return cache_folder() / "checkpoints" / f"{config.profile}-{config.record_name[:-5]}.pt"
 
 
-def _save_checkpoint(config: RunConfig, federation: Federation, rows: list[Row]) -> None:
-    """One file, the same whatever the number of ranks."""
+def _save_checkpoint(
+    config: RunConfig, federation: Federation, rows: list[Row], ways: list[dict[str, Any]]
+) -> None:
+    """One file, the same whatever the number of ranks; `ways` in which its rows were made."""
     state = {"identity": _state_identity(config, federation), "rows": json.dumps(rows)}
+    state["ways"] = json.dumps(ways)
     state["federation"] = federation.ranks.merged(federation.state_dict())
 
     def write() -> None:
         state["sha256"] = _state_sha256(state)
-        _write_whole(_checkpoint_path(config), lambda f: torch.save(state, f))
+        _write_whole(_checkpoint_path(config), lambda f: _torch_save(state, f))
 
     federation.ranks.first(write)
+
+
+def _torch_save(state: dict[str, Any], file: Any) -> None:
+    """torch.save; it says RuntimeError where the disk is full."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        cause = error.__context__ or error
+        raise cause if isinstance(cause, OSError) else OSError(_cut(str(error))) from error
 
 
 def _state_identity(config: RunConfig, federation: Federation) -> str:
@@ -3662,34 +3696,38 @@ def _state_sha256(state: dict[str, Any]) -> str:
     return sha.hexdigest()
 
 
-def _load_checkpoint(config: RunConfig, federation: Federation) -> list[Row]:
-    """Puts the federation where the run stopped and returns its rows so far.
+def _load_checkpoint(
+    config: RunConfig, federation: Federation
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Puts the federation where the run stopped; its rows so far, and the ways they were made in.
 
     The state of other code or data is not used: the run starts afresh.
     """
     path, ranks, state = _checkpoint_path(config), federation.ranks, {}
     try:
-        rows = ranks.first(lambda: _read_checkpoint(config, federation, state))
+        rows, ways = ranks.first(lambda: _read_checkpoint(config, federation, state))
         if rows:
             whole, clients = state.get("federation"), config.client_count
             federation.load_state_dict(ranks.split(whole, clients, federation.device))
         if sum(row["rounds"] for row in rows) != federation.compressor.round:
             raise ValueError("rows and state are of different rounds")
-        return rows
+        return rows, ways
     except RankError:
         raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(f"{path}: not a usable checkpoint ({error}); delete it") from error
 
 
-def _read_checkpoint(config: RunConfig, federation: Federation, state: dict[str, Any]) -> list[Row]:
-    """The rows of a checkpoint that this run can go on from, if there is one; fills `state`."""
+def _read_checkpoint(
+    config: RunConfig, federation: Federation, state: dict[str, Any]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Rows and ways of a checkpoint that this run can go on from, if any; fills `state`."""
     path = _checkpoint_path(config)
     if not path.exists():
-        return []
+        return [], []
     state.update(torch.load(path, map_location=federation.device, weights_only=True))
     if state["identity"] != _state_identity(config, federation):
-        return []
+        return [], []
     if state["sha256"] != _state_sha256(state):
         raise ValueError("its content is not what was written")
     rows = json.loads(state["rows"])
@@ -3697,7 +3735,7 @@ def _read_checkpoint(config: RunConfig, federation: Federation, state: dict[str,
         raise ValueError(f"rows: {problem}")
     if not rows:
         raise ValueError("it has no rows")
-    return rows
+    return rows, json.loads(state["ways"])
 
 
 # One at a time ────────────────────────────────────────────────────────────────────────────────────
@@ -3789,7 +3827,7 @@ def run_all(
     here = [c for c in todo if c not in apart]
     with Progress(todo, enabled=progress and not ranks.rank) as bar:
         if apart:
-            _run_apart(apart, results, min(jobs, len(apart)), bar)
+            _run_apart(apart, results, jobs, bar)
         _run_here(here, results, bar, ranks)
     records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
     done = dict(zip(wanted, records, strict=True))
@@ -3843,12 +3881,13 @@ def _work(config: RunConfig, results: str | Path | None) -> bool:
 def _run_apart(
     configs: list[RunConfig], results: str | Path | None, jobs: int, bar: Progress
 ) -> None:
-    """The runs in `jobs` processes, each with its share of the machine's threads."""
+    """The runs in `jobs` processes, each with its share of the machine's threads: the same however
+    many runs are left, so that a run that goes on has as many as before."""
     share = max(1, torch.get_num_threads() // jobs)
     load_dataset(configs[0].dataset, configs[0].data_root, configs[0].data_label)  # decode once
     context = multiprocessing.get_context("spawn")
     rows = context.SimpleQueue()
-    with ProcessPoolExecutor(jobs, context, _start_worker, (rows,)) as pool:
+    with ProcessPoolExecutor(min(jobs, len(configs)), context, _start_worker, (rows,)) as pool:
 
         def submit(config: RunConfig) -> Future:
             own = dataclasses.replace(config, threads=config.threads or share)
@@ -5777,14 +5816,23 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
-    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 143 after SIGTERM.
+    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 141 if nobody reads what it prints,
+    143 after SIGTERM.
 
     Under torchrun all ranks call it; what all of them know, rank 0 says.
     """
+    if sys.stderr is None:  # closed
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     try:
         with _sigterm_like_ctrl_c():
-            return arguments.main(arguments)
+            code = arguments.main(arguments)
+            _flush_output()
+            return code
+    except BrokenPipeError:  # as after `| head`
+        return 141
     except (ValueError, OSError, RankError) as error:
         lost = isinstance(error, RankError)
         if _world()[0] == 0 or not hasattr(error, "told_to_all"):
@@ -5799,8 +5847,23 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        print(f"{how}; the same command goes on where it stopped", file=sys.stderr)
+        kept = "nothing is kept" if arguments.main is _main_bench else _GOES_ON
+        print(f"{how}; {kept}", file=sys.stderr)
         return code
+
+
+_GOES_ON = "the same command goes on where it stopped"
+
+
+def _flush_output() -> None:
+    """Raises here, not when the interpreter ends, if what was printed can't be written."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _main_run(arguments: argparse.Namespace) -> int:
@@ -5851,6 +5914,8 @@ def _main_again(arguments: argparse.Namespace) -> int:
     config = config_of(record, **where)
     with contextlib.ExitStack() as stack:
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
+        if (there := record_path(config, folder)).exists():
+            raise ValueError(f"--results: {there} exists, allowed: a folder without this record")
         (made,) = run_all([config], folder)
     found = differences(record, made)
     name = Path(arguments.record).name
@@ -5868,4 +5933,7 @@ def _main_bench(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and _world()[1] > 1:  # gloo's threads may abort an interpreter that ends
+        os._exit(code)
+    sys.exit(code)

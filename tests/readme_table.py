@@ -89,6 +89,26 @@ def choices() -> str:
     return tcs.markdown(tcs.sensitivity_choices(table, sweep))
 
 
+def lengths() -> str:
+    """Accuracy in trainings of different lengths, and how far local steps fall behind in each."""
+    sweep = tcs.read_sensitivity(ROOT / "params/sensitivity.yaml")
+    table = tcs.sensitivity_table(sweep, params("cpu") | {"seeds": 100}, ["epochs"])
+    rows = []
+    for epochs, group in table[table["accuracy"].notna()].groupby("value", sort=False):
+        ours = group.set_index("scheme")
+        if not {"Baseline", "TCS", "TCS-L4-Q5"} <= set(ours.index):
+            continue
+        accuracy = 100 * ours["accuracy"]
+        gaps = {f"{a} − {b}": accuracy[a] - accuracy[b] for a, b in BEHIND}
+        rows.append({
+            "Epochs": epochs,
+            **{f"{name}, %": f"{accuracy[name]:.2f}" for name in ("Baseline", "TCS", "TCS-L4-Q5")},
+            **{name: f"{gap:+.2f}".replace("-", "−") for name, gap in gaps.items()},
+            "n": str(ours["n"].min()),
+        })  # fmt: skip
+    return tcs.markdown(pd.DataFrame(rows))
+
+
 def timings(parts: str) -> dict[str, dict[str, dict]]:
     """Rows of the committed CPU bench record of these parts: of a case, by work."""
     record = json.loads((ROOT / "results/bench" / f"AMD-EPYC-fp32-{parts}.json").read_text())
@@ -132,9 +152,10 @@ def short_runs() -> str:
     return table.strip()
 
 
+BEHIND = (("TCS", "Baseline"), ("TCS-L4-Q5", "TCS"))
 TABLES = {
     "headline": headline, "claims": claims, "bytes": whole_runs, "price": price,
-    "choices": choices, "speed": speed, "short-runs": short_runs,
+    "choices": choices, "lengths": lengths, "speed": speed, "short-runs": short_runs,
 }  # fmt: skip
 
 

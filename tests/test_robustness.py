@@ -9,6 +9,7 @@ Longer variants, each named by an environment variable:
     TCS_LARGE=1        D = 100 million through the compressor: 5 GB of memory, 2 minutes
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -20,6 +21,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -739,6 +741,7 @@ def test_a_params_file_that_is_none_is_one_line_and_rc_2(tmp_path, capsys, case)
     assert tcs.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and len(error) < 3000
+    assert error.count("\n") == 1
     assert not list(tmp_path.glob("ci/**/*"))
 
 
@@ -750,7 +753,7 @@ def test_strange_words_are_one_line_and_rc_2(tmp_path, params, capsys, small, wo
     schemes = [] if "--scheme" in words else ["--scheme", "TCS"]
     assert tcs.main([*params, *schemes, *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and len(error) < 1500 and "Traceback" not in error
+    assert error.startswith("error: ") and len(error) < 1500 and error.count("\n") == 1
 
 
 # Bad input: data ──────────────────────────────────────────────────────────────────────────────────
@@ -1102,6 +1105,107 @@ def test_the_same_seed_is_the_same_record_in_any_process_order_and_with_real_mes
 
 def test_a_record_says_what_a_rerun_repeats(finished):
     assert json.loads(finished)["provenance"]["repeats"].startswith("bit for bit")
+
+
+def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, monkeypatch, small):
+    """The same threads again: bit for bit. Others: both ways stand in the record."""
+    for changes, repeats in ({}, "bit for bit"), ({"threads": 2}, "within rounding"):
+        path = stopped(tmp_path)
+        assert path.exists()
+        made = tcs.run(config(**changes), tmp_path)["provenance"]
+        assert made["repeats"].startswith(repeats)
+        assert [way["threads"] for way in made.get("ways", [])] == ([1, 2] if changes else [])
+        tcs.record_path(config(), tmp_path).unlink()
+
+
+class Pool(contextlib.nullcontext):
+    """Stands in for a pool of processes; writes down the threads of each run."""
+
+    asked = ()
+
+    def __init__(self, workers, *_):
+        super().__init__(self)
+        assert workers in (4, 1)
+
+    def submit(self, work, own, *_):
+        Pool.asked += (own.threads,)
+
+
+def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, monkeypatch, small):
+    monkeypatch.setattr(tcs, "_work", None)
+    monkeypatch.setattr(tcs, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tcs, "_follow", lambda *_: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    for left in (5, 1):
+        configs = [config(seed=seed, threads=None) for seed in range(left)]
+        tcs._run_apart(configs, tmp_path, 4, None)
+    assert Pool.asked == (3,) * 6
+
+
+# What the machine cannot hold or show ────────────────────────────────────────────────────────────
+
+
+def small_files():
+    """No file of this process gets longer than this: as a full disk, but without one."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, params):
+    process = start(
+        tmp_path, "one", [*params, "--scheme", "TCS", "--set", "epochs=10000"], small_files
+    )
+    process.join(60)
+    line = (tmp_path / "one").read_text()
+    assert process.exitcode == 2 and line.startswith("error: ") and line.count("\n") == 1
+    assert ".pt" in line and not os.listdir(tmp_path / "cache" / "checkpoints")
+
+
+def full_output():
+    sys.stdout = open("/dev/full", "w")  # noqa: SIM115
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w")
+
+
+def closed_stderr():
+    sys.stderr = None
+
+
+def latin_output():
+    sys.stdout.reconfigure(encoding="latin-1")
+
+
+@pytest.mark.parametrize(
+    ("disturb", "code", "text"),
+    [
+        (full_output, 2, "error: [Errno 28] No space left on device"),
+        (closed_pipe, 141, ""),
+        (closed_stderr, 0, "| TCS | 0.5 |"),
+        (latin_output, 0, "| Scheme | \\u03b7 |"),
+    ],
+)
+def test_output_that_nobody_can_read_or_write(tmp_path, params, disturb, code, text):
+    process = start(tmp_path, "one", [*params, "--scheme", "TCS"], disturb)
+    process.join(60)
+    said = (tmp_path / "one").read_text()
+    assert process.exitcode == code
+    assert text in said and "Exception" not in said and "Traceback" not in said
+    assert text or not said
+    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 1
+
+
+def test_without_a_home_folder_the_cache_has_to_be_named(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tcs.Path, "home", nowhere)
+    monkeypatch.setenv("TCS_CACHE", "")  # as good as none
+    with pytest.raises(ValueError, match="TCS_CACHE"):
+        tcs.cache_folder()
 
 
 # Long and large ───────────────────────────────────────────────────────────────────────────────────

@@ -399,6 +399,8 @@ def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, scheme
     assert said == f"{path.name}: the same in all {wanted.epochs} epochs"
     (kept,) = (tmp_path / "kept" / "again" / "runs").iterdir()
     assert kept.name == path.name and numbers(json.loads(kept.read_text())) == numbers(record)
+    assert tcs.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 2  # not again
+    assert f"{kept} exists" in capsys.readouterr().err
 
 
 def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monkeypatch):
