@@ -30,6 +30,10 @@ def headline() -> str:
     return tcs.markdown(tcs.readable(pd.read_csv(EVIDENCE / "table1.csv"))[HEADLINE])
 
 
+def points(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
 def claims() -> str:
     """Every claim of the paper with its verdict."""
     judged = pd.read_csv(EVIDENCE / "claims.csv", keep_default_na=False, na_values=[""])
@@ -62,9 +66,6 @@ def price() -> str:
 
 def difference(name: str, base: str) -> str:
     """A sentence on two schemes, paired by seed."""
-
-    def points(value: float) -> str:
-        return f"{value:+.2f}".replace("-", "−")
 
     theirs = {r["config"]["seed"]: r for r in of_scheme(base)}
     ours = {r["config"]["seed"]: r for r in of_scheme(name)}
@@ -103,7 +104,7 @@ def lengths() -> str:
         rows.append({
             "Epochs": epochs,
             **{f"{name}, %": f"{accuracy[name]:.2f}" for name in ("Baseline", "TCS", "TCS-L4-Q5")},
-            **{name: f"{gap:+.2f}".replace("-", "−") for name, gap in gaps.items()},
+            **{name: points(gap) for name, gap in gaps.items()},
             "n": str(ours["n"].min()),
         })  # fmt: skip
     return tcs.markdown(pd.DataFrame(rows))

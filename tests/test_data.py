@@ -62,21 +62,13 @@ def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
     first = tcs.load_dataset("folder", str(path))
     tcs.load_dataset.cache_clear()
     monkeypatch.setattr(tcs, "_decode_files", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(tcs, "_alone", lambda *_: pytest.fail("waited for another that reads"))
     assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
     monkeypatch.undo()
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     cached.write_bytes(cached.read_bytes()[:-40])
     tcs.load_dataset.cache_clear()
-    assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
-
-
-def test_decoded_images_are_read_beside_each_other(tmp_path, monkeypatch):
-    """Only who decodes them has the lock: runs side by side do not wait for each other."""
-    path = as_tar(tmp_path / "images.tar", FILES)
-    first = tcs.load_dataset("folder", str(path))
-    tcs.load_dataset.cache_clear()
-    monkeypatch.setattr(tcs, "_alone", lambda *_: pytest.fail("waited"))
     assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
 
 

@@ -1107,7 +1107,7 @@ def test_a_record_says_what_a_rerun_repeats(finished):
     assert json.loads(finished)["provenance"]["repeats"].startswith("bit for bit")
 
 
-def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, monkeypatch, small):
+def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, small):
     """The same threads again: bit for bit. Others: both ways stand in the record."""
     for changes, repeats in ({}, "bit for bit"), ({"threads": 2}, "within rounding"):
         path = stopped(tmp_path)

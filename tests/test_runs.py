@@ -1,11 +1,13 @@
 """Sections 10 to 12: records, checkpoints, tables, the command line."""
 
 import copy
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +99,17 @@ def test_state_of_other_data_or_code_is_not_continued(tmp_path, monkeypatch):
     epochs = []
     tcs.run(config(), tmp_path, lambda row: epochs.append(row["epoch"]))
     assert epochs == [1, 2, 3]
+
+
+def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
+    """Not of what somebody edits while it runs."""
+    path = shutil.copy(tcs.__file__, tmp_path / "copied_core.py")
+    spec = importlib.util.spec_from_file_location("copied_core", path)
+    copied = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "copied_core", copied)
+    spec.loader.exec_module(copied)
+    path.write_text("edited")
+    assert copied.core_sha256() == tcs.core_sha256()
 
 
 def test_a_checkpoint_that_is_none_is_named(tmp_path):
