@@ -66,7 +66,6 @@ def price() -> str:
 
 def difference(name: str, base: str) -> str:
     """A sentence on two schemes, paired by seed."""
-
     theirs = {r["config"]["seed"]: r for r in of_scheme(base)}
     ours = {r["config"]["seed"]: r for r in of_scheme(name)}
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
