@@ -461,6 +461,11 @@ class RunConfig:
         None, int, "a whole number >= 1, or null for all", _whole, ""
     )
     test_samples: int | None = _param(None, int, "a whole number >= 1, or null for all", _whole, "")
+    image_size: int | None = _param(
+        None, int, "a whole number from 1 to 256, or null for images as they are",
+        lambda v: 1 <= v <= 256,
+        "pixels a side; smaller than the images: each pixel the mean of an area",
+    )  # fmt: skip
     model: str = _param(
         "resnet18", str, "resnet18 or resnet8", lambda v: v in STAGES, "depth, Sec. III-A"
     )
@@ -573,10 +578,13 @@ class RunConfig:
 
     @property
     def scale(self) -> float:
-        """Linear scaling: cumulative batch over the batch at which the learning rate holds."""
+        """Linear scaling: cumulative batch over the batch at which the learning rate holds.
+
+        Centralized training has a fifth of the federated rate at a fifth of the batch, 0.1 at 128
+        beside 0.5 at 640 (Sec. III-B): one rule for both."""
         if self.reference_batch is None:
             return 1.0
-        reference = 128 if self.scheme.centralized else self.reference_batch
+        reference = self.reference_batch / 5 if self.scheme.centralized else self.reference_batch
         return self.participants * self.batch / reference
 
     @property
@@ -605,7 +613,8 @@ class RunConfig:
         values["warmup_epochs"] = self.warmup
         if self.scheme.centralized:
             values |= {"participation": 1.0, "dirichlet_alpha": None, "warmup_learning_rate": None}
-            values["reference_batch"] = self.reference_batch and 128
+            if self.reference_batch is not None:
+                values["reference_batch"] = self.reference_batch // 5
         return {
             "scheme": dataclasses.asdict(self.scheme),
             **values,
@@ -2361,7 +2370,10 @@ class Federation:
         static = self.static is not None and self.static.ready(epoch)
         if isinstance(self.compressor.rule, TCS):
             self.compressor.rule.shared.zero_()
-        for _ in self.static.rounds(epoch) if static else self.rounds(epoch):
+        watch = Watch(self.flat.layer_sizes) if self.config.scheme.dense else None
+        for update_D in self.static.rounds(epoch) if static else self.rounds(epoch):
+            if watch:
+                watch.see(update_D)
             for key in traffic:
                 row[key] += getattr(self.compressor, key)
             row["dense_rounds"] += self.compressor.last_dense
@@ -2371,7 +2383,7 @@ class Federation:
         eta = self.config.learning_rate_at(epoch + 1 - 1 / row["rounds"])
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": eta, "train_loss": float(self.loss_sum) / steps}
-        return row | self._mask_overlap()
+        return row | self._mask_overlap() | (watch.row() if watch else {})
 
     def _widen(self, epoch: int) -> None:
         """Larger masks in a sparse warm-up, and no longer after it."""
@@ -2504,6 +2516,36 @@ class Federation:
         self.compressor.load_state_dict(state["compressor"])
         if self.momentum_D is not None:
             _restore_(self.momentum_D, state["momentum_D"], "momentum_D")
+
+
+class Watch:
+    """How slowly the important entries of dense updates change: "update_overlap", the share of an
+    update's 1 % largest entries (the paper's phi_global) that were among those of the one before,
+    and "update_overlap_chance", what masks with as many entries in every layer would share by
+    chance. Means over the rounds seen, but for the first."""
+
+    def __init__(self, layer_sizes: list[int], phi: float = 1e-2):
+        self.sizes_L = torch.tensor(layer_sizes)
+        self.k, self.before_K = kept(phi, sum(layer_sizes)), None
+        self.found: list[tuple[float, float]] = []
+        self.floor = 0.0
+
+    def see(self, update_D: Tensor) -> None:
+        now_K, kth = _filtered(update_D, self.k, None, self.floor)
+        before_K, self.before_K, self.floor = self.before_K, now_K, 0.85 * kth
+        if before_K is not None:
+            chance = (self._layers(before_K) * self._layers(now_K) / self.sizes_L).sum()
+            self.found.append((int(in_common(before_K, now_K)) / self.k, float(chance) / self.k))
+
+    def _layers(self, positions_K: Tensor) -> Tensor:
+        """How many of the positions every layer has, (L,)."""
+        layers = torch.bucketize(positions_K.cpu(), self.sizes_L.cumsum(0), right=True)
+        return torch.bincount(layers, minlength=len(self.sizes_L))
+
+    def row(self) -> Row:
+        names = ("update_overlap", "update_overlap_chance")
+        means = torch.tensor(self.found, dtype=torch.float64).mean(0).tolist()
+        return dict(zip(names, means, strict=True)) if self.found else {}
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
@@ -3306,7 +3348,7 @@ def _run(
             return ranks.first(lambda: read_record(path, config))
         source = (config.dataset, config.data_root, config.data_label)
         data = ranks.in_turn(lambda: load_dataset(*source))
-        data = data.first(config.train_samples, config.test_samples)
+        data = data.first(config.train_samples, config.test_samples).resized(config.image_size)
         with _arithmetic(config.threads), _memory_kept():
             record = _train(config, data, on_epoch, ranks)
         return ranks.first(lambda: _keep_record(path, record, config))
@@ -3529,7 +3571,8 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     scheme = Scheme(**given.pop("scheme"))
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}
-        given["reference_batch"] = given["reference_batch"] and 640
+        if given["reference_batch"] is not None:
+            given["reference_batch"] *= 5
     given = {key: value for key, value in given.items() if key != "rule_sha256"}
     _reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
     config = RunConfig(scheme, **({"profile": "again"} | how | given | where))
