@@ -23,9 +23,8 @@
 
 # %%
 import papermill
+import tcs_lab as lab
 from IPython.display import Image, Markdown, display
-
-import tcs_core as tcs
 
 # %% tags=["parameters"]
 tables = [1, 2, 3]  # which tables of the paper
@@ -67,14 +66,14 @@ device = "auto"  # auto, cpu or cuda
 # The tables share runs: Baseline stands in all three, TCS at η = 0.5 in two.
 
 # %%
-shared = tcs.notebook_params(globals())
-plans = {t: tcs.read_params([tcs.ROOT / f"params/table{t}.yaml"]) | shared for t in tables}
-configs = [config for params in plans.values() for config in tcs.plan(params)]
+shared = lab.notebook_params(globals())
+plans = {t: lab.read_params([lab.ROOT / f"params/table{t}.yaml"]) | shared for t in tables}
+configs = [config for params in plans.values() for config in lab.plan(params)]
 different = len({config.record_name for config in configs})
 print(f"{len(configs)} runs (rows × seeds) in {len(tables)} tables, {different} of them different")
 
 # %%
-records = tcs.run_all(configs, jobs=jobs)
+records = lab.run_all(configs, jobs=jobs)
 
 # %% [markdown]
 # ## All tables and figures
@@ -82,11 +81,11 @@ records = tcs.run_all(configs, jobs=jobs)
 # The executed notebooks stay beside what they made, in `results/<profile>/`.
 
 # %%
-folder = tcs.results_folder(profile)
-source = str(tcs.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
+folder = lab.results_folder(profile)
+source = str(lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
 for t, params in plans.items():
     output = str(folder / f"table{t}.ipynb")
-    _ = papermill.execute_notebook(source, output, params, progress_bar=False, cwd=str(tcs.ROOT))
+    _ = papermill.execute_notebook(source, output, params, progress_bar=False, cwd=str(lab.ROOT))
 made = sorted(p.name for p in folder.glob("*.*") if p.name.startswith(("table", "figure")))
 print("\n".join(made))
 

@@ -26,6 +26,7 @@ import inspect
 import textwrap
 
 import matplotlib.pyplot as plt
+import tcs_lab as lab
 import torch
 import torch.nn.functional as F
 from matplotlib.patches import FancyBboxPatch
@@ -58,11 +59,11 @@ weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
-fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
-config = tcs.RunConfig(scheme="FedAvg", **fields)
-data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
-federation = tcs.Federation(config, data)
+params = lab.notebook_params(globals(), complete=False)
+fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+config = lab.RunConfig(scheme="FedAvg", **fields)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+federation = lab.Training(config, data)
 dimension = len(federation.theta_D)
 print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images")
 
@@ -100,9 +101,9 @@ def draw_client(axes, x, name, n):
     for i, sample in enumerate(federation.samples_NM[n, :4]):
         extent = (x + 0.1 + 0.62 * i, x + 0.64 + 0.62 * i, 0.4, 1.06)
         axes.imshow(data.train_images[sample], extent=extent, aspect="auto")
-    arrow(axes, x + 1.0, 4.25, 2.25, r"$\theta_t$", tcs.COLOURS[1], "-", "right")
+    arrow(axes, x + 1.0, 4.25, 2.25, r"$\theta_t$", lab.COLOURS[1], "-", "right")
     sent = rf"$\Delta\theta_{{{name},t}}$"
-    arrow(axes, x + 1.6, 2.25, 4.25, sent, tcs.COLOURS[2], "--", "left")
+    arrow(axes, x + 1.6, 2.25, 4.25, sent, lab.COLOURS[2], "--", "left")
 
 
 def draw_server(axes):
@@ -116,12 +117,12 @@ for x, name, n in ((0.2, "1", 0), (3.6, "2", min(1, clients - 1)), (8.0, "N", cl
     draw_client(axes, x, name, n)
 draw_server(axes)
 axes.text(7.1, 1.15, "…", fontsize=24, ha="center", va="center")
-axes.plot([], [], color=tcs.COLOURS[1], lw=2.2, label="down: the model, the same to all")
-axes.plot([], [], color=tcs.COLOURS[2], lw=2.2, ls="--", label="up: what local training changed")
+axes.plot([], [], color=lab.COLOURS[1], lw=2.2, label="down: the model, the same to all")
+axes.plot([], [], color=lab.COLOURS[2], lw=2.2, ls="--", label="up: what local training changed")
 axes.set(xlim=(0, 10.8), ylim=(0, 5.2), title="Fig. 1: one round of federated averaging")
 axes.set_axis_off()
 drawing.legend(loc="outside lower center", ncols=2, frameon=False)
-tcs.save_figure(drawing, tcs.results_folder(profile) / "figure1")
+lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
 plt.show()
 
 # %% [markdown]
@@ -137,7 +138,7 @@ plt.show()
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 
 # %%
-print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training_)))
+print(textwrap.dedent(inspect.getsource(lab.Training._local_training_)))
 
 # %% [markdown]
 # You should see the loop over τ with the backward pass (line 5) and the local step (line 6). With
@@ -154,7 +155,7 @@ print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training_)))
 # %%
 def train(steps):
     scheme = tcs.Scheme.named("FedAvg", local_steps=steps)
-    trained = tcs.Federation(dataclasses.replace(config, scheme=scheme), data)
+    trained = lab.Training(dataclasses.replace(config, scheme=scheme), data)
     curve = [trained.epoch(epoch) | trained.evaluate() for epoch in range(epochs)]
     return trained, curve
 
@@ -168,7 +169,7 @@ for steps, (_, curve) in runs.items():
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for i, (steps, (_, curve)) in enumerate(runs.items()):
     accuracy = [100 * row["accuracy"] for row in curve]
-    look = {"color": tcs.COLOURS[i], "marker": tcs.MARKERS[i], "linestyle": tcs.DASHES[i % 4]}
+    look = {"color": lab.COLOURS[i], "marker": lab.figures.MARKERS[i], "linestyle": lab.figures.DASHES[i % 4]}
     panels[0].plot([row["epoch"] for row in curve], accuracy, label=f"H = {steps}", **look)
     panels[1].plot([row["epoch"] * row["rounds"] for row in curve], accuracy, **look)
 panels[0].locator_params(axis="x", integer=True)
@@ -204,8 +205,8 @@ def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one af
 # %%
 H, federation = local_steps[-1], runs[local_steps[-1]][0]
 eta, need = learning_rate / 2, len(federation.samples_NM[0])
-seeds = [tcs.generator_for(seed, 100, n) for n in range(clients)]
-draws = [tcs.Draws.of(federation.samples_NM[n], need, seeds[n]) for n in range(clients)]
+seeds = [lab.generator_for(seed, 100, n) for n in range(clients)]
+draws = [lab.Draws.of(federation.samples_NM[n], need, seeds[n]) for n in range(clients)]
 
 
 def batch(n, tau):
@@ -335,8 +336,8 @@ print("\n".join(table))
 # schedule; only the number of clients changes here.
 
 # %% tags=["nbval-check-output"]
-paper = {n: tcs.RunConfig(scheme="TCS", clients=n) for n in (5, 10, 20)}
-baseline = tcs.RunConfig(scheme="Baseline")  # centralized, batch 128
+paper = {n: lab.RunConfig(scheme="TCS", clients=n) for n in (5, 10, 20)}
+baseline = lab.RunConfig(scheme="Baseline")  # centralized, batch 128
 moments = (0, 2.5, 5, 149, 150, 225)
 print("eta at epoch  " + "".join(f"{epoch:>9g}" for epoch in moments))
 for n, run in paper.items():
@@ -348,7 +349,7 @@ schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baselin
 for panel, last in zip(panels, (300, 10), strict=True):
     moments = [last * i / 600 for i in range(600)]
     for i, (name, run) in enumerate(schedules.items()):
-        look = {"color": tcs.COLOURS[i], "linestyle": tcs.DASHES[i % 4], "marker": tcs.MARKERS[i]}
+        look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[i % 4], "marker": lab.figures.MARKERS[i]}
         curve = [run.learning_rate_at(epoch) for epoch in moments]
         panel.plot(moments, curve, label=name, markevery=(30 * i, 120), markersize=5, **look)
 panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="All 300 epochs")
@@ -388,10 +389,10 @@ print(
 # $$r \leftarrow (1-m)\,r + m\,b,\qquad b = \text{statistics of the batch},\; m = 0.1$$
 
 # %%
-calm, wild, often = (tcs.Federation(config, data) for _ in range(3))
+calm, wild, often = (lab.Training(config, data) for _ in range(3))
 for one in (calm, wild, often):
     one.load_state_dict(runs[local_steps[0]][0].state_dict())
-wild.statistics_NS.uniform_(1e5, 1e6, generator=tcs.generator_for(seed, 101))
+wild.statistics_NS.uniform_(1e5, 1e6, generator=lab.generator_for(seed, 101))
 for name, one in (("calm", calm), ("wild", wild)):
     one.epoch(epochs - 1)
     print(f"{name} statistics: test accuracy {100 * one.evaluate()['accuracy']:.1f} %")
@@ -470,5 +471,5 @@ surprised us: linear scaling is crude for long steps, {100 * gaps[-1]:.0f} % off
 # Next: `02_sparsification` leaves most entries of Δθ out.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
+print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
       f"{train_samples} images · n = 1 run for each H")  # fmt: skip

@@ -25,6 +25,7 @@ import math
 import textwrap
 
 import matplotlib.pyplot as plt
+import tcs_lab as lab
 import torch
 
 import tcs_core as tcs
@@ -61,11 +62,11 @@ samples_each = 48  # training images of one client there
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
-fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
-everything = tcs.load_dataset(dataset).resized(image_size)
+params = lab.notebook_params(globals(), complete=False)
+fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+everything = lab.load_dataset(dataset).resized(image_size)
 data = everything.first(train_samples, test_samples)
-base = tcs.RunConfig(scheme="FedAvg", **fields)
+base = lab.RunConfig(scheme="FedAvg", **fields)
 print(f"N = {clients} clients, {data.label} images, keeping {phi:.1%} of the entries")
 
 # %% [markdown]
@@ -90,7 +91,7 @@ for name in ("top-K", "rand-K"):
 
 # %%
 def train(scheme):
-    federation = tcs.Federation(dataclasses.replace(base, scheme=scheme), data)
+    federation = lab.Training(dataclasses.replace(base, scheme=scheme), data)
     accuracy, moved_D = [], torch.zeros(len(federation.theta_D), dtype=torch.bool)
     for epoch in range(epochs):
         for update_D in federation.rounds(epoch):
@@ -156,14 +157,14 @@ def draw_panel(axes, vectors, masks, title):
 start = D - sum(federation.flat.layer_sizes[-2:])  # the output layer: weights, then biases
 vectors = deltas_ND[:drawn_clients, start : start + drawn_entries]
 own = torch.stack([tcs.top_k_mask(vector, drawn_k) for vector in vectors])
-drawn = torch.randperm(drawn_entries, generator=tcs.generator_for(seed, 100))[:drawn_k]
+drawn = torch.randperm(drawn_entries, generator=lab.generator_for(seed, 100))[:drawn_k]
 shared = tcs.positions_to_mask(drawn.sort().values, drawn_entries).expand_as(own)
 drawing, panels = plt.subplots(2, 1, figsize=(8, 5), layout="constrained", sharex=True)
 draw_panel(panels[0], vectors, own, f"(a) top-K, K = {drawn_k}: every client its own entries")
 draw_panel(panels[1], vectors, shared, f"(b) rand-K, K = {drawn_k}: the same entries for all")
 panels[1].set_xlabel("entry of the update (framed: sent; colour: size within its row)")
 drawing.suptitle("Fig. 2: top-K and rand-K on a real update")
-tcs.save_figure(drawing, tcs.results_folder(profile) / "figure2")
+lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
 plt.show()
 
 # %% [markdown]
@@ -184,7 +185,7 @@ kept_share = {"top-K": [], "rand-K": []}
 for share in shares:
     k = tcs.kept(share, D)
     top = sum(float(s_D[tcs.top_k_positions(s_D, k)].sum() / s_D.sum()) for s_D in squares_ND) / N
-    rand_K = torch.randperm(D, generator=tcs.generator_for(seed, 101))[:k]
+    rand_K = torch.randperm(D, generator=lab.generator_for(seed, 101))[:k]
     rand = float((squares_ND[:, rand_K].sum(1) / squares_ND.sum(1)).mean())
     kept_share["top-K"].append(100 * top)
     kept_share["rand-K"].append(100 * rand)
@@ -192,9 +193,9 @@ for share in shares:
 # %%
 drawing, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
 for i, (name, values) in enumerate(kept_share.items()):
-    look = {"color": tcs.COLOURS[i + 1], "marker": tcs.MARKERS[i], "linestyle": tcs.DASHES[i]}
+    look = {"color": lab.COLOURS[i + 1], "marker": lab.figures.MARKERS[i], "linestyle": lab.figures.DASHES[i]}
     axes.plot([100 * share for share in shares], values, label=name, **look)
-axes.axvline(100 * phi, color=tcs.COLOURS[0], linestyle=":", label=f"φ = {phi:g}")
+axes.axvline(100 * phi, color=lab.COLOURS[0], linestyle=":", label=f"φ = {phi:g}")
 axes.set(xscale="log", xlabel="entries kept φ (%)", ylabel="squares of the update kept (%)")
 axes.set_title("How much of a client's update survives")
 axes.legend(frameon=False)
@@ -251,9 +252,9 @@ for name in ("top-K", "top-K, no errors kept"):
 size = {"figsize": (9.4, 3.8), "width_ratios": (3, 2), "layout": "constrained"}
 drawing, panels = plt.subplots(1, 2, **size)
 for i, (name, run) in enumerate(runs.items()):
-    look = {"color": tcs.COLOURS[i], "marker": tcs.MARKERS[i], "linestyle": tcs.DASHES[i % 4]}
+    look = {"color": lab.COLOURS[i], "marker": lab.figures.MARKERS[i], "linestyle": lab.figures.DASHES[i % 4]}
     panels[0].plot(range(1, epochs + 1), run["accuracy"], label=name, **look)
-    panels[1].barh(name, 100 * run["moved"], color=tcs.COLOURS[i])
+    panels[1].barh(name, 100 * run["moved"], color=lab.COLOURS[i])
 panels[0].set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Training at φ = {phi:g}")
 panels[1].set(xlabel="entries (%)", title="Entries of θ ever moved")
 panels[0].locator_params(axis="x", integer=True)
@@ -290,7 +291,7 @@ print(f"differences below {noise:.1f} % are within the noise of {test_samples} t
 # %%
 def way_down(scheme, n):
     config = dataclasses.replace(base, scheme=scheme, clients=n, epochs=2, warmup_epochs=1)
-    small = tcs.Federation(config, everything.first(n * samples_each, 1))
+    small = lab.Training(config, everything.first(n * samples_each, 1))
     updates = [update_D for epoch in range(2) for update_D in small.rounds(epoch)]
     shares = [float((u != 0).float().mean()) for u in updates[small.rounds_per_epoch :]]
     rule = small.compressor.rule
@@ -314,12 +315,12 @@ print("\n".join(lines))
 looks = {"top-K": r"bound $N\phi$", "TCS": r"bound $\phi_{global}+N\phi_{local}$"}
 drawing, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
 for i, (name, rows) in enumerate(down.items(), 1):
-    look = {"color": tcs.COLOURS[i], "marker": tcs.MARKERS[i], "linestyle": tcs.DASHES[i % 3]}
+    look = {"color": lab.COLOURS[i], "marker": lab.figures.MARKERS[i], "linestyle": lab.figures.DASHES[i % 3]}
     axes.plot(federation_sizes, [100 * row["last"] for row in rows], label=name, **look)
     if name in looks:
-        look = {"color": tcs.COLOURS[i], "linestyle": ":", "linewidth": 2, "label": looks[name]}
+        look = {"color": lab.COLOURS[i], "linestyle": ":", "linewidth": 2, "label": looks[name]}
         axes.plot(federation_sizes, [100 * row["bound"] for row in rows], **look)
-axes.axhline(100 * phi, color=tcs.COLOURS[7], label="rand-K")
+axes.axhline(100 * phi, color=lab.COLOURS[7], label="rand-K")
 axes.set(xlabel="clients N", ylabel="entries (%)", title="The way down", xticks=federation_sizes)
 axes.legend(frameon=False)
 plt.show()
@@ -371,8 +372,8 @@ drawing, panels = plt.subplots(1, 2, figsize=(9.4, 3.8), layout="constrained", s
 shares = torch.logspace(-0.4, -4, 50)
 for panel, q in zip(panels, (32, 5), strict=True):
     total, here = q + torch.log2(1 / shares) + 2, math.log2(1 / phi) + 2
-    panel.fill_between(shares, 0, q, color=tcs.COLOURS[1], lw=0, label="value")
-    panel.fill_between(shares, q, total, color=tcs.COLOURS[5], lw=0, label="position, formula")
+    panel.fill_between(shares, 0, q, color=lab.COLOURS[1], lw=0, label="value")
+    panel.fill_between(shares, q, total, color=lab.COLOURS[5], lw=0, label="position, formula")
     panel.plot(list(code), [q + bits for bits in code.values()], "ok", label="value + real code")
     panel.set(xscale="log", xlim=(0.4, 1e-4), ylim=(0, 56), xlabel="share kept φ")
     panel.set_title(f"q = {q}: positions {here / (q + here):.0%} at φ = {phi:g}")
@@ -446,5 +447,5 @@ surprised us: it is kept errors that fill top-K's way down, from {100 * top["fir
 # Next: `03_tcs` looks at how much of one round's mask is in the next.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
+print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
       f"{train_samples} images · n = 1 run a scheme")  # fmt: skip

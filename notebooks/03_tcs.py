@@ -26,6 +26,7 @@ import inspect
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 
@@ -62,13 +63,13 @@ lags = [1, 2, 3, 5, 10, 20, 50]  # distances in rounds at which masks are compar
 seed = 0  # of everything random
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
-fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+params = lab.notebook_params(globals(), complete=False)
+fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
-config = tcs.RunConfig(scheme, **fields)
-data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
-probe = tcs.Federation(config, data)
+config = lab.RunConfig(scheme, **fields)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+probe = lab.Training(config, data)
 dimension, layer_sizes = len(probe.theta_D), probe.flat.layer_sizes
 k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_local
 print(f"D = {dimension:,} parameters, K_global = {k_global}, K_local = {k_local}, N = {clients}")
@@ -200,7 +201,7 @@ for number in range(2, 7):
 
 # %%
 def follow(scheme):
-    federation = tcs.Federation(dataclasses.replace(config, scheme=scheme), data)
+    federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
     seen = {"support": [], "mask": [], "loss": []}
     for epoch in range(epochs):
         for update_D in federation.rounds(epoch):
@@ -241,8 +242,8 @@ print(
 
 # %%
 def line(i, every=None, dash=0):
-    look = {"color": tcs.COLOURS[i], "linestyle": tcs.DASHES[dash], "linewidth": 1.5}
-    return look | ({"marker": tcs.MARKERS[i], "markersize": 5, "markevery": every} if every else {})
+    look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[dash], "linewidth": 1.5}
+    return look | ({"marker": lab.figures.MARKERS[i], "markersize": 5, "markevery": every} if every else {})
 
 
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
@@ -322,7 +323,7 @@ print(
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 for name in ("top-K", "TCS"):
-    look = tcs.curve_style(name) | {"markersize": 5, "markevery": 12}
+    look = lab.curve_style(name) | {"markersize": 5, "markevery": 12}
     axes.plot(rounds, 100 * shares[name], label=name, **look)
 limit = 100 * bound / dimension
 axes.axhline(limit, label="TCS, bound", **line(0, dash=3))
@@ -351,7 +352,7 @@ runs["dense (FedAvg)"] = dense
 order = ["no local mask", "no error accumulation", "TCS", "top-K", larger, "dense (FedAvg)"]
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
 for name in order:
-    look = tcs.curve_style(name, order) | {"markersize": 5}
+    look = lab.curve_style(name, order) | {"markersize": 5}
     axes.plot(range(1, epochs + 1), runs[name]["loss"], label=name, **look)
 axes.set(title="Training loss, parts of TCS taken away", xlabel="epoch", ylabel="cross-entropy")
 axes.grid(alpha=0.25)
@@ -368,7 +369,7 @@ table = pd.DataFrame({
     "places ever in the mask": [f"{masks[n].any(0).sum():,}" for n in order],
     "entries in the update, %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
 })  # fmt: skip
-display(Markdown(tcs.markdown(table)))
+display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
 # You should see all runs alike in the dense warm-up, and then drift apart; the first three of the
@@ -388,7 +389,7 @@ display(Markdown(tcs.markdown(table)))
 
 # %%
 shown = {
-    name: tcs.curve_style(name, order) | {"markersize": 5}
+    name: lab.curve_style(name, order) | {"markersize": 5}
     for name in ("dense (FedAvg)", "no error accumulation", "TCS")
 }
 usable = [lag for lag in lags if lag < len(masks["TCS"])]
@@ -452,7 +453,7 @@ def pile(errors_ND, deltas_ND, places):
 
 
 # %%
-federation, piles = tcs.Federation(config, data), []
+federation, piles = lab.Training(config, data), []
 errors_ND, older_D, old_D = federation.compressor.errors_ND.clone(), None, None
 for epoch in range(warmup_epochs + 3):
     for update_D in federation.rounds(epoch):
@@ -523,4 +524,4 @@ display(Markdown(f"""
 # `phi_local = 1e-4`, where the mask has no choice but to change slowly.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · n = 1")
+print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · n = 1")

@@ -27,6 +27,7 @@ import statistics
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 
@@ -62,11 +63,11 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals(), complete=False)
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
-(config,) = tcs.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
-data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
-federation = tcs.Federation(config, data)
+(config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+federation = lab.Training(config, data)
 names = [name for name, _ in federation.flat.model.named_parameters()]
 layer_sizes, dimension = federation.flat.layer_sizes, len(federation.theta_D)
 sizes_L = torch.tensor(layer_sizes)
@@ -115,7 +116,7 @@ axes = share_axes("Dense updates: share of each layer among the K largest", phi_
 for i, kind in enumerate(["norms, biases", "weights"]):
     chosen = [n for n, k in enumerate(kinds) if k == kind]
     points = 100 * (top_k_L / sizes_L)[chosen]
-    look = {"color": tcs.COLOURS[(6, 1)[i]], "marker": "os"[i], "linestyle": ("", "-")[i]}
+    look = {"color": lab.COLOURS[(6, 1)[i]], "marker": "os"[i], "linestyle": ("", "-")[i]}
     axes.plot([n + 1 for n in chosen], points, label=kind, **look)
 axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
@@ -133,7 +134,7 @@ table = table.groupby("part", sort=False).sum() / [dimension, k_global]
 table.loc["head + input"] = table.loc["head"] + table.loc["input"]
 shown = table.map(lambda share: f"{100 * share:.1f} %").reset_index()
 display(
-    Markdown(tcs.markdown(shown.set_axis(["part", "of all parameters", "of the budget"], axis=1)))
+    Markdown(lab.markdown(shown.set_axis(["part", "of all parameters", "of the budget"], axis=1)))
 )
 
 # %% [markdown]
@@ -197,9 +198,9 @@ for name, network in models.items():
 
 # %%
 def federation_of(name, eta, seed, **changes):
-    (config,) = tcs.plan(params | {"schemes": [name], "seeds": [seed], "learning_rate": eta})
+    (config,) = lab.plan(params | {"schemes": [name], "seeds": [seed], "learning_rate": eta})
     scheme = dataclasses.replace(config.scheme, **changes)
-    return tcs.Federation(dataclasses.replace(config, scheme=scheme), data)
+    return lab.Training(dataclasses.replace(config, scheme=scheme), data)
 
 
 MASK, EXPLORED = 0, 1  # what `watch` counts in every sparse round, second axis of its counts
@@ -226,7 +227,7 @@ seen = {name: runs[name, first[0]][0][0] for name in schemes}
 
 # %%
 def look(i):
-    return tcs.curve_style(schemes[i], schemes) | {"markersize": 4, "label": schemes[i]}
+    return lab.curve_style(schemes[i], schemes) | {"markersize": 4, "label": schemes[i]}
 
 
 def draw(which, uniform, title):
@@ -325,7 +326,7 @@ head = [
     "paper, gain",
     "ours, gain ± half of its 95 % interval",
 ]
-display(Markdown(tcs.markdown(pd.DataFrame(rows, columns=head))))
+display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %%
 figure = plt.figure(figsize=(7.6, 3.2))
@@ -400,5 +401,5 @@ display(Markdown(f"""
 # Tables 1 and 2 in a larger profile (`08_tables_and_curves`). Next: `05_global_momentum`.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
+print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
 print(f"n = {len(trials)}")

@@ -28,6 +28,7 @@ import statistics
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 
@@ -64,16 +65,16 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
-fields = {k: v for k, v in params.items() if k in tcs.RUN_KEYS} | {"device": "cpu"}
+params = lab.notebook_params(globals(), complete=False)
+fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"device": "cpu"}
 trials = range(seeds) if isinstance(seeds, int) else seeds
 sparse = {"phi_global": phi_global, "phi_local": phi_local}
 sparse |= {"value_bits": value_bits, "local_steps": local_steps}
-plain = tcs.RunConfig(tcs.Scheme.named("TCS", **sparse), seed=trials[0], **fields)
+plain = lab.RunConfig(tcs.Scheme.named("TCS", **sparse), seed=trials[0], **fields)
 named = tcs.Scheme.named("TCS-Global Momentum", **sparse, momentum=momentum)
 config = dataclasses.replace(plain, scheme=named)
-data = tcs.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
-probe = tcs.Federation(config, data)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+probe = lab.Training(config, data)
 print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g}")
 
 # %% [markdown]
@@ -98,7 +99,7 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 # error accumulation, all as before. The whole round in the core:
 
 # %%
-print(inspect.getsource(tcs.Federation.round))
+print(inspect.getsource(lab.Training.round))
 
 # %% [markdown]
 # You should see that without momentum a factor, −η, turns gradients into a model difference before the
@@ -139,7 +140,7 @@ for name, path in paths.items():
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.4))
 for i, name in enumerate(["torch.optim.SGD", *rules]):
-    look = {"color": tcs.COLOURS[i], "linestyle": tcs.DASHES[i], "marker": tcs.MARKERS[i]}
+    look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[i], "marker": lab.figures.MARKERS[i]}
     if name == "torch.optim.SGD":
         look |= {"linestyle": "", "markerfacecolor": "none", "markersize": 8}
     axes.plot(paths[name], label=name, markevery=3, **({"markersize": 4} | look))
@@ -162,7 +163,7 @@ plt.show()
 
 # %%
 def gap_to_torch(config):
-    federation = tcs.Federation(config, data)
+    federation = lab.Training(config, data)
     copy_D = torch.nn.Parameter(federation.theta_D.clone())
     optimizer = torch.optim.SGD([copy_D], lr=1.0, momentum=config.scheme.momentum)
     gap, count = 0.0, federation.rounds_per_epoch
@@ -200,7 +201,7 @@ print(
 # And there are two ways to choose a mask: from $\tilde g$, as line 5 does, or from $w$. We follow both.
 
 # %%
-federation, memory, masks = tcs.Federation(config, data), [], {"g": [], "w": []}
+federation, memory, masks = lab.Training(config, data), [], {"g": [], "w": []}
 k_global = federation.compressor.rule.k_global
 for epoch in range(epochs):
     for update_D in federation.rounds(epoch):
@@ -227,9 +228,9 @@ print(f"successive masks share {common['g']:.0%} of S_top(g), {common['w']:.0%} 
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 start = federation.rounds_per_epoch * epochs - len(memory)
 rounds = range(start + 1, start + len(memory) + 1)
-axes.plot(rounds, memory, label="memory: step outside the update", color=tcs.COLOURS[0])
+axes.plot(rounds, memory, label="memory: step outside the update", color=lab.COLOURS[0])
 for i, name in enumerate(masks):
-    look = {"color": tcs.COLOURS[i + 1], "linestyle": tcs.DASHES[i + 1], "marker": "s^"[i]}
+    look = {"color": lab.COLOURS[i + 1], "linestyle": lab.figures.DASHES[i + 1], "marker": "s^"[i]}
     label = f"S_top({name}) in common with the round before"
     axes.plot(rounds[1:], in_common(masks[name]), label=label, markevery=6, markersize=5, **look)
 axes.set(title="Momentum under TCS", xlabel="round", ylabel="share", ylim=(0, 1.45))
@@ -256,8 +257,8 @@ def train(name, factor, seed):
     kind = {} if name.startswith("Baseline") else sparse
     kind = kind | ({"momentum": momentum} if name.endswith("omentum") else {})
     scaled = {k: factor * fields[k] for k in ("learning_rate", "warmup_learning_rate")}
-    chosen = tcs.RunConfig(tcs.Scheme.named(name, **kind), seed=seed, **(fields | scaled))
-    federation, losses = tcs.Federation(chosen, data), []
+    chosen = lab.RunConfig(tcs.Scheme.named(name, **kind), seed=seed, **(fields | scaled))
+    federation, losses = lab.Training(chosen, data), []
     for epoch in range(epochs):
         losses.append(federation.epoch(epoch)["train_loss"])
     accuracy = 100 * federation.evaluate()["accuracy"]
@@ -303,12 +304,12 @@ for label, group in runs.items():
     row += ["–" if label.startswith("Baseline") else f"{group[0][2]:,}"]
     rows.append(row)
 head = ["scheme", "paper, %", "ours, %", "training loss", "gain and 95 %", "bits of a message up"]
-display(Markdown(tcs.markdown(pd.DataFrame(rows, columns=head))))
+display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
 for i, (label, group) in enumerate(runs.items()):
-    look = {"color": tcs.COLOURS[i], "linestyle": tcs.DASHES[i % 4], "marker": tcs.MARKERS[i]}
+    look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[i % 4], "marker": lab.figures.MARKERS[i]}
     losses = torch.tensor([run[0] for run in group]).mean(0)
     axes.plot(range(1, epochs + 1), losses, label=label, markersize=5, **look)
 axes.set(title=f"Training loss, mean of {len(trials)}", xlabel="epoch", ylabel="cross-entropy")
@@ -384,5 +385,5 @@ display(Markdown(f"""
 # positions into bits. Try here: `momentum = 0.5`, `value_bits = 5`, `clients = 10`.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
+print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
 print(f"n = {len(trials)}")

@@ -25,6 +25,7 @@ import math
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 
@@ -50,7 +51,7 @@ phi_steps = 81  # how many shares in between
 seed = 0  # of the random positions
 
 # %%
-tcs.check_notebook_params(globals())
+lab.check_notebook_params(globals())
 block = round(1 / phi)  # entries in a block
 width = tcs.intra_block_bits(block)  # bits of a place inside a block
 positions_K = torch.tensor(positions) - 1  # the core counts from zero
@@ -104,9 +105,9 @@ def walk(code: str, block: int):
 
 # %%
 KINDS = {
-    "f": ("flag: an entry follows", tcs.COLOURS[3], ""),
-    "p": ("place inside the block", tcs.COLOURS[5], "////"),
-    "e": ("end of a block", tcs.COLOURS[6], "...."),
+    "f": ("flag: an entry follows", lab.COLOURS[3], ""),
+    "p": ("place inside the block", lab.COLOURS[5], "////"),
+    "e": ("end of a block", lab.COLOURS[6], "...."),
 }
 steps = list(walk(code, block))
 kinds = "".join("e" if step[3] is None else "f" + "p" * width for step in steps)
@@ -266,10 +267,10 @@ print(f"counted minus formula: {above.min():+.2f} to {above.max():+.2f} bits a p
 
 # %%
 LINES = {
-    "log2_d": ("plain index, log₂ d", tcs.COLOURS[7], ":"),
-    "bitmap": ("bitmap, 1/φ", tcs.COLOURS[1], "--"),
-    "formula": ("formula, log₂(1/φ) + 2", tcs.COLOURS[0], "-."),
-    "entropy": ("entropy bound, H₂(φ)/φ", tcs.COLOURS[3], (0, (6, 1, 1, 1, 1, 1))),
+    "log2_d": ("plain index, log₂ d", lab.COLOURS[7], ":"),
+    "bitmap": ("bitmap, 1/φ", lab.COLOURS[1], "--"),
+    "formula": ("formula, log₂(1/φ) + 2", lab.COLOURS[0], "-."),
+    "entropy": ("entropy bound, H₂(φ)/φ", lab.COLOURS[3], (0, (6, 1, 1, 1, 1, 1))),
 }
 
 
@@ -278,7 +279,7 @@ def curves(ax, table: pd.DataFrame, every: int, title: str) -> None:
     """Counted bits as points on a line, yardsticks as lines, over phi."""
     for column, (label, colour, dash) in LINES.items():
         ax.plot(table["phi"], table[column], color=colour, linestyle=dash, label=label)
-    style = {"color": tcs.COLOURS[2], "marker": "o", "markersize": 4, "markevery": every}
+    style = {"color": lab.COLOURS[2], "marker": "o", "markersize": 4, "markevery": every}
     ax.plot(table["phi"], table["counted"], **style, linewidth=1, label="counted, Alg. 4")
     ax.set(xlabel="share of kept entries, φ", ylabel="bits per position", title=title)
     ax.grid(alpha=0.25)
@@ -339,7 +340,7 @@ def position_share(name: str) -> dict[str, str]:
 
 paper_d = sum(p.numel() for p in tcs.resnet18().parameters())
 names = ["TCS", "top-K", "TCS-Q5", "top-K-Q5"]
-display(Markdown(tcs.markdown(pd.DataFrame([position_share(name) for name in names]))))
+display(Markdown(lab.markdown(pd.DataFrame([position_share(name) for name in names]))))
 
 # %% [markdown]
 # You should see the reason for both halves of the paper: once values take 5 bits, positions are most of
@@ -383,7 +384,7 @@ for power in range(2, 14):
 assert above.abs().max() <= 1.0, f"{above.abs().max():.3f} bits off"
 
 # %%
-sizes = tcs.read_params([tcs.ROOT / f"params/{profile}.yaml"])
+sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"])
 small = tcs.build_model(sizes["model"], sizes["width"])
 small_d = sum(p.numel() for p in small.parameters())
 for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.items():
@@ -422,5 +423,5 @@ print(f"at 0.25; the code is as good or better again from {wins.min():.3f} to {w
 
 # %%
 print(
-    f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · no data set · n = {phi_steps} shares"
+    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · no data set · n = {phi_steps} shares"
 )

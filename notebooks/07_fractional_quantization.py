@@ -26,6 +26,7 @@ import math
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 
@@ -54,12 +55,12 @@ compared_bits = [1, 2, 3, 4, 5, 6, 7, 8]  # q of the comparison
 cut = 1e-3  # values below this share of the largest one are dropped in one experiment
 
 # %%
-tcs.check_notebook_params(globals())
+lab.check_notebook_params(globals())
 scheme = tcs.Scheme.named(f"TCS-Q{value_bits}", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}
 schedule = {"epochs": epochs, "warmup_epochs": 1, "reference_batch": None}
-config = tcs.RunConfig(scheme, learning_rate, seed, profile, **sizes, **schedule)
-data = tcs.load_dataset("synthetic").first(train_samples, test_samples)
+config = lab.RunConfig(scheme, learning_rate, seed, profile, **sizes, **schedule)
+data = lab.load_dataset("synthetic").first(train_samples, test_samples)
 P = scheme.intervals
 print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval, 1 for the sign")
 
@@ -82,7 +83,7 @@ def look(federation, before_ND, global_K) -> list[tuple]:
 
 
 # %%
-federation, all_sent = tcs.Federation(config, data), []
+federation, all_sent = lab.Training(config, data), []
 compressor, before_ND, global_K = federation.compressor, None, None
 for epoch in range(epochs):
     for update_D in federation.rounds(epoch):
@@ -134,15 +135,15 @@ low, high = float(size[size > 0].min()), float(size.max())
 bins = torch.logspace(math.log10(low), math.log10(high) + 0.001, 64).tolist()
 parts = [size[: len(global_K)].tolist(), size[len(global_K) :].tolist()]
 ends = [low, *edges.tolist(), high]
-masks = {"color": [tcs.COLOURS[6], tcs.COLOURS[0]], "label": ["global mask", "local mask"]}
+masks = {"color": [lab.COLOURS[6], lab.COLOURS[0]], "label": ["global mask", "local mask"]}
 
 # %%
 fig, ax = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
 ax.hist(parts, bins, stacked=True, **masks)
-lines = {"color": tcs.COLOURS[7], "lw": 1, "ls": "--", "transform": ax.get_xaxis_transform()}
+lines = {"color": lab.COLOURS[7], "lw": 1, "ls": "--", "transform": ax.get_xaxis_transform()}
 ax.vlines(ends, 0, 1, **lines, label="interval edges", zorder=0)
 marks = {"marker": "^", "ls": "", "ms": 9, "mec": "black", "clip_on": False, "zorder": 5}
-ax.plot(filled, [0] * len(filled), **marks, color=tcs.COLOURS[5], label="means")
+ax.plot(filled, [0] * len(filled), **marks, color=lab.COLOURS[5], label="means")
 ax.set(xscale="log", xlabel="magnitude |u| (log scale)", ylabel="values in the message")
 ax.set(title=f"What client 0 sends in the last round: {K} values, {P} intervals")
 fig.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -165,7 +166,7 @@ table = [
      "received": f"{got:.2e}", "off by": f"{got / value - 1:+.0%}"}
     for value, code, got in lines
 ]  # fmt: skip
-display(Markdown(tcs.markdown(pd.DataFrame(table))))
+display(Markdown(lab.markdown(pd.DataFrame(table))))
 side = 32 * P
 print(f"values: {value_bits * K + side:,} bits instead of {32 * K:,}; {side} of them are the means")
 
@@ -185,9 +186,9 @@ print(f"values: {value_bits * K + side:,} bits instead of {32 * K:,}; {side} of 
 # %%
 fig, ax = plt.subplots(figsize=(8.4, 3.8), layout="constrained")
 off = 100 * (received / u - 1)[u != 0]
-ax.plot(u[u != 0].abs(), off, ls="", marker="o", ms=3, color=tcs.COLOURS[2], label="a value sent")
-ax.axhline(100 * gamma, color=tcs.COLOURS[0], ls="--", label="+γ = (1 − σ)/σ, the bound")
-ax.axhline(-100 * (1 - sigma), color=tcs.COLOURS[3], ls="-.", label="−(1 − σ)")
+ax.plot(u[u != 0].abs(), off, ls="", marker="o", ms=3, color=lab.COLOURS[2], label="a value sent")
+ax.axhline(100 * gamma, color=lab.COLOURS[0], ls="--", label="+γ = (1 − σ)/σ, the bound")
+ax.axhline(-100 * (1 - sigma), color=lab.COLOURS[3], ls="-.", label="−(1 − σ)")
 for edge in edges:
     ax.axvline(edge, color="#BBBBBB", lw=0.6, zorder=0)
 ax.set(xscale="log", xlabel="magnitude |u| (log scale)", ylabel="(Q(u) − u) / u  (%)")
@@ -289,7 +290,7 @@ result = pd.DataFrame([measured(method, q) for method in methods for q in compar
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
 for i, (name, part) in enumerate(result.groupby("method", sort=False)):
-    style = {"color": tcs.COLOURS[i], "ls": tcs.DASHES[i], "marker": tcs.MARKERS[i]}
+    style = {"color": lab.COLOURS[i], "ls": lab.figures.DASHES[i], "marker": lab.figures.MARKERS[i]}
     for ax, column in zip(axes, ("vector", "tail"), strict=True):
         _ = ax.plot(part["bits"], 100 * part[column], **style, ms=5, label=name.replace("_", " "))
 axes[0].set(title="whole message", ylabel="‖Q(u) − u‖ / ‖u‖  (%)")
@@ -308,7 +309,7 @@ text = pd.DataFrame({"quantizer": short["name"]})
 text["bits per value"] = short["bits"].map("{:.2f}".format)
 text["vector error %"] = (100 * short["vector"]).map("{:.1f}".format)
 text["95 % of values within %"] = (100 * short["tail"]).map("{:,.1f}".format)
-display(Markdown(tcs.markdown(text)))
+display(Markdown(lab.markdown(text)))
 
 # %% [markdown]
 # You should see two different winners. For the message as a whole (left), *uniform* is ahead from two bits on: the
@@ -432,6 +433,6 @@ for q in sorted({3, value_bits} & set(compared_bits)):
 
 # %%
 print(
-    f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
+    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
     f"n = {len(all_sent)} messages, 1 run"
 )

@@ -21,9 +21,8 @@
 # *Run time*: about 30 s here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
 
 # %%
+import tcs_lab as lab
 from IPython.display import Image, Markdown, display
-
-import tcs_core as tcs
 
 # %% [markdown]
 # ## Parameters
@@ -90,14 +89,14 @@ only_recorded = False  # True: make no run, draw the finished records that are t
 # from the records that are there; each row says its n.
 
 # %%
-params = tcs.notebook_params(globals())
-configs = tcs.plan(params)
-folder = tcs.results_folder(profile)
+params = lab.notebook_params(globals())
+configs = lab.plan(params)
+folder = lab.results_folder(profile)
 print(f"{len(configs)} runs of {epochs} epochs; records in results/{profile}/runs/")
 
 # %%
-there = list(tcs.recorded(configs).values())
-records = there if only_recorded else tcs.run_all(configs, jobs=jobs)
+there = list(lab.recorded(configs).values())
+records = there if only_recorded else lab.run_all(configs, jobs=jobs)
 print(f"{len(records)} records")
 
 # %% [markdown]
@@ -113,9 +112,9 @@ print(f"{len(records)} records")
 # message. Small models pay visibly for the quantizer's 16 means and for whole numbers K.
 
 # %%
-summary = tcs.summary(records, paper)
-tcs.save_table(summary, folder / f"table{table}", title)
-display(Markdown(f"**{title}**\n\n{tcs.markdown(tcs.readable(summary))}"))
+summary = lab.summary(records, paper)
+lab.save_table(summary, folder / f"table{table}", title)
+display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
 # You should see one row a scheme, in the paper's order: the paper's accuracy beside ours with the number of
@@ -125,8 +124,8 @@ display(Markdown(f"**{title}**\n\n{tcs.markdown(tcs.readable(summary))}"))
 
 # %%
 label = records[0]["provenance"]["dataset"]
-drawn = tcs.accuracy_figure(records, f"Fig. {figure}: test accuracy, {label}, profile {profile}")
-tcs.save_figure(drawn, folder / f"figure{figure}")
+drawn = lab.accuracy_figure(records, f"Fig. {figure}: test accuracy, {label}, profile {profile}")
+lab.save_figure(drawn, folder / f"figure{figure}")
 display(Image(filename=str(folder / f"figure{figure}.png"), width=700))
 
 # %% [markdown]

@@ -27,6 +27,7 @@ import inspect
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Image, Markdown, display
 
@@ -50,9 +51,9 @@ data_root = None  # where the images are, for profiles that need a folder or a t
 jobs = 1  # runs side by side
 
 # %%
-tcs.check_notebook_params(globals())
-files = [tcs.ROOT / "params/table1.yaml", tcs.ROOT / f"params/{profile}.yaml"]
-params = tcs.read_params(files) | {"seeds": seeds, "jobs": jobs, "data_root": data_root}
+lab.check_notebook_params(globals())
+files = [lab.ROOT / "params/table1.yaml", lab.ROOT / f"params/{profile}.yaml"]
+params = lab.read_params(files) | {"seeds": seeds, "jobs": jobs, "data_root": data_root}
 print(
     f"{params['dataset']}, {params['model']} of width {params['width']}, {params['epochs']} epochs"
 )
@@ -145,11 +146,11 @@ class Peek(tcs.TCS):
 
 
 # %%
-def federation_of(name: str) -> tcs.Federation:
+def federation_of(name: str) -> lab.Training:
     """One federation of the profile's size, before its first round."""
-    config = tcs.plan(params | {"schemes": [name], "seeds": 1})[0]
-    data = tcs.load_dataset(config.dataset, config.data_root, config.data_label)
-    return tcs.Federation(config, data.first(config.train_samples, config.test_samples))
+    config = lab.plan(params | {"schemes": [name], "seeds": 1})[0]
+    data = lab.load_dataset(config.dataset, config.data_root, config.data_label)
+    return lab.Training(config, data.first(config.train_samples, config.test_samples))
 
 
 # %%
@@ -181,9 +182,9 @@ for name, rounds in followed.items():
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
 for i, name in enumerate(("TCS", "TCS-Average")):
     rounds = followed[name].iloc[1:]
-    style = {"color": tcs.COLOURS[i + 1], "ls": tcs.DASHES[i], "marker": tcs.MARKERS[i], "ms": 4}
+    style = {"color": lab.COLOURS[i + 1], "ls": lab.figures.DASHES[i], "marker": lab.figures.MARKERS[i], "ms": 4}
     _ = ax.plot(rounds.index + 1, rounds["stay"], **style, label=name)
-ax.axvline(rounds["dense"].sum() + 1.5, color=tcs.COLOURS[7], ls=":", label="sparse rounds begin")
+ax.axvline(rounds["dense"].sum() + 1.5, color=lab.COLOURS[7], ls=":", label="sparse rounds begin")
 ax.set(title="How much of the shared mask stays from one round to the next")
 ax.set(xlabel="round", ylabel="positions that stay (%)", ylim=(0, 105))
 ax.grid(alpha=0.25)
@@ -204,18 +205,18 @@ plt.show()
 # are made again.
 
 # %%
-configs = tcs.plan(params | {"schemes": own + beside})
+configs = lab.plan(params | {"schemes": own + beside})
 print(f"{len(configs)} runs: {len(own) + len(beside)} schemes, {seeds} trial(s) each")
 
 # %%
-records = tcs.run_all(configs, jobs=jobs)
+records = lab.run_all(configs, jobs=jobs)
 
 # %%
-summary = tcs.summary(records, params["paper"])
+summary = lab.summary(records, params["paper"])
 title = f"Own schemes beside those of Table 1, profile {profile}"
-folder = tcs.results_folder(profile)
-tcs.save_table(summary, folder / "own_schemes", title)
-display(Markdown(f"**{title}**\n\n{tcs.markdown(tcs.readable(summary))}"))
+folder = lab.results_folder(profile)
+lab.save_table(summary, folder / "own_schemes", title)
+display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
 # You should see the own schemes on top, with the paper's columns empty, and every bit counted: by the formula
@@ -223,8 +224,8 @@ display(Markdown(f"**{title}**\n\n{tcs.markdown(tcs.readable(summary))}"))
 
 # %%
 label = records[0]["provenance"]["dataset"]
-drawn = tcs.accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
-tcs.save_figure(drawn, folder / "own_schemes")
+drawn = lab.accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
+lab.save_figure(drawn, folder / "own_schemes")
 display(Image(filename=str(folder / "own_schemes.png"), width=700))
 
 # %% [markdown]
@@ -240,11 +241,11 @@ display(Image(filename=str(folder / "own_schemes.png"), width=700))
 rows = []
 for record in records[: seeds * len(own) : seeds]:
     name, d = record["config"]["scheme"]["name"], record["dimension"]
-    sent = tcs.bits_per_parameter(record)
+    sent = lab.bits_per_parameter(record)
     counts = [tcs.bit_budget(name), tcs.bit_budget(name, d), sent["uplink"], sent["downlink"]]
     columns = ["formula", f"at D = {d:,}", "sent up", "sent down"]
     rows.append({"scheme": name} | dict(zip(columns, (f"{c:.4f}" for c in counts), strict=True)))
-display(Markdown(tcs.markdown(pd.DataFrame(rows))))
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # You should see the second and third count close together for `TCS-Average`, with and without suffixes: the
@@ -313,4 +314,4 @@ for name in ("TCS", "TCS-Average"):
 
 # %%
 made = records[0]["provenance"]
-print(f"core {tcs.core_sha256()[:12]} · torch {made['torch']} · {label} · n = {seeds}")
+print(f"core {lab.core_sha256()[:12]} · torch {made['torch']} · {label} · n = {seeds}")

@@ -32,6 +32,7 @@ import zlib
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from matplotlib.ticker import LogLocator, NullLocator
@@ -79,10 +80,10 @@ targets = [0.5, 0.6, 0.65]  # accuracies whose time is asked for
 links = [1, 10, 100]  # Mbit/s
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
-configs = [c for c in tcs.plan(params) if not c.scheme.centralized]
+params = lab.notebook_params(globals(), complete=False)
+configs = [c for c in lab.plan(params) if not c.scheme.centralized]
 configs = [dataclasses.replace(c, wire=True) for c in configs]
-data = tcs.load_dataset(dataset, params.get("data_root"), params.get("data_label"))
+data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))
 data = data.first(message_samples, test_samples)
 print(f"{len(configs)} runs, each twice: on messages of real bytes, and on counts")
 
@@ -95,7 +96,7 @@ print(f"{len(configs)} runs, each twice: on messages of real bytes, and on count
 # %%
 scheme = tcs.Scheme.named("TCS-Q5")
 config = dataclasses.replace(configs[0], scheme=scheme, width=message_width, participation=1.0)
-federation = tcs.Federation(config, data)
+federation = lab.Training(config, data)
 compressor = federation.compressor
 
 
@@ -149,7 +150,7 @@ rest = [(16, side, "means", f"{scheme.intervals} floats"),
         (len(block) - 4, len(block), "checksum", "CRC-32 of all before it")]  # fmt: skip
 rows += [{"bytes": f"{a}–{b - 1}", "hex": block[a : min(b, a + 4)].hex(" ") + " …" * (b > a + 4),
           "field": name, "value": value} for a, b, name, value in rest]  # fmt: skip
-display(Markdown(tcs.markdown(pd.DataFrame(rows))))
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # You should see sixteen bytes of header, the means, one stream of bits and a checksum. The receiver
@@ -299,11 +300,11 @@ anatomy = pd.DataFrame(
 assert all(anatomy.iloc[0, 1:3] >= tcs.OVERHEAD_BYTES) and anatomy.iloc[0, 2] == tcs.OVERHEAD_BYTES
 assert math.isclose(anatomy["paper's formula"].sum(), tcs.bit_budget(scheme) * D / 8)
 text = pd.concat([anatomy, anatomy.sum().to_frame("all").T]).map("{:,.1f}".format)
-display(Markdown(tcs.markdown(text.reset_index(names="bytes"))))
+display(Markdown(lab.markdown(text.reset_index(names="bytes"))))
 
 # %%
 fig, ax = plt.subplots(figsize=(8.8, 3.6), layout="constrained")
-shades = [tcs.COLOURS[i] for i in (7, 4, 0, 1, 6, 5)]
+shades = [lab.COLOURS[i] for i in (7, 4, 0, 1, 6, 5)]
 hatches, left = ["", "....", "", "", "\\\\\\\\", "////"], pd.Series(0.0, anatomy.columns)
 for (name, sizes), colour, hatch in zip(anatomy.iterrows(), shades, hatches, strict=True):
     _ = ax.barh(
@@ -342,14 +343,14 @@ for name, number in zip(names, bits, strict=True):
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 3.8), layout="constrained")
 for i, (name, count) in enumerate(zip(names, counts, strict=True)):
-    bars = {"width": 0.4, "color": tcs.COLOURS[(6, 0)[i]], "label": name}
+    bars = {"width": 0.4, "color": lab.COLOURS[(6, 0)[i]], "label": name}
     _ = axes[0].bar(torch.arange(P) + 0.8 + 0.4 * i, 100 * count / count.sum(), **bars)
-axes[0].axhline(100 / P, color=tcs.COLOURS[2], ls="--", label="equally likely")
+axes[0].axhline(100 / P, color=lab.COLOURS[2], ls="--", label="equally likely")
 axes[0].set(xlabel="interval p (1: largest values)", ylabel="share of the values (%)")
 axes[0].set(title="Intervals of one message", xticks=range(1, P + 1, 3))
 x = torch.arange(len(ends_L))
-style = {"color": tcs.COLOURS[2], "marker": "_", "ls": "", "ms": 9, "mew": 2}
-_ = axes[1].bar(x, 100 * found_L, color=tcs.COLOURS[0], label="own positions")
+style = {"color": lab.COLOURS[2], "marker": "_", "ls": "", "ms": 9, "mew": 2}
+_ = axes[1].bar(x, 100 * found_L, color=lab.COLOURS[0], label="own positions")
 _ = axes[1].plot(x, 100 * expected_L, **style, label="if all entries were equally likely")
 axes[1].set(xlabel="layer (parameter tensor), in order", ylabel="share (%)")
 axes[1].set(title=f"Own positions of {clients} clients by layer")
@@ -433,7 +434,7 @@ print(
 # %%
 fig, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
 for i, name in enumerate(losses):
-    style = {"color": tcs.COLOURS[i + 1], "marker": tcs.MARKERS[i], "ls": tcs.DASHES[i]}
+    style = {"color": lab.COLOURS[i + 1], "marker": lab.figures.MARKERS[i], "ls": lab.figures.DASHES[i]}
     _ = ax.plot(widths, 100 * losses[name], **style, label=name)
 ax.set(
     yscale="log", xlabel="bits a value, q (one is the sign)", ylabel="squared error (%, log scale)"
@@ -457,9 +458,9 @@ plt.show()
 
 # %%
 with tempfile.TemporaryDirectory() as fresh:  # no record is reused: it is this code that is checked
-    wired = tcs.run_all(configs, fresh, jobs=jobs, progress=False)
+    wired = lab.run_all(configs, fresh, jobs=jobs, progress=False)
     counted = [dataclasses.replace(config, wire=False) for config in configs]
-    counted = tcs.run_all(counted, fresh, jobs=jobs, progress=False)
+    counted = lab.run_all(counted, fresh, jobs=jobs, progress=False)
 
 
 def untimed(record: dict) -> list[dict]:
@@ -477,7 +478,7 @@ print("rows with and without wire are identical")
 def measured(record: dict) -> dict[str, str]:
     """Bits per parameter and iteration, bytes of one client's whole run."""
     scheme, d = tcs.Scheme(**record["config"]["scheme"]), record["dimension"]
-    bits, sent = tcs.bits_per_parameter(record), tcs.traffic(record)
+    bits, sent = lab.bits_per_parameter(record), lab.traffic(record)
     formulas = [tcs.bit_budget(scheme), tcs.bit_budget(scheme, d)]
     names = ["formula", "… whole K, means", *bits]
     columns = {k: f"{v:.4g}" for k, v in zip(names, [*formulas, *bits.values()], strict=True)}
@@ -490,7 +491,7 @@ def measured(record: dict) -> dict[str, str]:
 table = pd.DataFrame([measured(record) for record in wired])
 small_d = wired[0]["dimension"]
 title = f"profile {profile}, D = {small_d:,}, {epochs} epochs, {warmup_epochs} of them dense"
-display(Markdown(f"**Bits per parameter and local iteration; {title}**\n\n{tcs.markdown(table)}"))
+display(Markdown(f"**Bits per parameter and local iteration; {title}**\n\n{lab.markdown(table)}"))
 
 # %%
 fig, ax = plt.subplots(figsize=(8.8, 6.0), layout="constrained")
@@ -502,7 +503,7 @@ for name, one in columns.iterrows():
     _ = ax.plot([one.min(), one.max()], [name, name], color="#CCCCCC", lw=1, zorder=0)
 for column, (label, i, size) in kinds.items():
     face = {"mfc": "none"} if i == 0 else {"mec": "white", "mew": 0.6}
-    style = {"ls": "", "marker": tcs.MARKERS[i], "color": tcs.COLOURS[i], "ms": size} | face
+    style = {"ls": "", "marker": lab.figures.MARKERS[i], "color": lab.COLOURS[i], "ms": size} | face
     _ = ax.plot(columns[column], columns.index, **style, label=label)
 ax.set(xscale="log", xlabel="bits per parameter and local iteration (log scale)")
 ax.set(title=f"One formula, three measurements ({small_d:,} parameters)")
@@ -585,7 +586,7 @@ for name in ("TCS", "TCS-L4", "TCS-L4-Q5", "TCS-LF-Q5", "top-K", "rand-K"):
     row = {"scheme": name, "formula": f"{budget:.5f}", "sent": f"{numbers[0]:.5f}"}
     row |= {"off by": f"{off[name]:+.2%}", 'sent in "+" code': f"{numbers[1]:.5f}"}
     rows.append(row | {"shorter by": f"{1 - numbers[1] / numbers[0]:.1%}"})
-display(Markdown(tcs.markdown(pd.DataFrame(rows))))
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # You should see every `off by` below half a percent, header, means, padding and checksum included:
@@ -633,10 +634,10 @@ fig, ax = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
 dense_epochs = [w / 10 for w in range(0, 151)]
 for name in ("TCS-L4-Q5", "TCS-L4", "TCS", "top-K"):
     b, steps = tcs.bit_budget(name), tcs.Scheme.named(name).local_steps
-    style = tcs.curve_style(name) | {"marker": ""}
+    style = lab.curve_style(name) | {"marker": ""}
     factor = [32 / average(b, steps, w) for w in dense_epochs]
     _ = ax.plot(dense_epochs, factor, **style, label=name)
-ax.axvline(paper_warmup, color=tcs.COLOURS[7], ls=":", label="the paper's warm-up")
+ax.axvline(paper_warmup, color=lab.COLOURS[7], ls=":", label="the paper's warm-up")
 ax.set(yscale="log", xlabel=f"dense epochs at the start, of {paper_epochs}")
 ax.set(ylabel="times fewer bits up (log scale)", yticks=[10, 30, 100, 300, 1000, 2000])
 ax.set(yticklabels=["10", "30", "100", "300", "1000", "2000"], xlim=(0, 15))
@@ -693,7 +694,7 @@ for name, sums in whole.items():
     row |= {f"whole run, {way}": f"×{32 / sums[way]:,.0f}" for way in sums}
     row["whole run, both ways"] = f"×{64 / both:,.0f}"
     rows.append(row | {"… against dense with the same H": f"×{64 / steps / both:,.0f}"})
-display(Markdown(tcs.markdown(pd.DataFrame(rows))))
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # You should see what each step is worth, and that one alone is not worth much: the largest part
@@ -734,8 +735,8 @@ def setting(record: dict) -> tuple:
 
 
 # %%
-paths = sorted((tcs.results_folder(evidence) / "runs").glob("*.json"))
-records = [record for record in map(tcs.read_record, paths) if standard(record)]
+paths = sorted((lab.results_folder(evidence) / "runs").glob("*.json"))
+records = [record for record in map(lab.read_record, paths) if standard(record)]
 settings = [setting(record) for record in records if not record["config"]["scheme"]["centralized"]]
 if not settings:
     print(f"NO EVIDENCE in results/{evidence}/runs; to show the figures, the small runs of above")
@@ -765,7 +766,7 @@ def curve(name: str) -> pd.DataFrame:
     frames = []
     for record in federated[name].values():
         rows = record["rows"]
-        flows = [tcs.traffic(record | {"rows": rows[: i + 1]}) for i in range(len(rows))]
+        flows = [lab.traffic(record | {"rows": rows[: i + 1]}) for i in range(len(rows))]
         total = [flow["up"] + flow["down"] for flow in flows]
         frames.append(pd.DataFrame({"bytes": total, "accuracy": [r["accuracy"] for r in rows]}))
     return pd.concat(frames).groupby(level=0).mean()
@@ -778,20 +779,20 @@ steps = max(r["config"]["scheme"]["local_steps"] * sum(row["rounds"] for row in 
             for group in federated.values() for r in group.values())  # fmt: skip
 dense_bytes = {f"FedAvg-L{h}": 2 * (4 * d + tcs.OVERHEAD_BYTES) * (steps // h) for h in (1, 4)}
 for record in federated.get("FedAvg-L4", {}).values():  # the arithmetic is what a dense run sends
-    flow = tcs.traffic(record)
+    flow = lab.traffic(record)
     assert flow["up"] + flow["down"] == dense_bytes["FedAvg-L4"]
 
 # %%
 rows = []
 for name in order:
-    group = [tcs.traffic(r) for r in federated[name].values()]
+    group = [lab.traffic(r) for r in federated[name].values()]
     finals = pd.Series([r["rows"][-1]["accuracy"] for r in federated[name].values()])
     total, warm = curves[name]["bytes"].iloc[-1], sum(one["warm-up"] for one in group) / len(group)
     spread = f" ± {100 * finals.std():.2f}" if len(finals) > 1 else ""
     row = {"scheme": name, "n": str(len(group)), "accuracy %": f"{100 * finals.mean():.2f}{spread}"}
     row |= {"MB both ways": f"{total / 1e6:,.4g}", "of it warm-up": f"{warm / total:.0%}"}
     rows.append(row | {"less than FedAvg-L4": f"×{dense_bytes['FedAvg-L4'] / total:,.1f}"})
-display(Markdown(f"**{label}**\n\n{tcs.markdown(pd.DataFrame(rows))}"))
+display(Markdown(f"**{label}**\n\n{lab.markdown(pd.DataFrame(rows))}"))
 
 # %% [markdown]
 # Bytes are one client's messages, both ways, from the first round to the last. The last column
@@ -811,12 +812,12 @@ def plain(axis) -> None:
 fig, ax = plt.subplots(figsize=(9.2, 6.2), layout="constrained")
 for i, name in enumerate(order):
     x, y = curves[name]["bytes"] / 1e6, 100 * curves[name]["accuracy"]
-    style = {"color": tcs.COLOURS[i % 8], "ls": tcs.DASHES[(i + i // 8) % 4]}
+    style = {"color": lab.COLOURS[i % 8], "ls": lab.figures.DASHES[(i + i // 8) % 4]}
     _ = ax.plot(x, y, **style, lw=2.4 if name.endswith("+") else 1.3)
     face = {"mfc": "white", "mew": 1.8} if i >= 8 else {"mec": "black", "mew": 0.5}
-    end = style | {"marker": tcs.MARKERS[(i + 3 * (i // 8)) % 8], "ms": 8} | face
+    end = style | {"marker": lab.figures.MARKERS[(i + 3 * (i // 8)) % 8], "ms": 8} | face
     _ = ax.plot(x.iloc[-1:], y.iloc[-1:], **end, label=f"{name} (n = {len(federated[name])})")
-grey = {"color": tcs.COLOURS[7], "lw": 1.2}
+grey = {"color": lab.COLOURS[7], "lw": 1.2}
 ax.axvline(dense_bytes["FedAvg-L4"] / 1e6, **grey, ls="-.", label="all that FedAvg-L4 sends")
 if central:
     best = 100 * sum(r["rows"][-1]["accuracy"] for r in central) / len(central)
@@ -867,19 +868,19 @@ for name in sorted(order, key=lambda name: bytes_to(name, middle)):
     row = {"scheme": name, "MB": "–" if math.isnan(total) else f"{total / 1e6:,.4g}"}
     times = {f"at {rate} Mbit/s": duration(8 * total / (rate * 1e6)) for rate in links}
     rows.append(row | times)
-display(Markdown(f"**To {middle:.0%} accuracy; {label}**\n\n{tcs.markdown(pd.DataFrame(rows))}"))
+display(Markdown(f"**To {middle:.0%} accuracy; {label}**\n\n{lab.markdown(pd.DataFrame(rows))}"))
 
 # %%
 fig, ax = plt.subplots(figsize=(8.8, 4.6), layout="constrained")
 names, rate = order[::-1], links[0]
 for i, target in enumerate(targets):
     seconds = [8 * bytes_to(name, target) / (rate * 1e6) for name in names]
-    style = {"ls": "", "marker": tcs.MARKERS[i], "ms": 8, "color": tcs.COLOURS[(6, 1, 0)[i % 3]]}
+    style = {"ls": "", "marker": lab.figures.MARKERS[i], "ms": 8, "color": lab.COLOURS[(6, 1, 0)[i % 3]]}
     _ = ax.plot(seconds, names, **style, label=f"to {target:.0%}")
 for name in names:
     if all(math.isnan(bytes_to(name, target)) for target in targets):
         at = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "center"}
-        _ = ax.text(0.5, name, "none of them reached", **at, color=tcs.COLOURS[7], fontsize=9)
+        _ = ax.text(0.5, name, "none of them reached", **at, color=lab.COLOURS[7], fontsize=9)
 ax.set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
 ax.set(xlabel=f"seconds on a link of {rate} Mbit/s, communication only (log scale)")
 plain(ax.xaxis)
@@ -913,7 +914,7 @@ def verdict(gap: pd.Series) -> tuple[str, str]:
     """Half the interval's width, and what it says."""
     if len(gap) < 2:
         return "–", "one seed, no interval" if len(gap) else "no common seed"
-    half = tcs.student_quantile(0.95, len(gap) - 1) * gap.sem()
+    half = lab.student_quantile(0.95, len(gap) - 1) * gap.sem()
     low, high = gap.mean() - half, gap.mean() + half
     if not low <= 0 <= high:
         return f"± {half:.2f}", "lower" if high < 0 else "higher"
@@ -939,7 +940,7 @@ for name in [one for one in ("FedAvg-L4", *beyond) if one in federated]:
     ratios = {f"less than {k}": v / total for k, v in against.items()}
     rows.append(row | {k: "–" if math.isnan(v) else f"×{v:,.4g}" for k, v in ratios.items()})
 table = pd.DataFrame(rows).fillna("–")
-display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{tcs.markdown(table)}"))
+display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(table)}"))
 
 # %% [markdown]
 # `+` alone is lossless, so it cannot change accuracy. `++` is that with `-NW` (no dense warm-up) and `-D2`
@@ -959,10 +960,10 @@ same_bits = [name for name in ("TCS-L4-M2-E3++", *smaller_masks) if name in fede
 fig, axes = plt.subplots(1, 2, figsize=(8.8, 3.6), layout="constrained")
 for i, name in enumerate(same_bits):
     finals = [100 * one["rows"][-1]["accuracy"] for one in federated[name].values()]
-    sent = [tcs.traffic(one) for one in federated[name].values()]
-    look = {"color": tcs.COLOURS[i], "marker": tcs.MARKERS[i], "ls": "", "ms": 8}
+    sent = [lab.traffic(one) for one in federated[name].values()]
+    look = {"color": lab.COLOURS[i], "marker": lab.figures.MARKERS[i], "ls": "", "ms": 8}
     _ = axes[0].plot([i] * len(finals), finals, **look, label=f"{name} (n = {len(finals)})")
-    _ = axes[1].bar([i], [(sent[0]["up"] + sent[0]["down"]) / 1e6], color=tcs.COLOURS[i])
+    _ = axes[1].bar([i], [(sent[0]["up"] + sent[0]["down"]) / 1e6], color=lab.COLOURS[i])
 for at, title in zip(axes, ("test accuracy (%)", "MB both ways, whole run"), strict=True):
     steps_of = [tcs.Scheme.named(name).local_steps for name in same_bits]
     at.set(xticks=range(len(steps_of)), xticklabels=[f"H = {h}" for h in steps_of], title=title)
@@ -970,7 +971,7 @@ for at, title in zip(axes, ("test accuracy (%)", "MB both ways, whole run"), str
     at.set_axisbelow(True)
 if reference := federated.get(baseline_scheme):
     mean = pd.Series([100 * one["rows"][-1]["accuracy"] for one in reference.values()]).mean()
-    _ = axes[0].axhline(mean, color=tcs.COLOURS[7], ls="--", label=f"{baseline_scheme}, mean")
+    _ = axes[0].axhline(mean, color=lab.COLOURS[7], ls="--", label=f"{baseline_scheme}, mean")
 if same_bits:
     fig.legend(loc="outside lower center", ncols=2, frameon=False)
     plt.show()
@@ -1051,6 +1052,6 @@ if not any(map(len, gaps.values())):
 
 # %%
 print(
-    f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {label} · "
+    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {label} · "
     f"n = {len(records)} records, {len(wired)} runs"
 )

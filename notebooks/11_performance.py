@@ -31,6 +31,7 @@ import time
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 
@@ -75,13 +76,13 @@ paper_samples = 50_000  # training images of the paper's data set
 paper_epochs = 300  # of the paper's runs
 
 # %%
-tcs.check_notebook_params(globals())
+lab.check_notebook_params(globals())
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}
 schedule = {"epochs": epochs, "warmup_epochs": 1, "drops": tuple(drops), "reference_batch": None}
-config = tcs.RunConfig(scheme, learning_rate, seed, profile, **sizes, **schedule, device="cpu")
-data = tcs.load_dataset("synthetic").first(train_samples, test_samples)
-federation = tcs.Federation(config, data)
+config = lab.RunConfig(scheme, learning_rate, seed, profile, **sizes, **schedule, device="cpu")
+data = lab.load_dataset("synthetic").first(train_samples, test_samples)
+federation = lab.Training(config, data)
 compressor, rule, D = federation.compressor, federation.compressor.rule, len(federation.theta_D)
 print(f"D = {D:,} parameters, K_global = {rule.k_global}, K_local = {rule.k_local}, N = {clients}")
 print(f"{federation.rounds_per_epoch} rounds an epoch, the first epoch dense")
@@ -191,7 +192,7 @@ for name, rows in (("server", server), ("clients", client)):
 
 # %%
 def line(i, dash=0, **more):
-    return {"color": tcs.COLOURS[i], "linestyle": tcs.DASHES[dash], "linewidth": 1.5, **more}
+    return {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[dash], "linewidth": 1.5, **more}
 
 
 def middle(axes, rows, column, label, i, scale=1.0):
@@ -199,7 +200,7 @@ def middle(axes, rows, column, label, i, scale=1.0):
     groups = scale * rows.groupby("round")[column].agg(["min", "median", "max"])
     axes.plot(groups.index, groups["median"], label=label, **line(i, (i + 1) % 3))
     band = groups["min"], groups["max"]
-    axes.fill_between(groups.index, *band, color=tcs.COLOURS[i], alpha=0.15, linewidth=0)
+    axes.fill_between(groups.index, *band, color=lab.COLOURS[i], alpha=0.15, linewidth=0)
 
 
 # %%
@@ -290,7 +291,7 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.5))
 kinds = ("at the floor", "at half the floor", "among all: fallback")
 for tried, (name, i) in enumerate(zip(kinds, (1, 5, 2), strict=True)):
     rows = jumps[jumps["tried"] == tried]
-    look = {"color": tcs.COLOURS[i], "marker": tcs.MARKERS[tried], "linestyle": ""}
+    look = {"color": lab.COLOURS[i], "marker": lab.figures.MARKERS[tried], "linestyle": ""}
     left.plot(rows["factor"], rows["among"] / k, label=f"found {name}", **look)
     right.plot(rows["factor"], rows["with"], **look)
 right.axhline(jumps["without"].median(), label="no floor", **line(7, 3))
@@ -349,17 +350,17 @@ print(f"{sum(cases)} of {len(cases)} selections identical to the plain one")
 #
 # ## A small measurement
 #
-# `run_benches` measures the cases of `tcs.BENCHES`. What is compared runs in turns in one process, after
+# `run_benches` measures the cases of `lab.bench.BENCHES`. What is compared runs in turns in one process, after
 # one turn that does not count. The same functions at small sizes, as a part of our own, into a
 # temporary folder:
 
 # %%
-tcs.BENCHES["small"] = [
-    lambda b: tcs.bench_step(b, step_dimension, clients),
-    lambda b: tcs.bench_round(b, "TCS", model, round_width, 2 * batch_size),
+lab.bench.BENCHES["small"] = [
+    lambda b: lab.bench_step(b, step_dimension, clients),
+    lambda b: lab.bench_round(b, "TCS", model, round_width, 2 * batch_size),
 ]
 with tempfile.TemporaryDirectory() as folder:
-    made_here = tcs.run_benches(["small"], repeat, "cpu", threads=1, results=folder)
+    made_here = lab.run_benches(["small"], repeat, "cpu", threads=1, results=folder)
 
 
 def over(record, part, base):
@@ -386,7 +387,7 @@ def stated(record):
 
 
 for part, base in (("step", "textbook"), ("round", "passes")):
-    display(Markdown(tcs.markdown(pd.DataFrame(over(made_here, part, base)))))
+    display(Markdown(lab.markdown(pd.DataFrame(over(made_here, part, base)))))
 print(stated(made_here))
 
 # %% [markdown]
@@ -402,7 +403,7 @@ print(stated(made_here))
 # minutes; `--part`, `--device`, `--precision`, `--threads`).
 
 # %%
-bench_folder = tcs.results_folder("bench", records)
+bench_folder = lab.results_folder("bench", records)
 found = [json.loads(path.read_text()) for path in sorted(bench_folder.glob("*.json"))]
 found = [r for r in found if (device_words or "") in r["provenance"]["device"]]
 found.sort(key=lambda record: record["provenance"]["finished"], reverse=True)
@@ -476,7 +477,7 @@ def below(figure, *panels, columns=3):
     figure.legend(names.values(), names.keys(), **look)
 
 
-SHADES = {"augmentation": tcs.COLOURS[5], "compression": tcs.COLOURS[2], "rest": tcs.COLOURS[7]}
+SHADES = {"augmentation": lab.COLOURS[5], "compression": lab.COLOURS[2], "rest": lab.COLOURS[7]}
 
 
 def stack(axes, parts, start, scale=1.0):
@@ -493,18 +494,18 @@ def marks(axes, parts, centre, scale):
     """The measured round with its quartiles, and its target."""
     y = np.arange(len(parts))
     middle, low, high = (scale * (parts[name] - centre) for name in ("round", "low", "high"))
-    look = {"color": tcs.COLOURS[0], "fmt": "|", "ms": 16, "mew": 2, "capsize": 3}
+    look = {"color": lab.COLOURS[0], "fmt": "|", "ms": 16, "mew": 2, "capsize": 3}
     bars = axes.errorbar(middle, y, xerr=(middle - low, high - middle), **look)
     bars.set_label("round, measured (quartiles)")
     aim = scale * (parts["target"] - centre)
-    axes.plot(aim, y - 0.4, "v", color=tcs.COLOURS[1], label="target", clip_on=False)
+    axes.plot(aim, y - 0.4, "v", color=lab.COLOURS[1], label="target", clip_on=False)
     return max(min(high.max(), 2 * middle.max()), aim.max())  # a very wide quartile is cut
 
 
 def draw_round(record, rows):
     parts = costs(record, rows)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 1.6 + 0.6 * len(parts)), sharey=True)
-    left.barh(range(len(parts)), 1, color=tcs.COLOURS[6], height=0.55, label="passes")
+    left.barh(range(len(parts)), 1, color=lab.COLOURS[6], height=0.55, label="passes")
     stack(left, parts, 1)
     stack(right, parts, 0, 100)
     label_round(left, right, parts, marks(right, parts, 1, 100))
@@ -551,7 +552,7 @@ def tell_round(record, rows):
     table["quartiles"] = [f"{r.low:.3f} – {r.high:.3f}" for r in parts.itertuples()]
     table["target"] = [f"≤ {value:g}" for value in parts["target"]]
     table["verdict"] = np.where(parts["round"] <= parts["target"], "met", "missed")
-    display(Markdown(tcs.markdown(table)))
+    display(Markdown(lab.markdown(table)))
 
 
 report("round", tell_round)
@@ -583,10 +584,10 @@ def per_client(rows):
 def draw_step(record, rows):
     ways, least = per_client(rows)[0], per_client(rows)[0]["12 bytes an entry"]
     _, axes = plt.subplots(figsize=(7.6, 2.8))
-    axes.barh(list(ways), ways.values(), color=[tcs.COLOURS[i] for i in (7, 2, 6, 6)], height=0.55)
+    axes.barh(list(ways), ways.values(), color=[lab.COLOURS[i] for i in (7, 2, 6, 6)], height=0.55)
     for y, value in enumerate(ways.values()):
         axes.text(value, y, f"  {value:.3g} ms, {value / least:.1f} ×", va="center")
-    axes.plot([step_target(record)], [0.6], "v", color=tcs.COLOURS[0], label="target of the step")
+    axes.plot([step_target(record)], [0.6], "v", color=lab.COLOURS[0], label="target of the step")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(ways.values()))
     axes.set(title=f"Compression of one client, {rows['case'].iloc[0]}", xlabel="milliseconds")
@@ -642,7 +643,7 @@ def draw_codecs(record, rows):
     times = codec_times(rows)
     figure, axes = plt.subplots(figsize=(7.6, 3.0))
     total = codec_bars(axes, times)
-    aim = {"color": tcs.COLOURS[0], "label": "target, positions"}
+    aim = {"color": lab.COLOURS[0], "label": "target, positions"}
     axes.plot([positions_target_ms], [-0.4], "v", **aim)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(*total, positions_target_ms))
@@ -654,7 +655,7 @@ def draw_codecs(record, rows):
 def codec_bars(axes, times):
     edge = np.zeros(len(times))
     for name, i in zip(times, (5, 2, 1), strict=True):
-        axes.barh(times.index, times[name], left=edge, color=tcs.COLOURS[i], label=name, height=0.6)
+        axes.barh(times.index, times[name], left=edge, color=lab.COLOURS[i], label=name, height=0.6)
         edge = edge + times[name].to_numpy()
     for y, total in enumerate(edge):
         axes.text(total, y, f"  {total:.2f} ms", va="center")
@@ -788,7 +789,7 @@ def durations(record, rows):
     """The cases of the paper's network."""
     rows = rows[(rows["work"] == "round") & rows["case"].str.startswith(wide_net)]
     table = pd.DataFrame([duration(row) for _, row in rows.iterrows()])
-    display(Markdown(tcs.markdown(table) if len(table) else f"no {wide_net} in this record"))
+    display(Markdown(lab.markdown(table) if len(table) else f"no {wide_net} in this record"))
 
 
 report("round", durations)
@@ -824,7 +825,7 @@ def line_of(record):
     return cells | dict.fromkeys((*names, "× textbook", "codes, ms"), "–") | dict(speeds(record))
 
 
-display(Markdown(tcs.markdown(pd.DataFrame(map(line_of, found))) if found else missing))
+display(Markdown(lab.markdown(pd.DataFrame(map(line_of, found))) if found else missing))
 
 # %% [markdown]
 # ## Claim
@@ -889,7 +890,7 @@ for part, verdict in checks.items():
     _ = verdict(record, rows) if record else None
 if targets:
     table = pd.DataFrame(targets, columns=["what", "measured", "target", "verdict"])
-    display(Markdown(tcs.markdown(table)))
+    display(Markdown(lab.markdown(table)))
 
 # %%
 met = sum(row[-1] == "met" for row in targets)
@@ -912,6 +913,6 @@ display(Markdown(f"""
 
 # %%
 print(
-    f"core {tcs.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
+    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
     f"n = 1 training, {repeat} turns, {len(found)} bench records"
 )

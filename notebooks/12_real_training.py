@@ -33,6 +33,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import tcs_lab as lab
 import torch
 from IPython.display import display
 
@@ -59,7 +60,7 @@ links = [1, 10, 100]  # Mbit/s a rank can send
 seed = 0  # of the model and the batches
 
 # %%
-tcs.check_notebook_params(globals())
+lab.check_notebook_params(globals())
 
 # %% [markdown]
 # ## A training script, and two lines for the hook
@@ -80,9 +81,9 @@ given, target = json.loads(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-data = tcs_core.load_dataset("synthetic").first(given["train_samples"], given["test_samples"])
+data = lab.load_dataset("synthetic").first(given["train_samples"], given["test_samples"])
 data = data.resized(given["image_size"])
-batches = tcs_core.Batches(data, torch.device("cpu"))
+batches = lab.Batches(data, torch.device("cpu"))
 
 def train(hooked):
     torch.manual_seed(given["seed"])
@@ -96,7 +97,7 @@ def train(hooked):
     generator, losses, sent = torch.Generator().manual_seed(given["seed"]), [], []
     everything, start = torch.arange(len(data.train_labels)), time.perf_counter()
     for _ in range(given["steps"]):
-        draws = tcs_core.Draws.of(everything, ranks * given["batch_size"], generator)
+        draws = lab.Draws.of(everything, ranks * given["batch_size"], generator)
         images, labels = batches.augmented(draws[rank::ranks])
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
@@ -133,7 +134,7 @@ with tempfile.TemporaryDirectory() as folder:
     own = [str(script), json.dumps({name: globals()[name] for name in names}), str(target)]
     done = subprocess.run(
         [*torchrun, f"--nproc-per-node={processes}", *own], capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tcs.ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(lab.ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads(target.read_text())
@@ -183,7 +184,7 @@ assert a_step.sum() <= 1.05 * compressor.bytes_up
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
 traffic = {"plain": plain / 1e6, "TCS": sent.sum(axis=1).to_numpy() / 1e6}
 smooth, labels = {}, {"plain": "plain DDP", "TCS": "TCS hook"}
-for name, colour, dash in (("plain", tcs.COLOURS[0], "-"), ("TCS", tcs.COLOURS[1], "--")):
+for name, colour, dash in (("plain", lab.COLOURS[0], "-"), ("TCS", lab.COLOURS[1], "--")):
     smooth[name] = pd.Series(results[name]["losses"]).ewm(span=15).mean().to_numpy()
     style = {"color": colour, "linestyle": dash, "label": labels[name]}
     left.plot(range(1, steps + 1), smooth[name], **style)
@@ -225,7 +226,7 @@ computed = results["plain"]["seconds"]
 
 # %%
 fig, axes = plt.subplots(figsize=(6.6, 3.2))
-seconds.plot.bar(ax=axes, color=tcs.COLOURS[:2], rot=0, width=0.7, logy=True)
+seconds.plot.bar(ax=axes, color=lab.COLOURS[:2], rot=0, width=0.7, logy=True)
 for bars, hatch in zip(axes.containers, ("", "//"), strict=True):
     _ = [bar.set_hatch(hatch) for bar in bars]
     axes.bar_label(bars, fmt="%.3g s", fontsize=9)
@@ -295,5 +296,5 @@ print(f"the runs themselves, on one machine: {took}")
 
 # %%
 print(
-    f"core {tcs.core_sha256()[:12]} · {processes} processes · synthetic, {image_size} x {image_size} · n = 1 run of each"
+    f"core {lab.core_sha256()[:12]} · {processes} processes · synthetic, {image_size} x {image_size} · n = 1 run of each"
 )

@@ -23,6 +23,7 @@
 import math
 
 import pandas as pd
+import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
 import tcs_core as tcs
@@ -39,14 +40,14 @@ large = "cpu18"  # the profile of the short runs with the paper's model
 # any seed up to 99. Runs of one scheme differ in nothing but the seed.
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
-profile = tcs.read_params([tcs.ROOT / f"params/{evidence}.yaml"]) | {"seeds": 100}
+params = lab.notebook_params(globals(), complete=False)
+profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]) | {"seeds": 100}
 configs = [
     config
     for table in tables
-    for config in tcs.plan(tcs.read_params([tcs.ROOT / f"params/table{table}.yaml"]) | profile)
+    for config in lab.plan(lab.read_params([lab.ROOT / f"params/table{table}.yaml"]) | profile)
 ]
-records = tcs.recorded(configs)
+records = lab.recorded(configs)
 print(f"{len(records)} records in results/{evidence}/runs/ belong to tables {tables}")
 
 # %%
@@ -58,7 +59,7 @@ rows = [
     {"scheme": name, "η": f"{eta:g}", "seeds": ", ".join(map(str, sorted(found)))}
     for (name, eta), found in sorted(seeds.items(), key=lambda item: (item[0][1], item[0][0]))
 ]
-display(Markdown(tcs.markdown(pd.DataFrame(rows))))
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # You should see one row a scheme and learning rate. Two schemes are compared over the seeds that both
@@ -73,19 +74,19 @@ display(Markdown(tcs.markdown(pd.DataFrame(rows))))
 # bits than dense training, or than the second scheme. With one trial an accuracy has no interval.
 
 # %%
-confidence, claims = tcs.read_claims(tcs.ROOT / "params" / "claims.yaml")
-judged = tcs.judged(claims, records, confidence)
-folder = tcs.results_folder(evidence)
+confidence, claims = lab.read_claims(lab.ROOT / "params" / "claims.yaml")
+judged = lab.judged(claims, records, confidence)
+folder = lab.results_folder(evidence)
 setting = next(iter(records.values()))
 config, made = setting["config"], setting["provenance"]
 scale = f"{made['dataset']}, {config['model']} with {setting['dimension']:,} parameters, {config['epochs']} epochs"
 title = f"The paper's claims in profile {evidence}: {scale}"
-tcs.save_table(judged, folder / "claims", title, tcs.readable_claims)
+lab.save_table(judged, folder / "claims", title, lab.readable_claims)
 display(Markdown((folder / "claims.md").read_text()))
 
 # %%
-drawn = tcs.claims_figure(judged, f"Accuracy claims, profile {evidence}")
-tcs.save_figure(drawn, folder / "claims")
+drawn = lab.claims_figure(judged, f"Accuracy claims, profile {evidence}")
+lab.save_figure(drawn, folder / "claims")
 display(Image(filename=str(folder / "claims.png"), width=860))
 
 # %% [markdown]
@@ -130,8 +131,8 @@ print(f"K_global {k_global}, found by the clients at most {found}; drawn at rand
 # last epoch, *seconds a round* of the fastest (in bf16, on one thread, beside other work).
 
 # %%
-sources = [tcs.ROOT / f"params/{name}.yaml" for name in ("table1", large)]
-short_runs = list(tcs.recorded(tcs.plan(tcs.read_params(sources))).values())
+sources = [lab.ROOT / f"params/{name}.yaml" for name in ("table1", large)]
+short_runs = list(lab.recorded(lab.plan(lab.read_params(sources))).values())
 
 
 def digits(value: float) -> str:
@@ -141,7 +142,7 @@ def digits(value: float) -> str:
 def short_run(record: dict) -> dict[str, str]:
     """One row: how far a short run came, what it sent, and what a round took."""
     epochs, scheme = record["rows"], record["config"]["scheme"]
-    bits = tcs.bits_per_parameter(record)
+    bits = lab.bits_per_parameter(record)
     overlap = epochs[-1].get("mask_overlap")
     seconds = min(row["seconds"] / row["rounds"] for row in epochs)
     return {"scheme": scheme["name"], "epochs": f"{len(epochs)}",
@@ -156,7 +157,7 @@ def short_run(record: dict) -> dict[str, str]:
 if short_runs:
     d, made = short_runs[0]["dimension"], short_runs[0]["provenance"]
     at = f"{made['dataset']}, {d:,} parameters, {made['device']}, {made['threads']} thread(s) a run, n = 1"
-    text = tcs.markdown(pd.DataFrame([short_run(record) for record in short_runs]))
+    text = lab.markdown(pd.DataFrame([short_run(record) for record in short_runs]))
     display(Markdown(f"**Profile {large}: {at}**\n\n{text}"))
 else:
     print(f"no record in results/{large}/runs yet: python tcs_core.py run "
@@ -182,7 +183,7 @@ for (commit, device, torch), group in pd.DataFrame(
     changed = int(group["dirty"].sum())
     rows.append({"commit": commit[:12], "uncommitted changes": changed, "machine": device,
                  "torch": torch, "records": len(group), "hours": f"{hours:.1f}"})  # fmt: skip
-display(Markdown(tcs.markdown(pd.DataFrame(rows).astype(str))))
+display(Markdown(lab.markdown(pd.DataFrame(rows).astype(str))))
 
 # %% [markdown]
 # ## Claim
@@ -217,4 +218,4 @@ for verdict in ("holds", "does not hold", "not decided", "not measured"):
 # (`-p evidence gpu`), need no change here: records that are there are used.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · {scale} · n = {len(records)} records")
+print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

@@ -23,6 +23,7 @@
 # *Run time*: seconds. *Read before*: `03_tcs`, `10_bits_on_the_wire`.
 
 # %%
+import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
 import tcs_core as tcs
@@ -36,11 +37,11 @@ data_root = None  # make: the folder or tar of the data; None: the profile's
 jobs = 2  # make: runs side by side
 
 # %%
-params = tcs.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals(), complete=False)
 given = {key: params[key] for key in ("seeds", "data_root") if params[key] is not None}
-profile = tcs.read_params([tcs.ROOT / f"params/{evidence}.yaml"]) | given
-sweep = tcs.read_sensitivity(tcs.ROOT / "params" / "sensitivity.yaml")
-folder = tcs.results_folder(evidence)
+profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]) | given
+sweep = lab.read_sensitivity(lab.ROOT / "params" / "sensitivity.yaml")
+folder = lab.results_folder(evidence)
 
 # %% [markdown]
 # ## The runs
@@ -50,14 +51,14 @@ folder = tcs.results_folder(evidence)
 # its record is used. A record counts whatever its seed, up to 99.
 
 # %%
-plans = {name: tcs.sensitivity_plan(sweep, profile, name) for name in sweep["settings"]}
+plans = {name: lab.sensitivity_plan(sweep, profile, name) for name in sweep["settings"]}
 wanted = {
     c.record_name: c for name in settings or plans for runs in plans[name].values() for c in runs
 }
 if make:
-    _ = tcs.run_all(wanted.values(), jobs=jobs)
+    _ = lab.run_all(wanted.values(), jobs=jobs)
 every_seed = profile | {"seeds": 100}
-table = tcs.sensitivity_table(sweep, every_seed)
+table = lab.sensitivity_table(sweep, every_seed)
 trials = next(iter(plans["phi_local"].values()))
 print(
     f"{len(wanted)} different runs in {len(settings or plans)} settings with {len(trials)} trials"
@@ -67,14 +68,14 @@ print(f"{len(set(' '.join(table['records']).split()))} records in results/{evide
 # %%
 records = {}
 for name in sweep["settings"]:
-    for configs in tcs.sensitivity_plan(sweep, every_seed, name).values():
-        records |= tcs.recorded(configs, diverged=True)
+    for configs in lab.sensitivity_plan(sweep, every_seed, name).values():
+        records |= lab.recorded(configs, diverged=True)
 scale = f"profile {evidence}, no record yet"
 if records:
     first = next(iter(records.values()))
     scale = f"{first['provenance']['dataset']}, {first['config']['model']} with {first['dimension']:,} parameters"
 title = f"Sensitivity, {scale}"
-tcs.save_table(table, folder / "sensitivity", title, tcs.readable_sensitivity)
+lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
 display(Markdown((folder / "sensitivity.md").read_text()))
 
 # %% [markdown]
@@ -96,13 +97,13 @@ display(Markdown((folder / "sensitivity.md").read_text()))
 def draw(name: str) -> None:
     """The figure of one setting, saved and shown; or how much is missing for it."""
     rows = table[table["setting"] == name]
-    curves = tcs.sensitivity_curves(rows, sweep["settings"][name])
+    curves = lab.sensitivity_curves(rows, sweep["settings"][name])
     if not curves:
         there = rows[rows["n"] > 0]["value"].nunique()
         print(f"{name}: {there} of {rows['value'].nunique()} values recorded, too few to draw")
         return
-    figure = tcs.sensitivity_figure(curves, sweep["settings"][name], f"{title}: {name}")
-    tcs.save_figure(figure, folder / f"sensitivity_{name}")
+    figure = lab.sensitivity_figure(curves, sweep["settings"][name], f"{title}: {name}")
+    lab.save_figure(figure, folder / f"sensitivity_{name}")
     display(Image(filename=str(folder / f"sensitivity_{name}.png"), width=720))
 
 
@@ -206,7 +207,7 @@ for value in table[table["setting"] == "epochs"]["value"].unique():
     for name, other in ("TCS-L4-Q5", "TCS"), ("TCS-L4-Q5", "Baseline"), ("TCS", "Baseline"):
         pair = finals[value, name], finals[value, other]
         gaps = [100 * (pair[0][seed] - pair[1][seed]) for seed in sorted(pair[0].keys() & pair[1])]
-        mean, low, high = tcs.mean_interval(gaps, 0.95) if gaps else (0, 0, 0)
+        mean, low, high = lab.mean_interval(gaps, 0.95) if gaps else (0, 0, 0)
         spread = f", 95 % interval {low:+.2f} to {high:+.2f}" if len(gaps) > 1 else ""
         shown = f"{mean:+.2f} points{spread}" if gaps else "–"
         print(f"{value} epochs, {name} against {other} (n = {len(gaps)} pairs): {shown}")
@@ -225,12 +226,12 @@ for value in table[table["setting"] == "epochs"]["value"].unique():
 # there the worst value is named, and what it costs.
 
 # %%
-choices = tcs.sensitivity_choices(table, sweep)
+choices = lab.sensitivity_choices(table, sweep)
 print(f"margin: {sweep['margin']:g} percentage points")
 if choices.empty:
     print("no setting has two values on record: nothing to choose between")
 else:
-    display(Markdown(tcs.markdown(choices)))
+    display(Markdown(lab.markdown(choices)))
 
 # %% [markdown]
 # *Points* and *MB* compare the value that is chosen (or the worst) with the most accurate one. The
@@ -250,7 +251,7 @@ else:
 # %%
 off = {}
 for file, record in records.items():
-    scheme, measured = tcs.Scheme(**record["config"]["scheme"]), tcs.bits_per_parameter(record)
+    scheme, measured = tcs.Scheme(**record["config"]["scheme"]), lab.bits_per_parameter(record)
     if record["rows"] and measured["uplink"] > 0 and scheme.code == "block":
         off[file] = measured["uplink"] / tcs.bit_budget(scheme, record["dimension"]) - 1
 assert all(abs(value) < 0.01 for value in off.values()), off
@@ -268,7 +269,7 @@ print(f"{len(off)} federated records: uplink as computed, within {worst:.2%}")
 # %%
 for name, setting in sweep["settings"].items():
     rows = table[(table["setting"] == name) & table["accuracy"].notna()]
-    for scheme, curve in tcs.sensitivity_curves(rows, setting).items():
+    for scheme, curve in lab.sensitivity_curves(rows, setting).items():
         low, high = (100 * getattr(curve["accuracy"], end)() for end in ("min", "max"))
         sent = curve["megabytes_up"] + curve["megabytes_down"]
         ratio = f", bytes ×{sent.max() / sent.min():.3g}" if sent.notna().all() else ""
@@ -283,4 +284,4 @@ for name, values in missing:
 # that cost accuracy here have time to be caught up.
 
 # %%
-print(f"core {tcs.core_sha256()[:12]} · {scale} · n = {len(records)} records")
+print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

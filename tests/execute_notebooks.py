@@ -16,12 +16,11 @@ from pathlib import Path
 import jupytext
 import nbformat
 import papermill
+import tcs_lab as lab
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
 
-import tcs_core as tcs
-
-NOTEBOOKS = tcs.ROOT / "notebooks"
+NOTEBOOKS = lab.ROOT / "notebooks"
 
 
 def fresh_id(number: int, cell: nbformat.NotebookNode) -> str:
@@ -50,17 +49,17 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def tables(profile: str) -> None:
     for table in (1, 2, 3):
-        files = [tcs.ROOT / f"params/{name}.yaml" for name in (f"table{table}", profile)]
-        params = tcs.read_params(files) | {"only_recorded": True, "data_root": "/path/to/data.tar"}
+        files = [lab.ROOT / f"params/{name}.yaml" for name in (f"table{table}", profile)]
+        params = lab.read_params(files) | {"only_recorded": True, "data_root": "/path/to/data.tar"}
         source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
-        target = tcs.results_folder(profile) / f"table{table}.ipynb"
+        target = lab.results_folder(profile) / f"table{table}.ipynb"
         notebook = papermill.execute_notebook(source, None, params, progress_bar=False)
         del notebook.metadata["papermill"], notebook.metadata["jupytext"]
         for number, cell in enumerate(notebook.cells):
             cell.id = fresh_id(number, cell)  # papermill's own cell has a new one each time
             del cell.metadata["papermill"]
         nbformat.write(cleaned(notebook), target)
-        print(target.relative_to(tcs.ROOT), flush=True)
+        print(target.relative_to(lab.ROOT), flush=True)
 
 
 def execute(py: Path) -> None:

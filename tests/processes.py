@@ -5,9 +5,8 @@ import multiprocessing
 import os
 import socket
 
+import tcs_lab as lab
 import torch
-
-import tcs_core as tcs
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
 FORKSERVER.set_forkserver_preload(["tcs_core", "torch._dynamo", "pytest", "hypothesis"])
@@ -26,10 +25,10 @@ def as_rank(rank, size, port, folder, timeout, work, arguments, answers):
     os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank), TCS_CACHE=str(folder / "cache"))
     os.environ.pop("TCS_TIMEOUT", None)
     torch.set_num_threads(1)
-    small = tcs.synthetic_dataset(60, 40).resized(16)
-    tcs.synthetic_dataset = lambda: small
+    small = lab.synthetic_dataset(60, 40).resized(16)
+    lab.synthetic_dataset = lambda: small
     try:
-        join = tcs.joined_ranks("cpu", timeout) if timeout else contextlib.nullcontext()
+        join = lab.joined_ranks("cpu", timeout) if timeout else contextlib.nullcontext()
         with join as ranks:
             answers.put((rank, work(ranks, folder, *arguments)))
     except Exception as error:

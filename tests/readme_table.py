@@ -14,6 +14,8 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import tcs_lab as lab  # noqa: E402
+
 import tcs_core as tcs  # noqa: E402
 
 README = ROOT / "README.md"
@@ -27,7 +29,7 @@ CLAIMS = ["The paper says", "Paper (interval)", "Ours (interval)", "n", "Verdict
 
 def headline() -> str:
     """Table 1 of the committed evidence as README shows it."""
-    return tcs.markdown(tcs.readable(pd.read_csv(EVIDENCE / "table1.csv"))[HEADLINE])
+    return lab.markdown(lab.readable(pd.read_csv(EVIDENCE / "table1.csv"))[HEADLINE])
 
 
 def points(value: float) -> str:
@@ -37,23 +39,23 @@ def points(value: float) -> str:
 def claims() -> str:
     """Every claim of the paper with its verdict."""
     judged = pd.read_csv(EVIDENCE / "claims.csv", keep_default_na=False, na_values=[""])
-    return tcs.markdown(tcs.readable_claims(judged)[CLAIMS])
+    return lab.markdown(lab.readable_claims(judged)[CLAIMS])
 
 
 def of_scheme(name: str) -> list[dict]:
     """The finished records of a scheme at the evidence's settings, by seed."""
     asked = params("cpu") | {"learning_rate": 0.5, "schemes": [name], "seeds": 100}
-    return list(tcs.recorded(tcs.plan(asked)).values())
+    return list(lab.recorded(lab.plan(asked)).values())
 
 
 def whole_runs() -> str:
     """Accuracy and bytes of whole runs, from the records; the first row is what all are measured by."""
     names = ["FedAvg", "FedAvg-L4", "top-K", "TCS", "TCS-L4", REFERENCE, *BEYOND]
-    table = tcs.summary([record for name in names for record in of_scheme(name)])
+    table = lab.summary([record for name in names for record in of_scheme(name)])
     assert table.scheme.tolist() == names
     sent = table.megabytes_up + table.megabytes_down
-    readable = tcs.readable(table)[["Scheme", "Ours: accuracy %", "n", "MB both ways"]]
-    return tcs.markdown(readable.assign(Less=[f"×{sent[0] / one:,.4g}" for one in sent]))
+    readable = lab.readable(table)[["Scheme", "Ours: accuracy %", "n", "MB both ways"]]
+    return lab.markdown(readable.assign(Less=[f"×{sent[0] / one:,.4g}" for one in sent]))
 
 
 def price() -> str:
@@ -70,8 +72,8 @@ def difference(name: str, base: str) -> str:
     ours = {r["config"]["seed"]: r for r in of_scheme(name)}
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     gaps = [100 * (a["rows"][-1]["accuracy"] - b["rows"][-1]["accuracy"]) for a, b in pairs]
-    mean, low, high = tcs.mean_interval(gaps, 0.95)
-    flows = [[tcs.traffic(record) for record in side] for side in zip(*pairs, strict=True)]
+    mean, low, high = lab.mean_interval(gaps, 0.95)
+    flows = [[lab.traffic(record) for record in side] for side in zip(*pairs, strict=True)]
     sent, before = (sum(flow["up"] + flow["down"] for flow in side) for side in flows)
     seen = "lower" if high < 0 else "higher" if low > 0 else "not decided"
     if seen == "not decided" and low >= -0.5:
@@ -84,15 +86,15 @@ def difference(name: str, base: str) -> str:
 
 def choices() -> str:
     """What a practitioner would choose, as notebook 14 has it."""
-    sweep = tcs.read_sensitivity(ROOT / "params/sensitivity.yaml")
-    table = tcs.sensitivity_table(sweep, params("cpu") | {"seeds": 100})
-    return tcs.markdown(tcs.sensitivity_choices(table, sweep))
+    sweep = lab.read_sensitivity(ROOT / "params/sensitivity.yaml")
+    table = lab.sensitivity_table(sweep, params("cpu") | {"seeds": 100})
+    return lab.markdown(lab.sensitivity_choices(table, sweep))
 
 
 def lengths() -> str:
     """Accuracy in trainings of different lengths, and how far local steps fall behind in each."""
-    sweep = tcs.read_sensitivity(ROOT / "params/sensitivity.yaml")
-    table = tcs.sensitivity_table(sweep, params("cpu") | {"seeds": 100}, ["epochs"])
+    sweep = lab.read_sensitivity(ROOT / "params/sensitivity.yaml")
+    table = lab.sensitivity_table(sweep, params("cpu") | {"seeds": 100}, ["epochs"])
     rows = []
     for epochs, group in table[table["accuracy"].notna()].groupby("value", sort=False):
         ours = group.set_index("scheme")
@@ -106,7 +108,7 @@ def lengths() -> str:
             **{name: points(gap) for name, gap in gaps.items()},
             "n": str(ours["n"].min()),
         })  # fmt: skip
-    return tcs.markdown(pd.DataFrame(rows))
+    return lab.markdown(pd.DataFrame(rows))
 
 
 def timings(parts: str) -> dict[str, dict[str, dict]]:
@@ -136,7 +138,7 @@ def speed() -> str:
         })  # fmt: skip
     (works,) = (w for w in timings("step-codecs-growth").values() if "textbook" in w)
     step, textbook = works["step"], works["textbook"]
-    return tcs.markdown(pd.DataFrame(rows)) + (
+    return lab.markdown(pd.DataFrame(rows)) + (
         f"\n\nCompression alone takes {1e3 * step['median'] / step['clients']:.1f} ms a client at "
         f"D = {step['dimension']:,}; textbook code for the same, "
         f"{textbook['median'] / step['median']:.0f} times as long."
@@ -172,7 +174,7 @@ def with_tables(text: str) -> str:
 
 
 def params(profile: str) -> dict:
-    return tcs.read_params([ROOT / f"params/{profile}.yaml"])
+    return lab.read_params([ROOT / f"params/{profile}.yaml"])
 
 
 def profile_row(profile: str) -> str:
@@ -190,8 +192,8 @@ def both_ways(scheme: str) -> str:
 
 def at_the_papers_size(scheme: str) -> dict:
     """The record of a scheme in profile cpu18."""
-    table = tcs.read_params([ROOT / "params/table1.yaml", ROOT / "params/cpu18.yaml"])
-    (record,) = tcs.recorded(tcs.plan(table | {"schemes": [scheme]})).values()
+    table = lab.read_params([ROOT / "params/table1.yaml", ROOT / "params/cpu18.yaml"])
+    (record,) = lab.recorded(lab.plan(table | {"schemes": [scheme]})).values()
     return record
 
 
@@ -210,7 +212,7 @@ def prose() -> dict[str, str]:
     quarters = {0.25: "a quarter"}  # of the batch, and so of the learning rates
     steps = [50_000 // (10 * run["batch_size"]) * run["epochs"] for run in (paper, cpu)]
     times = {5.0: "five"}[steps[0] / steps[1]]
-    sweep, halves = tcs.read_sensitivity(ROOT / "params/sensitivity.yaml"), {0.5: "half a point"}
+    sweep, halves = lab.read_sensitivity(ROOT / "params/sensitivity.yaml"), {0.5: "half a point"}
     warm = paper["warmup_epochs"] / paper["epochs"]
     with_warmup = warm * 32 / 4 + (1 - warm) * short_budget  # H = 4: an iteration has a quarter
     return {

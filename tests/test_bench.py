@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tcs_lab as lab
 import torch
 
 import tcs_core as tcs
@@ -17,7 +18,7 @@ def test_the_textbook_version_is_the_compressor():
     errors = [torch.zeros(4000) for _ in range(3)]
     for _ in range(30):
         deltas_ND = torch.randn(3, 4000, generator=generator)
-        plain = tcs._textbook_round(deltas_ND, errors, mask_D, 40, 4)
+        plain = lab.bench._textbook_round(deltas_ND, errors, mask_D, 40, 4)
         torch.testing.assert_close(compressor.step(deltas_ND), plain, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(compressor.errors_ND, torch.stack(errors), rtol=0, atol=1e-6)
         assert torch.equal(tcs.positions_to_mask(compressor.rule.global_mask(), 4000), mask_D)
@@ -26,21 +27,24 @@ def test_the_textbook_version_is_the_compressor():
 @pytest.fixture
 def tiny_benches(monkeypatch):
     cases = {
-        "round": [lambda b: tcs.bench_round(b, "TCS-L2", "resnet8", 2, 2)],
-        "step": [lambda b: tcs.bench_step(b, 3000, 2)],
-        "codecs": [lambda b: tcs.bench_codecs(b, 5000)],
-        "growth": [lambda b: tcs.bench_step(b, 3000, 2, textbook=False)],
+        "round": [lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 2, 2)],
+        "step": [lambda b: lab.bench_step(b, 3000, 2)],
+        "codecs": [lambda b: lab.bench_codecs(b, 5000)],
+        "growth": [lambda b: lab.bench_step(b, 3000, 2, textbook=False)],
     }
-    monkeypatch.setattr(tcs, "BENCHES", cases)
+    monkeypatch.setattr(lab.bench, "BENCHES", cases)
 
 
 def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, capsys):
-    assert tcs.main(["bench", "--repeat", "2", "--threads", "1", "--results", str(tmp_path)]) == 0
+    assert (
+        lab.__main__.main(["bench", "--repeat", "2", "--threads", "1", "--results", str(tmp_path)])
+        == 0
+    )
     (path,) = (tmp_path / "bench").glob("*.json")
     record = json.loads(path.read_text())
     assert record["provenance"]["threads"] == 1
     timed = [row for row in record["rows"] if "median" in row]
-    assert {row["part"] for row in timed} == set(tcs.BENCHES)
+    assert {row["part"] for row in timed} == set(lab.bench.BENCHES)
     assert all(0 < row["low"] <= row["median"] <= row["high"] and row["n"] == 2 for row in timed)
     memory = [row for row in record["rows"] if row["part"] == "memory"]
     assert [row["allowed"] for row in memory] == [12 * 4 * 3000]
@@ -49,7 +53,7 @@ def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, 
 
 def test_a_part_or_a_number_of_turns_that_is_none(tmp_path, capsys):
     with pytest.raises(ValueError, match="unknown part: lunch"):
-        tcs.run_benches(["lunch"], results=tmp_path)
-    assert tcs.main(["bench", "--repeat", "0", "--results", str(tmp_path)]) == 2
+        lab.run_benches(["lunch"], results=tmp_path)
+    assert lab.__main__.main(["bench", "--repeat", "0", "--results", str(tmp_path)]) == 2
     assert "--repeat: got 0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

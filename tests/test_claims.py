@@ -3,8 +3,7 @@
 import math
 
 import pytest
-
-import tcs_core as tcs
+import tcs_lab as lab
 
 
 @pytest.mark.parametrize(
@@ -12,13 +11,13 @@ import tcs_core as tcs
     [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 4, 2.776), (0.95, 30, 2.042), (0.99, 9, 3.250)],
 )
 def test_students_quantiles(confidence, freedom, quantile):
-    assert tcs.student_quantile(confidence, freedom) == pytest.approx(quantile, abs=6e-4)
+    assert lab.student_quantile(confidence, freedom) == pytest.approx(quantile, abs=6e-4)
 
 
 def test_an_interval_of_a_mean():
-    mean, low, high = tcs.mean_interval([1.0, 2.0, 3.0], 0.95)
+    mean, low, high = lab.mean_interval([1.0, 2.0, 3.0], 0.95)
     assert (mean, low, high) == pytest.approx((2, 2 - 2.4843, 2 + 2.4843), abs=1e-3)
-    assert tcs.mean_interval([5.0], 0.95) == (5.0, -math.inf, math.inf)
+    assert lab.mean_interval([5.0], 0.95) == (5.0, -math.inf, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_an_interval_of_a_mean():
     ],
 )
 def test_verdicts(low, high, bound, value, verdict):
-    assert tcs.verdict(low, high, bound, value) == verdict
+    assert lab.verdict(low, high, bound, value) == verdict
 
 
 def record(name, seed, accuracy, bits=0.0, eta=0.5, overlap=None):
@@ -54,7 +53,7 @@ def record(name, seed, accuracy, bits=0.0, eta=0.5, overlap=None):
 
 def judge(claim, *records):
     named = {f"{i}.json": one for i, one in enumerate(records)}
-    return next(tcs.judged({"it": claim}, named, 0.95).itertuples())
+    return next(lab.judged({"it": claim}, named, 0.95).itertuples())
 
 
 def test_accuracies_are_paired_by_seed():
@@ -122,14 +121,14 @@ def test_a_claim_that_cannot_be_judged_is_named(tmp_path, text, names):
     path = tmp_path / "claims.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match="(?s)" + names.replace("[", r"\[")):
-        tcs.read_claims(path)
+        lab.read_claims(path)
 
 
 def welch(one, other, trials=5):
     """Half the 95 % interval of a difference of two means with these standard deviations."""
     a, b = one**2 / trials, other**2 / trials
     freedom = (a + b) ** 2 / ((a**2 + b**2) / (trials - 1))
-    return tcs.student_quantile(0.95, freedom) * math.sqrt(a + b)
+    return lab.student_quantile(0.95, freedom) * math.sqrt(a + b)
 
 
 def test_welchs_interval():
@@ -139,10 +138,10 @@ def test_welchs_interval():
 
 def test_the_claims_of_the_paper_can_be_read_and_quote_its_tables():
     """What stands under `paper` follows from the tables' own figures."""
-    _, claims = tcs.read_claims(tcs.ROOT / "params" / "claims.yaml")
+    _, claims = lab.read_claims(lab.ROOT / "params" / "claims.yaml")
     printed, deviations = {}, {}
     for table in (1, 2, 3):
-        read = tcs.read_params([tcs.ROOT / f"params/table{table}.yaml"])
+        read = lab.read_params([lab.ROOT / f"params/table{table}.yaml"])
         for name, (accuracy, deviation, bits) in read["paper"].items():
             eta = 0.1 if name.startswith("Baseline") else read["learning_rate"]
             printed.setdefault((name, eta), (accuracy, bits))
@@ -164,7 +163,7 @@ def test_the_claims_of_the_paper_can_be_read_and_quote_its_tables():
     assert checked >= 18
 
 
-FOLDERS = [f for f in (tcs.ROOT / "results").iterdir() if (f / "claims.csv").is_file()]
+FOLDERS = [f for f in (lab.ROOT / "results").iterdir() if (f / "claims.csv").is_file()]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -172,27 +171,27 @@ def test_tables_and_figures_are_rebuilt_from_the_records(folder, tmp_path):
     """The same bytes, from nothing but params/ and the records."""
     import matplotlib
 
-    profile = tcs.read_params([tcs.ROOT / f"params/{folder.name}.yaml"])
-    plans = {t: tcs.read_params([tcs.ROOT / f"params/table{t}.yaml"]) | profile for t in (1, 2, 3)}
-    records = {t: tcs.recorded(tcs.plan(params)) for t, params in plans.items()}
+    profile = lab.read_params([lab.ROOT / f"params/{folder.name}.yaml"])
+    plans = {t: lab.read_params([lab.ROOT / f"params/table{t}.yaml"]) | profile for t in (1, 2, 3)}
+    records = {t: lab.recorded(lab.plan(params)) for t, params in plans.items()}
     for t, params in plans.items():
         if not (folder / f"table{t}.csv").exists():
             continue
-        summary = tcs.summary(records[t].values(), params["paper"])
-        tcs.save_table(summary, tmp_path / f"table{t}", params["title"])
+        summary = lab.summary(records[t].values(), params["paper"])
+        lab.save_table(summary, tmp_path / f"table{t}", params["title"])
         made = next(iter(records[t].values()))["provenance"]["dataset"]
         title = f"Fig. {params['figure']}: test accuracy, {made}, profile {folder.name}"
-        figure = tcs.accuracy_figure(records[t].values(), title)
-        tcs.save_figure(figure, tmp_path / f"figure{params['figure']}")
-    confidence, claims = tcs.read_claims(tcs.ROOT / "params" / "claims.yaml")
-    more = [tcs.plan(params | {"seeds": 100}) for params in plans.values()]  # claims take all seeds
-    everything = {file: one for plan in more for file, one in tcs.recorded(plan).items()}
+        figure = lab.accuracy_figure(records[t].values(), title)
+        lab.save_figure(figure, tmp_path / f"figure{params['figure']}")
+    confidence, claims = lab.read_claims(lab.ROOT / "params" / "claims.yaml")
+    more = [lab.plan(params | {"seeds": 100}) for params in plans.values()]  # claims take all seeds
+    everything = {file: one for plan in more for file, one in lab.recorded(plan).items()}
     title = (folder / "claims.md").read_text().split("**")[1]
-    judged = tcs.judged(claims, everything, confidence)
-    tcs.save_table(judged, tmp_path / "claims", title, tcs.readable_claims)
-    figure = tcs.claims_figure(judged, f"Accuracy claims, profile {folder.name}")
-    tcs.save_figure(figure, tmp_path / "claims")
-    tested = f'"matplotlib=={matplotlib.__version__}"' in (tcs.ROOT / "pyproject.toml").read_text()
+    judged = lab.judged(claims, everything, confidence)
+    lab.save_table(judged, tmp_path / "claims", title, lab.readable_claims)
+    figure = lab.claims_figure(judged, f"Accuracy claims, profile {folder.name}")
+    lab.save_figure(figure, tmp_path / "claims")
+    tested = f'"matplotlib=={matplotlib.__version__}"' in (lab.ROOT / "pyproject.toml").read_text()
     suffixes = (".csv", ".md", ".png", ".svg") if tested else (".csv", ".md")
     rebuilt = sorted(f.name for f in tmp_path.iterdir() if f.suffix in suffixes)
     assert len(rebuilt) >= len(suffixes)

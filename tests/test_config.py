@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 
 import pytest
+import tcs_lab as lab
 import yaml
 
 import tcs_core as tcs
 
-PARAMS = Path(tcs.ROOT) / "params"
+PARAMS = Path(lab.ROOT) / "params"
 PROFILES = ("ci", "quick", "cpu", "cpu18", "gpu", "paper")
 
 # Every scheme of the paper's tables and text, with what its name means there (Sec. III-B).
@@ -62,14 +63,14 @@ def test_smaller_masks_are_all_smaller_whatever_else_the_name_says():
 
 
 def test_without_a_dense_warm_up_the_learning_rate_does_not_rise():
-    with_, without = (tcs.RunConfig(tcs.Scheme.named(n), epochs=60) for n in ("TCS", "TCS-NW"))
+    with_, without = (lab.RunConfig(tcs.Scheme.named(n), epochs=60) for n in ("TCS", "TCS-NW"))
     assert (with_.warmup, without.warmup) == (1, 0)
     assert with_.learning_rate_at(0) == pytest.approx(0.1)
     assert without.learning_rate_at(0) == without.learning_rate_at(29) == pytest.approx(0.5)
-    wide = tcs.RunConfig(tcs.Scheme.named("TCS-W10"), epochs=60)
+    wide = lab.RunConfig(tcs.Scheme.named("TCS-W10"), epochs=60)
     assert (wide.warmup, wide.scheme.warmup_masks, wide.scheme.dense_warmup) == (1, 10, False)
     assert wide.learning_rate_at(0) == pytest.approx(0.5)
-    assert without.digest != tcs.RunConfig(with_.scheme, epochs=60).digest
+    assert without.digest != lab.RunConfig(with_.scheme, epochs=60).digest
 
 
 def test_a_name_is_read_in_any_case_and_kept_in_one_form():
@@ -117,28 +118,28 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value"), WRONG)
 def test_a_wrong_value_is_an_error_with_key_value_and_what_is_allowed(key, value):
     with pytest.raises(ValueError, match="allowed") as raised:
-        tcs.plan(BASE | {key: value})
+        lab.plan(BASE | {key: value})
     assert key in str(raised.value)
     assert repr(value) in str(raised.value) or str(value) in str(raised.value)
 
 
 def test_text_that_looks_like_a_number_gets_a_hint():
     with pytest.raises(ValueError, match=r"write 1.0e-3"):
-        tcs.plan(BASE | yaml.safe_load("learning_rate: 1e-3"))
+        lab.plan(BASE | yaml.safe_load("learning_rate: 1e-3"))
 
 
 def test_an_unknown_key_is_an_error_that_lists_the_known():
     with pytest.raises(
         ValueError, match=r"unknown parameter: learning_rte; allowed: .*learning_rate"
     ):
-        tcs.plan(BASE | {"learning_rte": 0.1})
+        lab.plan(BASE | {"learning_rte": 0.1})
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("table", [1, 2, 3])
 def test_every_table_in_every_profile_is_a_plan(table, profile):
-    params = tcs.read_params([PARAMS / f"table{table}.yaml", PARAMS / f"{profile}.yaml"])
-    configs = tcs.plan(params)
+    params = lab.read_params([PARAMS / f"table{table}.yaml", PARAMS / f"{profile}.yaml"])
+    configs = lab.plan(params)
     assert [c.scheme.name for c in configs if c.seed == 0] == list(params["paper"])
     assert {c.profile for c in configs} == {profile}
 
@@ -149,11 +150,11 @@ def test_files_that_are_no_params(tmp_path, name):
         path = tmp_path / name
         path.write_text(text)
         with pytest.raises(ValueError, match=name):
-            tcs.read_params([path])
+            lab.read_params([path])
 
 
 def test_a_phi_in_params_replaces_that_of_schemes_that_have_one():
-    configs = tcs.plan(BASE | {"schemes": ["TCS", "top-K", "FedAvg"], "phi_global": 0.05})
+    configs = lab.plan(BASE | {"schemes": ["TCS", "top-K", "FedAvg"], "phi_global": 0.05})
     assert [c.scheme.phi_global for c in configs] == [0.05, None, 1.0]
 
 
@@ -161,7 +162,7 @@ def test_a_phi_in_params_replaces_that_of_schemes_that_have_one():
 
 
 def paper(scheme, **changes):
-    return tcs.RunConfig(scheme, **({"profile": "paper", "warmup_epochs": 5} | changes))
+    return lab.RunConfig(scheme, **({"profile": "paper", "warmup_epochs": 5} | changes))
 
 
 def test_the_papers_schedule():
@@ -189,7 +190,7 @@ def test_linear_scaling():
 
 @pytest.mark.parametrize(("epochs", "warmup"), [(300, 5), (60, 1), (15, 1), (3, 1)])
 def test_warm_up_keeps_its_share(epochs, warmup):
-    assert tcs.RunConfig("TCS", epochs=epochs).warmup == warmup
+    assert lab.RunConfig("TCS", epochs=epochs).warmup == warmup
 
 
 def test_identity_ignores_where_and_how_fast_and_nothing_else():
@@ -209,7 +210,7 @@ def test_identity_ignores_where_and_how_fast_and_nothing_else():
 def test_a_field_added_later_leaves_older_digests_alone():
     identity = paper("TCS").identity()
     older = {k: v for k, v in identity.items() if k != "participation"}
-    assert tcs.digest_of(older) == tcs.digest_of(identity)
+    assert lab.digest_of(older) == lab.digest_of(identity)
 
 
 def test_a_rule_that_changes_is_another_run():
@@ -219,7 +220,7 @@ def test_a_rule_that_changes_is_another_run():
         namespace = {"tcs": tcs, "__name__": "__main__"}
         exec(f"class Rule(tcs.TCS):\n{body}", namespace)
         tcs.register_scheme("Changing")(namespace["Rule"])
-        return tcs.RunConfig("Changing").digest
+        return lab.RunConfig("Changing").digest
 
     bodies = [
         "    decay = 0.9",
@@ -238,19 +239,19 @@ def test_a_rule_that_changes_is_another_run():
 def test_notebook_params_refuse_what_papermill_only_warns_of():
     own, injected = "tables = [3]\nepochs: int = 1", "# Parameters\nepochs = 2\nepochz = 3\n"
     namespace = {"In": ["", own, injected], "epochs": 2, "epochz": 3}
-    for check in (tcs.notebook_params, tcs.check_notebook_params):
+    for check in (lab.notebook_params, lab.check_notebook_params):
         with pytest.raises(ValueError, match="unknown parameter: epochz"):
             check(namespace)
     namespace["In"] = ["", own, "# Parameters\nepochs = 2\ntables = [1]\n"]
-    assert tcs.notebook_params(namespace) == {"epochs": 2}
-    tcs.check_notebook_params(namespace)
+    assert lab.notebook_params(namespace) == {"epochs": 2}
+    lab.check_notebook_params(namespace)
     namespace["In"][1] = "tables = [3]"
     with pytest.raises(ValueError, match="unknown parameter: epochs"):
-        tcs.check_notebook_params(namespace)
+        lab.check_notebook_params(namespace)
 
 
 def test_only_the_cell_before_papermills_holds_the_notebooks_own_parameters():
     cells = ["epochz = 1", "phis = [0.1]", "# Parameters\nphis = [0.2]\nepochz = 3\n", "epochz = 2"]
     with pytest.raises(ValueError, match="unknown parameter: epochz"):
-        tcs.notebook_params({"In": cells})
-    assert tcs.notebook_params({}) == tcs.notebook_params({"In": ["%matplotlib inline"]}) == {}
+        lab.notebook_params({"In": cells})
+    assert lab.notebook_params({}) == lab.notebook_params({"In": ["%matplotlib inline"]}) == {}

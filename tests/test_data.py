@@ -11,15 +11,14 @@ import threading
 
 import numpy as np
 import pytest
+import tcs_lab as lab
 import torch
 from common import image_bytes
-
-import tcs_core as tcs
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    tcs.load_dataset.cache_clear()
+    lab.load_dataset.cache_clear()
 
 
 FILES = {
@@ -48,8 +47,8 @@ def as_tar(path, files, mode="w:gz"):
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz", "w:bz2"])
 def test_a_tar_is_the_same_as_its_folder(tmp_path, mode):
-    from_folder = tcs.load_dataset("folder", str(as_folder(tmp_path / "images", FILES)))
-    from_tar = tcs.load_dataset("folder", str(as_tar(tmp_path / "images.tar", FILES, mode)))
+    from_folder = lab.load_dataset("folder", str(as_folder(tmp_path / "images", FILES)))
+    from_tar = lab.load_dataset("folder", str(as_tar(tmp_path / "images.tar", FILES, mode)))
     assert from_tar.fingerprint == from_folder.fingerprint
     assert from_tar.train_images.shape == (8, 8, 8, 3)
     assert from_tar.train_labels.bincount().tolist() == [4, 4]
@@ -59,17 +58,19 @@ def test_a_tar_is_the_same_as_its_folder(tmp_path, mode):
 
 def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
     path = as_tar(tmp_path / "images.tar", FILES)
-    first = tcs.load_dataset("folder", str(path))
-    tcs.load_dataset.cache_clear()
-    monkeypatch.setattr(tcs, "_decode_files", lambda *_: pytest.fail("decoded again"))
-    monkeypatch.setattr(tcs, "_alone", lambda *_: pytest.fail("waited for another that reads"))
-    assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
+    first = lab.load_dataset("folder", str(path))
+    lab.load_dataset.cache_clear()
+    monkeypatch.setattr(lab.data, "_decode_files", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(
+        lab.files, "_alone", lambda *_: pytest.fail("waited for another that reads")
+    )
+    assert lab.load_dataset("folder", str(path)).fingerprint == first.fingerprint
     monkeypatch.undo()
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     cached.write_bytes(cached.read_bytes()[:-40])
-    tcs.load_dataset.cache_clear()
-    assert tcs.load_dataset("folder", str(path)).fingerprint == first.fingerprint
+    lab.load_dataset.cache_clear()
+    assert lab.load_dataset("folder", str(path)).fingerprint == first.fingerprint
 
 
 def replaced(name, content):
@@ -100,14 +101,14 @@ def test_bad_sources_are_named(tmp_path, case, source):
     target = tmp_path / ("images.tar" if source is as_tar else "images")
     path = source(target, files)
     with pytest.raises(ValueError, match=message):
-        tcs.load_dataset("folder", str(path))
+        lab.load_dataset("folder", str(path))
 
 
 @pytest.mark.parametrize("name", ["../evil.png", "/etc/evil.png", "train/cat/../../../x.png"])
 def test_members_that_point_outside_are_refused(tmp_path, name):
     path = as_tar(tmp_path / "images.tar", FILES | {name: b"x"})
     with pytest.raises(ValueError, match="outside"):
-        tcs.load_dataset("folder", str(path))
+        lab.load_dataset("folder", str(path))
 
 
 def test_links_are_refused(tmp_path):
@@ -117,7 +118,7 @@ def test_links_are_refused(tmp_path):
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(member)
     with pytest.raises(ValueError, match="link"):
-        tcs.load_dataset("folder", str(path))
+        lab.load_dataset("folder", str(path))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.9])
@@ -127,7 +128,7 @@ def test_a_truncated_archive_is_named(tmp_path, mode, keep):
     whole = path.read_bytes().rstrip(b"\0")
     path.write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(ValueError, match=r"images.tar"):
-        tcs.load_dataset("folder", str(path))
+        lab.load_dataset("folder", str(path))
 
 
 def test_an_archive_that_ends_between_two_members_is_named(tmp_path):
@@ -137,20 +138,20 @@ def test_an_archive_that_ends_between_two_members_is_named(tmp_path):
         offset = archive.getmembers()[7].offset
     path.write_bytes(path.read_bytes()[:offset])
     with pytest.raises(ValueError, match="not a whole tar archive"):
-        tcs.load_dataset("folder", str(path))
+        lab.load_dataset("folder", str(path))
 
 
 def test_no_root_or_a_missing_one():
     with pytest.raises(ValueError, match="data_root: got None"):
-        tcs.load_dataset("folder")
+        lab.load_dataset("folder")
     with pytest.raises(FileNotFoundError, match="data_root"):
-        tcs.load_dataset("folder", "/does/not/exist")
+        lab.load_dataset("folder", "/does/not/exist")
     with pytest.raises(ValueError, match="dataset: got 'mnist'"):
-        tcs.load_dataset("mnist")
+        lab.load_dataset("mnist")
 
 
 def test_images_of_fewer_pixels_are_means_of_areas():
-    data = tcs.synthetic_dataset(30, 10)
+    data = lab.synthetic_dataset(30, 10)
     small = data.resized(16)
     assert small.train_images.shape == (30, 16, 16, 3) and small.test_images.shape[1:3] == (16, 16)
     for n, y, x, colour in ((0, 0, 0, 0), (7, 3, 15, 1), (29, 15, 9, 2)):
@@ -164,7 +165,7 @@ def test_images_of_fewer_pixels_are_means_of_areas():
 @pytest.mark.parametrize("size", [0, -1, 33, 16.0, "16", True])
 def test_a_size_that_is_none_is_named(size):
     with pytest.raises(ValueError, match=f"image_size: got {size!r}, allowed: 1 to 32"):
-        tcs.synthetic_dataset(4, 4).resized(size)
+        lab.synthetic_dataset(4, 4).resized(size)
 
 
 # cifar10: the real torchvision code against a small archive of the same format ─────────────────────
@@ -205,13 +206,13 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 def test_cifar10_downloads_and_loads(tmp_path, small_cifar):
-    data = tcs.load_dataset("cifar10", str(tmp_path / "root"))
+    data = lab.load_dataset("cifar10", str(tmp_path / "root"))
     assert data.label == "CIFAR-10"
     assert data.train_images.shape == (100, 32, 32, 3) and data.train_images.dtype == torch.uint8
     assert data.test_labels.tolist() == list(range(10)) * 2
     small_cifar.unlink()
-    tcs.load_dataset.cache_clear()
-    again = tcs.load_dataset("cifar10", str(tmp_path / "root"))
+    lab.load_dataset.cache_clear()
+    again = lab.load_dataset("cifar10", str(tmp_path / "root"))
     assert again.fingerprint == data.fingerprint
 
 
@@ -219,24 +220,24 @@ def test_cifar10_without_network_or_with_a_truncated_archive_says_what_to_do(tmp
     content = small_cifar.read_bytes()
     small_cifar.unlink()
     with pytest.raises(ValueError, match=r"download failed .*Delete a partial file .*synthetic"):
-        tcs.load_dataset("cifar10", str(tmp_path / "root"))
+        lab.load_dataset("cifar10", str(tmp_path / "root"))
     small_cifar.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="download failed"):
-        tcs.load_dataset("cifar10", str(tmp_path / "root"))
+        lab.load_dataset("cifar10", str(tmp_path / "root"))
 
 
 # Synthetic data, partition, augmentation ──────────────────────────────────────────────────────────
 
 
 def test_synthetic_is_the_same_every_time():
-    one, two = tcs.synthetic_dataset(50, 20), tcs.synthetic_dataset(50, 20)
+    one, two = lab.synthetic_dataset(50, 20), lab.synthetic_dataset(50, 20)
     assert one.fingerprint == two.fingerprint
     assert one.train_images.shape == (50, 32, 32, 3) and one.train_images.dtype == torch.uint8
-    assert tcs.synthetic_dataset(50, 20, seed=1).fingerprint != one.fingerprint
+    assert lab.synthetic_dataset(50, 20, seed=1).fingerprint != one.fingerprint
 
 
 def test_first_samples_and_too_many():
-    data = tcs.synthetic_dataset(50, 20)
+    data = lab.synthetic_dataset(50, 20)
     cut = data.first(30, None)
     assert len(cut.train_labels) == 30 and len(cut.test_labels) == 20
     with pytest.raises(ValueError, match="train_samples: got 51, allowed: at most 50"):
@@ -247,7 +248,7 @@ def test_first_samples_and_too_many():
 @pytest.mark.parametrize("clients", [1, 3, 10])
 def test_partition_is_disjoint_and_even(alpha, clients):
     labels = torch.arange(1003) % 10
-    parts = tcs.partition(labels, clients, alpha, torch.Generator().manual_seed(1))
+    parts = lab.partition(labels, clients, alpha, torch.Generator().manual_seed(1))
     assert parts.shape == (clients, 1003 // clients)
     assert len(parts.unique()) == parts.numel()
     assert 0 <= int(parts.min()) <= int(parts.max()) < 1003
@@ -257,7 +258,7 @@ def test_a_small_alpha_skews_the_classes():
     labels = torch.arange(5000) % 10
 
     def largest_share(alpha):
-        parts = tcs.partition(labels, 10, alpha, torch.Generator().manual_seed(1))
+        parts = lab.partition(labels, 10, alpha, torch.Generator().manual_seed(1))
         counts = torch.stack([labels[p].bincount(minlength=10) for p in parts])
         return float((counts.max(1).values / counts.sum(1)).float().mean())
 
@@ -266,7 +267,7 @@ def test_a_small_alpha_skews_the_classes():
 
 def test_an_epoch_passes_over_a_clients_samples_once():
     samples = torch.arange(100, 140)
-    draws = tcs.Draws.of(samples, 36, torch.Generator().manual_seed(0))
+    draws = lab.Draws.of(samples, 36, torch.Generator().manual_seed(0))
     assert len(set(draws.samples.tolist())) == 36 and set(draws.samples.tolist()) <= set(
         samples.tolist()
     )
@@ -274,10 +275,10 @@ def test_an_epoch_passes_over_a_clients_samples_once():
 
 @pytest.mark.parametrize("height, width", [(32, 32), (13, 11)])
 def test_crops_and_flips_pixel_by_pixel(height, width):
-    data = tcs.synthetic_dataset(20, 5)
+    data = lab.synthetic_dataset(20, 5)
     data = dataclasses.replace(data, train_images=data.train_images[:, :height, :width].clone())
-    batches = tcs.Batches(data, torch.device("cpu"))
-    draws = tcs.Draws.of(torch.arange(20), 12, torch.Generator().manual_seed(0))
+    batches = lab.Batches(data, torch.device("cpu"))
+    draws = lab.Draws.of(torch.arange(20), 12, torch.Generator().manual_seed(0))
     images, labels = batches.augmented(draws)
     assert images.shape == (12, 3, height, width) and images.is_contiguous(
         memory_format=torch.channels_last
@@ -293,8 +294,8 @@ def test_crops_and_flips_pixel_by_pixel(height, width):
 
 
 def test_normalization_is_zero_mean_and_unit_deviation():
-    data = tcs.synthetic_dataset(200, 5)
-    batches = tcs.Batches(data, torch.device("cpu"))
+    data = lab.synthetic_dataset(200, 5)
+    batches = lab.Batches(data, torch.device("cpu"))
     pixels = batches.normalized(data.train_images)
     torch.testing.assert_close(pixels.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-2)
     torch.testing.assert_close(pixels.std((0, 2, 3)), torch.ones(3), rtol=0, atol=1e-2)
@@ -302,7 +303,7 @@ def test_normalization_is_zero_mean_and_unit_deviation():
 
 @pytest.mark.data
 def test_the_whole_of_cifar10_as_jpegs(development_data):
-    data = tcs.load_dataset("folder", str(development_data), "CIFAR-10 (JPEG copy)")
+    data = lab.load_dataset("folder", str(development_data), "CIFAR-10 (JPEG copy)")
     assert data.train_labels.bincount().tolist() == [5000] * 10
     assert data.test_labels.bincount().tolist() == [1000] * 10
     means = data.train_images.float().mean((0, 1, 2)) / 255

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import tcs_lab as lab
 import torch
 import torch.nn.functional as F
 
@@ -14,11 +15,11 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 @pytest.fixture(scope="module")
 def data():
-    return tcs.synthetic_dataset(train=120, test=40).resized(16)
+    return lab.synthetic_dataset(train=120, test=40).resized(16)
 
 
 def federation(scheme, data, **changes):
-    return tcs.Federation(tcs.RunConfig(scheme, **(TINY | changes)), data)
+    return lab.Training(lab.RunConfig(scheme, **(TINY | changes)), data)
 
 
 def test_the_papers_parameter_count():

@@ -7,6 +7,7 @@ import io
 import pickle
 
 import pytest
+import tcs_lab as lab
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -299,7 +300,7 @@ def test_the_docstrings_example_runs_as_printed(tmp_path):
 def trained(ranks, folder, phis, seed, batch=32, steps=100):
     """Test accuracy of a small ResNet, trained on this rank's share of every batch; and traffic."""
     data = synthetic_dataset(1600, 500)
-    batches, size = tcs.Batches(data, torch.device("cpu")), ranks.size
+    batches, size = lab.Batches(data, torch.device("cpu")), ranks.size
     torch.manual_seed(seed)
     model, state = tcs.resnet8(8), tcs.TCSState(start_iter=steps // 10, **(phis or {}))
     model = DistributedDataParallel(model) if size > 1 else model
@@ -309,7 +310,7 @@ def trained(ranks, folder, phis, seed, batch=32, steps=100):
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        draws = tcs.Draws.of(torch.arange(len(data.train_labels)), batch, generator)
+        draws = lab.Draws.of(torch.arange(len(data.train_labels)), batch, generator)
         images, labels = batches.augmented(draws[ranks.rank :: size])
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()

@@ -12,13 +12,14 @@ import matplotlib
 import nbformat
 import papermill
 import pytest
+import tcs_lab as lab
 from jupyter_server.services.contents.largefilemanager import LargeFileManager
 from jupytext.config import load_jupytext_config
 from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
 
 import tcs_core as tcs
 
-NOTEBOOKS = tcs.ROOT / "notebooks"
+NOTEBOOKS = lab.ROOT / "notebooks"
 PY = sorted(NOTEBOOKS.glob("*.py"))
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
 by_name = {"ids": lambda path: path.stem}
@@ -78,20 +79,20 @@ def test_the_code_it_shows_is_the_code_it_runs(path):
 
 
 NO_TABLE = {"claims", "sensitivity"}  # read by their own functions
-PARAMS = sorted({p.stem for p in (tcs.ROOT / "params").glob("*.yaml")} - NO_TABLE)
+PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
 
 
 @pytest.mark.parametrize("profile", PARAMS)
 def test_every_params_key_is_a_parameter_of_the_table_notebook(profile):
     known = set(papermill.inspect_notebook(str(NOTEBOOKS / "08_tables_and_curves.ipynb")))
-    given = set(tcs.read_params([tcs.ROOT / f"params/{profile}.yaml"]))
+    given = set(lab.read_params([lab.ROOT / f"params/{profile}.yaml"]))
     assert given <= known
-    assert known == tcs.PARAMETERS | {"only_recorded"}
+    assert known == lab.PARAMETERS | {"only_recorded"}
 
 
 def test_the_defaults_are_the_ci_profile():
     """So that Run All, nbval and a bare papermill are all quick and share their records."""
-    profile = tcs.read_params([tcs.ROOT / "params/table1.yaml", tcs.ROOT / "params/ci.yaml"])
+    profile = lab.read_params([lab.ROOT / "params/table1.yaml", lab.ROOT / "params/ci.yaml"])
     for name in ("00_reproduce", "08_tables_and_curves"):
         defaults = papermill.inspect_notebook(str(NOTEBOOKS / f"{name}.ipynb"))
         values = {k: ast.literal_eval(v["default"]) for k, v in defaults.items()}
@@ -102,17 +103,17 @@ def test_the_defaults_are_the_ci_profile():
 @pytest.mark.parametrize("profile", ["quick", "cpu", "gpu", "paper"])
 def test_no_default_of_the_notebook_leaks_into_a_profile(profile):
     """The notebook's runs are those of the command line, to the digit of their names."""
-    files = [tcs.ROOT / "params/table1.yaml", tcs.ROOT / f"params/{profile}.yaml"]
-    params = tcs.read_params(files)
+    files = [lab.ROOT / "params/table1.yaml", lab.ROOT / f"params/{profile}.yaml"]
+    params = lab.read_params(files)
     found = papermill.inspect_notebook(str(NOTEBOOKS / "08_tables_and_curves.ipynb"))
     defaults = {k: ast.literal_eval(v["default"]) for k, v in found.items()}
     injected = "# Parameters\n" + "\n".join(f"{k} = {v!r}" for k, v in params.items())
     namespace = defaults | params | {"In": [injected]}
-    by_notebook = [c.record_name for c in tcs.plan(tcs.notebook_params(namespace))]
-    assert by_notebook == [c.record_name for c in tcs.plan(params)]
+    by_notebook = [c.record_name for c in lab.plan(lab.notebook_params(namespace))]
+    assert by_notebook == [c.record_name for c in lab.plan(params)]
     partial = injected.replace("train_samples", "test_samples")
     with pytest.raises(ValueError, match="train_samples: profile"):
-        tcs.notebook_params(namespace | {"In": [partial], "train_samples": 800})
+        lab.notebook_params(namespace | {"In": [partial], "train_samples": 800})
 
 
 def test_an_unknown_parameter_stops_the_notebook(tmp_path):
@@ -143,7 +144,7 @@ def test_no_notebook_takes_a_parameter_that_it_does_not_know(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(tcs.ROOT.glob("results/cpu/table?.md")), ids=lambda p: p.stem
+    "path", sorted(lab.ROOT.glob("results/cpu/table?.md")), ids=lambda p: p.stem
 )
 def test_the_executed_notebook_beside_a_table_shows_it(path):
     """And has the code of today's 08. Made by: tests/execute_notebooks.py results/<profile>"""
@@ -165,7 +166,7 @@ def test_the_top_level_keeps_its_shape():
         "results",
         "tests",
     }
-    there = {p.name for p in Path(tcs.ROOT).iterdir() if not p.name.startswith((".", "__"))}
+    there = {p.name for p in Path(lab.ROOT).iterdir() if not p.name.startswith((".", "__"))}
     assert there - {"uv.lock"} <= allowed
 
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tcs_lab as lab
 import torch
 from common import numbers
 from processes import start
@@ -24,11 +25,11 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 
 def configs(schemes, **changes):
-    return [tcs.RunConfig(scheme, **(TINY | changes)) for scheme in schemes]
+    return [lab.RunConfig(scheme, **(TINY | changes)) for scheme in schemes]
 
 
 def records(ranks, folder, schemes, **changes):
-    return tcs.run_all(configs(schemes, **changes), folder / str(ranks.size), ranks=ranks)
+    return lab.run_all(configs(schemes, **changes), folder / str(ranks.size), ranks=ranks)
 
 
 # What does not depend on the number of ranks ──────────────────────────────────────────────────────
@@ -48,11 +49,11 @@ def test_the_record_is_the_same_for_any_number_of_processes(tmp_path, size, smal
 
 @pytest.fixture
 def small_synthetic(monkeypatch):
-    small = tcs.synthetic_dataset(60, 40).resized(16)
-    monkeypatch.setattr(tcs, "synthetic_dataset", lambda: small)
-    tcs.load_dataset.cache_clear()
+    small = lab.synthetic_dataset(60, 40).resized(16)
+    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: small)
+    lab.load_dataset.cache_clear()
     yield
-    tcs.load_dataset.cache_clear()
+    lab.load_dataset.cache_clear()
 
 
 def drawn(ranks, folder):
@@ -81,13 +82,13 @@ def stopped(ranks, folder, resumed=False):
             raise Stopped
 
     try:
-        return tcs.run(config, folder / "resumed", stop, ranks), epochs
+        return lab.run(config, folder / "resumed", stop, ranks), epochs
     except Stopped:
         return None, epochs
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, monkeypatch, small_synthetic):
-    monkeypatch.setattr(tcs._Pace, "due", lambda self: True)
+    monkeypatch.setattr(lab.runs._Pace, "due", lambda self: True)
     undisturbed, _ = stopped(tcs.Ranks(), tmp_path / "alone", True)
     assert stopped(tcs.Ranks(), tmp_path) == (None, [1, 2])  # one rank stops after two epochs,
     assert [a[0] for a in start(3, tmp_path, stopped)] == [None] * 3  # three after the next,
@@ -100,7 +101,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, monkeypatch
 
 def held(ranks, folder):
     (config,) = configs(["TCS"])
-    federation = tcs.Federation(config, tcs.load_dataset("synthetic"), ranks)
+    federation = lab.Training(config, lab.load_dataset("synthetic"), ranks)
     federation.epoch(0)
     images = federation.batches.padded
     rows = [len(t) for t in (federation.deltas_ND, federation.compressor.errors_ND,
@@ -118,7 +119,7 @@ def test_a_rank_holds_its_own_clients_only(tmp_path):
 def crossed(ranks, folder):
     """Every byte that this rank hands to a collective in one sparse round."""
     (config,) = configs(["TCS-Q5"], warmup_epochs=0)
-    federation, sent = tcs.Federation(config, tcs.load_dataset("synthetic"), ranks), []
+    federation, sent = lab.Training(config, lab.load_dataset("synthetic"), ranks), []
     draws = federation._draws(0)
     federation.round(draws, 0, 0.1)
     gathered = ranks._all_gathered
@@ -140,18 +141,18 @@ def test_ranks_exchange_the_encoded_bytes_and_little_else(tmp_path):
 def poisoned(ranks, folder):
     """A NaN in the first pixel row that client 2 alone sees, once its first epoch is over."""
     (config,) = configs(["TCS"])
-    original = tcs.Federation._local_training_
+    original = lab.Training._local_training_
 
     def local_training(self, row, draws, index, eta):
         original(self, row, draws, index, eta)
         if self.own[row] == 2 and self.compressor.round == 6:
             self.flat.gradient_D[5] = float("nan")
 
-    tcs.Federation._local_training_ = local_training
+    lab.Training._local_training_ = local_training
     try:
-        return tcs.run(config, folder / str(ranks.size), ranks=ranks)
+        return lab.run(config, folder / str(ranks.size), ranks=ranks)
     finally:
-        tcs.Federation._local_training_ = original
+        lab.Training._local_training_ = original
 
 
 def test_a_client_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path, small_synthetic):
@@ -230,7 +231,7 @@ def test_a_timeout_that_is_none(monkeypatch, text):
     }.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TCS_TIMEOUT", text)
-    with pytest.raises(ValueError, match=f"timeout: got '{text}'"), tcs.joined_ranks():
+    with pytest.raises(ValueError, match=f"timeout: got '{text}'"), lab.joined_ranks():
         pass
 
 
@@ -238,7 +239,7 @@ def commanded(_, folder, *words):
     """The command line's result on this rank, and what it says."""
     path, said = folder / "tiny.yaml", io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = tcs.main(["run", "--params", str(path), "--results", str(folder), *words])
+        code = lab.__main__.main(["run", "--params", str(path), "--results", str(folder), *words])
     return code, said.getvalue()
 
 
@@ -296,5 +297,5 @@ def test_a_killed_worker_leaves_a_run_that_goes_on_and_no_orphans(tmp_path, comm
     assert re.search(r"rank\s*:? 1\b", error), error
     assert list(checkpoints.glob("*.pt")) and not (tmp_path / "killed" / "ci").exists()
     (config,), epochs = configs(["TCS-Q5"], epochs=20, batch_size=2), []
-    made = tcs.run(config, tmp_path / "killed", lambda row: epochs.append(row["epoch"]))
-    assert epochs[0] > 1 and numbers(made) == numbers(tcs.run(config, tmp_path / "undisturbed"))
+    made = lab.run(config, tmp_path / "killed", lambda row: epochs.append(row["epoch"]))
+    assert epochs[0] > 1 and numbers(made) == numbers(lab.run(config, tmp_path / "undisturbed"))

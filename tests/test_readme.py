@@ -2,6 +2,7 @@
 
 import re
 
+import tcs_lab as lab
 from readme_table import BLOCK, README, TABLES, prose, with_tables
 
 import tcs_core as tcs
@@ -48,7 +49,7 @@ def test_every_number_has_a_source():
 def test_the_two_commands_stand_there_word_for_word():
     lines = [line.strip() for line in TEXT.splitlines()]
     assert all(command in lines for command in COMMANDS)
-    assert COMMANDS[1] in (tcs.ROOT / ".ci" / "run").read_text()
+    assert COMMANDS[1] in (lab.ROOT / ".ci" / "run").read_text()
 
 
 def test_every_file_it_names_exists():
@@ -56,7 +57,7 @@ def test_every_file_it_names_exists():
     words = re.findall(r"\b(?:notebooks|params|tests|results/cpu)/[\w./-]+\.\w+", TEXT)
     made = re.compile(r"results/(quick|ci)/|results/\w+/\w+\.ipynb")  # by the reader's commands
     named = {n for n in links + words if not made.match(n)}
-    assert named and not [n for n in named if not (tcs.ROOT / n).exists()]
+    assert named and not [n for n in named if not (lab.ROOT / n).exists()]
 
 
 def test_its_python_runs():

@@ -34,6 +34,7 @@ import zlib
 
 import psutil
 import pytest
+import tcs_lab as lab
 import torch
 from common import image_bytes, numbers
 from hypothesis import given
@@ -53,17 +54,17 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 
 def config(scheme="TCS-L2-Q5", **changes):
-    return tcs.RunConfig(scheme, **(TINY | changes))
+    return lab.RunConfig(scheme, **(TINY | changes))
 
 
 @pytest.fixture
 def small(monkeypatch):
     """160 images instead of 10,000, in this process."""
-    images = tcs.synthetic_dataset(120, 40).resized(16)
-    monkeypatch.setattr(tcs, "synthetic_dataset", lambda: images)
-    tcs.load_dataset.cache_clear()
+    images = lab.synthetic_dataset(120, 40).resized(16)
+    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: images)
+    lab.load_dataset.cache_clear()
     yield
-    tcs.load_dataset.cache_clear()
+    lab.load_dataset.cache_clear()
 
 
 # Processes to kill, all forked from one that has imported the core ────────────────────────────────
@@ -78,9 +79,9 @@ def command(words, folder, name, disturb=None):
     os.dup2(out, 1), os.dup2(out, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     torch.set_num_threads(1)
-    images = tcs.synthetic_dataset(120, 40).resized(16)
-    tcs.synthetic_dataset = lambda: images
-    train = tcs._train
+    images = lab.synthetic_dataset(120, 40).resized(16)
+    lab.synthetic_dataset = lambda: images
+    train = lab.runs._train
 
     def log(file, what):
         with (folder / file).open("a") as lines:
@@ -90,10 +91,10 @@ def command(words, folder, name, disturb=None):
         log("trained", config.scheme.name)
         return train(config, data, lambda row: (log("epochs", row["epoch"]), on_epoch(row)), *ranks)
 
-    tcs._train = logged
+    lab.runs._train = logged
     if disturb:
         disturb()
-    sys.exit(tcs.main(words))  # as the command ends: not before its threads do
+    sys.exit(lab.__main__.main(words))  # as the command ends: not before its threads do
 
 
 def start(folder, name, words, disturb=None):
@@ -136,7 +137,7 @@ def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_pa
     assert sum("waiting for another process, which works on TCS" in t for t in texts) == 1
     assert len({t.splitlines()[-1] for t in texts}) == 1  # the same row of the same table
     (path,) = (tmp_path / "ci" / "runs").iterdir()
-    assert len(tcs.read_record(path)["rows"]) == 8
+    assert len(lab.read_record(path)["rows"]) == 8
     assert not list((tmp_path / "cache" / "locks").iterdir())
 
 
@@ -164,8 +165,8 @@ def test_the_lock_of_a_dead_process_does_not_block(tmp_path, params):
     process.join()
     assert list(locks.glob("*.lock"))
     (left,) = locks.glob("*.lock")
-    file = tcs._lock_file(left)
-    assert file is not None and tcs._lock_file(left) is None  # now this process has it
+    file = lab.files._lock_file(left)
+    assert file is not None and lab.files._lock_file(left) is None  # now this process has it
     file.close()
 
 
@@ -173,11 +174,11 @@ def test_the_lock_of_a_dead_process_does_not_block(tmp_path, params):
 def test_what_another_process_makes_comes_last(tmp_path, monkeypatch, small, jobs):
     """In this process, and in worker processes; a thread stands in for the other process."""
     configs = [config(s, epochs=1) for s in ("TCS", "top-K", "rand-K")]
-    paths = [tcs.record_path(c, tmp_path) for c in configs]
+    paths = [lab.record_path(c, tmp_path) for c in configs]
     locked, seen = threading.Event(), []
 
     def hold():
-        with tcs._alone(tcs._checkpoint_path(configs[0]), None) as held:
+        with lab.files._alone(lab.runs._checkpoint_path(configs[0]), None) as held:
             assert held
             locked.set()
             until(lambda: paths[1].exists() and paths[2].exists())
@@ -186,7 +187,7 @@ def test_what_another_process_makes_comes_last(tmp_path, monkeypatch, small, job
     holder = threading.Thread(target=hold)
     holder.start()
     locked.wait()
-    records = tcs.run_all(configs, tmp_path, jobs=jobs)
+    records = lab.run_all(configs, tmp_path, jobs=jobs)
     holder.join()
     assert seen == [False]
     assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "top-K", "rand-K"]
@@ -235,7 +236,7 @@ EPOCHS = 12
 def kill_in_write(suffix, stage, number, how):
     """This process gets the signal while it writes its `number`-th file with this suffix: when half
     of it is written, when all of it is but not under its name, or when it is done."""
-    whole, replace, left = tcs._write_whole, os.replace, [number]
+    whole, replace, left = lab.files._write_whole, os.replace, [number]
 
     def strike(*_):
         os.kill(os.getpid(), how)
@@ -256,7 +257,7 @@ def kill_in_write(suffix, stage, number, how):
         whole(path, half if stage == "half" else write)
         strike()
 
-    tcs._write_whole = disturbed
+    lab.files._write_whole = disturbed
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +272,7 @@ def undisturbed(tmp_path_factory):
     process.join(60)
     assert process.exitcode == 0
     (path,) = (folder / "ci" / "runs").iterdir()
-    return numbers(tcs.read_record(path)), time.monotonic() - begin
+    return numbers(lab.read_record(path)), time.monotonic() - begin
 
 
 @pytest.mark.parametrize("case", range(KILLS))
@@ -296,7 +297,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_record(tmp_path, params, undi
     assert process.exitcode == EXIT[how]
     records = tmp_path / "ci" / "runs"
     for path in records.glob("[!.]*"):
-        tcs.read_record(path)  # whole, if it is there
+        lab.read_record(path)  # whole, if it is there
     left = list((tmp_path / "cache" / "checkpoints").glob("[!.]*"))
     begun = [len(json.loads(torch.load(path, weights_only=True)["rows"])) for path in left]
     there = list(records.glob("[!.]*"))
@@ -304,7 +305,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_record(tmp_path, params, undi
     again.join(60)
     assert again.exitcode == 0, (tmp_path / "two").read_text()
     (path,) = records.iterdir()
-    assert numbers(tcs.read_record(path)) == expected
+    assert numbers(lab.read_record(path)) == expected
     if not there:
         made = [int(epoch) for name, epoch in logged(tmp_path / "epochs") if name == "two"]
         assert made == list(range(sum(begun) + 1, EPOCHS + 1))
@@ -316,7 +317,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
     """Ctrl-C, as a terminal sends it, in the middle of a table; then the same command."""
     (tmp_path / "notebooks").mkdir()
     for name in ("tcs_core.py", "notebooks/08_tables_and_curves.ipynb"):
-        shutil.copy(tcs.ROOT / name, tmp_path / name)
+        shutil.copy(lab.ROOT / name, tmp_path / name)
     fields = TINY | {
         "schemes": ["TCS"],
         "paper": {},
@@ -347,7 +348,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, **settings)
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "results" / "ci" / "runs").iterdir()
-    rows = tcs.read_record(path)["rows"]
+    rows = lab.read_record(path)["rows"]
     assert len(rows) == 60 and not saved()
     assert rows[: len(begun)] == begun  # to the second that each took: not made again
 
@@ -438,26 +439,26 @@ def test_errors_that_overflow_name_their_client(wire, dense):
 @pytest.mark.parametrize("scheme", ["TCS", "TCS-Q5++", "TCS-L2", "TCS-Momentum", "FedAvg", "Baseline-Momentum"])  # fmt: skip
 def test_a_run_that_diverges_keeps_its_record_and_says_where(tmp_path, small, scheme, monkeypatch):
     """A learning rate beyond reason; a table and a figure of it can still be drawn."""
-    monkeypatch.setattr(tcs.RunConfig, "eta", property(lambda self: 1e25))
+    monkeypatch.setattr(lab.RunConfig, "eta", property(lambda self: 1e25))
     wild = config(scheme, warmup_epochs=0)
-    record = tcs.run(wild, tmp_path)
+    record = lab.run(wild, tmp_path)
     assert record["status"] == "diverged"
     assert re.search(r"client \d|server|loss", record["reason"])
     assert re.search(r"epoch 1(, round \d+ of \d+)?$", record["reason"])
-    assert tcs.read_record(tcs.record_path(wild, tmp_path), wild) == record
-    text = tcs.readable(tcs.summary([record])).iloc[0]["Ours: accuracy %"]
+    assert lab.read_record(lab.record_path(wild, tmp_path), wild) == record
+    text = lab.readable(lab.summary([record])).iloc[0]["Ours: accuracy %"]
     assert text == "diverged (1 of 1)"
-    assert tcs.accuracy_figure([record], "x").axes
+    assert lab.accuracy_figure([record], "x").axes
 
 
 def test_a_training_loss_that_is_not_finite_is_a_diverged_run(tmp_path, small, monkeypatch):
-    epoch = tcs.Federation.epoch
+    epoch = lab.Training.epoch
 
     def overflowed(self, number):
         return epoch(self, number) | {"train_loss": math.inf if number else 1.0}
 
-    monkeypatch.setattr(tcs.Federation, "epoch", overflowed)
-    record = tcs.run(config(), tmp_path)
+    monkeypatch.setattr(lab.Training, "epoch", overflowed)
+    record = lab.run(config(), tmp_path)
     assert record["status"] == "diverged" and len(record["rows"]) == 1
     assert record["reason"] == "the training loss is not finite; epoch 2"
 
@@ -623,10 +624,10 @@ def test_a_hostile_client_in_a_run(tmp_path, small, monkeypatch, policy):
     bad = config("TCS", wire=True, bad_message=policy)
     if policy == "stop":
         with pytest.raises(tcs.MessageError, match=r"client 2: .*epoch 1, round 8 of 10"):
-            tcs.run(bad, tmp_path)
+            lab.run(bad, tmp_path)
         assert not (tmp_path / "ci").exists()
         return
-    record = tcs.run(bad, tmp_path)
+    record = lab.run(bad, tmp_path)
     assert [row["refused"] for row in record["rows"]] == [1, 0, 0]
     assert record["config"]["bad_message"] == "skip"
 
@@ -679,7 +680,7 @@ FITS = {  # strange as they look, these are allowed
 
 
 def test_every_parameter_has_its_cases():
-    assert set(FITS) == tcs.PARAMETERS
+    assert set(FITS) == lab.PARAMETERS
 
 
 @pytest.mark.parametrize("value", STRANGE)
@@ -687,10 +688,10 @@ def test_every_parameter_has_its_cases():
 def test_a_strange_value_is_allowed_or_an_error_that_names_key_and_value(key, value):
     params = {"schemes": ["TCS"], "epochs": 4, key: STRANGE[value]}
     if value in FITS[key]:
-        assert tcs.plan(params)
+        assert lab.plan(params)
         return
     with pytest.raises(ValueError, match="allowed") as raised:
-        tcs.plan(params)
+        lab.plan(params)
     text = str(raised.value)
     assert text.startswith((f"{key}: got ", "warmup_epochs")) and len(text) < 1000
 
@@ -703,7 +704,7 @@ def json_value():
 @given(st.sampled_from(sorted(FITS)), json_value())
 def test_whatever_a_parameter_is_the_plan_is_made_or_one_line_says_why(key, value):
     try:
-        configs = tcs.plan({"schemes": ["TCS", "Baseline"], key: value})
+        configs = lab.plan({"schemes": ["TCS", "Baseline"], key: value})
     except ValueError as error:
         assert key in str(error) or "warmup" in str(error)
         return
@@ -738,7 +739,7 @@ def test_a_params_file_that_is_none_is_one_line_and_rc_2(tmp_path, capsys, case)
     path.write_bytes(content)
     (tmp_path / "base.yaml").write_text("schemes: [TCS]\n")
     words = ["run", "--params", str(tmp_path / "base.yaml"), str(path), "--results", str(tmp_path)]
-    assert tcs.main(words) == 2
+    assert lab.__main__.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and len(error) < 3000
     assert error.count("\n") == 1
@@ -751,7 +752,7 @@ def test_a_params_file_that_is_none_is_one_line_and_rc_2(tmp_path, capsys, case)
     ["--set", "width=1024", "--set", "clients=40000"], ["--params", "/"]])  # fmt: skip
 def test_strange_words_are_one_line_and_rc_2(tmp_path, params, capsys, small, words):
     schemes = [] if "--scheme" in words else ["--scheme", "TCS"]
-    assert tcs.main([*params, *schemes, *words]) == 2
+    assert lab.__main__.main([*params, *schemes, *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and len(error) < 1500 and error.count("\n") == 1
 
@@ -778,8 +779,8 @@ def tar_bytes(files, mode="w"):
 
 
 def load(path):
-    tcs.load_dataset.cache_clear()
-    return tcs.load_dataset("folder", str(path))
+    lab.load_dataset.cache_clear()
+    return lab.load_dataset("folder", str(path))
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -853,7 +854,7 @@ def test_a_hostile_archive_is_named_before_it_is_read(tmp_path, case):
 
 
 def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tcs, "MAX_DATASET_BYTES", 1000)
+    monkeypatch.setattr(lab.data, "MAX_DATASET_BYTES", 1000)
     path = tmp_path / "images.tar"
     path.write_bytes(tar_bytes(IMAGES))
     with pytest.raises(ValueError, match="at most 1000 bytes, decoded"):
@@ -895,14 +896,14 @@ def test_a_damaged_cache_of_decoded_images_is_made_again(tmp_path, seed):
 def finished(tmp_path_factory):
     """One record's text, made once."""
     folder = tmp_path_factory.mktemp("finished")
-    images = tcs.synthetic_dataset(120, 40).resized(16)
+    images = lab.synthetic_dataset(120, 40).resized(16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TCS_CACHE", str(folder / "cache"))
-        patch.setattr(tcs, "synthetic_dataset", lambda: images)
-        tcs.load_dataset.cache_clear()
-        tcs.run(config(), folder)
-        tcs.load_dataset.cache_clear()
-    return tcs.record_path(config(), folder).read_text()
+        patch.setattr(lab.data, "synthetic_dataset", lambda: images)
+        lab.load_dataset.cache_clear()
+        lab.run(config(), folder)
+        lab.load_dataset.cache_clear()
+    return lab.record_path(config(), folder).read_text()
 
 
 def leaves(value, path=()):
@@ -919,8 +920,8 @@ def refused(path, text, capsys, words):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(path.name)) as raised:
-        tcs.read_record(path, config())
-    assert tcs.main(words) == 2
+        lab.read_record(path, config())
+    assert lab.__main__.main(words) == 2
     assert capsys.readouterr().err == f"error: {raised.value}\n"
     assert path.read_text() == text
     return str(raised.value)
@@ -935,7 +936,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_every_value_of_a_record_changed_by_hand_is_noticed(tmp_path, params, capsys, finished, edit):  # fmt: skip
     """Each in turn: the configuration, every number of every row, the provenance."""
-    path = tcs.record_path(config(), tmp_path)
+    path = lab.record_path(config(), tmp_path)
     path.parent.mkdir(parents=True)
     places = list(leaves(json.loads(finished)))
     assert len(places) >= 100
@@ -952,14 +953,14 @@ def test_every_value_of_a_record_changed_by_hand_is_noticed(tmp_path, params, ca
             continue  # as in records of before there was one
         path.write_text(json.dumps(record))
         with pytest.raises(ValueError, match=re.escape(path.name)):
-            tcs.read_record(path, config())
+            lab.read_record(path, config())
     refused(path, path.read_text(), capsys, [*params, "--scheme", "TCS-L2-Q5"])
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_record_cut_off_anywhere(tmp_path, params, capsys, finished, seed):
     at = random.Random(seed).randrange(len(finished) - 2)
-    path = tcs.record_path(config(), tmp_path)
+    path = lab.record_path(config(), tmp_path)
     error = refused(path, finished[:at], capsys, [*params, "--scheme", "TCS-L2-Q5"])
     assert "not a readable record" in error
 
@@ -968,7 +969,7 @@ def test_a_record_cut_off_anywhere(tmp_path, params, capsys, finished, seed):
     "text", ["", "null", "[]", "{}", "3", '"x"', "[" * 100_000, '{"version": 1}', "\0", "NaN"]
 )
 def test_a_record_that_is_something_else(tmp_path, params, capsys, text):
-    path = tcs.record_path(config(), tmp_path)
+    path = lab.record_path(config(), tmp_path)
     error = refused(path, text, capsys, [*params, "--scheme", "TCS-L2-Q5"])
     assert "not a" in error and error.endswith("delete it to run again")
 
@@ -978,9 +979,9 @@ def test_a_record_from_before_there_was_a_sum_is_read(tmp_path, finished):
     del record["sha256"]
     path = tmp_path / "older.json"
     path.write_text(json.dumps(record))
-    assert tcs.read_record(path, config()) == record
-    for known in (tcs.ROOT / "results").glob("*/runs/*.json"):
-        assert tcs.read_record(known)
+    assert lab.read_record(path, config()) == record
+    for known in (lab.ROOT / "results").glob("*/runs/*.json"):
+        assert lab.read_record(known)
 
 
 class Hostile:
@@ -999,8 +1000,8 @@ def stopped(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tcs.run(config(), tmp_path, stop)
-    return tcs._checkpoint_path(config())
+        lab.run(config(), tmp_path, stop)
+    return lab.runs._checkpoint_path(config())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -1014,12 +1015,12 @@ def test_a_damaged_checkpoint_is_named_or_does_no_harm(tmp_path, small, finished
         del content[rng.randrange(len(content)) :]
     path.write_bytes(content)
     try:
-        record = tcs.run(config(), tmp_path)
+        record = lab.run(config(), tmp_path)
     except ValueError as error:
         assert str(path) in str(error) and "delete it" in str(error)
         assert path.read_bytes() == content and not (tmp_path / "ci").exists()
         path.unlink()
-        record = tcs.run(config(), tmp_path)
+        record = lab.run(config(), tmp_path)
     assert numbers(record) == numbers(json.loads(finished))
 
 
@@ -1042,7 +1043,7 @@ CHECKPOINTS = {
 
 def summed(state):
     state = {k: v for k, v in state.items() if k != "sha256"}
-    return state | {"sha256": tcs._state_sha256(state)}
+    return state | {"sha256": lab.runs._state_sha256(state)}
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
@@ -1051,16 +1052,16 @@ def test_a_hostile_checkpoint_is_named_and_runs_nothing(tmp_path, small, case):
     content = CHECKPOINTS[case](torch.load(path, weights_only=True), tmp_path / "marker")
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(ValueError, match=re.escape(str(path))):
-        tcs.run(config(), tmp_path)
+        lab.run(config(), tmp_path)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "ci").exists()
 
 
 def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, small, finished):
     path = stopped(tmp_path)
-    other = tcs._checkpoint_path(config(seed=1))
+    other = lab.runs._checkpoint_path(config(seed=1))
     path.rename(other)
     epochs = []
-    tcs.run(config(seed=1), tmp_path, lambda row: epochs.append(row["epoch"]))
+    lab.run(config(seed=1), tmp_path, lambda row: epochs.append(row["epoch"]))
     assert epochs == [1, 2, 3]
 
 
@@ -1080,23 +1081,23 @@ def make_repeated(folder):
     """In a new process: all of them, in another order."""
     os.environ["TCS_CACHE"] = str(folder / "cache")
     torch.set_num_threads(1)
-    images = tcs.synthetic_dataset(120, 40).resized(16)
-    tcs.synthetic_dataset = lambda: images
+    images = lab.synthetic_dataset(120, 40).resized(16)
+    lab.synthetic_dataset = lambda: images
     for name in reversed(REPEATED):
-        tcs.run(repeated(name), folder)
+        lab.run(repeated(name), folder)
 
 
 def test_the_same_seed_is_the_same_record_in_any_process_order_and_with_real_messages(tmp_path, small):  # fmt: skip
     other = FORKSERVER.Process(target=make_repeated, args=(tmp_path / "other",))
     other.start()
-    first = {name: tcs.run(repeated(name), tmp_path / "first") for name in REPEATED}
-    again = {name: tcs.run(repeated(name), tmp_path / "again") for name in sorted(REPEATED)}
-    real = {n: tcs.run(repeated(n, wire=True), tmp_path / "real") for n in REPEATED}
+    first = {name: lab.run(repeated(name), tmp_path / "first") for name in REPEATED}
+    again = {name: lab.run(repeated(name), tmp_path / "again") for name in sorted(REPEATED)}
+    real = {n: lab.run(repeated(n, wire=True), tmp_path / "real") for n in REPEATED}
     other.join()
     assert other.exitcode == 0
     for name in REPEATED:
         expected = numbers(first[name])
-        apart = tcs.read_record(tcs.record_path(repeated(name), tmp_path / "other"))
+        apart = lab.read_record(lab.record_path(repeated(name), tmp_path / "other"))
         assert numbers(again[name]) == numbers(apart) == expected, name
         assert numbers(real[name])[1:] == expected[1:], name
     different = {json.dumps(numbers(record)[4]) for record in first.values()}
@@ -1112,10 +1113,10 @@ def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, small)
     for changes, repeats in ({}, "bit for bit"), ({"threads": 2}, "within rounding"):
         path = stopped(tmp_path)
         assert path.exists()
-        made = tcs.run(config(**changes), tmp_path)["provenance"]
+        made = lab.run(config(**changes), tmp_path)["provenance"]
         assert made["repeats"].startswith(repeats)
         assert [way["threads"] for way in made.get("ways", [])] == ([1, 2] if changes else [])
-        tcs.record_path(config(), tmp_path).unlink()
+        lab.record_path(config(), tmp_path).unlink()
 
 
 class Pool(contextlib.nullcontext):
@@ -1132,13 +1133,13 @@ class Pool(contextlib.nullcontext):
 
 
 def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, monkeypatch, small):
-    monkeypatch.setattr(tcs, "_work", None)
+    monkeypatch.setattr(lab.runs, "_work", None)
     monkeypatch.setattr(tcs, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(tcs, "_follow", lambda *_: None)
+    monkeypatch.setattr(lab.runs, "_follow", lambda *_: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     for left in (5, 1):
         configs = [config(seed=seed, threads=None) for seed in range(left)]
-        tcs._run_apart(configs, tmp_path, 4, None)
+        lab.runs._run_apart(configs, tmp_path, 4, None)
     assert Pool.asked == (3,) * 6
 
 
@@ -1205,7 +1206,7 @@ def test_without_a_home_folder_the_cache_has_to_be_named(monkeypatch):
     monkeypatch.setattr(tcs.Path, "home", nowhere)
     monkeypatch.setenv("TCS_CACHE", "")  # as good as none
     with pytest.raises(ValueError, match="TCS_CACHE"):
-        tcs.cache_folder()
+        lab.cache_folder()
 
 
 # Long and large ───────────────────────────────────────────────────────────────────────────────────
@@ -1220,10 +1221,10 @@ def long_run(folder, rounds, sizes):
     """In a new process: `rounds` rounds of a tiny run; memory in use after every epoch of 50."""
     os.environ["TCS_CACHE"] = str(folder / "cache")
     torch.set_num_threads(1)
-    images = tcs.synthetic_dataset(400, 4).resized(16)
-    tcs.synthetic_dataset = lambda: images
+    images = lab.synthetic_dataset(400, 4).resized(16)
+    lab.synthetic_dataset = lambda: images
     tiny = {"clients": 2, "epochs": rounds // 50, "train_samples": 400, "test_samples": 4}
-    tcs.run(config("TCS-Q5++", wire=True, **tiny), folder, lambda row: sizes.append(resident()))
+    lab.run(config("TCS-Q5++", wire=True, **tiny), folder, lambda row: sizes.append(resident()))
 
 
 def long_compression(folder, rounds, sizes):
@@ -1257,12 +1258,12 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
 
 
 def test_two_hundred_clients(tmp_path, monkeypatch):
-    images = tcs.synthetic_dataset(400, 40).resized(16)
-    monkeypatch.setattr(tcs, "synthetic_dataset", lambda: images)
-    tcs.load_dataset.cache_clear()
+    images = lab.synthetic_dataset(400, 40).resized(16)
+    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: images)
+    lab.load_dataset.cache_clear()
     many = {"clients": 200, "batch_size": 1, "train_samples": 400, "epochs": 2, "wire": True}
-    record = tcs.run(config("TCS-Q5++", **many), tmp_path)
-    tcs.load_dataset.cache_clear()
+    record = lab.run(config("TCS-Q5++", **many), tmp_path)
+    lab.load_dataset.cache_clear()
     assert record["status"] == "finished" and record["rows"][-1]["rounds"] == 2
     assert record["rows"][-1]["bytes_up"] > 200 * tcs.OVERHEAD_BYTES
 
@@ -1292,7 +1293,7 @@ print(json.dumps(1024 * (kilobytes("VmHWM") - before)))
 def test_a_hundred_million_parameters_within_the_memory_formula(name, clients):
     dimension = 10**8
     words = [sys.executable, "-c", LARGE, name, str(clients), str(dimension), "counted"]
-    done = subprocess.run(words, cwd=tcs.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=lab.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     used, allowed = json.loads(done.stdout), (2 * clients + 8) * 4 * dimension
     print(f"{name}, N = {clients}: {used:,} of {allowed:,} bytes")

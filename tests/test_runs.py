@@ -16,6 +16,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+import tcs_lab as lab
 import torch
 
 import tcs_core as tcs
@@ -26,15 +27,15 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 @pytest.fixture(autouse=True)
 def _small_synthetic(monkeypatch):
-    small = tcs.synthetic_dataset(120, 40).resized(16)
-    monkeypatch.setattr(tcs, "synthetic_dataset", lambda: small)
-    tcs.load_dataset.cache_clear()
+    small = lab.synthetic_dataset(120, 40).resized(16)
+    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: small)
+    lab.load_dataset.cache_clear()
     yield
-    tcs.load_dataset.cache_clear()
+    lab.load_dataset.cache_clear()
 
 
 def config(scheme="TCS-L2-Q5", **changes):
-    return tcs.RunConfig(scheme, **(TINY | changes))
+    return lab.RunConfig(scheme, **(TINY | changes))
 
 
 def numbers(record):
@@ -45,45 +46,45 @@ def numbers(record):
 
 def test_a_run_leaves_its_record_and_no_checkpoint(tmp_path):
     rows = []
-    record = tcs.run(config(), tmp_path, rows.append)
+    record = lab.run(config(), tmp_path, rows.append)
     assert [r["epoch"] for r in rows] == [1, 2, 3]
-    path = tcs.record_path(config(), tmp_path)
+    path = lab.record_path(config(), tmp_path)
     assert path.parent == tmp_path / "ci" / "runs" and path.name.startswith("TCS-L2-Q5-0.5-0-")
-    assert json.loads(path.read_text()) == record == tcs.read_record(path, config())
-    assert record["provenance"]["core_sha256"] == tcs.core_sha256()
-    assert record["provenance"]["fingerprint"] == tcs.synthetic_dataset().fingerprint
+    assert json.loads(path.read_text()) == record == lab.read_record(path, config())
+    assert record["provenance"]["core_sha256"] == lab.core_sha256()
+    assert record["provenance"]["fingerprint"] == lab.synthetic_dataset().fingerprint
     assert not list((tmp_path / "cache" / "checkpoints").glob("*"))
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_an_existing_record_is_used(tmp_path, monkeypatch):
-    first = tcs.run(config(), tmp_path)
-    monkeypatch.setattr(tcs, "Federation", lambda *_: pytest.fail("trained again"))
-    assert tcs.run(config(), tmp_path) == first
+    first = lab.run(config(), tmp_path)
+    monkeypatch.setattr(lab.training, "Federation", lambda *_: pytest.fail("trained again"))
+    assert lab.run(config(), tmp_path) == first
 
 
 @pytest.mark.parametrize(
     "scheme", ["TCS", "TCS-L2-Q5", "top-K-Q5", "rand-K", "TCS-Global Momentum", "Baseline-Momentum"]
 )
 def test_a_run_that_was_stopped_ends_in_the_same_record(tmp_path, scheme):  # fmt: skip
-    undisturbed = tcs.run(config(scheme), tmp_path / "one")
+    undisturbed = lab.run(config(scheme), tmp_path / "one")
 
     def stop(row):
         if row["epoch"] == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tcs.run(config(scheme), tmp_path / "two", stop)
+        lab.run(config(scheme), tmp_path / "two", stop)
     epochs = []
-    resumed = tcs.run(config(scheme), tmp_path / "two", lambda row: epochs.append(row["epoch"]))
+    resumed = lab.run(config(scheme), tmp_path / "two", lambda row: epochs.append(row["epoch"]))
     assert epochs in ([2, 3], [3])
     assert numbers(resumed) == numbers(undisturbed)
 
 
 def test_the_same_seed_is_the_same_and_another_is_not(tmp_path):
-    one = tcs.run(config(), tmp_path / "one")
-    two = tcs.run(config(), tmp_path / "two")
-    other = tcs.run(config(seed=1), tmp_path / "one")
+    one = lab.run(config(), tmp_path / "one")
+    two = lab.run(config(), tmp_path / "two")
+    other = lab.run(config(seed=1), tmp_path / "one")
     assert numbers(one) == numbers(two)
     assert numbers(one)[-1] != numbers(other)[-1]
 
@@ -94,10 +95,10 @@ def test_state_of_other_data_or_code_is_not_continued(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tcs.run(config(), tmp_path, stop)
-    monkeypatch.setattr(tcs, "core_sha256", lambda: "another")
+        lab.run(config(), tmp_path, stop)
+    monkeypatch.setattr(lab.records, "core_sha256", lambda: "another")
     epochs = []
-    tcs.run(config(), tmp_path, lambda row: epochs.append(row["epoch"]))
+    lab.run(config(), tmp_path, lambda row: epochs.append(row["epoch"]))
     assert epochs == [1, 2, 3]
 
 
@@ -109,35 +110,35 @@ def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "copied_core", copied)
     spec.loader.exec_module(copied)
     path.write_text("edited")
-    assert copied.core_sha256() == tcs.core_sha256()
+    assert copied.core_sha256() == lab.core_sha256()
 
 
 def test_a_checkpoint_that_is_none_is_named(tmp_path):
-    path = tcs._checkpoint_path(config())
+    path = lab.runs._checkpoint_path(config())
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match=path.name):
-        tcs.run(config(), tmp_path)
+        lab.run(config(), tmp_path)
     torch.save({"identity": os.system}, path)
     with pytest.raises(ValueError, match=path.name):
-        tcs.run(config(), tmp_path)
+        lab.run(config(), tmp_path)
 
 
 def test_a_diverged_run_keeps_its_record(tmp_path, monkeypatch):
-    original = tcs.Federation.epoch
+    original = lab.Training.epoch
 
     def poisoned(self, epoch):
         if epoch == 1:
             self.theta_D[0] = math.nan
         return original(self, epoch)
 
-    monkeypatch.setattr(tcs.Federation, "epoch", poisoned)
-    record = tcs.run(config(), tmp_path)
+    monkeypatch.setattr(lab.Training, "epoch", poisoned)
+    record = lab.run(config(), tmp_path)
     assert record["status"] == "diverged" and len(record["rows"]) == 1
     assert "client 0" in record["reason"] and "epoch 2, round 1 of 5" in record["reason"]
-    row = tcs.summary([record]).iloc[0]
+    row = lab.summary([record]).iloc[0]
     assert (row["n"], row["diverged"]) == (0, 1) and math.isnan(row["accuracy"])
-    assert tcs.readable(tcs.summary([record])).iloc[0]["Ours: accuracy %"] == "diverged (1 of 1)"
+    assert lab.readable(lab.summary([record])).iloc[0]["Ours: accuracy %"] == "diverged (1 of 1)"
 
 
 def test_a_rule_that_fails_is_an_error_and_no_diverged_run(tmp_path):
@@ -148,7 +149,7 @@ def test_a_rule_that_fails_is_an_error_and_no_diverged_run(tmp_path):
 
     try:
         with pytest.raises(ValueError, match="a mistake in the rule"):
-            tcs.run(config("Failing"), tmp_path)
+            lab.run(config("Failing"), tmp_path)
         assert not list(tmp_path.glob("ci/runs/*"))
     finally:
         del tcs.RULES["Failing"], tcs.FAMILIES["Failing"]
@@ -169,12 +170,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_record_that_is_none_is_named_and_left_alone(tmp_path, case):
-    tcs.run(config(), tmp_path)
-    path = tcs.record_path(config(), tmp_path)
+    lab.run(config(), tmp_path)
+    path = lab.record_path(config(), tmp_path)
     path.write_text(BROKEN[case](path.read_text()))
     broken = path.read_text()
     with pytest.raises(ValueError, match=path.name):
-        tcs.run(config(), tmp_path)
+        lab.run(config(), tmp_path)
     assert path.read_text() == broken
 
 
@@ -186,16 +187,18 @@ def test_nothing_half_written_if_writing_fails(tmp_path):
     target = tmp_path / "record.json"
     target.write_text("before")
     with pytest.raises(OSError, match="disk full"):
-        tcs._write_whole(target, fail)
+        lab.files._write_whole(target, fail)
     assert target.read_text() == "before" and os.listdir(tmp_path) == ["record.json"]
 
 
 def test_run_all_shares_runs_and_keeps_order(tmp_path, monkeypatch):
     made = []
-    original = tcs._train
-    monkeypatch.setattr(tcs, "_train", lambda c, *a: made.append(c.scheme.name) or original(c, *a))
+    original = lab.runs._train
+    monkeypatch.setattr(
+        lab.runs, "_train", lambda c, *a: made.append(c.scheme.name) or original(c, *a)
+    )
     configs = [config("TCS", epochs=1), config("Baseline", epochs=1), config("TCS", epochs=1)]
-    records = tcs.run_all(configs, tmp_path)
+    records = lab.run_all(configs, tmp_path)
     assert made == ["TCS", "Baseline"]
     assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "Baseline", "TCS"]
 
@@ -205,7 +208,7 @@ def whole_synthetic(tmp_path, monkeypatch):
     """Worker processes make the whole synthetic data set: so does this one."""
     monkeypatch.undo()
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
-    tcs.load_dataset.cache_clear()
+    lab.load_dataset.cache_clear()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
@@ -218,7 +221,7 @@ def test_a_run_keeps_what_a_step_frees_until_it_ends():
         torch.ones(12_000_000)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    with tcs._memory_kept():
+    with lab.runs._memory_kept():
         within = min(pages_of_a_block() for _ in range(8))
     assert 4 * within < min(pages_of_a_block() for _ in range(8))
 
@@ -226,7 +229,7 @@ def test_a_run_keeps_what_a_step_frees_until_it_ends():
 def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
     one = config(epochs=2)
     row = {"epoch": 2, "accuracy": 0.5, "bits_up": 10, "rounds": 1}
-    with tcs.Progress([one]) as bar:
+    with lab.Progress([one]) as bar:
         bar.epoch(one, row)
         bar.ended(one)
         bar.epoch(one, row)
@@ -242,17 +245,17 @@ def test_a_scheme_of_ones_own_gets_its_record_in_any_process_and_row_and_curve(
 
     try:
         configs = [config(name) for name in ("TCS-Mine-L2", "TCS-L2", "top-K", "Baseline")]
-        side_by_side = tcs.run_all(configs, tmp_path / "two", jobs=2)
+        side_by_side = lab.run_all(configs, tmp_path / "two", jobs=2)
         assert not multiprocessing.active_children()
-        in_turn = tcs.run_all(configs, tmp_path / "one", jobs=1)
+        in_turn = lab.run_all(configs, tmp_path / "one", jobs=1)
         assert [numbers(r) for r in side_by_side] == [numbers(r) for r in in_turn]
         records = mine, own = side_by_side[:2]
         assert mine["config"]["rule_sha256"] and mine["rows"][-1]["bits_up"] > 0
         rows = [{k: v for k, v in r.items() if k != "seconds"} for r in mine["rows"]]
         assert rows == [{k: v for k, v in r.items() if k != "seconds"} for r in own["rows"]]
-        table = tcs.summary(records)
+        table = lab.summary(records)
         assert list(table["scheme"]) == ["TCS-Mine-L2", "TCS-L2"]
-        labels = [t.get_text() for t in tcs.accuracy_figure(records, "x").legends[0].get_texts()]
+        labels = [t.get_text() for t in lab.accuracy_figure(records, "x").legends[0].get_texts()]
         assert labels == ["TCS-Mine-L2", "TCS-L2"]
     finally:
         del tcs.RULES["TCS-Mine"], tcs.FAMILIES["TCS-Mine"]
@@ -269,10 +272,10 @@ def fake(name, accuracy, seed, warmup=1):
          "bits_up": 320_000 if e < warmup else 4_000, "bits_down": 320_000 if e < warmup else 8_000}
         for e in range(3)
     ]  # fmt: skip
-    identity = tcs.RunConfig(scheme, seed=seed, epochs=3).identity()
+    identity = lab.RunConfig(scheme, seed=seed, epochs=3).identity()
     return {
         "config": identity,
-        "digest": tcs.digest_of(identity),
+        "digest": lab.digest_of(identity),
         "status": "finished",
         "reason": None,
         "dimension": 1000,
@@ -282,15 +285,15 @@ def fake(name, accuracy, seed, warmup=1):
 
 def test_bits_per_parameter_by_hand():
     """20 sparse rounds of 400 bits and 10 dense ones of 32,000, over 1000 parameters, H = 2."""
-    bits = tcs.bits_per_parameter(fake("TCS-L2", 0.5, 0))
+    bits = lab.bits_per_parameter(fake("TCS-L2", 0.5, 0))
     assert bits["uplink"] == pytest.approx(400 / 1000 / 2)
     assert bits["uplink with warm-up"] == pytest.approx((20 * 400 + 10 * 32_000) / 30 / 1000 / 2)
     assert bits["downlink"] == pytest.approx(800 / 1000 / 2)
-    assert math.isnan(tcs.bits_per_parameter(fake("Baseline", 0.5, 0))["uplink"])
+    assert math.isnan(lab.bits_per_parameter(fake("Baseline", 0.5, 0))["uplink"])
 
 
 def test_dense_fedavg_costs_32_bits():
-    bits = tcs.bits_per_parameter(fake("FedAvg", 0.5, 0, warmup=3))
+    bits = lab.bits_per_parameter(fake("FedAvg", 0.5, 0, warmup=3))
     assert bits["uplink"] == bits["downlink"] == bits["uplink with warm-up"] == pytest.approx(32)
 
 
@@ -298,29 +301,29 @@ def test_summary_means_deviations_and_the_papers_figures():
     records = [fake("TCS", a, s) for s, a in enumerate((0.80, 0.82, 0.84))] + [
         fake("top-K", 0.7, 0)
     ]
-    table = tcs.summary(records, {"TCS": [92.44, 0.143, 0.363]})
+    table = lab.summary(records, {"TCS": [92.44, 0.143, 0.363]})
     tcs_row, top_row = table.itertuples()
     assert (tcs_row.n, top_row.n) == (3, 1)
-    named = [tcs.RunConfig("TCS", seed=s, epochs=3).record_name for s in range(3)]
+    named = [lab.RunConfig("TCS", seed=s, epochs=3).record_name for s in range(3)]
     assert tcs_row.records.split() == named
     assert tcs_row.accuracy == pytest.approx(0.82) and tcs_row.accuracy_std == pytest.approx(0.02)
     assert tcs_row.paper_accuracy == pytest.approx(0.9244) and tcs_row.paper_bits == 0.363
     assert math.isnan(top_row.accuracy_std) and math.isnan(top_row.paper_accuracy)
-    text = tcs.readable(table)
+    text = lab.readable(table)
     assert list(text["Ours: accuracy %"]) == ["82.00 ± 2.00", "70.00"]
     assert list(text["Paper: accuracy %"]) == ["92.44 ± 0.143", "–"]
 
 
 def test_saved_tables_and_figures(tmp_path):
     records = [fake("TCS", 0.8, 0), fake("Baseline", 0.9, 0)]
-    table = tcs.summary(records)
-    tcs.save_table(table, tmp_path / "table1", "A title")
+    table = lab.summary(records)
+    lab.save_table(table, tmp_path / "table1", "A title")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
     lines = (tmp_path / "table1.md").read_text().splitlines()
     assert lines[0] == "**A title**" and len(lines) == 6
     assert len({line.count("|") for line in lines[2:]}) == 1
     for name in ("a", "b"):
-        tcs.save_figure(tcs.accuracy_figure(records, "A title"), tmp_path / name)
+        lab.save_figure(lab.accuracy_figure(records, "A title"), tmp_path / name)
     for suffix in (".png", ".svg"):
         one, two = ((tmp_path / n).with_suffix(suffix).read_bytes() for n in ("a", "b"))
         assert one == two and len(one) > 5000
@@ -328,7 +331,7 @@ def test_saved_tables_and_figures(tmp_path):
 
 def test_a_figure_shows_mean_and_band():
     records = [fake("TCS", a, s) for s, a in enumerate((0.6, 0.8))]
-    (axes,) = tcs.accuracy_figure(records, "x").axes
+    (axes,) = lab.accuracy_figure(records, "x").axes
     np.testing.assert_allclose(axes.lines[0].get_ydata(), 70.0)
     assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "test accuracy (%)"
     assert len(axes.collections) == 1
@@ -347,7 +350,7 @@ def params(tmp_path):
 
 def test_the_command_prints_the_table(tmp_path, params, capsys):
     words = ["run", "--params", str(params), "--results", str(tmp_path)]
-    assert tcs.main(words) == 0
+    assert lab.__main__.main(words) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert (
         len(lines) == 4 and lines[2].startswith("| TCS |") and lines[3].startswith("| Baseline |")
@@ -357,7 +360,7 @@ def test_the_command_prints_the_table(tmp_path, params, capsys):
 def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, params, capsys):
     words = ["run", "--params", str(params), "--results", str(tmp_path), "--scheme", "top-K-L2", "--seed", "3",
              "--set", "learning_rate=0.25"]  # fmt: skip
-    assert tcs.main(words) == 0
+    assert lab.__main__.main(words) == 0
     (path,) = (tmp_path / "ci" / "runs").iterdir()
     assert path.name.startswith("top-K-L2-0.25-3-")
 
@@ -370,14 +373,16 @@ def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, params, capsy
      (["--jobs", "0"], "jobs")],
 )  # fmt: skip
 def test_errors_are_one_line_and_rc_2(tmp_path, params, capsys, words, message):
-    assert tcs.main(["run", "--params", str(params), "--results", str(tmp_path), *words]) == 2
+    assert (
+        lab.__main__.main(["run", "--params", str(params), "--results", str(tmp_path), *words]) == 2
+    )
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
     assert not list(tmp_path.glob("ci/runs/*"))
 
 
 def test_a_missing_params_file_is_named(capsys):
-    assert tcs.main(["run", "--params", "/no/such.yaml"]) == 2
+    assert lab.__main__.main(["run", "--params", "/no/such.yaml"]) == 2
     assert "/no/such.yaml" in capsys.readouterr().err
 
 
@@ -395,7 +400,7 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params, 
     assert process.wait() == -signal.SIGKILL
     assert list(checkpoints.glob("*.pt")) and not (tmp_path / "two" / "ci").exists()
     subprocess.run(command, env=environment, check=True, timeout=120)
-    assert tcs.main([*words, str(tmp_path / "one")]) == 0
+    assert lab.__main__.main([*words, str(tmp_path / "one")]) == 0
     two, one = (next((tmp_path / n / "ci" / "runs").iterdir()) for n in ("two", "one"))
     assert numbers(json.loads(two.read_text())) == numbers(json.loads(one.read_text()))
 
@@ -404,54 +409,59 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params, 
 def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, scheme):
     changes = {"epochs": 2, "threads": 1, "drops": (0.6,), "dirichlet_alpha": 0.5, "wire": True}
     wanted = config(scheme, **(changes if scheme != "Baseline-Momentum" else {}), reference_batch=9)
-    record = tcs.run(wanted, tmp_path)
-    path = tcs.record_path(wanted, tmp_path)
-    assert tcs.config_of(record).digest == wanted.digest
-    assert tcs.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 0
+    record = lab.run(wanted, tmp_path)
+    path = lab.record_path(wanted, tmp_path)
+    assert lab.config_of(record).digest == wanted.digest
+    assert lab.__main__.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 0
     said = capsys.readouterr().out.strip().splitlines()[-1]
     assert said == f"{path.name}: the same in all {wanted.epochs} epochs"
     (kept,) = (tmp_path / "kept" / "again" / "runs").iterdir()
     assert kept.name == path.name and numbers(json.loads(kept.read_text())) == numbers(record)
-    assert tcs.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 2  # not again
+    assert (
+        lab.__main__.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 2
+    )  # not again
     assert f"{kept} exists" in capsys.readouterr().err
 
 
 def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monkeypatch):
-    record = tcs.run(config(), tmp_path)
+    record = lab.run(config(), tmp_path)
     other = copy.deepcopy(record)
     other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9}
     del other["rows"][2]
-    monkeypatch.setattr(tcs, "run_all", lambda *_: [other])
-    assert tcs.main(["again", str(tcs.record_path(config(), tmp_path))]) == 1
+    monkeypatch.setattr(lab.runs, "run_all", lambda *_: [other])
+    assert lab.__main__.main(["again", str(lab.record_path(config(), tmp_path))]) == 1
     was = record["rows"][1]
     assert f"epoch 2: train_loss 9.0, was {was['train_loss']!r}" in capsys.readouterr().out
     accuracy = f"epoch 2: accuracy 0.5, was {was['accuracy']!r}"
-    assert tcs.differences(record, other)[1:] == [accuracy, "2 epochs, were 3"]
-    assert tcs.differences(record, record) == []
+    assert lab.differences(record, other)[1:] == [accuracy, "2 epochs, were 3"]
+    assert lab.differences(record, record) == []
 
 
 def test_what_cannot_be_made_again_is_one_line_and_rc_2(tmp_path, capsys):
     path = tmp_path / "notes.md"
     path.write_text("hello")
-    assert tcs.main(["again", str(path)]) == 2
+    assert lab.__main__.main(["again", str(path)]) == 2
     error = capsys.readouterr().err
     assert "notes.md: not a readable record" in error and "delete" not in error
-    record = tcs.run(config(), tmp_path)
-    assert tcs.main(["again", str(tcs.record_path(config(), tmp_path)), "--set", "epochs=9"]) == 2
+    record = lab.run(config(), tmp_path)
+    assert (
+        lab.__main__.main(["again", str(lab.record_path(config(), tmp_path)), "--set", "epochs=9"])
+        == 2
+    )
     assert "epochs" in capsys.readouterr().err
     foreign = copy.deepcopy(record)
     foreign["config"]["scheme"]["rule"] = "my own"
     with pytest.raises(ValueError, match="my own"):
-        tcs.config_of(foreign)
+        lab.config_of(foreign)
     foreign["config"] = record["config"] | {"colour": "red"}
     with pytest.raises(ValueError, match="colour"):
-        tcs.config_of(foreign)
+        lab.config_of(foreign)
 
 
 def test_the_core_imports_without_any_notebook_tool():
     tools = ("IPython", "jupytext", "papermill", "nbformat", "ipykernel", "jupyterlab")
     code = f"import sys\nfor t in {tools}: sys.modules[t] = None\nimport tcs_core\n"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tcs.ROOT, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=lab.ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr

@@ -5,11 +5,10 @@ import math
 
 import pandas as pd
 import pytest
+import tcs_lab as lab
 import yaml
 
-import tcs_core as tcs
-
-SWEEP = tcs.ROOT / "params" / "sensitivity.yaml"
+SWEEP = lab.ROOT / "params" / "sensitivity.yaml"
 TINY = {"dataset": "synthetic", "train_samples": 80, "test_samples": 20, "model": "resnet8", "width": 2,
         "clients": 2, "batch_size": 4, "epochs": 2, "reference_batch": None, "threads": 1, "profile": "ci"}  # fmt: skip
 SMALL = {
@@ -41,10 +40,10 @@ def runs(folder):
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_the_file_plans(profile):
-    sweep = tcs.read_sensitivity(SWEEP)
-    params = tcs.read_params([tcs.ROOT / f"params/{profile}.yaml"])
+    sweep = lab.read_sensitivity(SWEEP)
+    params = lab.read_params([lab.ROOT / f"params/{profile}.yaml"])
     for name, setting in sweep["settings"].items():
-        points = tcs.sensitivity_plan(sweep, params, name)
+        points = lab.sensitivity_plan(sweep, params, name)
         values = len(setting.get("values", setting.get("named")))
         assert len(points) == values * len(setting.get("schemes", [1]))
         assert all(len(configs) == params["seeds"] for configs in points.values())
@@ -52,12 +51,12 @@ def test_the_file_plans(profile):
 
 def test_the_papers_choice_is_the_base():
     """Where the paper's choice is marked stands the run that all settings share."""
-    sweep = tcs.read_sensitivity(SWEEP)
-    params = tcs.read_params([tcs.ROOT / "params/cpu.yaml"]) | {"seeds": [0]}
-    base = tcs.plan(sweep["base"] | params)[0]
+    sweep = lab.read_sensitivity(SWEEP)
+    params = lab.read_params([lab.ROOT / "params/cpu.yaml"]) | {"seeds": [0]}
+    base = lab.plan(sweep["base"] | params)[0]
     marked = 0
     for name, setting in sweep["settings"].items():
-        for (shown, _), configs in tcs.sensitivity_plan(sweep, params, name).items():
+        for (shown, _), configs in lab.sensitivity_plan(sweep, params, name).items():
             if "paper" in setting:
                 chosen = shown == str(setting["paper"])
                 assert (configs[0].record_name == base.record_name) == chosen, (name, shown)
@@ -118,7 +117,7 @@ def test_a_file_that_cannot_be_used_is_told_what_is_wrong(tmp_path, text, names)
     path = tmp_path / "sweep.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        tcs.read_sensitivity(path)
+        lab.read_sensitivity(path)
     assert str(error.value).startswith(str(path)) and names in str(error.value)
     assert len(str(error.value)) < 1200
 
@@ -128,7 +127,7 @@ def test_a_file_that_cannot_be_used_is_told_what_is_wrong(tmp_path, text, names)
 
 def test_one_setting_is_varied_and_the_base_is_shared():
     plans = {
-        name: tcs.sensitivity_plan(SMALL, TINY | {"seeds": 2}, name) for name in SMALL["settings"]
+        name: lab.sensitivity_plan(SMALL, TINY | {"seeds": 2}, name) for name in SMALL["settings"]
     }
     assert list(plans["phi_local"]) == [("0.001", "TCS-Q5"), ("0.01", "TCS-Q5")]
     assert list(plans["value_bits"]) == [("5", "TCS-Q5"), ("32", "TCS")]
@@ -141,32 +140,32 @@ def test_one_setting_is_varied_and_the_base_is_shared():
     names = [c.record_name for plan in plans.values() for runs in plan.values() for c in runs]
     assert len(names) == 12 and len(set(names)) == 8
     with pytest.raises(ValueError, match="setting: got 'phi', allowed: phi_local, value_bits, dir"):
-        tcs.sensitivity_plan(SMALL, TINY, "phi")
+        lab.sensitivity_plan(SMALL, TINY, "phi")
 
 
 def test_the_command_makes_the_runs_and_the_table_is_rebuilt_from_them(tmp_path, files, capsys):
     words = ["sensitivity", *files, "--setting", "phi_local", "--seed", "3"]
-    assert tcs.main(words) == 0
+    assert lab.__main__.main(words) == 0
     assert "| phi_local | 0.01 | TCS-Q5 |" in capsys.readouterr().out
     made = runs(tmp_path)
     assert len(made) == 2 and all(name.startswith("TCS-Q5-0.1-3-") for name in made)
     only = ["--setting", "value_bits", "--scheme", "TCS", "--seed", "3", "--seed", "4"]
-    assert tcs.main(["sensitivity", *files, *only]) == 0
+    assert lab.__main__.main(["sensitivity", *files, *only]) == 0
     assert len(runs(tmp_path)) == 4  # the base with 5 bits is not made again, nor with seed 4
     written = []
     for folder in ("one", "two"):
-        table = tcs.sensitivity_table(SMALL, TINY | {"seeds": 9}, results=tmp_path / "results")
-        tcs.save_table(table, tmp_path / folder, "Title", tcs.readable_sensitivity)
+        table = lab.sensitivity_table(SMALL, TINY | {"seeds": 9}, results=tmp_path / "results")
+        lab.save_table(table, tmp_path / folder, "Title", lab.readable_sensitivity)
         written.append([(tmp_path / folder).with_suffix(s).read_bytes() for s in (".csv", ".md")])
     assert written[0] == written[1]
     assert list(table["n"]) == [1, 1, 1, 1, 1, 0]  # seed 4 has no base with 5 bits beside it
     assert table["records"][0] in made and table["records"][2] == table["records"][0]
     assert table["accuracy"][:5].between(0, 1).all() and math.isnan(table["accuracy"][5])
     assert table["megabytes_up"][1] > table["megabytes_up"][0] > table["megabytes_warmup"][0] / 2
-    (record,) = tcs.recorded(tcs.sensitivity_plan(SMALL, TINY | {"seeds": [3]}, "phi_local")[("0.01", "TCS-Q5")],
+    (record,) = lab.recorded(lab.sensitivity_plan(SMALL, TINY | {"seeds": [3]}, "phi_local")[("0.01", "TCS-Q5")],
                              tmp_path / "results").values()  # fmt: skip
     assert table["accuracy"][1] == record["rows"][-1]["accuracy"]
-    assert table["megabytes_up"][1] == tcs.traffic(record)["up"] / 1e6
+    assert table["megabytes_up"][1] == lab.traffic(record)["up"] / 1e6
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_the_command_makes_the_runs_and_the_table_is_rebuilt_from_them(tmp_path,
      (["--set", "lr=1"], "unknown parameter: lr"), (["--seed", "-1"], "seeds"), (["--jobs", "0"], "jobs")],
 )  # fmt: skip
 def test_errors_are_one_line_and_rc_2(tmp_path, files, capsys, words, message):
-    assert tcs.main(["sensitivity", *files, *words]) == 2
+    assert lab.__main__.main(["sensitivity", *files, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
     assert not list(tmp_path.glob("results/**/*.json"))
@@ -213,25 +212,25 @@ NONE = math.nan
     ],
 )
 def test_the_cheapest_value_near_the_best_one_is_chosen(points, value, best):
-    chosen, most = tcs.cheapest_near_best(rows(*points), 0.5)
+    chosen, most = lab.cheapest_near_best(rows(*points), 0.5)
     assert (chosen["value"], most["value"]) == (value, best)
 
 
 def test_without_bytes_or_accuracy_nothing_is_chosen():
-    assert tcs.cheapest_near_best(rows(("a", 0.7, NONE, NONE, 1)), 0.5) is None
-    assert tcs.cheapest_near_best(rows(("a", NONE, NONE, 1.0, 0)), 0.5) is None
+    assert lab.cheapest_near_best(rows(("a", 0.7, NONE, NONE, 1)), 0.5) is None
+    assert lab.cheapest_near_best(rows(("a", NONE, NONE, 1.0, 0)), 0.5) is None
 
 
 def test_a_setting_with_fewer_than_two_values_is_neither_drawn_nor_judged():
     table = rows(("0.001", 0.7, NONE, 1.0, 1), ("0.01", NONE, NONE, NONE, 0))
-    assert tcs.sensitivity_curves(table, SMALL["settings"]["phi_local"]) == {}
-    assert tcs.sensitivity_choices(table, SMALL).empty
+    assert lab.sensitivity_curves(table, SMALL["settings"]["phi_local"]) == {}
+    assert lab.sensitivity_choices(table, SMALL).empty
 
 
 def test_choices_are_text_for_what_is_chosen_and_what_is_given():
     mine = rows(("0.001", 0.700, NONE, 1.0, 1), ("0.01", 0.704, 0.001, 2.0, 3))
     skew = rows(("IID", 0.7, NONE, 1.0, 1), ("1", 0.6, NONE, 1.0, 1), setting="dirichlet_alpha")
-    chosen, given = tcs.sensitivity_choices(pd.concat([mine, skew]), SMALL).to_dict("records")
+    chosen, given = lab.sensitivity_choices(pd.concat([mine, skew]), SMALL).to_dict("records")
     assert chosen == {"Setting": "phi_local", "Scheme": "TCS-Q5", "Most accurate": "0.01 (70.40 ± 0.10 %)",
                       "Choose": "0.001", "Points": "−0.40", "MB both ways": "2 instead of 4", "Paper": "0.001",
                       "n": "1 to 3"}  # fmt: skip
@@ -241,8 +240,8 @@ def test_choices_are_text_for_what_is_chosen_and_what_is_given():
 def test_a_figure_tells_what_diverged_and_how_many_trials_there_are(tmp_path):
     table = rows(("0.001", 0.7, NONE, 1.0, 1), ("0.01", NONE, NONE, 2.0, 2)).assign(diverged=[0, 1])
     setting = SMALL["settings"]["phi_local"]
-    figure = tcs.sensitivity_figure(tcs.sensitivity_curves(table, setting), setting, "Title")
-    tcs.save_figure(figure, tmp_path / "figure")
+    figure = lab.sensitivity_figure(lab.sensitivity_curves(table, setting), setting, "Title")
+    lab.save_figure(figure, tmp_path / "figure")
     text = (tmp_path / "figure.svg").read_text()
     assert "1 diverged" in text and "n = 1 to 2" in text and "the paper's choice" in text
 
@@ -250,9 +249,9 @@ def test_a_figure_tells_what_diverged_and_how_many_trials_there_are(tmp_path):
 def test_schemes_that_are_the_values_share_a_curve():
     table = rows(("5", 0.7, NONE, 1.0, 1), ("32", 0.6, NONE, 2.0, 1), setting="value_bits")
     table["scheme"] = ["TCS-Q5", "TCS"]
-    (name,) = tcs.sensitivity_curves(table, SMALL["settings"]["value_bits"])
+    (name,) = lab.sensitivity_curves(table, SMALL["settings"]["value_bits"])
     assert name == "TCS-Q5 … TCS"
-    assert list(tcs.sensitivity_curves(table, SMALL["settings"]["phi_local"])) == ["TCS-Q5", "TCS"]
+    assert list(lab.sensitivity_curves(table, SMALL["settings"]["phi_local"])) == ["TCS-Q5", "TCS"]
 
 
 # What stands in results/ ──────────────────────────────────────────────────────────────────────────
@@ -260,7 +259,7 @@ def test_schemes_that_are_the_values_share_a_curve():
 
 FOLDERS = [
     f
-    for f in (tcs.ROOT / "results").iterdir()
+    for f in (lab.ROOT / "results").iterdir()
     if (f / "sensitivity.csv").is_file() and f.name != "ci"
 ]
 
@@ -270,17 +269,17 @@ def test_table_and_figures_are_rebuilt_from_the_records(folder, tmp_path):
     """The same bytes, from nothing but params/ and the records."""
     import matplotlib
 
-    sweep = tcs.read_sensitivity(SWEEP)
-    params = tcs.read_params([tcs.ROOT / f"params/{folder.name}.yaml"]) | {"seeds": 100}
-    table = tcs.sensitivity_table(sweep, params)
+    sweep = lab.read_sensitivity(SWEEP)
+    params = lab.read_params([lab.ROOT / f"params/{folder.name}.yaml"]) | {"seeds": 100}
+    table = lab.sensitivity_table(sweep, params)
     title = (folder / "sensitivity.md").read_text().split("**")[1]
-    tcs.save_table(table, tmp_path / "sensitivity", title, tcs.readable_sensitivity)
+    lab.save_table(table, tmp_path / "sensitivity", title, lab.readable_sensitivity)
     for name, setting in sweep["settings"].items():
-        curves = tcs.sensitivity_curves(table[table["setting"] == name], setting)
+        curves = lab.sensitivity_curves(table[table["setting"] == name], setting)
         if curves:
-            figure = tcs.sensitivity_figure(curves, setting, f"{title}: {name}")
-            tcs.save_figure(figure, tmp_path / f"sensitivity_{name}")
-    tested = f'"matplotlib=={matplotlib.__version__}"' in (tcs.ROOT / "pyproject.toml").read_text()
+            figure = lab.sensitivity_figure(curves, setting, f"{title}: {name}")
+            lab.save_figure(figure, tmp_path / f"sensitivity_{name}")
+    tested = f'"matplotlib=={matplotlib.__version__}"' in (lab.ROOT / "pyproject.toml").read_text()
     suffixes = (".csv", ".md", ".png", ".svg") if tested else (".csv", ".md")
     rebuilt = sorted(f.name for f in tmp_path.iterdir() if f.suffix in suffixes)
     assert len(rebuilt) >= 2

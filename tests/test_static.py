@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+import tcs_lab as lab
 import torch
 
 import tcs_core as tcs
@@ -14,7 +15,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[
 
 def federations(name, device="cpu", **changes):
     own = {key: changes.pop(key) for key in ("phi_local",) if key in changes}
-    data = tcs.synthetic_dataset(train=120, test=20).resized(16)
+    data = lab.synthetic_dataset(train=120, test=20).resized(16)
     settings = {
         "model": "resnet8",
         "width": 4,
@@ -26,7 +27,7 @@ def federations(name, device="cpu", **changes):
     settings |= {"warmup_epochs": 1, "reference_batch": None} | changes
     scheme = tcs.Scheme.named(name, **own)
     return [
-        tcs.Federation(tcs.RunConfig(scheme, 0.1, graph=g, **settings), data) for g in (False, True)
+        lab.Training(lab.RunConfig(scheme, 0.1, graph=g, **settings), data) for g in (False, True)
     ]
 
 
@@ -101,7 +102,7 @@ def test_replays_are_rounds():
     eager.round(draws, 0, 1e-3)
     for index in range(eager.rounds_per_epoch):
         eager.round(draws, index, 1e-3)
-    tcs._replays(static)()
+    lab.bench._replays(static)()
     torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-4, atol=1e-6)
 
 

@@ -1,0 +1,333 @@
+"""Benchmarks: what is compared runs in one process, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tcs_core import (
+    Compressor,
+    Message,
+    Scheme,
+    _reject_unknown,
+    decode_message,
+    decode_positions,
+    encode_message,
+    encode_positions,
+    positions_to_mask,
+)
+from tcs_lab.data import synthetic_dataset
+from tcs_lab.files import _write_whole
+from tcs_lab.records import RECORD_VERSION, provenance, results_folder
+from tcs_lab.runs import _arithmetic, _memory_kept
+from tcs_lab.settings import RunConfig
+from tcs_lab.training import Training
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 14. Benchmarks: python tcs_core.py bench
+#     What is compared runs in one process, in turns; medians with quartiles, and the provenance, go
+#     to results/bench/. Every case is a few lines below; `BENCHES` names them.
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+Timing = dict[str, Any]  # one row of a bench record
+
+
+def _in_turns(works: dict[str, Callable[[], Any]], repeat: int, device: Any) -> dict[str, Timing]:
+    """Seconds of every work, called in turns after one warm-up each: median and quartiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeat + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: _quartiles(values) for name, values in seconds.items()}
+
+
+def _quartiles(values: list[float]) -> Timing:
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return {"median": float(median), "low": float(low), "high": float(high), "n": len(values)}
+
+
+@dataclass
+class Bench:
+    """What all cases share. `rows` is what the record will hold."""
+
+    repeat: int = 7
+    device: str = "auto"
+    precision: str = "fp32"
+    rows: list[Timing] = field(default_factory=list)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return RunConfig(Scheme.named("TCS"), device=self.device).torch_device
+
+    def measure(
+        self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
+        turns: int = 1, **numbers: float,
+    ) -> None:  # fmt: skip
+        """Every work does the same thing so many `times`; what is kept is the time of one. There
+        are `repeat` times `turns` turns."""
+        for name, timing in _in_turns(works, self.repeat * turns, self.torch_device).items():
+            timing |= {key: timing[key] / times for key in ("median", "low", "high")}
+            self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
+
+
+def _bench_federation(
+    bench: Bench, scheme: str, model: str, width: int, batch: int, graph: bool = False
+) -> Training:
+    """Ten clients with samples for a few rounds: eight of a small batch, one of a large one."""
+    scheme_ = Scheme.named(scheme)
+    one = batch * scheme_.local_steps
+    each = max(one, min(8 * one, 128))
+    config = RunConfig(
+        scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
+        precision=bench.precision, device=bench.device, graph=graph,
+    )  # fmt: skip
+    return Training(config, synthetic_dataset(train=10 * each, test=10))
+
+
+def _replays(federation: Training) -> Callable[[], None]:
+    """An epoch's rounds, static; `federation` has a graph, and no rounds but these from now on."""
+    draws, static = federation._draws(0), federation.static
+    federation.round(draws, 0, 1e-3)  # dense: the first mask
+    static._take(draws)
+
+    def replays() -> None:
+        for index in range(federation.rounds_per_epoch):
+            static.play(index, 1e-3)
+
+    return replays
+
+
+def bench_round(
+    bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None,
+    turns: int = 1,
+) -> None:  # fmt: skip
+    """An epoch's rounds over the same forward and backward passes with no federation around them;
+    with so many CPU `threads`, where a profile sets them for this net."""
+    federation = _bench_federation(bench, scheme, model, width, batch)
+    flat, steps = federation.flat, federation.config.scheme.local_steps
+    draws, rounds = federation._draws(0), federation.rounds_per_epoch
+    ready = [federation.batches.augmented(draw) for draw in draws]
+    federation.round(draws, 0, 1e-3)  # the dense first round
+
+    def passes() -> None:
+        flat.model.train()
+        flat.use(federation.statistics_views[0])
+        for first in range(0, batch * steps * rounds, batch):
+            for images, labels in ready:
+                part = slice(first, first + batch)
+                federation._loss(images[part], labels[part]).backward()
+
+    def whole() -> None:
+        federation.staged.clear()
+        for index in range(rounds):
+            federation.round(draws, index, 1e-3)
+
+    def compression() -> None:
+        for _ in range(rounds):
+            federation.compressor.step(federation.deltas_ND)
+
+    def augmentation() -> None:
+        for n in range(10):
+            federation.batches.augmented(draws[n][: batch * steps * rounds])
+
+    works = {
+        "passes": passes, "round": whole, "compression": compression, "augmentation": augmentation
+    }  # fmt: skip
+    if bench.torch_device.type == "cuda":
+        works["graph"] = _replays(_bench_federation(bench, scheme, model, width, batch, graph=True))
+    net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
+    numbers = {"dimension": len(federation.theta_D), "local_steps": steps}
+    with _arithmetic(threads), _memory_kept():
+        case = f"{net}, N 10, B {batch}, {scheme}"
+        numbers["threads"] = torch.get_num_threads()
+        bench.measure("round", case, works, rounds, turns, **numbers)
+
+
+def _textbook_round(
+    deltas_ND: Tensor, errors: list[Tensor], mask_D: Tensor, k_global: int, k_local: int
+) -> Tensor:
+    """TCS as one would write it down first: clone, topk, multiply by masks."""
+    update_D = torch.zeros_like(deltas_ND[0])
+    for n, delta_D in enumerate(deltas_ND):
+        intended_D = delta_D.clone() + errors[n]
+        own_D = torch.zeros_like(mask_D)
+        own_D[(intended_D * ~mask_D).abs().topk(k_local).indices] = True
+        sent_D = intended_D * (mask_D | own_D)
+        errors[n] = intended_D - sent_D
+        update_D = update_D + sent_D
+    update_D = update_D / len(deltas_ND)
+    mask_D.zero_()[update_D.abs().topk(k_global).indices] = True
+    return update_D
+
+
+def _drifting(dimension: int, clients: int, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Deltas (N, D) that change a little from call to call, as in training."""
+    generator = torch.Generator().manual_seed(0)
+    base_ND = torch.randn(clients, dimension, generator=generator).pow_(3).to(device)
+    state = {"call": 0}
+
+    def next_ND() -> Tensor:
+        state["call"] += 1
+        return base_ND.mul_(1.01 if state["call"] % 2 else 1 / 1.01)
+
+    return base_ND, next_ND
+
+
+def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
+    """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
+    device, scheme = bench.torch_device, Scheme.named("TCS")
+    before = _resident(device)
+    deltas_ND, change = _drifting(dimension, clients, device)
+    compressor = Compressor(scheme, [dimension], clients, device)
+    compressor.step(deltas_ND)
+    works = {"change": change, "step": lambda: compressor.step(deltas_ND)}
+    if textbook:
+        mask_D = positions_to_mask(compressor.rule.global_mask(), dimension)
+        errors = [torch.zeros(dimension, device=device) for _ in range(clients)]
+        ks = compressor.rule.k_global, compressor.rule.k_local
+        works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
+        works["copy of one row"] = lambda: errors[0].copy_(deltas_ND[0])
+    _reset_peak(device)
+    numbers = {"dimension": dimension, "clients": clients}
+    part = "step" if textbook else "growth"
+    bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
+    allowed = (2 * clients + 8) * 4 * dimension
+    if not textbook and before is not None:
+        used = _peak(device) - before
+        bench.rows.append(
+            {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
+             "bytes": used, "allowed": allowed, **numbers}
+        )  # fmt: skip
+
+
+def _resident(device: torch.device) -> int | None:
+    """Bytes in use now: of the device, or of this process (Linux)."""
+    return _memory(device, "VmRSS", torch.cuda.memory_allocated)
+
+
+def _peak(device: torch.device) -> int | None:
+    return _memory(device, "VmHWM", torch.cuda.max_memory_allocated)
+
+
+def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> int | None:
+    if device.type == "cuda":
+        return of_cuda(device)
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(rf"{key}:\s*(\d+) kB", status)[1])
+    return None
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
+    """Positions and whole messages of one client, both ways, at the paper's size."""
+    deltas_ND, _ = _drifting(dimension, 1, "cpu")
+    sizes = [dimension // 2, dimension - dimension // 2]
+    for name in ("TCS", "TCS-Q5", "TCS-Q5+"):
+        scheme = Scheme.named(name)
+        compressor = Compressor(scheme, sizes, 1)
+        compressor.step(deltas_ND)
+        shared_K = compressor.rule.global_mask()
+        own_K = compressor.rule.local_mask(deltas_ND[0].roll(7), shared_K)
+        intended = deltas_ND[0][torch.cat([shared_K, own_K])]
+        wire, message = compressor.up, Message.of(intended, own_K, scheme.value_bits)
+        data = encode_message(message, wire)
+        works = {
+            "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),
+            "encode": lambda m=message, w=wire: encode_message(m, w),
+            "decode": lambda d=data, w=wire, s=shared_K: decode_message(d, w, s),
+        }
+        if name == "TCS":
+            bits = encode_positions(own_K, dimension, 512)
+            works |= {
+                "encode positions": lambda o=own_K: encode_positions(o, dimension, 512),
+                "decode positions": lambda b=bits: decode_positions(b, dimension, 512),
+            }
+        bench.measure("codecs", name, works, dimension=dimension, bytes=len(data))
+
+
+_GROWTH_N = (2, 5, 10, 20, 40)
+_GROWTH_D = (10**5, 10**6, 10**7, 10**8)
+BENCHES: dict[str, list[Callable[[Bench], None]]] = {
+    "round": [
+        lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS-L4-Q5++", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS", "resnet18", 16, 64, turns=5),
+        lambda b: bench_round(b, "TCS", "resnet8", 16, 16, threads=1, turns=15),  # params/cpu.yaml
+        lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1, turns=15),  # params/quick.yaml
+    ],
+    "step": [lambda b: bench_step(b, 11_173_962, 10)],
+    "codecs": [bench_codecs],
+    "growth": [lambda b, n=n: bench_step(b, 10**6, n, textbook=False) for n in _GROWTH_N]
+    + [lambda b, d=d: bench_step(b, d, 2, textbook=False) for d in _GROWTH_D],
+}
+
+
+def run_benches(
+    parts: Iterable[str] = tuple(BENCHES), repeat: int = 7, device: str = "auto",
+    precision: str = "fp32", threads: int | None = None, results: str | Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the named parts; the record, also written to results/bench/. Takes minutes.
+
+    Raises ValueError for an unknown part.
+    """
+    _reject_unknown(parts, BENCHES, "part")
+    config = RunConfig(
+        Scheme.named("TCS"), device=device, precision=precision, threads=threads, profile="bench"
+    )
+    bench = Bench(repeat, device, precision)
+    cases = [case for part in parts for case in BENCHES[part]]
+    with _arithmetic(threads):
+        for case in tqdm(cases, desc="bench", leave=False, disable=not sys.stderr.isatty()):
+            case(bench)
+        made = provenance(config) | {"precision": precision, "cores": os.cpu_count()}
+    record = {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
+    device_name = re.sub(r"\W+", "-", made["device"]).strip("-")
+    name = f"{device_name}-{precision}-{'-'.join(parts)}.json"
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    path = results_folder("bench", results) / name
+    _write_whole(path, lambda f: f.write(text.encode()))
+    return record
+
+
+def bench_table(record: dict[str, Any]) -> pd.DataFrame:
+    """A bench record as a person reads it: milliseconds, and each work over the case's first."""
+    rows, first = [], {}
+    for row in record["rows"]:
+        if "median" not in row:
+            continue
+        case = (row["part"], row["case"])
+        base = first.setdefault(case, row["median"])
+        spread = f"{1e3 * row['low']:,.4g} – {1e3 * row['high']:,.4g}"
+        rows.append(
+            {"Case": f"{row['part']}: {row['case']}", "Work": row["work"],
+             "Median, ms": f"{1e3 * row['median']:,.4g}", "Quartiles": spread,
+             "Over the first": f"{row['median'] / base:.3f}", "n": str(row["n"])}
+        )  # fmt: skip
+    return pd.DataFrame(rows)

@@ -1,0 +1,464 @@
+"""Data: synthetic images, CIFAR-10, class folders; partitions; batches on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from tcs_core import _shown
+from tcs_lab.files import _alone, _say_waiting, _write_whole, cache_folder
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# 9. Data and partition
+#    Images stay uint8, on the device that trains; crop, flip and normalization are tensor
+#    operations on a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder
+#    (or a tar).
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+PADDING = 4  # pixels around an image, for random crops
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is their sha256."""
+
+    label: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    fingerprint: str
+    classes: int = 10
+
+    def first(self, train: int | None, test: int | None) -> Dataset:
+        """Only the first so many samples; ValueError if there are fewer."""
+        for key, want, labels in (
+            ("train_samples", train, self.train_labels),
+            ("test_samples", test, self.test_labels),
+        ):
+            if want is not None and want > len(labels):
+                raise ValueError(
+                    f"{key}: got {want}, allowed: at most {len(labels)} ({self.label})"
+                )
+        cut = (self.train_images[:train], self.train_labels[:train])
+        cut += (self.test_images[:test], self.test_labels[:test])
+        return Dataset(self.label, *cut, self.fingerprint, self.classes)
+
+    def resized(self, size: int | None) -> Dataset:
+        """Images of size x size pixels, each the mean of an area; None: as they are. Training takes
+        that much less arithmetic. ValueError for more pixels than there are."""
+        side = min(self.train_images.shape[1:3])
+        if size is None or (size, size) == self.train_images.shape[1:3]:
+            return self
+        if type(size) is not int or not 1 <= size <= side:
+            raise ValueError(f"image_size: got {size!r}, allowed: 1 to {side} ({self.label})")
+        train, test = (_areas(i, size) for i in (self.train_images, self.test_images))
+        label, arrays = f"{self.label}, {size} x {size}", (train, self.train_labels, test)
+        return _dataset(label, *arrays, self.test_labels, classes=self.classes)
+
+
+def _areas(images: Tensor, size: int) -> Tensor:
+    """(n, h, w, 3) to (n, size, size, 3) uint8, each pixel the mean of the area it stands for."""
+    pieces = [i.permute(0, 3, 1, 2).float() for i in images.split(1000)]
+    means = [F.adaptive_avg_pool2d(piece, size).round().byte() for piece in pieces]
+    return torch.cat(means).permute(0, 2, 3, 1).contiguous()
+
+
+def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
+    tensors = [torch.as_tensor(a) for a in arrays]
+    return Dataset(label, *tensors, _fingerprint(tensors), classes)
+
+
+def _fingerprint(tensors: list[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha.update(tensor.contiguous().numpy().data)
+    return sha.hexdigest()
+
+
+@cache
+def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
+    """A data set by name: "synthetic", "cifar10" or "folder".
+
+    `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or
+    tar of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
+    Raises ValueError or FileNotFoundError that say what is wrong and what to do.
+    """
+    if name == "synthetic":
+        return synthetic_dataset()
+    if name == "cifar10":
+        return _cifar10(_user_path(root) if root else cache_folder() / "cifar10", label)
+    if name == "folder":
+        return _folder_dataset(root, label)
+    raise ValueError(f"dataset: got {name!r}, allowed: synthetic, cifar10, folder")
+
+
+def _user_path(root: str | Path) -> Path:
+    try:
+        return Path(root).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"data_root: {_shown(str(root))}: {error}") from error
+
+
+def synthetic_dataset(train: int = 8000, test: int = 2000, seed: int = 2021) -> Dataset:
+    """Ten classes of 32x32 RGB images, made from a seed.
+
+    A class is a smooth pattern; an image is its class's, shifted by up to 4 pixels and perhaps
+    mirrored, over a fainter pattern of any class, with noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(10, 3, 6, 6, generator=generator)
+    patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
+    patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
+    labels = torch.randint(0, 10, (train + test,), generator=generator)
+    parts = [_synthetic_images(patterns, part, generator) for part in labels.split(1000)]
+    halves = [t for i in (torch.cat(parts), labels) for t in i.split([train, test])]
+    return _dataset("synthetic", halves[0], halves[2], halves[1], halves[3])
+
+
+def _synthetic_images(patterns: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    """(n, 32, 32, 3) uint8 images of the labels' classes, from patterns (10, 32, 32, 3)."""
+    count = len(labels)
+
+    def shifted(which: Tensor) -> Tensor:
+        offset = torch.randint(-4, 5, (count, 2, 1), generator=generator)
+        rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
+        mirror = torch.rand(count, 1, generator=generator) < 0.5
+        columns = torch.where(mirror, columns.flip(1), columns)
+        pixels = (32 * which[:, None, None] + rows[:, :, None]) * 32 + columns[:, None, :]
+        return F.embedding(pixels, patterns.reshape(-1, 3))
+
+    other = torch.randint(0, 10, (count,), generator=generator)
+    noise = torch.randn(count, 32, 32, 3, generator=generator)
+    mixed = shifted(labels).add_(shifted(other).mul_(SYNTHETIC_OTHER))
+    mixed.add_(noise.mul_(SYNTHETIC_NOISE))
+    return mixed.mul_(32).add_(128).round_().clamp_(0, 255).byte()
+
+
+SYNTHETIC_OTHER, SYNTHETIC_NOISE = 0.8, 1.5  # strengths beside a class's own pattern
+
+
+def _cifar10(root: Path, label: str | None) -> Dataset:
+    from torchvision.datasets import CIFAR10
+
+    try:
+        with _alone(root, _say_waiting):  # two downloads into one folder spoil each other
+            parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
+    except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
+        raise ValueError(
+            f"dataset cifar10: {root} holds no whole CIFAR-10 and the download failed ({error}). "
+            f"Delete a partial file there and try again with a network; or put "
+            f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) there; or use dataset: synthetic"
+        ) from error
+    arrays = [a for part in parts for a in (part.data, np.asarray(part.targets, np.int64))]
+    return _dataset(label or "CIFAR-10", *arrays)
+
+
+MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
+MAX_DATASET_BYTES = 4 << 30  # of all images, decoded
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")  # Pillow knows others that start programs
+
+
+def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
+    """Class folders, or a tar of them, decoded once into the cache."""
+    if root is None:
+        raise ValueError("data_root: got None, allowed: a folder or tar with train/<class>/* in it")
+    path = _user_path(root)
+    if not path.exists():
+        raise FileNotFoundError(f"data_root: {path} does not exist")
+    cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
+    label = label or path.name.split(".")[0]
+    if found := _read_cached(cached, label):
+        return found
+    with _alone(cached, lambda _: _say_waiting(f"the images in {path}")):
+        if found := _read_cached(cached, label):
+            return found
+        files = _tar_files(path) if path.is_file() else _folder_files(path)
+        dataset = _decode_files(files, path, label)
+        arrays = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
+        sealed = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
+        _write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
+        return dataset
+
+
+_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+def _read_cached(path: Path, label: str) -> Dataset | None:
+    """The decoded data set, or None if there is no file, or not the one that was written."""
+    try:
+        with np.load(path, allow_pickle=False) as z:
+            dataset = _dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
+            return dataset if dataset.fingerprint == str(z["fingerprint"]) else None
+    except Exception:
+        return None
+
+
+def _source_key(path: Path) -> str:
+    """Changes when the source does: a tar's content; a folder's names, sizes and times."""
+    sha = hashlib.sha256()
+    if path.is_file():
+        with path.open("rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()[:32]
+    for file in sorted(path.rglob("*")):
+        _check_link(file, path)
+        status = file.stat()
+        sha.update(os.fsencode(file.relative_to(path)))
+        sha.update(f" {status.st_size} {status.st_mtime_ns}\n".encode())
+    return sha.hexdigest()[:32]
+
+
+def _check_link(file: Path, root: Path) -> None:
+    if not file.exists() or not file.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{root}: {file.name!r} is a link that leads nowhere, or outside")
+
+
+def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
+    for file in sorted(root.rglob("*")):
+        if file.is_file():
+            _check_size(str(file), file.stat().st_size)
+            yield file.relative_to(root).as_posix(), file.read_bytes()
+
+
+class _Member(tarfile.TarInfo):
+    """Of any member, also one that only holds a long name, the declared size is checked first."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+        member = super().frombuf(buf, encoding, errors)
+        _check_size(member.name, member.size)
+        return member
+
+
+def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Regular files of an archive, any compression; nothing is unpacked to disk."""
+    try:
+        with tarfile.open(path, tarinfo=_Member) as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
+                    raise ValueError(f"{path}: {member.name!r} is a link or points outside")
+                _check_size(f"{path}: {member.name}", member.size)
+                yield member.name.removeprefix("./"), archive.extractfile(member).read()
+            archive.fileobj.seek(archive.offset)
+            end = archive.fileobj.read(1 << 20)  # reading on to the end checks a compressed stream
+            if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
+                raise EOFError("no end-of-archive mark")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{path}: not a whole tar archive ({error}); fetch it again") from error
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: broken archive ({error}); fetch it again") from error
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{name}: {size} bytes, allowed: at most {MAX_IMAGE_BYTES}")
+
+
+def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
+    """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order."""
+    images: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "test": []}
+    shape, size = None, 0
+    for name, content in tqdm(files, desc=f"decoding {source.name}", unit=" images", leave=False,
+                              disable=not sys.stderr.isatty()):  # fmt: skip
+        parts = name.split("/")
+        if len(parts) != 3 or parts[0] not in images or parts[2].startswith("."):
+            continue
+        pixels = _decode_image(f"{source}: {name}", content)
+        shape = shape or pixels.shape
+        if pixels.shape != shape:
+            raise ValueError(
+                f"{source}: {name}: size {pixels.shape}, allowed: {shape}, as the first"
+            )
+        size += pixels.nbytes
+        if size > MAX_DATASET_BYTES:
+            raise ValueError(f"{source}: allowed: at most {MAX_DATASET_BYTES} bytes, decoded")
+        images[parts[0]].append((parts[1], parts[2], pixels))
+    classes = sorted({c for c, _, _ in images["train"]})
+    if len(classes) < 2 or {c for c, _, _ in images["test"]} != set(classes):
+        found = sorted({c for c, _, _ in images["test"]})
+        raise ValueError(
+            f"{source}: classes {classes} in train/, {found} in test/; "
+            "allowed: the same two or more, as train/<class>/* and test/<class>/*"
+        )
+    arrays: list[np.ndarray] = []
+    for part in images.values():
+        part.sort(key=lambda entry: entry[:2])
+        arrays.append(np.stack([pixels for _, _, pixels in part]))
+        arrays.append(np.array([classes.index(c) for c, _, _ in part], np.int64))
+    return _shuffled(_dataset(label, *arrays, classes=len(classes)))
+
+
+def _shuffled(dataset: Dataset) -> Dataset:
+    """In a fixed random order, so that the first n samples are of all classes."""
+    arrays = []
+    for images, labels in (
+        (dataset.train_images, dataset.train_labels),
+        (dataset.test_images, dataset.test_labels),
+    ):
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        arrays += [images[order], labels[order]]
+    return _dataset(dataset.label, *arrays, classes=dataset.classes)
+
+
+def _decode_image(name: str, content: bytes) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+            if max(image.size) > MAX_IMAGE_SIDE:
+                raise ValueError(f"{image.size} pixels, allowed: {MAX_IMAGE_SIDE} a side at most")
+            if image.mode != "RGB":
+                raise ValueError(f"mode {image.mode}, allowed: RGB")
+            return np.asarray(image, np.uint8)
+    except Exception as error:  # Pillow's decoders raise many kinds
+        raise ValueError(f"{name}: not a readable RGB image ({error})") from error
+
+
+def partition(
+    labels: Tensor, clients: int, alpha: float | None, generator: torch.Generator
+) -> Tensor:
+    """Disjoint, equally many samples for every client: (N, floor(n / N)) int64.
+
+    `alpha` None deals them out at random (IID). Otherwise a client's classes follow its own draw
+    from a Dirichlet distribution with that alpha, as far as samples of the class are left.
+    """
+    own = len(labels) // clients
+    order = torch.randperm(len(labels), generator=generator)
+    if alpha is None:
+        return order[: own * clients].view(clients, own)
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    rng, shuffled = np.random.default_rng(seed), labels[order].numpy()
+    classes = int(labels.max()) + 1
+    pools = [order[torch.from_numpy(shuffled == c)] for c in range(classes)]
+    used = np.zeros(classes, np.int64)
+    sizes = np.array([len(pool) for pool in pools])
+    rows = []
+    for _ in range(clients):
+        share = rng.dirichlet(np.full(classes, alpha))
+        counts = _class_counts(share, sizes - used, own, rng)
+        rows.append(torch.cat([p[u : u + c] for p, u, c in zip(pools, used, counts, strict=True)]))
+        used += counts
+    return torch.stack(rows)
+
+
+def _class_counts(
+    share: np.ndarray, left: np.ndarray, need: int, rng: np.random.Generator
+) -> np.ndarray:
+    """How many of each class: drawn by `share`, redrawn over the rest where a class runs out."""
+    counts = np.zeros_like(left)
+    while (missing := need - counts.sum()) > 0:
+        open_share = np.where(left > counts, share + 1e-12, 0.0)
+        drawn = rng.multinomial(missing, open_share / open_share.sum())
+        counts = np.minimum(counts + drawn, left)
+    return counts
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A client's samples, in order, each with its crop offset (2,) and its flip."""
+
+    samples: Tensor
+    crops: Tensor
+    flips: Tensor
+
+    @staticmethod
+    def of(samples_M: Tensor, need: int, generator: torch.Generator) -> Draws:
+        """`need` draws without replacement from a client's samples."""
+        order = torch.randperm(len(samples_M), generator=generator)[:need]
+        crops = torch.randint(0, 2 * PADDING + 1, (need, 2), generator=generator)
+        return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
+
+    def __getitem__(self, part: slice) -> Draws:
+        return Draws(self.samples[part], self.crops[part], self.flips[part])
+
+    def at(self, where: Tensor) -> Draws:
+        return Draws(self.samples[where], self.crops[where], self.flips[where])
+
+    def to(self, device: torch.device) -> Draws:
+        return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))
+
+
+_STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
+_CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The next batches of one client's `draws`, augmented, by the first sample of each."""
+
+    draws: Draws
+    batches: dict[int, tuple[Tensor, Tensor]]
+
+
+class Batches:
+    """A data set on the training device: augmented training batches, plain test batches."""
+
+    def __init__(self, data: Dataset, device: torch.device):
+        pixels = data.train_images.numpy().reshape(-1, 3)
+        part = pixels[:: max(1, len(pixels) // 4_000_000)].astype(np.float64)
+        self.mean = self._everywhere(part.mean(0), data, device)
+        self.scale = self._everywhere(1 / np.maximum(part.std(0), 1.0), data, device)
+        padding = (0, 0, PADDING, PADDING, PADDING, PADDING)
+        padded = F.pad(data.train_images.to(device), padding)
+        self.padded = padded.contiguous()  # (n, h + 8, w + 8, 3) uint8
+        self.train_labels = data.train_labels.to(device)
+        self.test_images = data.test_images.to(device)
+        self.test_labels = data.test_labels.to(device)
+
+    @staticmethod
+    def _everywhere(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:
+        """A number a colour as (h, w, 3): broadcasting three at a time takes six times as long."""
+        numbers = torch.tensor(colours, dtype=torch.float32, device=device)
+        return numbers.expand(data.train_images.shape[1:]).contiguous()
+
+    def keep(self, samples_NM: Tensor) -> Tensor:
+        """Drops all training samples but these; where each is from now on, (N, M) int64."""
+        places = samples_NM.reshape(-1).to(self.padded.device)
+        self.padded, self.train_labels = self.padded[places], self.train_labels[places]
+        return torch.arange(len(places)).view_as(samples_NM)
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
+        return pixels.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)
+
+    def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
+        count, height, width, colours = self.padded.shape
+        lines, pixels = height - 2 * PADDING, width - 2 * PADDING
+        most = ((count - 1) * height + 2 * PADDING) * width + 2 * PADDING  # a crop starts there
+        crops = self.padded.as_strided(
+            (most + 1, lines, pixels * colours), (colours, width * colours, 1)
+        )
+        starts = (draws.samples * height + draws.crops[:, 0]) * width + draws.crops[:, 1]
+        images = crops.index_select(0, starts).view(-1, lines, pixels, colours)
+        images = _mirrored(images, draws.flips)
+        return self.normalized(images), self.train_labels[draws.samples]
+
+    def test(self, part: slice) -> tuple[Tensor, Tensor]:
+        return self.normalized(self.test_images[part]), self.test_labels[part]
+
+
+def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
+    """(B, h, w, 3) uint8, those with a flip from right to left; chosen in words, not in bytes."""
+    plain, mirrored = images.flatten(1), images.flip(2).flatten(1)
+    word = torch.int64 if plain.shape[1] % 8 == 0 else torch.uint8
+    chosen = torch.where(flips_B.view(-1, 1), mirrored.view(word), plain.view(word))
+    return chosen.view(torch.uint8).view_as(images)
