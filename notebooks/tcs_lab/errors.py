@@ -1,0 +1,32 @@
+"""Errors: what the one line about bad input shows of it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 10
+
+
+def shown(value: Any) -> str:
+    """repr, but short whatever the value is: YAML can hold huge ones."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python prints no int of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def cut(text: str) -> str:
+    """At most 120 characters of a text."""
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> None:
+    """ValueError that lists what is unknown among `given`, and all that is known."""
+    unknown = sorted(k if isinstance(k, str) else shown(k) for k in set(given) - set(known))
+    if unknown:
+        found = ", ".join(map(cut, unknown[:20]))
+        raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
