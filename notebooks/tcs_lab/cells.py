@@ -1,0 +1,103 @@
+"""What notebooks' own cells share: parameters checked, claims said, gains taken seed by seed."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+from scipy import stats
+
+# The one vocabulary of verdicts.
+HOLDS, FAILS, UNDECIDED, UNTESTABLE = WORDS = (
+    "holds",
+    "does not hold",
+    "not decided",
+    "not testable here",
+)
+
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
+    """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type)."""
+    for name, kind in kinds.items():
+        try:
+            TypeAdapter(kind).validate_python(namespace[name], strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = "".join(f"[{step}]" for step in first["loc"])
+            given = repr(first["input"])[:120]
+            raise ValueError(f"{name}{place}: got {given}; {_lower(first['msg'])}") from None
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def parameter_digest(values: dict[str, Any]) -> str:
+    """Six letters that stand for a notebook's parameters and their values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def literals(cell: str) -> dict[str, Any] | None:
+    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
+    try:
+        nodes = ast.parse(cell).body
+        values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
+    except (SyntaxError, ValueError, AttributeError):
+        return None
+    return values or None
+
+
+class Claims:
+    """Says of each claim whether it holds; at the notebook's own parameters each of them must.
+
+    Make it in the cell after the parameters, with globals() and the digest of the values for which
+    the claims are asserted (a test says when it is not that of the committed cell).
+    """
+
+    def __init__(self, namespace: dict[str, Any], own: str):
+        found = (literals(cell) for cell in namespace.get("In", []))
+        names = next((list(values) for values in found if values), [])
+        self.asserted = own == parameter_digest({name: namespace.get(name) for name in names})
+        self.words: dict[str, str] = {}
+
+    def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> str:
+        """Prints and returns the word: for True, False or None (not testable), or a word itself.
+
+        Raises AssertionError, at the notebook's own parameters, unless the claim holds.
+        """
+        word = ok if ok in WORDS else UNTESTABLE if ok is None else HOLDS if ok else FAILS
+        line = f"{word}: {text}" + (f" ({numbers})" if numbers else "")
+        assert word == HOLDS or not self.asserted, line
+        self.words[text] = str(word)
+        print(line)
+        return str(word)
+
+
+def decided(mean: float, half: float, least: float = 0.0) -> str:
+    """Whether a mean, known to ± `half`, is above `least`: holds, does not hold, not decided."""
+    return HOLDS if mean - half > least else FAILS if mean + half < least else UNDECIDED
+
+
+def paired_gain(
+    ours: Iterable[float], theirs: Iterable[float], confidence: float = 0.95
+) -> tuple[float, float]:
+    """Mean of the differences, pair by pair, and half of Student's interval for it.
+
+    Of one pair there is no interval: half is infinite. ValueError if the counts differ.
+    """
+    gains = np.array([a - b for a, b in zip(ours, theirs, strict=True)], dtype=float)
+    if len(gains) < 2:
+        return float(gains.mean()) if len(gains) else math.nan, math.inf
+    half = stats.t.ppf((1 + confidence) / 2, len(gains) - 1) * stats.sem(gains)
+    return float(gains.mean()), float(half)

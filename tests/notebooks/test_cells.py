@@ -1,0 +1,66 @@
+"""What notebooks share: parameters checked in one line, claims said or asserted."""
+
+import math
+
+import pytest
+import tcs_lab as lab
+from tcs_lab.cells import literals, parameter_digest
+
+CELL = "phi = 0.25  # share\npositions = [1, 3]  # which\n"
+
+
+def namespace(**changed):
+    """After a parameters cell and, as papermill does it, another one."""
+    return {
+        "In": ["import math", CELL, "# Parameters\nphi = 1"],
+        "phi": 0.25,
+        "positions": [1, 3],
+    } | changed
+
+
+def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
+    digest = parameter_digest({"phi": 0.25, "positions": [1, 3]})
+    own, other = (lab.Claims(space, digest) for space in (namespace(), namespace(phi=0.5)))
+    assert own.asserted and not other.asserted
+    assert own("it is so", True, "3 of 3") == "holds"
+    with pytest.raises(AssertionError, match=r"does not hold: it is so \(2 of 3\)"):
+        own("it is so", False, "2 of 3")
+    with pytest.raises(AssertionError, match="not testable here: it is so"):
+        own("it is so", None)
+    capsys.readouterr()
+    words = [other("it", ok) for ok in (True, False, None, "not decided")]
+    assert words == ["holds", "does not hold", "not testable here", "not decided"]
+    assert capsys.readouterr().out.splitlines() == [f"{word}: it" for word in words]
+
+
+def test_only_a_cell_of_literals_is_one_of_parameters():
+    assert literals(CELL) == {"phi": 0.25, "positions": [1, 3]}
+    assert literals("import math") is literals("a = b") is literals("a = 1\nprint(a)") is None
+    assert literals("") is literals("%matplotlib inline") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "says"),
+    [
+        (lab.Share, 0, "phi: got 0; input should be greater than 0"),
+        (lab.Share, 2.0, "phi: got 2.0; input should be less than or equal to 1"),
+        (lab.Share, math.nan, "phi: got nan; input should be a finite number"),
+        (lab.Count, 12.5, "phi: got 12.5; input should be a valid integer"),
+        (lab.Count, True, "phi: got True; input should be a valid integer"),
+        (list[lab.Count], [1, 0], r"phi\[1\]: got 0; input should be greater than or equal to 1"),
+        (list[lab.Count], 3, "phi: got 3; input should be a valid list"),
+    ],
+)
+def test_a_bad_parameter_gets_one_line(kind, value, says):
+    with pytest.raises(ValueError, match="^" + says) as error:
+        lab.check_values({"phi": value}, phi=kind)
+    assert "\n" not in str(error.value)
+
+
+def test_a_gain_is_taken_pair_by_pair():
+    mean, half = lab.paired_gain([3, 5, 7], [2, 3, 4])
+    assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3))  # t for 95 % and n = 3
+    assert lab.paired_gain([3], [2]) == (1, math.inf)
+    assert lab.decided(2, 1) == "holds" and lab.decided(-2, 1) == "does not hold"
+    assert lab.decided(1, 2) == lab.decided(1, math.inf) == "not decided"
+    assert lab.decided(0, 0.3, least=-0.5) == "holds"
