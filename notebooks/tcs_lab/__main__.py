@@ -17,8 +17,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from tcs_core import RankError, _cut, _reject_unknown, _shown
+from tcs_core import RankError
 from tcs_lab.bench import BENCHES, bench_table, run_benches
+from tcs_lab.errors import cut, reject_unknown, shown
 from tcs_lab.ranks import _world, joined_ranks
 from tcs_lab.records import config_of, differences, read_record, record_path
 from tcs_lab.runs import run_all
@@ -28,7 +29,7 @@ from tcs_lab.sensitivity import (
     sensitivity_plan,
     sensitivity_table,
 )
-from tcs_lab.settings import ROOT, WHERE_KEYS, RunConfig, _read_yaml, plan, read_params
+from tcs_lab.settings import ROOT, WHERE_KEYS, RunConfig, plan, read_params, read_yaml
 from tcs_lab.tables import markdown, readable, summary
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -81,8 +82,8 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--set: got {_shown(pair)}, allowed: KEY=VALUE")
-        params[key] = _read_yaml(value, f"--set {_cut(key)}")
+            raise ValueError(f"--set: got {shown(pair)}, allowed: KEY=VALUE")
+        params[key] = read_yaml(value, f"--set {cut(key)}")
     return params
 
 
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         full = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not full and ("memory" not in str(error) or "illegal" in str(error)):
             raise
-        print(f"error: not enough memory: {_cut(str(error))}", file=sys.stderr)
+        print(f"error: not enough memory: {cut(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
@@ -183,7 +184,7 @@ def _main_sensitivity(arguments: argparse.Namespace) -> int:
     planned = [config for name in names for runs in sensitivity_plan(sweep, params, name).values()
                for config in runs]  # fmt: skip
     known = dict.fromkeys(config.scheme.name for config in planned)
-    _reject_unknown(arguments.scheme or (), known, "scheme in these settings")
+    reject_unknown(arguments.scheme or (), known, "scheme in these settings")
     wanted = arguments.scheme or known
     configs = {c.record_name: c for c in planned if c.scheme.name in wanted}
     return _make(
@@ -211,7 +212,7 @@ def _make(
 def _main_again(arguments: argparse.Namespace) -> int:
     """A record's run once more, from the record alone; exit code 1 if its numbers are others."""
     record, where = read_record(arguments.record), _set_params(arguments.set)
-    _reject_unknown(where, WHERE_KEYS - {"profile"}, "place to run")
+    reject_unknown(where, WHERE_KEYS - {"profile"}, "place to run")
     config = config_of(record, **where)
     with contextlib.ExitStack() as stack:
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())

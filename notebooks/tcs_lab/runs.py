@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tcs_core import RULES, NotFiniteError, RankError, Ranks, _check_value, _cut
+from tcs_core import RULES, NotFiniteError, RankError, Ranks, _cut
 from tcs_lab.data import Dataset, _fingerprint, load_dataset
 from tcs_lab.files import _POLL_SECONDS, _alone, _say_waiting, _sweep, _write_whole, cache_folder
 from tcs_lab.records import (
@@ -39,7 +39,7 @@ from tcs_lab.records import (
     read_record,
     record_path,
 )
-from tcs_lab.settings import TABLE_FIELDS, RunConfig
+from tcs_lab.settings import RunConfig, checked
 from tcs_lab.training import Row, Training
 
 # ══════════════════════════════════════════════════════════════════════════════════════════════════
@@ -291,7 +291,7 @@ def run_all(
     which run of how many, epoch, accuracy, bits and time left. With several `ranks` all walk the
     list together, whatever `jobs` says.
     """
-    _check_value("jobs", jobs, dict(TABLE_FIELDS["jobs"].metadata))
+    checked("jobs", jobs)
     configs, ranks = list(configs), ranks or Ranks()
     jobs = jobs if ranks.size == 1 else 1
     wanted = {record_path(c, results): c for c in configs}

@@ -12,29 +12,50 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import yaml
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tcs_core import (
-    MOST,
-    RULES,
-    STAGES,
-    Scheme,
-    _check_fields,
-    _check_value,
-    _cut,
-    _param,
-    _positive,
-    _reject_unknown,
-    _shown,
-    _text,
-    _whole,
-    kept,
-)
+from tcs_core import RULES, STAGES, Scheme, kept
+from tcs_lab.errors import cut, reject_unknown, shown
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# Kinds of values. A new setting is one line in RunConfig; its check, and what an error says is
+# allowed, follow from its kind.
+
+
+def _rising(shares: tuple[float, ...]) -> tuple[float, ...]:
+    if list(shares) != sorted(shares):
+        raise ValueError("not rising")
+    return shares
+
+
+def _known_model(name: str) -> str:
+    if name not in STAGES:
+        raise ValueError("unknown")
+    return name
+
+
+MOST = 10**9  # of anything counted
+Whole = Annotated[int, Field(ge=1, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Positive = Annotated[float, Field(gt=0, le=1e6)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Drops = Annotated[
+    tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+    Field(strict=False, description="shares of the epochs in (0, 1), rising"),  # a list too
+    AfterValidator(_rising),
+]
+Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+Model = Annotated[str, AfterValidator(_known_model), Field(description=" or ".join(STAGES))]
+PROFILE = {"pattern": r"^[\w-]{1,64}$", "description": "up to 64 letters, digits, - and _"}
+DEVICE = {
+    "pattern": r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
+    "description": "auto, cpu, cuda or cuda:<n>",
+}
 
 # Where and how fast a run is made; not part of what it is.
 WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph"}
@@ -42,122 +63,52 @@ WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph"}
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run: scheme, data, model, federation, schedule. Fields in the paper's units."""
+    """One training run: scheme, data, model, federation, schedule. Fields in the paper's units.
+
+    A scheme may be given by its name. Raises ValueError naming the field, its value and what is
+    allowed.
+    """
 
     scheme: Scheme
-    learning_rate: float = _param(
-        0.5, float, "a positive number up to 1e6", _positive,
-        "eta at a cumulative batch of reference_batch (Tables 1 and 2: 0.5, 0.8)",
-    )  # fmt: skip
-    seed: int = _param(
-        0, int, "a whole number >= 0, below 2^32", lambda v: 0 <= v < 2**32,
-        "seed of everything random",
-    )  # fmt: skip
-    profile: str = _param(
-        "ci", str, "up to 64 letters, digits, - and _",
-        lambda v: re.fullmatch(r"[\w-]{1,64}", v) is not None,
-        "folder under results/",
-    )  # fmt: skip
-    dataset: str = _param(
-        "synthetic", str, "synthetic, cifar10 or folder",
-        lambda v: v in ("synthetic", "cifar10", "folder"), "what is learned",
-    )  # fmt: skip
-    data_root: str | None = _param(
-        None,
-        str,
-        "a path, or null",
-        _text(4000),
-        "cifar10: download folder; folder: a folder or a tar",
-    )
-    data_label: str | None = _param(
-        None,
-        str,
-        "a name of up to 200 characters, or null",
-        _text(200),
-        "data set's name in tables",
-    )
-    train_samples: int | None = _param(
-        None, int, "a whole number >= 1, or null for all", _whole, ""
-    )
-    test_samples: int | None = _param(None, int, "a whole number >= 1, or null for all", _whole, "")
-    image_size: int | None = _param(
-        None, int, "a whole number from 1 to 256, or null for images as they are",
-        lambda v: 1 <= v <= 256,
-        "pixels a side; smaller than the images: each pixel the mean of an area",
-    )  # fmt: skip
-    model: str = _param(
-        "resnet18", str, "resnet18 or resnet8", lambda v: v in STAGES, "depth, Sec. III-A"
-    )
-    width: int = _param(
-        64, int, "a whole number from 1 to 1024", lambda v: 1 <= v <= 1024,
-        "channels of the first stage",
-    )  # fmt: skip
-    clients: int = _param(10, int, "a whole number >= 1", _whole, "N, Sec. III-A")
-    participation: float = _param(
-        1.0, float, "a share in (0, 1]", lambda v: 0 < v <= 1, "clients drawn each round, Alg. 1"
-    )
-    batch_size: int = _param(64, int, "a whole number >= 1", _whole, "B, samples a local step")
-    epochs: int = _param(
-        300, int, "a whole number from 1 to 1000000", lambda v: 1 <= v <= 10**6,
-        "passes over the data",
-    )  # fmt: skip
-    warmup_epochs: int | None = _param(
-        None, int, "a whole number >= 0, or null for 1/60 of the epochs", lambda v: 0 <= v <= MOST,
-        "dense epochs with a rising learning rate, Sec. III-B",
-    )  # fmt: skip
-    warmup_learning_rate: float = _param(
-        0.1,
-        float,
-        "a positive number up to 1e6",
-        _positive,
-        "eta of the first round, scaled like eta",
-    )
-    drops: tuple[float, ...] = _param(
-        (0.5, 0.75), tuple, "shares of the epochs in (0, 1), rising",
-        lambda v: all(isinstance(x, float) and 0 < x < 1 for x in v) and list(v) == sorted(v),
-        "when eta is divided by 10, Sec. III-B",
-    )  # fmt: skip
-    reference_batch: int | None = _param(
-        640, int, "a whole number >= 1, or null for no scaling", _whole,
-        "cumulative batch at which learning_rate holds (10 clients x 64), linear scaling",
-    )  # fmt: skip
-    weight_decay: float = _param(
-        1e-4, float, "a number from 0 to 1e6", lambda v: 0 <= v <= 1e6, "L2, in the local gradient"
-    )
-    dirichlet_alpha: float | None = _param(
-        None,
-        float,
-        "a number from 1e-6 to 1e6, or null for IID",
-        lambda v: 1e-6 <= v <= 1e6,
-        "class skew among clients",
-    )
-    precision: str = _param(
-        "fp32", str, "fp32 or bf16", lambda v: v in ("fp32", "bf16"), "autocast of the passes"
-    )
-    wire: bool = _param(
-        False, bool, "true or false", lambda v: True,
-        "every message becomes bytes and is decoded; the same numbers, slower",
-    )  # fmt: skip
-    bad_message: str = _param(
-        "stop", str, "stop or skip", lambda v: v in ("stop", "skip"),
-        "with wire: a client's message that can't be accepted ends the run, or is left out",
-    )  # fmt: skip
-    graph: bool = _param(
-        False, bool, "true or false", lambda v: True,
-        "rounds of static shapes, on a GPU one CUDA graph; the same masks, numbers to rounding",
-    )  # fmt: skip
-    threads: int | None = _param(
-        None, int, "a whole number from 1 to 1024, or null", lambda v: 1 <= v <= 1024, "CPU threads"
-    )
-    device: str = _param(
-        "auto", str, "auto, cpu, cuda or cuda:<n>",
-        lambda v: re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", v) is not None, "where it runs",
-    )  # fmt: skip
+    learning_rate: Positive = 0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
+    seed: Seed = 0  # of everything random
+    profile: Annotated[str, Field(**PROFILE)] = "ci"  # folder under results/
+    dataset: Literal["synthetic", "cifar10", "folder"] = "synthetic"  # what is learned
+    # cifar10: download folder; folder: a folder or a tar
+    data_root: Annotated[Text, Field(max_length=4000)] | None = None
+    data_label: Annotated[Text, Field(max_length=200)] | None = None  # its name in tables
+    train_samples: Whole | None = None  # null: all
+    test_samples: Whole | None = None
+    image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels a side; null: as it is
+    model: Model = "resnet18"  # depth, Sec. III-A
+    width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first stage
+    clients: Whole = 10  # N, Sec. III-A
+    participation: Share = 1.0  # of the clients, drawn each round, Alg. 1
+    batch_size: Whole = 64  # B, samples a local step
+    epochs: Annotated[int, Field(ge=1, le=10**6)] = 300  # passes over the data
+    # dense epochs with a rising learning rate, Sec. III-B; null: 1/60 of the epochs
+    warmup_epochs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    warmup_learning_rate: Positive = 0.1  # eta of the first round, scaled like eta
+    drops: Drops = (0.5, 0.75)  # when eta is divided by 10, Sec. III-B
+    # cumulative batch at which learning_rate holds (10 clients x 64); null: no linear scaling
+    reference_batch: Whole | None = 640
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 1e-4  # L2, in the local gradient
+    # class skew among clients; null: IID
+    dirichlet_alpha: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"  # autocast of the passes
+    wire: bool = False  # every message becomes bytes and is decoded; the same numbers, slower
+    # with wire: a client's message that can't be accepted ends the run, or is left out
+    bad_message: Literal["stop", "skip"] = "stop"
+    # rounds of static shapes, on a GPU one CUDA graph; the same masks, numbers to rounding
+    graph: bool = False
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
+    device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
 
     def __post_init__(self) -> None:
         if isinstance(self.scheme, str):
             object.__setattr__(self, "scheme", Scheme.named(self.scheme))
-        _check_fields(self)
+        for key in ("seed", *sorted(RUN_KEYS)):
+            object.__setattr__(self, key, checked(key, getattr(self, key)))
         if self.warmup > max(1, self.epochs - 1):
             raise ValueError(
                 f"warmup_epochs: got {self.warmup}, allowed: less than epochs ({self.epochs})"
@@ -269,12 +220,17 @@ def digest_of(identity: dict[str, Any]) -> str:
     later, with a default that means "as before", leaves the names of older records alone."""
 
     def changed(values: dict[str, Any], cls: type) -> dict[str, Any]:
-        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-        defaults["drops"] = list(defaults.get("drops", ()))
+        defaults = _defaults(cls)
         return {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
 
     named = changed(identity, RunConfig) | {"scheme": changed(identity["scheme"], Scheme)}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """A dataclass's defaults as a record holds them: lists for tuples."""
+    values = {f.name: f.default for f in dataclasses.fields(cls)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def _rule_source(rule: str) -> dict[str, str]:
@@ -297,29 +253,73 @@ def _member_source(name: str, value: Any) -> str:
         return f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
 
 
-def _is_paper(value: dict) -> bool:
-    """Scheme: [accuracy %, standard deviation, bit budget], each a number or null."""
-    rows = [v for v in value.values() if isinstance(v, list | tuple) and len(v) == 3]
-    numbers = [x for row in rows for x in row if x is not None]
-    return len(rows) == len(value) and all(
-        type(x) in (int, float) and -1e9 < x < 1e9 for x in numbers
+# What a table says of itself, beside fields of RunConfig.
+
+PAPER = "a mapping: scheme: [accuracy, deviation, bits]"
+_Number = Annotated[float, Field(gt=-1e9, lt=1e9)] | None
+_Cell = Annotated[list[_Number] | tuple[_Number, ...], Field(min_length=3, max_length=3)]
+_Names = Annotated[list[str] | tuple[str, ...], Field(min_length=1, max_length=1000)]
+_Seeds = Annotated[list[Seed] | tuple[Seed, ...], Field(min_length=1)]
+_TABLE = {
+    "table": Whole | None,
+    "figure": Whole | None,
+    "title": Annotated[Text, Field(max_length=1000)] | None,
+    "paper": Annotated[dict[str, _Cell], Field(description=PAPER)] | None,
+    "jobs": Annotated[int, Field(ge=1, le=256)],
+    "schemes": Annotated[_Names, Field(description="a list of scheme names")],
+    "seeds": Annotated[
+        Annotated[int, Field(ge=1, le=10_000)] | _Seeds,
+        Field(description="a number of seeds from 1 to 10000, or a list of them"),
+    ],
+}
+_PHIS = ("phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local")
+
+TABLE_KEYS = set(_TABLE)
+SCHEME_KEYS = set(_PHIS)
+RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
+PARAMETERS = TABLE_KEYS | SCHEME_KEYS | RUN_KEYS
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # true is no 1, and "3" no 3
+_KINDS = (
+    get_type_hints(RunConfig, include_extras=True)
+    | _TABLE
+    | dict.fromkeys(_PHIS, Annotated[float, Field(ge=1e-12, le=1)] | None)
+)
+_CHECKS = {k: TypeAdapter(_KINDS[k], config=_STRICT) for k in PARAMETERS | {"seed"}}
+
+
+def checked(key: str, value: Any) -> Any:
+    """`value` as the kind of the setting `key`: a whole number becomes a float where one is meant.
+
+    Raises ValueError naming the key, the value and what is allowed.
+    """
+    try:
+        return _CHECKS[key].validate_python(value)
+    except ValidationError:
+        allowed = _allowed(_CHECKS[key].json_schema())
+    hint = isinstance(value, str) and "number" in allowed
+    raise ValueError(
+        f"{key}: got {shown(value)} ({type(value).__name__}), allowed: {allowed}"
+        f"{' (YAML reads 1e-3 as text: write 1.0e-3)' if hint else ''}"
     )
 
 
-# What a table says of itself, beside fields of RunConfig.
-TABLE_FIELDS = {
-    "table": _param(None, int, "a whole number >= 1, or null", _whole, ""),
-    "figure": _param(None, int, "a whole number >= 1, or null", _whole, ""),
-    "title": _param(None, str, "up to 1000 characters, or null", _text(1000), ""),
-    "paper": _param(None, dict, "scheme: [accuracy, deviation, bits], or null", _is_paper, ""),
-    "jobs": _param(1, int, "a whole number from 1 to 256", lambda v: 1 <= v <= 256, ""),
-}
-TABLE_KEYS = {*TABLE_FIELDS, "schemes", "seeds"}
-SCHEME_KEYS = {"phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local"}
-RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
+_WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "null": "null",
+          "boolean": "true or false"}  # fmt: skip
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<",
+           "maxLength": "of length 1 to"}  # fmt: skip
 
 
-PARAMETERS = TABLE_KEYS | SCHEME_KEYS | RUN_KEYS
+def _allowed(schema: dict[str, Any]) -> str:
+    """A kind of value in words, from its JSON schema."""
+    if "description" in schema:
+        return schema["description"]
+    if "anyOf" in schema:
+        return ", or ".join(map(_allowed, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join([_WORDS[schema["type"]], " and ".join(bounds)]).strip()
 
 
 def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
@@ -331,23 +331,25 @@ def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[st
     for profile ci, is not the core's.
     """
     injected, own = _papermill_names(namespace)
-    _reject_unknown(injected, PARAMETERS | own, "parameter")
+    reject_unknown(injected, PARAMETERS | own, "parameter")
     params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
-    defaults = {f.name: f.default for f in dataclasses.fields(RunConfig)}
-    for key in sorted(
-        params.keys() & RUN_KEYS - injected if complete and "profile" in injected else ()
-    ):
-        if params[key] != defaults[key] and params[key] != list(defaults["drops"]):
-            raise ValueError(
-                f"{key}: profile {params['profile']} does not set it, and the notebook's "
-                f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
-            )
+    if complete and "profile" in injected:
+        for key in sorted(params.keys() & RUN_KEYS - injected):
+            _check_default(key, params)
     return params
+
+
+def _check_default(key: str, params: dict[str, Any]) -> None:
+    if checked(key, params[key]) != getattr(RunConfig, key):
+        raise ValueError(
+            f"{key}: profile {params['profile']} does not set it, and the notebook's "
+            f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
+        )
 
 
 def check_notebook_params(namespace: dict[str, Any]) -> None:
     """For notebooks that know their own parameters only: ValueError if papermill brought others."""
-    _reject_unknown(*_papermill_names(namespace), "parameter")
+    reject_unknown(*_papermill_names(namespace), "parameter")
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
@@ -374,35 +376,18 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     phi_global if it is not given).
     Raises ValueError naming the key, the value and what is allowed.
     """
-    _reject_unknown(params, PARAMETERS, "parameter")
-    phis = {f.name: f for f in dataclasses.fields(Scheme) if f.name in SCHEME_KEYS}
-    for key, field_ in (TABLE_FIELDS | phis).items():
-        if key in params:
-            _check_value(key, params[key], dict(field_.metadata))
-    names = params.get("schemes")
-    if not isinstance(names, list | tuple) or not 0 < len(names) <= 1000:
-        raise ValueError(f"schemes: got {_shown(names)}, allowed: a list of scheme names")
-    seeds = _seeds(params.get("seeds", 1))
+    reject_unknown(params, PARAMETERS, "parameter")
+    for key in sorted(params.keys() - RUN_KEYS):
+        checked(key, params[key])
+    names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)
     fields = {k: v for k, v in params.items() if k in RUN_KEYS}
-    schemes = [_named_with(name, params) for name in names]
-    return [RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in seeds]
+    schemes = [named_with(name, params) for name in names]
+    each = range(seeds) if isinstance(seeds, int) else seeds
+    return [RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in each]
 
 
-def _seeds(given: Any) -> list[int]:
-    if type(given) is int and 1 <= given <= 10_000:
-        return list(range(given))
-    seeds = list(given) if isinstance(given, list | tuple) else []
-    if seeds and all(type(s) is int and 0 <= s < 2**32 for s in seeds):
-        return seeds
-    raise ValueError(
-        f"seeds: got {_shown(given)}, allowed: a number of seeds from 1 to 10000 or a list of them"
-    )
-
-
-def _named_with(name: Any, params: dict[str, Any]) -> Scheme:
+def named_with(name: str, params: dict[str, Any]) -> Scheme:
     """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
-    if not isinstance(name, str):
-        raise ValueError(f"schemes: got [{_shown(name)}], allowed: scheme names (text)")
     scheme = Scheme.named(name)
     given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}
     if scheme.rule == "dense":
@@ -422,12 +407,12 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.constructor.ConstructorError(
-                None, None, f"{_cut(twice[0])} stands twice", node.start_mark
+                None, None, f"{cut(twice[0])} stands twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(text: str, source: str) -> Any:
+def read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -448,7 +433,7 @@ def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not readable as YAML: {error}") from error
-        loaded = _read_yaml(text, str(path))
+        loaded = read_yaml(text, str(path))
         if not isinstance(loaded, dict):
             raise ValueError(
                 f"{path}: got {type(loaded).__name__}, allowed: a mapping of parameters"

@@ -1,4 +1,4 @@
-"""Section 1: schemes by name, configurations, params files."""
+"""Settings: schemes by name, configurations, params files."""
 
 import math
 from pathlib import Path
