@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
@@ -30,3 +34,15 @@ def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> Non
     if unknown:
         found = ", ".join(map(cut, unknown[:20]))
         raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
+
+
+def validated(model: type[Model], given: Any, source: object) -> Model:
+    """`given` as a pydantic model; ValueError in one line: the source, the place, what is wrong."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    place = "".join(f"{cut(str(step))}: " for step in first["loc"])
+    if first["type"] == "value_error":  # of a check of the model's own, which names the value
+        raise ValueError(f"{source}: {place}{first['ctx']['error']}")
+    raise ValueError(f"{source}: {place}got {shown(first['input'])}; {first['msg']}")
