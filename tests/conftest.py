@@ -79,3 +79,15 @@ def development_data() -> Path:
     if not path or not Path(path).exists():
         pytest.skip("TCS_TEST_DATA does not name a tar of train/<class>/*, test/<class>/*")
     return Path(path)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """160 images instead of 10,000, in this process."""
+    import tcs_lab as lab
+
+    images = lab.synthetic_dataset(120, 40).resized(16)
+    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: images)
+    lab.load_dataset.cache_clear()
+    yield
+    lab.load_dataset.cache_clear()
