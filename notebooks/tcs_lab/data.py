@@ -18,15 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from tcs_core import _shown
+from tcs_lab.errors import cut, one_line, shown
 from tcs_lab.files import _alone, _say_waiting, _write_whole, cache_folder
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 9. Data and partition
-#    Images stay uint8, on the device that trains; crop, flip and normalization are tensor
-#    operations on a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder
-#    (or a tar).
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
+# a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
 
 PADDING = 4  # pixels around an image, for random crops
 
@@ -90,6 +86,9 @@ def _fingerprint(tensors: list[Tensor]) -> str:
     return sha.hexdigest()
 
 
+# Sources ──────────────────────────────────────────────────────────────────────────────────────────
+
+
 @cache
 def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
     """A data set by name: "synthetic", "cifar10" or "folder".
@@ -111,7 +110,7 @@ def _user_path(root: str | Path) -> Path:
     try:
         return Path(root).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"data_root: {_shown(str(root))}: {error}") from error
+        raise ValueError(f"data_root: {shown(str(root))}: {error}") from error
 
 
 def synthetic_dataset(train: int = 8000, test: int = 2000, seed: int = 2021) -> Dataset:
@@ -171,6 +170,7 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
 MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
 MAX_DATASET_BYTES = 4 << 30  # of all images, decoded
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")  # Pillow knows others that start programs
+PARTS = ("train", "test")
 
 
 def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
@@ -210,21 +210,17 @@ def _read_cached(path: Path, label: str) -> Dataset | None:
 
 def _source_key(path: Path) -> str:
     """Changes when the source does: a tar's content; a folder's names, sizes and times."""
-    sha = hashlib.sha256()
     if path.is_file():
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
+    sha, inside = hashlib.sha256(), path.resolve()
     for file in sorted(path.rglob("*")):
-        _check_link(file, path)
+        if not file.exists() or not file.resolve().is_relative_to(inside):
+            raise ValueError(f"{path}: {file.name!r} is a link that leads nowhere, or outside")
         status = file.stat()
         sha.update(os.fsencode(file.relative_to(path)))
         sha.update(f" {status.st_size} {status.st_mtime_ns}\n".encode())
     return sha.hexdigest()[:32]
-
-
-def _check_link(file: Path, root: Path) -> None:
-    if not file.exists() or not file.resolve().is_relative_to(root.resolve()):
-        raise ValueError(f"{root}: {file.name!r} is a link that leads nowhere, or outside")
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -252,19 +248,16 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if member.isdir():
                     continue
                 if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
-                    raise ValueError(f"{path}: {member.name!r} is a link or points outside")
-                _check_size(f"{path}: {member.name}", member.size)
+                    raise ValueError(f"{member.name!r} is a link or points outside")
+                _check_size(member.name, member.size)  # what an extended header says of it
                 yield member.name.removeprefix("./"), archive.extractfile(member).read()
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(1 << 20)  # reading on to the end checks a compressed stream
             if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
                 raise EOFError("no end-of-archive mark")
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"{path}: not a whole tar archive ({error}); fetch it again") from error
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith(str(path)):
-            raise
-        raise ValueError(f"{path}: broken archive ({error}); fetch it again") from error
+    except Exception as error:  # tarfile, zlib, lzma and bz2 raise many kinds
+        why = cut(one_line(error))
+        raise ValueError(f"{path}: not a whole tar archive of images ({why})") from error
 
 
 def _check_size(name: str, size: int) -> None:
@@ -273,49 +266,50 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
-    """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order."""
-    images: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "test": []}
+    """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order, samples in a
+    fixed random one, so that the first n are of all classes."""
+    found = list(_decoded(files, source))
+    classes = _classes(found, source)
+    arrays: list[np.ndarray] = []
+    for part in PARTS:
+        own = sorted((e for e in found if e[0] == part), key=lambda entry: entry[1:3])
+        order = torch.randperm(len(own), generator=torch.Generator().manual_seed(0))
+        own = [own[i] for i in order.tolist()]
+        arrays.append(np.stack([pixels for *_, pixels in own]))
+        arrays.append(np.array([classes.index(c) for _, c, _, _ in own], np.int64))
+    return _dataset(label, *arrays, classes=len(classes))
+
+
+def _decoded(
+    files: Iterable[tuple[str, bytes]], source: Path
+) -> Iterator[tuple[str, str, str, np.ndarray]]:
+    """(train or test, class, file name, pixels) of every image; all of one size."""
     shape, size = None, 0
-    for name, content in tqdm(files, desc=f"decoding {source.name}", unit=" images", leave=False,
-                              disable=not sys.stderr.isatty()):  # fmt: skip
-        parts = name.split("/")
-        if len(parts) != 3 or parts[0] not in images or parts[2].startswith("."):
+    bar = {"desc": f"decoding {source.name}", "unit": " images", "leave": False}
+    for name, content in tqdm(files, **bar, disable=not sys.stderr.isatty()):
+        part, *rest = name.split("/")
+        if part not in PARTS or len(rest) != 2 or rest[1].startswith("."):
             continue
         pixels = _decode_image(f"{source}: {name}", content)
         shape = shape or pixels.shape
         if pixels.shape != shape:
-            raise ValueError(
-                f"{source}: {name}: size {pixels.shape}, allowed: {shape}, as the first"
-            )
+            got = f"size {pixels.shape}, allowed: {shape}, as the first"
+            raise ValueError(f"{source}: {name}: {got}")
         size += pixels.nbytes
         if size > MAX_DATASET_BYTES:
             raise ValueError(f"{source}: allowed: at most {MAX_DATASET_BYTES} bytes, decoded")
-        images[parts[0]].append((parts[1], parts[2], pixels))
-    classes = sorted({c for c, _, _ in images["train"]})
-    if len(classes) < 2 or {c for c, _, _ in images["test"]} != set(classes):
-        found = sorted({c for c, _, _ in images["test"]})
+        yield part, rest[0], rest[1], pixels
+
+
+def _classes(found: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
+    """The names of the classes, which train and test must share; ValueError says what is there."""
+    train, test = (sorted({c for p, c, *_ in found if p == part}) for part in PARTS)
+    if len(train) < 2 or train != test:
         raise ValueError(
-            f"{source}: classes {classes} in train/, {found} in test/; "
+            f"{source}: classes {train[:20]} in train/, {test[:20]} in test/; "
             "allowed: the same two or more, as train/<class>/* and test/<class>/*"
         )
-    arrays: list[np.ndarray] = []
-    for part in images.values():
-        part.sort(key=lambda entry: entry[:2])
-        arrays.append(np.stack([pixels for _, _, pixels in part]))
-        arrays.append(np.array([classes.index(c) for c, _, _ in part], np.int64))
-    return _shuffled(_dataset(label, *arrays, classes=len(classes)))
-
-
-def _shuffled(dataset: Dataset) -> Dataset:
-    """In a fixed random order, so that the first n samples are of all classes."""
-    arrays = []
-    for images, labels in (
-        (dataset.train_images, dataset.train_labels),
-        (dataset.test_images, dataset.test_labels),
-    ):
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        arrays += [images[order], labels[order]]
-    return _dataset(dataset.label, *arrays, classes=dataset.classes)
+    return train
 
 
 def _decode_image(name: str, content: bytes) -> np.ndarray:
@@ -329,7 +323,10 @@ def _decode_image(name: str, content: bytes) -> np.ndarray:
                 raise ValueError(f"mode {image.mode}, allowed: RGB")
             return np.asarray(image, np.uint8)
     except Exception as error:  # Pillow's decoders raise many kinds
-        raise ValueError(f"{name}: not a readable RGB image ({error})") from error
+        raise ValueError(f"{name}: not a readable RGB image ({cut(one_line(error))})") from error
+
+
+# Partition ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def partition(
@@ -369,6 +366,9 @@ def _class_counts(
         drawn = rng.multinomial(missing, open_share / open_share.sum())
         counts = np.minimum(counts + drawn, left)
     return counts
+
+
+# Batches on the device ────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def cut(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def one_line(error: Exception) -> str:
+    """What an exception says, without its line breaks."""
+    return " ".join(str(error).split())
+
+
 def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> None:
     """ValueError that lists what is unknown among `given`, and all that is known."""
     unknown = sorted(k if isinstance(k, str) else shown(k) for k in set(given) - set(known))

@@ -19,7 +19,7 @@ import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tcs_core import RULES, STAGES, Scheme, kept
-from tcs_lab.errors import cut, reject_unknown, shown
+from tcs_lab.errors import cut, one_line, reject_unknown, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -416,8 +416,7 @@ def read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = " ".join(str(error).split())  # an error is one line
-        raise ValueError(f"{source}: not readable as YAML: {why}") from error
+        raise ValueError(f"{source}: not readable as YAML: {one_line(error)}") from error
 
 
 MAX_PARAMS_BYTES = 1 << 20
