@@ -1,28 +1,26 @@
 """Time-Correlated Sparsification (TCS) for communication-efficient federated learning.
 
-The whole machinery in one module. It reproduces E. Ozfatura, K. Ozfatura and D. Gunduz,
-"Time-Correlated Sparsification for Communication-Efficient Federated Learning"; "Alg.", "Eq." and
-"Sec." below are that paper's.
+The paper's machinery in one module: torch and numpy, nothing else. It reproduces E. Ozfatura,
+K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for Communication-Efficient Federated
+Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
 
-    theta_D -> local training -> deltas_ND -> (+ errors_ND) -> masks -> values -> bits
-            -> average -> update_D -> theta_D
+    theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message -> Link
+            -> server: average -> update_D -> theta_D
 
 Contents
-     1 schemes and configuration          9 data and partition
-     2 masks (S_top)                     10 runs, records, checkpoints
-     3 positions on the wire (Alg. 4)    11 ranks: one federation, many processes
-     4 values on the wire                12 a communication hook for PyTorch's DDP
-     5 messages and bit budget           13 tables and figures
-     6 compressors (Alg. 2)              14 benchmarks
-     7 the federation (Alg. 1, 3)        15 command line
-     8 model
+     1 schemes                           7 the compressor (Alg. 2)
+     2 masks (S_top)                     8 the federation (Alg. 1, 3)
+     3 positions on the wire (Alg. 4)    9 static rounds: one CUDA graph
+     4 values on the wire               10 models
+     5 messages and bit budget          11 a communication hook for PyTorch's DDP
+     6 links: how a message travels
 
 Symbols (an axis suffix names a tensor's dimensions)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
     theta_D      model parameters            (D,) float32; the model's parameters are views into it
-    deltas_ND    model differences           (N, D) float32: minus eta times the summed gradients
+    delta_D      a client's model difference (D,) float32: minus eta times the summed gradients
     errors_ND    accumulated errors e        (N, D) float32
-    intended     deltas + errors             what a client means to send
+    intended     delta + errors              what a client means to send
     sent         the quantized kept entries  what it sends
     update_D     the server's average        (D,) float32
     phi          share of entries KEPT       K = ceil(phi * D), at least 1
@@ -36,29 +34,27 @@ Differences from the paper
         warm-up makes one dense round first.
      4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
         float32 without quantization, and with it while sigma >= 1/2 (Sterbenz); beyond, to one
-        rounding of the subtraction.
+        rounding of the subtraction. Errors are in units of the model difference, as in the text;
+        the authors' published code has them in units of gradients ("-GE" in a scheme's name).
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
         algorithm box puts beta on the wrong term, and the text has a plus before eta.
      6. Layer-wise fairness: phi^max with ">=" in the paper means phi^min. A layer is one parameter
-        tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win.
+        tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win. The
+        published code takes the fair shared mask from the weights ("-WLF", "-WPLF").
      7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max]; u_min is the smallest
         NON-ZERO magnitude; zeros take the last interval's code and do not enter its mean.
      8. The position code's blocks hold not 1/phi entries but a power of two near it, the one with
         the shortest code: ceil(log2(1/phi)) bits inside a block of 1/phi would waste up to one.
      9. Batch norm's running statistics never influence training; the clients' are averaged only
-        when the model is evaluated. Their bits are reported apart.
-    10. Augmentation (random crop with 4 px of padding, flip) and sampling (without replacement; an
-        incomplete last batch, or last round of H batches, is dropped) are not in the paper.
-    11. Schedules keep the paper's proportions at other lengths: warm-up 1/60 of the epochs (at
-        least one), drops after 1/2 and 3/4. Rates scale linearly with the cumulative batch.
-    12. "H = 2 and H = 2" in the paper means H = 2 and H = 4.
+        when the model is evaluated. (The authors evaluate with the test batch's statistics.)
+    10. Weight decay is part of every local gradient.
+    11. With local steps a round of the warm-up has H of them too; one published version averages
+        after every single step there.
+    12. Shortcuts of the ResNets are 1x1 convolutions: only they give 11,173,962 parameters.
+    13. "H = 2 and H = 2" in the paper means H = 2 and H = 4. The text's "sum" of updates is the
+        mean, as in the algorithm box.
 
-Beyond the paper (suffixes of scheme names, Sec. 1, 4 and 5)
-    Messages are real bytes with a checksum; "+" codes them in fewer bits, losing nothing. "-M<q>"
-    quantizes to q bits as Lloyd and Max do; "-E<n>" makes the client's own mask n/1000 of all
-    entries; "-K<n>" makes all masks n times smaller; "-D<q>" quantizes (likewise) and sparsifies
-    the downlink too, with error accumulation at the server; "-NW" has no warm-up, dense or rising;
-    "-W<n>" has a sparse one, with masks n times as large; "++" is "+", "-D2" and "-NW".
+Beyond the paper: suffixes of scheme names, in the table `SUFFIXES`.
 """
 
 from __future__ import annotations
@@ -69,11 +65,12 @@ import math
 import re
 import reprlib
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,94 +78,49 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 1. Schemes and configuration
-#    A scheme says what travels; a RunConfig says what is trained, on what, for how long. Both are
-#    frozen and checked when they are made. Defaults are the paper's (Sec. III-B).
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-
-
-def _param(default: Any, kind: type, allowed: str, ok: Callable[[Any], bool], doc: str) -> Any:
-    """A dataclass field that knows its type, what it allows and what it means."""
-    metadata = {"kind": kind, "allowed": allowed, "ok": ok, "doc": doc}
-    return field(default=default, metadata=metadata)
-
-
-class _Short(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 3, 120, 120
-        self.maxlist = self.maxtuple = self.maxdict = 10
+# ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
+#    Defaults are the paper's (Sec. III-B). `SUFFIXES` is the one table of what a name can say.
 
 
 def _shown(value: Any) -> str:
-    """repr for an error message: short, whatever the value is (YAML can hold huge ones)."""
+    """repr for an error message: short, whatever the value is."""
     try:
-        return _Short().repr(value)
+        return reprlib.repr(value)
     except ValueError:  # Python prints no int of more than 4300 digits
         return "a number of thousands of digits"
 
 
-def _check_value(key: str, value: Any, metadata: dict) -> Any:
-    """`value` as the field's type; ValueError with key, value and what is allowed."""
-    kind, optional = metadata["kind"], "or null" in metadata["allowed"]
-    if value is None and optional:
-        return None
-    given = value
-    right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value, right = (float(value), True) if abs(value) < 2**1000 else (value, False)
-    if kind is tuple and isinstance(value, list):
-        value, right = tuple(value), True
-    if not right or not metadata["ok"](value):
-        hint = ""
-        if kind in (int, float) and isinstance(value, str):
-            hint = " (YAML reads 1e-3 as text: write 1.0e-3)"
-        raise ValueError(
-            f"{key}: got {_shown(given)} ({type(given).__name__}), "
-            f"allowed: {metadata['allowed']}{hint}"
-        )
-    return value
+# What lives in other sections, by name: `register_scheme` and `register_quantizer` fill them.
+RULES: dict[str, type[MaskRule]] = {}
+QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
+FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
+
+Quantize = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (K,), P to codes (K,) and means (P,)
 
 
-def _check_fields(instance: Any) -> None:
-    for f in dataclasses.fields(instance):
-        if f.metadata:
-            value = _check_value(f.name, getattr(instance, f.name), dict(f.metadata))
-            object.__setattr__(instance, f.name, value)
+def _between(low: float, high: float, kind: type = float) -> Callable[[Any], bool]:
+    kinds = (int, float) if kind is float else (int,)
+    return lambda v: type(v) in kinds and low <= v <= high
 
 
-def _reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    unknown = sorted(k if isinstance(k, str) else _shown(k) for k in set(given) - set(known))
-    if unknown:
-        found = ", ".join(map(_cut, unknown[:20]))
-        raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": ("1 to 100 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 100),
+    "rule": ("a registered rule", lambda v: isinstance(v, str) and v in RULES),
+    "share": ("a share in (0, 1], or null for none", lambda v: v is None or _between(1e-12, 1)(v)),
+    "count": ("a whole number >= 1", _between(1, 10**9, int)),
+    "bits": ("1 to 16, or 32 for float32", lambda v: type(v) is int and (1 <= v <= 16 or v == 32)),
+    "beta": ("a number in [0, 1)", lambda v: _between(0, 1)(v) and v < 1),
+    "flag": ("true or false", lambda v: isinstance(v, bool)),
+    "times": ("a whole number from 1 to 1000", _between(1, 1000, int)),
+    "quantizer": ("a registered quantizer", lambda v: isinstance(v, str) and v in QUANTIZERS),
+    "code": ("block or entropy", lambda v: v in ("block", "entropy")),
+    "unit": ("difference or gradient", lambda v: v in ("difference", "gradient")),
+    "source": ("update or weights", lambda v: v in ("update", "weights")),
+}
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _whole(value: int) -> bool:
-    return 1 <= value <= MOST
-
-
-MOST = 10**9  # of anything counted
-WHOLE = "a whole number >= 1"
-
-
-def _positive(value: float) -> bool:
-    return 0 < value <= 1e6
-
-
-def _text(most: int) -> Callable[[str], bool]:
-    return lambda value: 0 < len(value) <= most and "\0" not in value
-
-
-def _share(default: float | None, doc: str) -> Any:
-    return _param(
-        default, float, "a share in (0, 1], or null for none", lambda v: 1e-12 <= v <= 1, doc
-    )
+def _field(default: Any, allowed: str, doc: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed, "doc": doc})
 
 
 @dataclass(frozen=True)
@@ -176,64 +128,41 @@ class Scheme:
     """What a client sends in one round. Make one by name, `Scheme.named("TCS-L4-Q5")`.
 
     None for a phi means that the scheme has no such mask: top-K has only masks of the clients' own,
-    rand-K only a shared one.
+    rand-K only a shared one. Raises ValueError naming the field, its value and what is allowed.
     """
 
-    name: str
-    rule: str = "TCS"
-    phi_global: float | None = _share(1e-2, "share kept by the mask all sides know, Eq. 6")
-    phi_local: float | None = _share(1e-3, "share kept by a client's own mask, Sec. II-A")
-    phi_min_global: float | None = _share(
-        None, "least share of every layer, global mask, Sec. II-C"
-    )
-    phi_min_local: float | None = _share(None, "least share of every layer, local mask, Sec. II-C")
-    local_steps: int = _param(1, int, WHOLE, _whole, "H, Alg. 1")
-    value_bits: int = _param(
-        32, int, "1 to 16, or 32 for float32", lambda v: 1 <= v <= 16 or v == 32,
-        "q, bits of a value, one of them the sign, Sec. II-F",
-    )  # fmt: skip
-    momentum: float = _param(0.0, float, "a number in [0, 1)", lambda v: 0 <= v < 1, "beta, Alg. 3")
-    error_accumulation: bool = _param(True, bool, "true or false", lambda v: True, "Sec. II-B")
-    centralized: bool = _param(
-        False, bool, "true or false", lambda v: True, "one client, no traffic"
-    )
-    # Beyond the paper: its Sec. IV names a compressed downlink as future work.
-    quantizer: str = _param(
-        "fractional", str, "fractional or lloyd", lambda v: v in ("fractional", "lloyd"),
-        "of the clients' values: the paper's, or Lloyd's and Max's (Sec. 4 here)",
-    )  # fmt: skip
-    code: str = _param(
-        "block", str, "block or entropy", lambda v: v in ("block", "entropy"),
-        "block: Alg. 4 and fixed-width values; entropy: both shorter, lossless (Sec. 5 here)",
-    )  # fmt: skip
-    down_value_bits: int = _param(
-        32, int, "1 to 16, or 32 for float32", lambda v: 1 <= v <= 16 or v == 32,
-        "bits of a value from the server; less than 32 with error accumulation there",
-    )  # fmt: skip
-    down_quantizer: str = _param(
-        "fractional", str, "fractional or lloyd", lambda v: v in ("fractional", "lloyd"),
-        "of the server's values",
-    )  # fmt: skip
-    phi_down: float | None = _share(None, "share of the server's own mask; null: all that came up")
-    dense_warmup: bool = _param(
-        True, bool, "true or false", lambda v: True,
-        "false: sparse from the first round, where all send their own S_top at phi_global",
-    )  # fmt: skip
-    warmup_masks: int = _param(
-        1, int, "a whole number from 1 to 1000", lambda v: 1 <= v <= 1000,
-        "without a dense warm-up: all masks so many times as large in the warm-up epochs",
-    )  # fmt: skip
+    name: str = field(metadata={"allowed": "name"})
+    rule: str = _field("TCS", "rule", "which mask rule: a key of RULES")
+    phi_global: float | None = _field(1e-2, "share", "of the mask all sides know, Eq. 6")
+    phi_local: float | None = _field(1e-3, "share", "of a client's own mask, Sec. II-A")
+    phi_min_global: float | None = _field(None, "share", "least of every layer, shared mask")
+    phi_min_local: float | None = _field(None, "share", "least of every layer, own mask, Sec. II-C")
+    local_steps: int = _field(1, "count", "H, Alg. 1")
+    value_bits: int = _field(32, "bits", "q of a value, one of them the sign, Sec. II-F")
+    momentum: float = _field(0.0, "beta", "beta, Alg. 3")
+    error_accumulation: bool = _field(True, "flag", "Sec. II-B")
+    centralized: bool = _field(False, "flag", "one client, no traffic")
+    quantizer: str = _field("fractional", "quantizer", "of the clients' values")
+    code: str = _field("block", "code", "Alg. 4 and fixed-width values, or both shorter (Sec. 5)")
+    down_value_bits: int = _field(32, "bits", "of a value from the server")
+    down_quantizer: str = _field("fractional", "quantizer", "of the server's values")
+    phi_down: float | None = _field(None, "share", "of the server's own mask; null: all that came")
+    dense_warmup: bool = _field(True, "flag", "false: sparse from the first round, by own S_top")
+    warmup_masks: int = _field(1, "times", "masks so many times as large in a sparse warm-up")
+    error_unit: str = _field("difference", "unit", "of errors: the text's, or the authors' code's")
+    shared_from: str = _field("update", "source", "what the shared mask is S_top of")
 
     def __post_init__(self) -> None:
-        _check_fields(self)
-        if self.rule not in RULES:
-            raise ValueError(f"rule: got {_shown(self.rule)}, allowed: {', '.join(RULES)}")
-        if not isinstance(self.name, str) or not _text(100)(self.name):
-            raise ValueError(f"name: got {_shown(self.name)}, allowed: up to 100 characters")
+        for key, known in ((f.name, f.metadata["allowed"]) for f in dataclasses.fields(self)):
+            value, (allowed, fits) = getattr(self, key), _ALLOWED[known]
+            if not fits(value):
+                listed = {"rule": f"{', '.join(RULES)}", "quantizer": f"{', '.join(QUANTIZERS)}"}
+                got = f"{key}: got {_shown(value)} ({type(value).__name__})"
+                raise ValueError(f"{got}, allowed: {listed.get(known, allowed)}")
+            if known in ("share", "beta") and value is not None:
+                object.__setattr__(self, key, float(value))
         if self.phi_global is None and self.phi_local is None:
-            raise ValueError(
-                f"{self.name}: phi_global and phi_local are both null: nothing is sent"
-            )
+            raise ValueError(f"{self.name}: phi_global and phi_local are null: nothing is sent")
 
     @property
     def intervals(self) -> int:
@@ -254,137 +183,195 @@ class Scheme:
     def named(name: str, **changes: Any) -> Scheme:
         """The scheme that the paper, or `register_scheme`, calls `name`.
 
-        A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any of: -L<H> local
-        steps, -Q<q> bits per value, -LF or -PLF layer-wise fairness, -Momentum or -Global Momentum;
-        beyond the paper, -M<q> a better quantizer, -E<n> phi_local = n/1000, -K<n> all masks n
-        times smaller, -D<q> a compressed downlink, -NW no warm-up, -W<n> a sparse one with masks n
-        times as large, and at the end + for shorter lossless codes or ++ for +, -D2 and (but for
-        -W) -NW.
-        `changes` replaces fields. Raises ValueError for an unknown name or a suffix that makes no
-        sense.
+        A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
+        `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
+        Raises ValueError for an unknown name or a suffix that makes no sense.
         """
-        text, plus = _split_plus(re.sub(r"-\s+", "-", name.strip()))
+        text = re.sub(r"-\s+", "-", name.strip())
+        stem = re.sub(r"\+{1,2}$", "", text)
         families = sorted(FAMILIES, key=len, reverse=True)
-        family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", text, re.I)), None)
+        family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", stem, re.I)), None)
         if family is None:
             raise ValueError(f"scheme {_shown(name)} is unknown; {_known_schemes()}")
         fields, suffixed = dict(FAMILIES[family]), {}
-        for suffix in text[len(family) :].split("-")[1:]:
-            found = _suffix_fields(name, fields, suffix)
+        plus = text[len(stem) :]
+        for part in [*stem[len(family) :].split("-")[1:], *([plus] if plus else [])]:
+            found = _suffix_fields(name, part, fields, suffixed)
             if suffixed.keys() & found.keys():
-                raise ValueError(
-                    f"scheme {_shown(name)}: {_shown(suffix)} sets what another suffix sets"
-                )
+                raise ValueError(f"scheme {_shown(name)}: {part!r} sets what another suffix sets")
             suffixed |= found
-        suffixed |= _plus_fields(name, fields | suffixed, plus)
         fields = _with_smaller_masks(fields | suffixed)
-        name = family + text[len(family) :] + plus
-        return Scheme(name=name, **(fields | changes))
+        return Scheme(name=family + stem[len(family) :] + plus, **(fields | changes))
 
 
 def _intervals(value_bits: int) -> int:
     return 0 if value_bits == 32 else 2 ** (value_bits - 1)
 
 
+class Suffix(NamedTuple):
+    """One line of `SUFFIXES`. `fields` says what it sets, from the family's fields and its number;
+    `needs` is what the family must have: "own" and "shared" masks, chosen by "S_top"."""
+
+    form: str
+    pattern: str
+    says: str
+    fields: Callable[[dict, int], dict]
+    needs: tuple[str, ...] = ()
+
+
+def _shares(fields: dict) -> tuple[float | None, float | None]:
+    return tuple(fields.get(key, getattr(Scheme, key)) for key in ("phi_global", "phi_local"))
+
+
+_DOWN_SHARE = 0.4  # of phi_global: with 2-bit values, a message about as long as TCS-Q5's uplink
+
+
+def _down_fields(fields: dict, bits: int) -> dict:
+    """Few bits a value leave room for more positions of the server's own than one client has."""
+    shared, own = _shares(fields)
+    phi_down = _DOWN_SHARE * shared if shared and own else own
+    return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
+
+
+def _fair(fields: dict, source: str, both: bool) -> dict:
+    """Layer-wise fairness of the shared mask and, if asked, of a client's own one (Sec. II-C)."""
+    shared, own = _shares(fields)
+    found = {"phi_min_global": 1e-3 if shared else None}
+    found |= {"phi_min_local": 4e-4 if own else None} if both else {}
+    return found if source == "update" else found | {"shared_from": source}
+
+
+_BOTH, _MASKS = ("S_top", "own", "shared"), ("S_top", "shared")
+SUFFIXES: list[Suffix] = [
+    Suffix("-L<H>", r"l([1-9]\d{0,8})", "H local steps", lambda f, n: {"local_steps": n}),
+    Suffix("-LF", "lf", "layer-wise fairness of both masks",
+           lambda f, _: _fair(f, "update", True), ("S_top",)),
+    Suffix("-PLF", "plf|pfl", "fairness of the shared mask only",
+           lambda f, _: _fair(f, "update", False), _MASKS),
+    Suffix("-WLF", "wlf", "like -LF, the shared mask from the weights, as in the authors' code",
+           lambda f, _: _fair(f, "weights", True), _BOTH),
+    Suffix("-WPLF", "wplf", "like -PLF, from the weights",
+           lambda f, _: _fair(f, "weights", False), _BOTH),
+    Suffix("-Global Momentum", "(?:global )?momentum", "beta = 0.9; of a Baseline -Momentum",
+           lambda f, _: {"momentum": 0.9}, ("anything",)),
+    Suffix("-GE", "ge", "errors in units of gradients, as in the authors' code",
+           lambda f, _: {"error_unit": "gradient"}),
+    Suffix("-E<n>", r"e([1-9]\d?)", "phi_local = n/1000",
+           lambda f, n: {"phi_local": n / 1000}, _BOTH),
+    Suffix("-K<n>", r"k([1-9]\d?)", "all masks n times smaller",
+           lambda f, n: {"smaller": n}, ("masks",)),
+    Suffix("-D<q>", r"d([1-9]\d?)", "a compressed downlink", _down_fields),
+    Suffix("-NW", "nw", "no warm-up", lambda f, _: {"dense_warmup": False}),
+    Suffix("-W<n>", r"w([1-9]\d{0,2})", "a sparse warm-up, masks n times as large",
+           lambda f, n: {"dense_warmup": False, "warmup_masks": n}, _BOTH),
+    Suffix("+", r"\+", "shorter codes, losing nothing", lambda f, _: {"code": "entropy"}),
+    Suffix("++", r"\+\+", "+, -D2 and (but for -W) -NW",
+           lambda f, _: {"code": "entropy", "dense_warmup": False, **_down_fields(f, 2)}),
+]  # fmt: skip
+
+
+def _suits(needs: Iterable[str], fields: dict) -> bool:
+    """Whether a family has what a suffix needs."""
+    rule, (shared, own) = fields.get("rule"), _shares(fields)
+    has = {"S_top": rule not in ("dense", "rand-K"), "masks": rule != "dense"}
+    has |= {"anything": True, "own": bool(own), "shared": bool(shared)}
+    return all(has[need] for need in needs)
+
+
+def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
+    """The fields that one suffix of a scheme's name sets."""
+    found = ((s, re.fullmatch(s.pattern, part.lower())) for s in SUFFIXES)
+    suffix, match = next(((s, m) for s, m in found if m), (None, None))
+    if fields.get("centralized") and (suffix is None or "anything" not in suffix.needs):
+        what = f"{_shown(part)} makes no sense in centralized training"
+        raise ValueError(f"scheme {_shown(name)}: {what}")
+    if suffix is None or not _suits(suffix.needs, fields):
+        what = f"suffix {_shown(part)} is unknown here"
+        raise ValueError(f"scheme {_shown(name)}: {what}; {_known_schemes()}")
+    seen = fields | suffixed if part.startswith("+") else fields
+    set_ = suffix.fields(seen, int(match[1]) if match.groups() and match[1] else 0)
+    if part == "++" and suffixed.get("warmup_masks"):
+        set_.pop("dense_warmup")
+    return set_
+
+
 def _known_schemes() -> str:
     return (
-        f"known: {', '.join(FAMILIES)}, each with -L<steps>, -Q<bits>, -LF, -PLF, "
-        "-Momentum or -Global Momentum, -M<bits>, -E<n>, -K<n>, -D<bits>, -NW, -W<n>, + or ++ "
+        f"known: {', '.join(FAMILIES)}, each with {', '.join(s.form for s in SUFFIXES)} "
         "where it makes sense (TCS-L4-Q5++)"
     )
-
-
-def _split_plus(text: str) -> tuple[str, str]:
-    stem = re.sub(r"\+{1,2}$", "", text)
-    return stem, text[len(stem) :]
-
-
-def _plus_fields(name: str, fields: dict, plus: str) -> dict:
-    """+: shorter codes. ++: them, the downlink compressed, no dense warm-up."""
-    if not plus:
-        return {}
-    if fields.get("centralized"):
-        raise ValueError(f"scheme {_shown(name)}: {plus!r} makes no sense in centralized training")
-    if plus == "+":
-        return {"code": "entropy"}
-    if "down_value_bits" in fields or ("dense_warmup" in fields and "warmup_masks" not in fields):
-        raise ValueError(f"scheme {_shown(name)}: '++' sets what another suffix sets")
-    return {"code": "entropy", "dense_warmup": False, **_down_fields(2, fields)}
-
-
-_SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
-_DOWN_SHARE = 0.4  # of phi_global: with 2-bit values, a message about as long as TCS-Q5's way up
-
-
-def _down_fields(bits: int, fields: dict) -> dict:
-    """Few bits a value leave room for more positions of the server's own than one client has."""
-    own, shared = fields.get("phi_local", 1e-3), fields.get("phi_global", 1e-2)
-    phi_down = _DOWN_SHARE * shared if own and shared else own
-    return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
 
 
 def _with_smaller_masks(fields: dict) -> dict:
     """-K<n>: every share that the rest of the name sets, divided by n."""
     fields = dict(fields)
     times = fields.pop("smaller", 1)
-    if times == 1:
-        return fields
-    shares = {key: fields.get(key, getattr(Scheme, key)) for key in _SHARES}
+    keys = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
+    shares = {key: fields.get(key, getattr(Scheme, key)) for key in keys if times > 1}
     return fields | {key: share / times for key, share in shares.items() if share}
 
 
-def _suffix_fields(name: str, fields: dict, suffix: str) -> dict:
-    """The fields that one suffix of a scheme's name sets."""
-    own, shared = fields.get("phi_local", 1e-3), fields.get("phi_global", 1e-2)
-    selects = fields.get("rule") not in ("dense", "rand-K")
-    lower = suffix.lower()
-    if lower in ("momentum", "global momentum"):
-        return {"momentum": 0.9}
-    if fields.get("centralized"):
-        raise ValueError(
-            f"scheme {_shown(name)}: {_shown(suffix)} makes no sense in centralized training"
-        )
-    if match := re.fullmatch(r"l([1-9]\d{0,8})", lower):
-        return {"local_steps": int(match[1])}
-    if match := re.fullmatch(r"q([1-9]\d?)", lower):
-        return {"value_bits": int(match[1])}
-    if match := re.fullmatch(r"m([1-9]\d?)", lower):
-        return {"value_bits": int(match[1]), "quantizer": "lloyd"}
-    if (match := re.fullmatch(r"e([1-9]\d?)", lower)) and selects and own and shared:
-        return {"phi_local": int(match[1]) / 1000}
-    if (match := re.fullmatch(r"k([1-9]\d?)", lower)) and (selects or fields["rule"] == "rand-K"):
-        return {"smaller": int(match[1])}
-    if match := re.fullmatch(r"d([1-9]\d?)", lower):
-        return _down_fields(int(match[1]), fields)
-    if lower == "nw":
-        return {"dense_warmup": False}
-    if (match := re.fullmatch(r"w([1-9]\d{0,2})", lower)) and selects and own and shared:
-        return {"dense_warmup": False, "warmup_masks": int(match[1])}
-    if lower == "lf" and selects:
-        return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
-    if lower in ("plf", "pfl") and selects and shared:
-        return {"phi_min_global": 1e-3}
-    raise ValueError(
-        f"scheme {_shown(name)}: suffix {_shown(suffix)} is unknown here; {_known_schemes()}"
-    )
+def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
+    """Class decorator: a family of schemes of your own, with -L<H>, -Q<q>, ... for free.
+
+        @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
+        class RunningAverage(TCS):
+            def observe(self, update_D):
+                self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
+                super().observe(self.average_D)
+
+    `fields` are those of Scheme. Registering a name again replaces it, so a cell can be run twice;
+    the names of the core's own families can't be taken.
+    """  # fmt: skip
+    taken = FAMILIES.get(name, {"rule": name}).get("rule", "TCS") != name
+    if taken or RULES.get(name, object).__module__ == __name__:
+        raise ValueError(f"scheme {name!r} is one of the core's own: choose another name")
+    known = sorted({f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"})
+    if unknown := sorted(fields.keys() - set(known)):
+        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {', '.join(known)}")
+
+    Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
+
+    def register(cls: type[MaskRule]) -> type[MaskRule]:
+        RULES[name], FAMILIES[name] = cls, {"rule": name, **fields}
+        return cls
+
+    return register
 
 
-# Families of scheme names: what each sets beyond the defaults above. `register_scheme` adds to it.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "TCS": {},
-    "top-K": {"rule": "top-K", "phi_global": None, "phi_local": 1e-2},
-    "rand-K": {"rule": "rand-K", "phi_global": 1e-2, "phi_local": None},
-    "FedAvg": {"rule": "dense", "phi_global": 1.0, "phi_local": None},
-    "FedSGD": {"rule": "dense", "phi_global": 1.0, "phi_local": None},
-    "Baseline": {"rule": "dense", "phi_global": 1.0, "phi_local": None, "centralized": True},
-}
+def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]:
+    """Decorator: a quantizer of your own, which -<letter><q> in a scheme's name then asks for.
+
+        @register_quantizer("U", "uniform")
+        def uniform_quantize(values_K, intervals):
+            edge = values_K.abs().max() / intervals
+            interval_K = (values_K.abs() / edge).ceil().clamp(1, intervals).long() - 1
+            means_P = edge * (torch.arange(intervals) + 0.5)
+            return (interval_K + intervals * (values_K < 0)).int(), means_P
+
+    It maps finite values (K,) float32 and P = 2^(q-1) to codes (K,) int32, which interval and plus
+    P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0. It works in
+    messages and in eager rounds and, if the host looks at no value in it, in static ones.
+    Registering a name again replaces it. Raises ValueError for a letter that is taken.
+    """  # fmt: skip
+    form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
+    says = f"values of q bits, quantizer {name}"
+    others = [s for s in SUFFIXES if s.says != says]
+    if not letter.isalpha() or any(re.fullmatch(s.pattern, f"{letter.lower()}5") for s in others):
+        raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
+    suffix = Suffix(form, pattern, says, lambda f, n: {"value_bits": n, "quantizer": name})
+    SUFFIXES[:] = [*others, suffix]
+
+    def register(quantize: Quantize) -> Quantize:
+        QUANTIZERS[name] = quantize
+        return quantize
+
+    return register
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C)
+# ══ 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C) ═════════════════════════════════
 #    A mask has two forms: a (D,) bool tensor, which reads like the paper, and its sorted positions,
 #    which is what the compressor works with: K numbers instead of D.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
 def kept(phi: float, dimension: int) -> int:
@@ -475,8 +462,6 @@ def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
     kth = _kth_largest(magnitudes_D, k)
     if math.isnan(kth):
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
-    if kth == 0 and (chosen := _with_first_zeros(magnitudes_D, k, eligible)) is not None:
-        return chosen, kth
     chosen = _places(magnitudes_D >= kth)
     if len(chosen) > k:
         tied = magnitudes_D[chosen] == kth
@@ -487,16 +472,6 @@ def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
 
 def _top(magnitudes_D: Tensor, k: int) -> Tensor:
     return torch.as_tensor(_largest(_array(magnitudes_D), k, len(magnitudes_D))[0])
-
-
-def _with_first_zeros(magnitudes_D: Array, k: int, eligible: int) -> Array | None:
-    """All positive entries and the first zeros, k in all: a list of all zeros, which tie, would
-    take several times the vector's memory. None if the zeros do not stand where they should."""
-    mask_D = magnitudes_D > 0
-    first = magnitudes_D[: k + len(magnitudes_D) - eligible]  # none of the others can be chosen
-    mask_D[_places(first == 0)[: k - int(mask_D.sum())]] = True
-    chosen = _places(mask_D)
-    return chosen if len(chosen) == k else None
 
 
 def _kth_largest(magnitudes_D: Array, k: int) -> float:
@@ -527,20 +502,20 @@ def layerwise_top_k_positions(
     the rest of k goes by magnitude over what is left. Shares that add up to more than k compete
     for the k places by magnitude, so that the budget holds.
     """
-    magnitudes_D = vector_D.detach().abs()
+    magnitudes_D, eligible = vector_D.detach().abs(), len(vector_D)
     if excluded is not None:
         magnitudes_D[excluded] = -1.0
-    eligible = len(magnitudes_D) - (0 if excluded is None else len(excluded))
+        eligible -= int(excluded.sum()) if excluded.dtype == torch.bool else len(excluded)
     shares = [kept(phi_min, size) for size in layer_sizes]
     starts = [sum(layer_sizes[:i]) for i in range(len(layer_sizes))]
     layers = zip(magnitudes_D.split(layer_sizes), shares, starts, strict=True)
     if magnitudes_D.is_cuda and magnitudes_D.isnan().any():
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
-    top = static_top_k if magnitudes_D.is_cuda else _top  # a GPU would wait in every layer
+    top = static_top_k if magnitudes_D.is_cuda else _top  # a GPU would wait every time
     fair = torch.cat([start + top(part, k) for part, k, start in layers])
     fair = fair[magnitudes_D[fair] >= 0]
     if len(fair) >= k:
-        return fair[_top(magnitudes_D[fair], k)]
+        return fair[top_k_positions(magnitudes_D[fair], k)]
     magnitudes_D[fair] = -1.0
     rest, _ = _largest(_array(magnitudes_D), k - len(fair), eligible - len(fair))
     return torch.cat([fair, torch.as_tensor(rest)]).sort().values
@@ -555,8 +530,7 @@ def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     """(D,) bool mask with ones at the positions."""
     mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
-    mask_D[positions_K] = True
-    return mask_D
+    return mask_D.index_fill_(0, positions_K, True)
 
 
 def mask_to_positions(mask_D: Tensor) -> Tensor:
@@ -577,11 +551,9 @@ def layerwise_top_k_mask(
     return positions_to_mask(positions, len(vector_D))
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4)
+# ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
 #    Blocks of 1/phi entries. "1" and the position inside its block for every entry, "0" at the end
 #    of every block: log2(1/phi) + 2 bits an entry when phi of them are set.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
 def intra_block_bits(block: int) -> int:
@@ -602,10 +574,8 @@ def block_for(count: int, dimension: int) -> int:
 
 
 def _check_code(dimension: int, block: int) -> None:
-    if dimension < 1:
-        raise ValueError(f"dimension: got {dimension}, allowed: a whole number >= 1")
-    if not block >= 1:
-        raise ValueError(f"block: got {block}, allowed: a whole number >= 1")
+    if dimension < 1 or not block >= 1:
+        raise ValueError(f"dimension, block: got {dimension}, {block}, allowed: >= 1")
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
@@ -631,10 +601,8 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 
 def _check_positions(positions_K: Tensor, dimension: int) -> None:
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
-        raise ValueError(
-            f"positions: got shape {tuple(positions_K.shape)} {positions_K.dtype}, "
-            "allowed: a one-dimensional int64 tensor"
-        )
+        got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
+        raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
     if not len(positions_K):
         return
     low, high = int(positions_K.min()), int(positions_K.max())
@@ -654,14 +622,11 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
-    width, blocks = intra_block_bits(block), -(-dimension // block)
+    width = intra_block_bits(block)
     starts_K = torch.tensor(_flag_starts(bits, width), dtype=torch.int64, device=bits.device)
     count = len(starts_K)
-    if len(bits) != position_bits(count, dimension, block):
-        raise ValueError(
-            f"bits: got {len(bits)} of them with {count} entries, "
-            f"allowed: {position_bits(count, dimension, block)} ({blocks} block ends)"
-        )
+    if len(bits) != (length := position_bits(count, dimension, block)):
+        raise ValueError(f"bits: got {len(bits)} with {count} entries, allowed: {length}")
     block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
     inside_K = torch.zeros_like(starts_K)
     for offset in range(1, width + 1):
@@ -685,9 +650,7 @@ def _flag_starts(bits: Tensor, width: int) -> list[int]:
     return starts
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 4. Values on the wire: fractional quantization and the scaled sign (Sec. II-F)
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# ══ 4. Values on the wire: fractional quantization and the scaled sign (Sec. II-F) ════════════════
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
@@ -695,13 +658,9 @@ def scaled_sign(values_K: Tensor) -> Tensor:
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
 
-def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, float]:
+def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20, 21)."""
-    edges, sigma = _edges(values_K.abs().double(), intervals)
-    return edges, float(sigma)
-
-
-def _edges(magnitudes_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    magnitudes_K = values_K.abs().double()
     u_max = torch.cat([magnitudes_K, magnitudes_K.new_zeros(1)]).max()
     nonzero = torch.where(magnitudes_K > 0, magnitudes_K, math.inf)
     u_min = torch.cat([nonzero, nonzero.new_full((1,), math.inf)]).min()
@@ -719,14 +678,12 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     intervals have mean 0. Raises ValueError for values that are not finite, or intervals < 1.
     """
     _check_quantizable(values_K, intervals)
-    return _quantize(values_K, intervals)
+    return _fractional(values_K, intervals)
 
 
 def _check_quantizable(values_K: Tensor, intervals: int) -> None:
-    if intervals < 1:
-        raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
-    if not values_K.isfinite().all():
-        raise ValueError("values: NaN or infinity can't be quantized")
+    if intervals < 1 or not values_K.isfinite().all():
+        raise ValueError(f"got {intervals} intervals, allowed: >= 1 and finite values")
 
 
 def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
@@ -745,10 +702,11 @@ def _sums_at_once(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> T
     return torch.stack([torch.where(own_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
 
 
-def _quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+@register_quantizer("Q", "fractional")
+def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """`fractional_quantize`, the values never looked at by the host."""
     magnitudes_K = values_K.abs().double()
-    edges, _ = _edges(magnitudes_K, intervals)
+    edges, _ = interval_edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
     several = intervals <= 64 and magnitudes_K.is_cuda
@@ -773,6 +731,7 @@ def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor
     return _lloyd_max(values_K, intervals)
 
 
+@register_quantizer("M", "lloyd")
 def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """`lloyd_max_quantize`, the values never looked at by the host."""
     magnitudes_K, count = values_K.abs().double(), len(values_K)
@@ -795,9 +754,6 @@ def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     return (interval_K + intervals * (values_K < 0)).int(), means_P.flip(0).float()
 
 
-QUANTIZERS = {"fractional": fractional_quantize, "lloyd": lloyd_max_quantize}
-
-
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     """Q_f(u), Eq. 22: the mean of the code's interval with the code's sign, (K,) float32.
 
@@ -810,25 +766,22 @@ def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
 
 
 def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
-    intervals = len(means_P)
-    magnitudes_K = means_P[codes_K.long() % intervals]
-    return torch.where(codes_K >= intervals, -magnitudes_K, magnitudes_K)
+    magnitudes_K = means_P[codes_K.long() % len(means_P)]
+    return torch.where(codes_K >= len(means_P), -magnitudes_K, magnitudes_K)
 
 
 def quantized(values_K: Tensor, intervals: int) -> Tensor:
     """What the receiver sees of the values: themselves if `intervals` is 0 (32 bits each)."""
     if not intervals or not len(values_K):
         return values_K
-    return fractional_dequantize(*fractional_quantize(values_K, intervals))
+    return _dequantize(*fractional_quantize(values_K, intervals))
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2)
+# ══ 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2) ═══════════
 #    A message is what one side sends in one round. Its bits are counted three ways, kept apart: by
 #    the paper's formula, as the exact length of its code, and as bytes that really decode: the code
 #    rounded up to bytes, and OVERHEAD_BYTES. Code "block" is the paper's, q bits a value and Alg.
 #    4; code "entropy" holds the same message in fewer bits.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
@@ -854,7 +807,8 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
 
 SERVER = 0xFFFF  # the sender of a downlink message
 MESSAGE_VERSION = 1
-# Little-endian: version, kind (1: dense), sender, round, what was agreed on (Wire.tag), own
+_AGREED, _DENSE, _PLAIN = range(3)  # kinds: in the code agreed on, dense, in code "block"
+# Little-endian: version, kind, sender, round, what was agreed on (Wire.tag), own
 # positions; the code; a CRC-32 of all before it.
 _HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
 OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
@@ -882,18 +836,25 @@ class Message:
         intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0,
         quantizer: str = "fractional",
     ) -> Message:  # fmt: skip
-        """Values on shared and own positions, quantized if `value_bits` is not 32."""
+        """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         codes, means = QUANTIZERS[quantizer](intended_K, _intervals(value_bits))
-        values = fractional_dequantize(codes, means)
-        return Message(values, positions, sender, round, codes, means)
+        return Message(_dequantize(codes, means), positions, sender, round, codes, means)
 
     @staticmethod
     def dense_of(values_D: Tensor, sender: int = 0, round: int = 0) -> Message:
         """Everything, in 32 bits a value: a round of the warm-up, or of FedAvg."""
         none = torch.empty(0, dtype=torch.int64, device=values_D.device)
         return Message(values_D, none, sender, round, dense=True)
+
+    def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
+        """Adds the values, `weight` times, where they belong in (D,)."""
+        if self.dense:
+            sum_D.add_(self.values, alpha=weight)
+        else:
+            places = torch.cat([shared_K, self.positions])
+            sum_D.index_add_(0, places, self.values, alpha=weight)
 
     def to(self, device: Any) -> Message:
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -929,20 +890,13 @@ class Wire:
         """Four bytes that two sides agree on if they mean the same code, layers and dimension."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
-    @property
-    def most_bytes(self) -> int:
-        """No message is longer: a receiver need not read on. At most 4 bytes for a value and for a
-        position each, the quantizer's means, and a little."""
-        return 8 * self.dimension + 4 * self.intervals + OVERHEAD_BYTES + 64
-
     def bits(self, message: Message) -> int:
         """Exact length of the message's code in bits, without the overhead."""
         if message.dense:
             return 32 * self.dimension
-        own = len(message.positions)
         if self.entropy:
-            return 8 * len(_entropy_code(message, self))
-        return self.block_code_bits(len(message.values), own)
+            return 8 * len(_code(message, self)[1])
+        return self.block_code_bits(len(message.values), len(message.positions))
 
     def block_code_bits(self, values: int, own: int) -> int:
         """Bits of code "block" for so many values and positions."""
@@ -957,20 +911,28 @@ def encode_message(message: Message, wire: Wire) -> bytes:
     8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
     Raises ValueError for a message that can't be decoded again (see `decode_message`).
     """
-    own, kind = len(message.positions), int(message.dense)
-    if not 0 <= message.sender <= SERVER or not 0 <= message.round < 2**32:
-        got = f"{message.sender}, {message.round}"
-        raise ValueError(f"sender, round: got {got}, allowed: below 2^16 and 2^32")
+    who, when = message.sender, message.round
+    if not 0 <= who <= SERVER or not 0 <= when < 2**32:
+        raise ValueError(f"sender, round: got {who}, {when}, allowed: below 2^16 and 2^32")
     if not message.values.isfinite().all():
         raise ValueError("values: NaN or infinity can't be sent")
     _check_positions(message.positions, wire.dimension)
-    header = (MESSAGE_VERSION, kind, message.sender, message.round, wire.tag, own)
-    if message.dense:
-        code = _float_bytes(message.values)
-    else:
-        code = _entropy_code(message, wire) if wire.entropy else _block_code(message, wire)
-    data = _HEADER.pack(*header) + code
+    kind, code = _code(message, wire)
+    numbers = (who, when, wire.tag, len(message.positions))
+    data = _HEADER.pack(MESSAGE_VERSION, kind, *numbers) + code
     return data + _CHECKSUM.pack(zlib.crc32(data))
+
+
+def _code(message: Message, wire: Wire) -> tuple[int, bytes]:
+    """The message's kind and code. Code "entropy" gives way to "block" where that is shorter."""
+    if message.dense:
+        return _DENSE, _float_bytes(message.values)
+    if not wire.entropy:
+        return _AGREED, _block_code(message, wire)
+    code = _entropy_code(message, wire)
+    if 8 * len(code) < 8 + wire.block_code_bits(len(message.values), len(message.positions)):
+        return _AGREED, code
+    return _PLAIN, _block_code(message, wire)
 
 
 def decode_message(
@@ -988,7 +950,7 @@ def decode_message(
     version, kind, who, when, own = _checked_header(data, wire)
     for name, got, expected in (
         ("version", version, MESSAGE_VERSION),
-        ("kind", kind, int(shared_K is None)),
+        ("kind", _AGREED if kind == _PLAIN and wire.entropy else kind, int(shared_K is None)),
         ("sender", who, sender),
         ("round", when, round),
         ("own positions", own, count),
@@ -999,7 +961,7 @@ def decode_message(
     if shared_K is None:
         message = Message.dense_of(_floats(code, wire.dimension), who, when)
     else:
-        read = _read_entropy_code if wire.entropy else _read_block_code
+        read = _read_entropy_code if wire.entropy and kind != _PLAIN else _read_block_code
         shared_K = shared_K.cpu()
         if own > wire.dimension - len(shared_K):
             raise ValueError(f"message: {own} positions, allowed: those that are not shared")
@@ -1016,8 +978,6 @@ def decode_message(
 def _checked_header(data: bytes, wire: Wire) -> tuple[int, int, int, int, int]:
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
         raise ValueError(f"message: allowed: {OVERHEAD_BYTES} bytes or more")
-    if len(data) > wire.most_bytes:
-        raise ValueError(f"message: got {len(data)} bytes, allowed: at most {wire.most_bytes}")
     end = len(data) - _CHECKSUM.size
     if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
         raise ValueError("message: wrong checksum")
@@ -1065,11 +1025,8 @@ def _read_block_code(code: memoryview, shared: int, own: int, wire: Wire) -> Mes
     places = position_bits(own, wire.dimension, block) if own else 0
     coded = wire.value_bits * count if wire.intervals else 0
     floats = 4 * (wire.intervals or count)
-    if len(code) != floats + -(-(coded + places) // 8):
-        raise ValueError(
-            f"message: got {len(code)} bytes of code with {own} positions, "
-            f"allowed: {floats + -(-(coded + places) // 8)}"
-        )
+    if len(code) != (size := floats + -(-(coded + places) // 8)):
+        raise ValueError(f"message: got {len(code)} bytes of code, allowed: {size}")
     bits = _unpacked(code[floats:], coded + places)
     positions = torch.empty(0, dtype=torch.int64)
     if own:
@@ -1264,19 +1221,15 @@ def _gap_bits(positions: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
 
 def _count_bits(counts: np.ndarray) -> list[np.ndarray]:
     width = min(range(20), key=lambda w: int((counts >> w).sum()) + w * len(counts))
-    return [
-        _to_bits(np.array([width]), _WIDTH_BITS),
-        *_rice_code(counts, np.full(len(counts), width)),
-    ]
+    coded = _rice_code(counts, np.full(len(counts), width))
+    return [_to_bits(np.array([width]), _WIDTH_BITS), *coded]
 
 
 def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
     """A bit that says "by layers" and their counts, or not; gaps. The shorter of the two."""
     sizes = np.array(layer_sizes)
-    options = [
-        [np.array([flag], np.uint8), *_gap_bits(positions, s)]
-        for flag, s in ((0, sizes.sum(keepdims=True)), (1, sizes))
-    ]
+    whole_or_layers = enumerate((sizes.sum(keepdims=True), sizes))
+    options = [[np.array([i], np.uint8), *_gap_bits(positions, s)] for i, s in whole_or_layers]
     return _packed(min(options, key=lambda streams: sum(map(len, streams))))
 
 
@@ -1315,70 +1268,9 @@ def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.nd
     return positions
 
 
-class RankError(RuntimeError):
-    """Another rank is late, gone, or went wrong; the text names it."""
-
-
-@contextlib.contextmanager
-def _of_rank(rank: int) -> Iterator[None]:
-    """Puts the rank in front of what is wrong with a message."""
-    try:
-        yield
-    except ValueError as error:
-        error.args = (f"rank {rank}, {error}",)
-        raise
-
-
-class Ranks:
-    """The processes that share a federation. This one is alone; `joined_ranks` gives the others.
-
-    Every method but `own` is called by all ranks, in the same order.
-    """
-
-    rank, size = 0, 1
-
-    def own(self, count: int, rank: int | None = None) -> range:
-        """Which of `count` things are this rank's (or that one's): a block, perhaps empty."""
-        rank = self.rank if rank is None else rank
-        return range(rank * count // self.size, (rank + 1) * count // self.size)
-
-    def exchange(self, work: Callable[[], list[bytes]]) -> list[list[bytes]]:
-        """What `work` returns on every rank, in rank order; what it raises on one, all raise."""
-        return [work()]
-
-    def together(self, work: Callable[[], Any]) -> Any:
-        """`work()` of this rank, if it went well on all."""
-        return work()
-
-    def first(self, work: Callable[[], Any]) -> Any:
-        """`work()` of rank 0, a value that JSON can hold, on all ranks."""
-        return work()
-
-    def in_turn(self, work: Callable[[], Any]) -> Any:
-        """`work()`, by one rank of every machine before the others: downloads, cached files."""
-        return work()
-
-    def rows(self, rows_N: Tensor) -> Tensor:
-        """The rows of all ranks, in rank order, on this rank's device."""
-        return rows_N
-
-    def check_same(self, tensor: Tensor, what: str) -> None:
-        """Raises RankError if the tensor is not the same, bit for bit, on all ranks."""
-
-    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A federation's state with all clients' rows on rank 0; elsewhere as it is."""
-        return state
-
-    def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
-        """The inverse: rank 0's whole state, as the part of it that is this rank's."""
-        return state
-
-
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 6. Compressors: top-K, rand-K, TCS, LF and PLF, with error accumulation (Alg. 2)
-#    One skeleton, `Compressor`, for all schemes. What differs is a `MaskRule`: which entries both
-#    sides know without being told, and which a client adds of its own.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# ══ 6. Links: how a message gets to the other side ════════════════════════════════════════════════
+#    Counted only; as real bytes, from which a message that can't be accepted is left out; between
+#    processes. A compressor is handed one, and asks it nothing about what it is.
 
 
 class ClientError(ValueError):
@@ -1400,29 +1292,193 @@ class MessageError(ClientError):
     """A message that can't be accepted: see `decode_message`."""
 
 
-def _check_finite(values: Tensor, client: int) -> None:
-    """NotFiniteError unless all are finite: sums of finite numbers can overflow."""
-    if not math.isfinite(float(values.sum())) and not values.isfinite().all():
-        raise NotFiniteError(client)
+class Agreed(NamedTuple):
+    """What both sides know before a round's messages: `shared_K` is None if it is dense, `own` the
+    number of a client's own positions, None if that is open."""
+
+    up: Wire
+    down: Wire
+    clients: int
+    round: int
+    shared_K: Tensor | None
+    own: int | None
+    device: Any
+
+
+class Link:
+    """Messages arrive as they were sent; their exact sizes are counted.
+
+    After a round `up` has every accepted message's bits of code and bytes in all, `down` the
+    server's, `refused` the clients whose message was left out.
+    """
+
+    def __init__(self) -> None:
+        self.up: list[tuple[int, int]] = []
+        self.down = (0, 0)
+        self.refused: list[int] = []
+
+    def begin(self, agreed: Agreed) -> None:
+        """A round begins."""
+        self.agreed, self.up, self.refused = agreed, [], []
+
+    def clients(self, count: int) -> range:
+        """Which of `count` clients are of this process."""
+        return range(count)
+
+    def gather(
+        self, send: Callable[[], list[Message | None]], chosen: list[int]
+    ) -> list[Message | None]:
+        """All chosen clients' messages, in their order; `send` sends those of this process."""
+        return send()
+
+    def send_up(self, message: Message) -> Message | None:
+        """A client's message as the server has it; None if it is left out."""
+        self.up.append(_size(message, self.agreed.up))
+        return message
+
+    def send_down(self, message: Message) -> Message:
+        """The server's message as all clients have it."""
+        self.down = _size(message, self.agreed.down)
+        return message
+
+
+def _size(message: Message, wire: Wire) -> tuple[int, int]:
+    bits = wire.bits(message)
+    return bits, OVERHEAD_BYTES + -(-bits // 8)
+
+
+class ByteLink(Link):
+    """Every message becomes bytes and is decoded before it is used.
+
+    A client's message that can't be accepted raises MessageError or, with `on_bad` "skip", is left
+    out: the average is over the others, and the client keeps all that it meant to send.
+    `channel(sender, data)` is what the network makes of the bytes: a place for a transport, or for
+    an attack.
+    """
+
+    def __init__(
+        self, on_bad: str = "stop", channel: Callable[[int, bytes], bytes] = lambda _, data: data
+    ):
+        super().__init__()
+        if on_bad not in ("stop", "skip"):
+            raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
+        self.on_bad, self.channel = on_bad, channel
+
+    def send_up(self, message: Message) -> Message | None:
+        data = self.channel(message.sender, encode_message(message, self.agreed.up))
+        return self._accept(data, message.sender)
+
+    def send_down(self, message: Message) -> Message:
+        data = self.channel(SERVER, encode_message(message, self.agreed.down))
+        arrived, self.down = self._decoded(data, self.agreed.down, SERVER, None)
+        return arrived
+
+    def _accept(self, data: bytes, sender: int) -> Message | None:
+        try:
+            message, size = self._decoded(data, self.agreed.up, sender, self.agreed.own)
+        except MessageError:
+            if self.on_bad == "stop":
+                raise
+            self.refused.append(sender)
+            return None
+        self.up.append(size)
+        return message
+
+    def _decoded(
+        self, data: bytes, wire: Wire, sender: int, own: int | None
+    ) -> tuple[Message, tuple[int, int]]:
+        agreed = self.agreed
+        try:
+            message = decode_message(data, wire, agreed.shared_K, sender, agreed.round, own)
+        except ValueError as error:
+            raise MessageError(sender, str(error)) from error
+        bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
+        return message.to(agreed.device), (bits, len(data))
+
+
+class ProcessLink(ByteLink):
+    """Clients in several processes, a block of them in each; every process is the server too.
+
+    `exchange(work)` gives what `work()`, a list of bytes, returned in every process, in their
+    order; what it raises in one, all raise. Everything that all know is computed in each alike.
+    """
+
+    def __init__(
+        self, exchange: Callable[[Callable[[], list[bytes]]], list[list[bytes]]],
+        process: int, processes: int, on_bad: str = "stop",
+    ):  # fmt: skip
+        super().__init__(on_bad)
+        self.exchange, self.process, self.processes = exchange, process, processes
+        self._outbox: list[bytes] = []
+
+    def clients(self, count: int, process: int | None = None) -> range:
+        process = self.process if process is None else process
+        return range(process * count // self.processes, (process + 1) * count // self.processes)
+
+    def send_up(self, message: Message) -> Message | None:
+        data = self.channel(message.sender, encode_message(message, self.agreed.up))
+        self._outbox.append(data)
+        return self._accept(data, message.sender)
+
+    def gather(
+        self, send: Callable[[], list[Message | None]], chosen: list[int]
+    ) -> list[Message | None]:
+        def sent() -> list[bytes]:
+            self._outbox = []
+            send()
+            return self._outbox
+
+        arrived = [data for part in self.exchange(sent) for data in part]
+        owned = [self.clients(self.agreed.clients, p) for p in range(self.processes)]
+        senders = [n for own in owned for n in chosen if n in own]
+        data = dict(zip(senders, arrived, strict=True))
+        self.up, self.refused = [], []  # counted anew, of all clients
+        return [self._accept(data[n], n) for n in chosen]
+
+
+# ══ 7. The compressor: top-K, rand-K, TCS, LF and PLF, with error accumulation (Alg. 2) ═══════════
+#    One `Compressor` for all schemes. What differs is a `MaskRule`: which entries both sides know
+#    without being told, and which a client adds of its own.
+
+
+class Host:
+    """What the host does with a round's values: in an eager round it looks at them."""
+
+    def top_k(
+        self, vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
+    ) -> tuple[Tensor, float]:
+        """S_top outside the excluded entries, (k,), and a floor for the next time (`_filtered`)."""
+        positions_K, kth = _filtered(vector_D.detach(), k, excluded_D, floor)
+        return positions_K, 0.85 * kth if k else 0.0
+
+    def check_finite(self, values: Tensor, client: int) -> None:
+        """NotFiniteError unless all are finite: sums of finite numbers can overflow."""
+        if not math.isfinite(float(values.sum())) and not values.isfinite().all():
+            raise NotFiniteError(client)
+
+    def places(self, mask_D: Tensor) -> Tensor | None:
+        """Positions of a mask's ones; None where their number is not to be known."""
+        return mask_to_positions(mask_D)
+
+    def kept(self, before: Tensor | None, now: Tensor) -> Tensor:
+        """The tensor that holds `now` from here on."""
+        return now
 
 
 class MaskRule:
     """Which entries travel. Subclass it, with `register_scheme`, to make a scheme of your own.
 
     Methods may return a (D,) bool mask or its ascending int64 positions. Tensors and numbers kept
-    as attributes without a leading underscore are saved in checkpoints.
+    as attributes without a leading underscore are saved in checkpoints. `theta_D` is the model, if
+    a federation lent it.
     """
 
+    _theta_D: Tensor | None = None
+
     def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
-        self._scheme, self._layer_sizes, self._device, self._seed = (
-            scheme,
-            layer_sizes,
-            device,
-            seed,
-        )
-        self._dimension = sum(layer_sizes)
-        self._shared_K: Tensor | None = None  # see `_hold`
-        self._shared_D: Tensor | None = None
+        self._scheme, self._layer_sizes, self._device = scheme, layer_sizes, device
+        self._seed, self._dimension, self._host = seed, sum(layer_sizes), Host()
+        self._taken_D: Tensor | None = None  # the round's shared mask, (D,) bool, None if empty
         self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
         MaskRule.widen(self, 1)
 
@@ -1441,21 +1497,24 @@ class MaskRule:
         """The mask all sides know in this round; None if not known yet: the round is dense."""
         return torch.empty(0, dtype=torch.int64, device=self._device)
 
-    def local_mask(self, intended_D: Tensor, global_positions_K: Tensor) -> Tensor:
-        """A client's own mask, disjoint from the global one: S_top of the rest (Alg. 2, l. 10)."""
-        return self._own_mask(intended_D, self.k_local, global_positions_K, "client")
+    def begin(self, shared_K: Tensor) -> None:
+        """A sparse round begins; `shared_K` (K,) are the positions of its shared mask."""
+        self._taken_D = positions_to_mask(shared_K, self._dimension) if len(shared_K) else None
 
-    def server_mask(self, intended_D: Tensor, global_positions_K: Tensor) -> Tensor:
+    def local_mask(self, intended_D: Tensor, shared_K: Tensor) -> Tensor:
+        """A client's own mask, disjoint from the shared one: S_top of the rest (Alg. 2, l. 10)."""
+        k, fair = self.own_count(shared_K), self._scheme.phi_min_local
+        return self.select(intended_D, k, fair, self._taken_D, "client")
+
+    def own_count(self, shared_K: Tensor) -> int | None:
+        """How many positions `local_mask` gives, which both sides know; None if that is open.
+        Where nothing is shared yet, a client sends k_global more."""
+        return self.k_local + (0 if len(shared_K) else self.k_global)
+
+    def server_mask(self, intended_D: Tensor, shared_K: Tensor) -> Tensor:
         """The server's own mask in the downlink, for a scheme with a phi_down."""
-        return self._own_mask(intended_D, self.k_down, global_positions_K, "server")
-
-    def _own_mask(self, intended_D: Tensor, k: int, shared_K: Tensor, whose: str) -> Tensor:
-        """S_top of what is not shared; where nothing is shared yet, k_global more of it."""
-        k = self.own_count(k, shared_K)
-        return self.select(intended_D, k, self._scheme.phi_min_local, shared_K, whose)
-
-    def own_count(self, k: int, shared_K: Tensor) -> int:
-        return k + (0 if len(shared_K) else self.k_global)
+        k = self.k_down + (0 if len(shared_K) else self.k_global)
+        return self.select(intended_D, k, self._scheme.phi_min_local, self._taken_D, "server")
 
     def observe(self, update_D: Tensor) -> None:
         """Called with every round's update, dense ones too, after it was averaged."""
@@ -1464,26 +1523,15 @@ class MaskRule:
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded: Tensor | None = None,
         whose: str = "global",
     ) -> Tensor:  # fmt: skip
-        """S_top, layer-wise fair if `phi_min` says so; the threshold of last time, for the same
-        `whose`, speeds it up."""
+        """S_top outside `excluded` (a mask, or positions), layer-wise fair if `phi_min` says so:
+        positions (k,). The threshold of last time, for the same `whose`, speeds it up."""
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        floor, excluded_D = self._floors.get(whose, 0.0), self._excluded_mask(vector_D, excluded)
-        positions_K, kth = _filtered(vector_D.detach(), k, excluded_D, floor)
-        self._floors[whose] = 0.85 * kth if k else 0.0
+        if excluded is not None and excluded.dtype != torch.bool:
+            excluded = _outside(vector_D, excluded)
+        floor = self._floors.get(whose, 0.0)
+        positions_K, self._floors[whose] = self._host.top_k(vector_D, k, excluded, floor)
         return positions_K
-
-    def _hold(self, shared_K: Tensor | None) -> None:
-        """The shared mask of a round, the same for all clients, which `select` turns into a (D,)
-        mask only once; None at the round's end."""
-        self._shared_K, self._shared_D = shared_K, None
-
-    def _excluded_mask(self, vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
-        if excluded is None or excluded is not self._shared_K or len(vector_D) != self._dimension:
-            return _outside(vector_D, excluded)
-        if self._shared_D is None:
-            self._shared_D = _outside(vector_D, excluded)
-        return self._shared_D
 
     def state_dict(self) -> dict[str, Any]:
         saved = (Tensor, int, float)
@@ -1494,10 +1542,25 @@ class MaskRule:
         vars(self).update({k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()})
 
 
+class Dense(MaskRule):
+    """Everything travels (FedAvg); with -Q<bits>, quantized."""
+
+    def global_mask(self) -> Tensor:
+        return torch.arange(self._dimension, device=self._device)
+
+
+RULES["dense"] = Dense
+for _name in ("FedAvg", "FedSGD", "Baseline"):
+    FAMILIES[_name] = {"rule": "dense", "phi_global": 1.0, "phi_local": None}
+FAMILIES["Baseline"]["centralized"] = True
+
+
+@register_scheme("top-K", phi_global=None, phi_local=1e-2)
 class TopK(MaskRule):
     """Top-K: no shared mask; each client's own S_top, all its positions sent (Sec. I-C)."""
 
 
+@register_scheme("rand-K", phi_global=1e-2, phi_local=None)
 class RandK(MaskRule):
     """Rand-K: a random mask that all sides draw from one seed; no positions sent (Sec. I-C)."""
 
@@ -1512,13 +1575,7 @@ class RandK(MaskRule):
         self.round = self.round + 1
 
 
-class Dense(MaskRule):
-    """Everything travels (FedAvg); with -Q<bits>, quantized."""
-
-    def global_mask(self) -> Tensor:
-        return torch.arange(self._dimension, device=self._device)
-
-
+@register_scheme("TCS")
 class TCS(MaskRule):
     """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
 
@@ -1539,97 +1596,55 @@ class TCS(MaskRule):
 
     def global_mask(self) -> Tensor | None:
         sparse_start = self.positions is None and not self._scheme.dense_warmup
-        return super().global_mask() if sparse_start or not self.k_global else self.positions
+        if sparse_start or not self.k_global:
+            return super().global_mask()
+        if self._scheme.shared_from == "weights" and self.positions is not None:
+            return self._important_weights()
+        return self.positions
+
+    def _important_weights(self) -> Tensor:
+        """The published code's fair mask: S_top of the model, not of its last update."""
+        if self._theta_D is None:
+            raise ValueError(f"{self._scheme.name}: its mask is taken from a federation's model")
+        fair = self._scheme.phi_min_global
+        return self.select(self._theta_D, self.k_global, fair, None, "weights")
 
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
             return
         before, fair = self.positions, self._scheme.phi_min_global
-        self.positions = self.select(update_D, self.k_global, fair)
+        now = self.select(update_D, self.k_global, fair)  # line 5 of the next round
         if self._scheme.warmup_masks > 1:
-            self.magnitudes = update_D[self.positions].abs()
-        if before is not None and len(before) == len(self.positions):
-            self.count_shared(before, self.positions)
-
-    def count_shared(self, before_K: Tensor, after_K: Tensor) -> None:
-        self.shared[0] += in_common(before_K, after_K)
-        self.shared[1] += len(after_K)
-
-
-RULES: dict[str, type[MaskRule]] = {"TCS": TCS, "top-K": TopK, "rand-K": RandK, "dense": Dense}
-
-
-def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
-    """Class decorator: a family of schemes of your own, with -L<H>, -Q<q>, ... for free.
-
-        @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
-        class RunningAverage(TCS):
-            def observe(self, update_D):
-                self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
-                super().observe(self.average_D)
-
-    `fields` are those of Scheme. Registering a name again replaces it, so a cell can be run twice;
-    the names of the core's own families can't be taken.
-    """  # fmt: skip
-    taken = FAMILIES.get(name, {"rule": name}).get("rule", "TCS") != name
-    if taken or RULES.get(name, object).__module__ == __name__:
-        raise ValueError(f"scheme {name!r} is one of the core's own: choose another name")
-    _reject_unknown(
-        fields, {f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"}, "field"
-    )
-
-    def register(cls: type[MaskRule]) -> type[MaskRule]:
-        previous = RULES.get(name)
-        RULES[name] = cls
-        try:
-            Scheme(name=name, rule=name, **fields)
-        except (TypeError, ValueError):
-            RULES.pop(name) if previous is None else RULES.update({name: previous})
-            raise
-        FAMILIES[name] = {"rule": name, **fields}
-        return cls
-
-    return register
-
-
-def _restore_(own: Tensor, saved: Tensor, key: str) -> None:
-    if saved.shape != own.shape:
-        got, allowed = tuple(saved.shape), tuple(own.shape)
-        raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
-    own.copy_(saved)
-
-
-Arrived = tuple[Message, tuple[int, int]]  # with its size: bits of code, bytes in all
+            self.magnitudes = update_D[now].abs()
+        if before is not None and len(before) == len(now):
+            self.shared[0] += in_common(before, now)
+            self.shared[1] += len(now)
+        self.positions = self._host.kept(before, now)
 
 
 class Compressor:
     """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
 
-    `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has no
-    errors. `server_errors_D` (D,), for a scheme that compresses the downlink, is what the clients
-    have not. With `wire`, every message becomes bytes and is decoded before it is used; those of a
-    client that can't be accepted raise MessageError or, with `bad_message` "skip", are left out:
-    the average is over the others, the client keeps in its errors all that it meant to send.
-    `channel(sender, data)` is what the network makes of a message's bytes: a place for a transport,
-    or for an attack. Over several `ranks` messages always are bytes, and N is the number of this
-    rank's `own` clients.
+    A round is `open`, then `client` for each that takes part, then `server`; `step` is all three.
+    `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none.
+    `server_errors_D` (D,), for a scheme that compresses the downlink, is what the clients have not.
+    `link` says how messages travel (Sec. 6); N is the number of clients of this process, `own`.
+    `weights` (N,), if given, are the clients' shares of the average, equal without.
     """
 
     def __init__(
-        self,
-        scheme: Scheme,
-        layer_sizes: list[int],
-        clients: int,
-        device: Any = "cpu",
-        seed: int = 0,
-        wire: bool = False,
-        bad_message: str = "stop",
-        ranks: Ranks | None = None,
-    ):
+        self, scheme: Scheme, layer_sizes: list[int], clients: int, device: Any = "cpu",
+        seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
+        host: Host | None = None,
+    ):  # fmt: skip
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
-        self.dimension, self.wire, self.ranks = sum(layer_sizes), wire, ranks or Ranks()
-        self.own = self.ranks.own(clients)
+        self.dimension, self.link, self.host = sum(layer_sizes), link or Link(), host or Host()
+        self.own = self.link.clients(clients)
+        self.weights = None if weights is None else [float(w) for w in weights]
+        if self.weights is not None and (len(self.weights) != clients or min(self.weights) <= 0):
+            raise ValueError(f"weights: got {self.weights}, allowed: {clients} positive numbers")
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
+        self.rule._host = self.host
         rows = 0 if scheme.dense else len(self.own)
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
         down = self.dimension if scheme.compresses_downlink else 0
@@ -1637,10 +1652,13 @@ class Compressor:
         self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
         self.bits_up = self.bits_down = self.bytes_up = self.bytes_down = self.round = 0
+        self.shared_K: Tensor | None = None
         self.last_dense = False
-        self.bad_message = bad_message
-        self.refused: list[int] = []  # clients whose message was left out of the last round
-        self.channel: Callable[[int, bytes], bytes] = lambda sender, data: data
+
+    @property
+    def refused(self) -> list[int]:
+        """Clients whose message was left out of the last round."""
+        return self.link.refused
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -1653,215 +1671,141 @@ class Compressor:
         changed, for deltas or clients that can't be used. In the middle of a round, which can't go
         on then: NotFiniteError for sums that overflow, MessageError for messages.
 
-        Afterwards `bits_up` is one client's average message, `bits_down` the server's, in bits of
-        code; `bytes_up`, all clients' messages together, and `bytes_down` have the overhead too.
+        Of this last round `bits_up` is one client's average message, `bits_down` the server's, in
+        bits of code; `bytes_up`, all clients' messages together, and `bytes_down` have the overhead
+        too.
         """
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
-        self._check(deltas_ND, chosen)
-        self.refused = []
-        global_K = None if dense or self.scheme.dense else self.rule.global_mask()
-        self.last_dense = global_K is None
-        if global_K is None:
-            update_D = self._dense_round(deltas_ND, chosen)
-        else:
-            global_K = self._positions(global_K)
-            self.rule._hold(global_K)
-            try:
-                update_D = self._sparse_round(deltas_ND, chosen, global_K)
-            finally:
-                self.rule._hold(None)
-        self.rule.observe(update_D)
-        self.round += 1
-        return update_D
-
-    def _check(self, deltas_ND: Tensor, chosen: list[int]) -> None:
-        if tuple(deltas_ND.shape) != (len(self.own), self.dimension):
-            expected = (len(self.own), self.dimension)
+        if tuple(deltas_ND.shape) != (expected := (len(self.own), self.dimension)):
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
+        self.check_clients(chosen)
+        mine = [n for n in chosen if n in self.own]
+
+        def send() -> list[Message | None]:
+            for n in mine:
+                self.host.check_finite(deltas_ND[self.own.index(n)], n)
+            return [self.client(n, deltas_ND[self.own.index(n)]) for n in mine]
+
+        self.open(dense)
+        return self.server(self.link.gather(send, chosen))
+
+    def check_clients(self, chosen: list[int]) -> None:
+        """ValueError unless these can take part in a round."""
         if not chosen or sorted(set(chosen)) != sorted(chosen):
             raise ValueError(f"clients: got {chosen}, allowed: one or more, each once")
         if not 0 <= min(chosen) <= max(chosen) < self.clients:
             raise ValueError(f"clients: got {chosen}, allowed: 0 to {self.clients - 1}")
-        self.ranks.together(lambda: self._check_deltas(deltas_ND, chosen))
 
-    def _check_deltas(self, deltas_ND: Tensor, chosen: list[int]) -> None:
-        rows = [self.own.index(n) for n in sorted(chosen) if n in self.own]
-        if len(rows) == len(deltas_ND) and math.isfinite(float(deltas_ND.sum())):
-            return
-        sums = torch.stack([deltas_ND[row].sum() for row in rows]).tolist() if rows else []
-        for row, total in zip(rows, sums, strict=True):
-            if not math.isfinite(total) and not deltas_ND[row].isfinite().all():
-                raise NotFiniteError(self.own[row])
+    def open(self, dense: bool = False) -> None:
+        """A round begins: all sides know its shared mask, or that it is dense."""
+        mask = None if dense or self.scheme.dense else self.rule.global_mask()
+        self.shared_K = None if mask is None else self._positions(mask)
+        self.last_dense, own = self.shared_K is None, None
+        if self.shared_K is not None:
+            self.rule.begin(self.shared_K)
+            own = self.rule.own_count(self.shared_K)
+        agreed = (self.clients, self.round, self.shared_K, own, self._explored_D.device)
+        self.link.begin(Agreed(self.up, self.down, *agreed))
 
-    def _dense_round(self, deltas_ND: Tensor, chosen: list[int]) -> Tensor:
-        """Everything is sent in 32 bits, in both directions: no error is left."""
-        update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
-        for message, arrived in self._received(self._dense_client, deltas_ND, chosen):
-            if arrived is None:
-                continue
-            sent_up.append(arrived[1])
-            update_D += arrived[0].values
-            if message and len(self.errors_ND):
-                self.errors_ND[self.own.index(message.sender)].zero_()
-        update_D.div_(self._accepted(sent_up))
-        if len(self.server_errors_D):
-            update_D += self.server_errors_D
-            self.server_errors_D.zero_()
-        _check_finite(update_D, SERVER)
-        down, sent = self._carried(Message.dense_of(update_D, SERVER, self.round), self.down)
-        self._count(sent_up, sent)
-        return down.values
+    def client(self, n: int, delta_D: Tensor) -> Message | None:
+        """Client n's side of a round, Alg. 2 lines 9 to 13: its difference (D,) to its message.
 
-    def _sparse_round(self, deltas_ND: Tensor, chosen: list[int], global_K: Tensor) -> Tensor:
-        update_D, sent_up = deltas_ND.new_zeros(self.dimension), []
-        self._explored_D.zero_()
-        for message, arrived in self._received(self._client, deltas_ND, chosen, global_K):
-            if arrived is None:
-                self._take_back(message, global_K)
-                continue
-            message, sent = arrived
-            sent_up.append(sent)
-            positions = torch.cat([global_K, message.positions])
-            update_D.index_add_(0, positions, message.values)  # server, line 15
-            self._explored_D[message.positions] = True
-        message = self._server(update_D.div_(self._accepted(sent_up)), global_K)
-        message, sent = self._sent_down(message, global_K)
-        self._count(sent_up, sent)
-        if self.wire or self.scheme.compresses_downlink:
-            positions = torch.cat([global_K, message.positions])
-            update_D.zero_().scatter_(0, positions, message.values)
+        What is returned is the message as the server has it, None if it was refused; what it does
+        not hold stays in the client's errors. Raises NotFiniteError for sums that overflow.
+        """
+        if self.scheme.dense:  # nothing is ever left to send
+            return self.link.send_up(Message.dense_of(delta_D.clone(), n, self.round))
+        errors_D, accumulate = self.errors_ND[self.own.index(n)], self.scheme.error_accumulation
+        intended_D = errors_D.add_(delta_D) if accumulate else errors_D.copy_(delta_D)  # line 9
+        if self.shared_K is None:
+            self.host.check_finite(intended_D, n)
+            return self.link.send_up(Message.dense_of(intended_D, n, self.round))
+        own_K = self._own_mask(intended_D)  # line 10: explore outside the shared mask
+        how = self.scheme.value_bits, n, self.round, self.scheme.quantizer
+        places, intended, message = self._message(intended_D, own_K, *how)  # lines 11, 12
+        sent = self.link.send_up(message)
+        if sent is not None:
+            errors_D.scatter_(0, places, intended - sent.values)  # line 13: what stays behind
+        return sent
+
+    def _message(
+        self, intended_D: Tensor, own_K: Tensor, bits: int, sender: int, round: int, quantizer: str
+    ) -> tuple[Tensor, Tensor, Message]:
+        """Places (K,), the values intended there, and the message that quantizes them."""
+        places = torch.cat([self.shared_K, own_K])  # line 11: exploit | explore
+        intended = intended_D.index_select(0, places)
+        self.host.check_finite(intended, sender)
+        return places, intended, Message.of(intended, own_K, bits, sender, round, quantizer)
+
+    def server(self, messages: Iterable[Message | None]) -> Tensor:
+        """The server's side, Alg. 2 lines 15 and 16: the average (D,) that all clients have after
+        it, and the shared mask that it gives the next round. Raises MessageError if no message was
+        accepted, NotFiniteError for sums that overflow."""
+        accepted = [message for message in messages if message is not None]
+        update_D = self._downlink(self._average(accepted))  # lines 15, 16
+        self.count()
+        self.rule.observe(update_D)
+        self.round += 1
         return update_D
 
-    def _dense_client(self, n: int, delta_D: Tensor, _: None) -> Message:
-        if len(self.errors_ND) and self.scheme.error_accumulation:
-            delta_D = self.errors_ND[self.own.index(n)].add_(delta_D)
-            _check_finite(delta_D, n)
-        return Message.dense_of(delta_D, n, self.round)
+    def _average(self, messages: list[Message]) -> Tensor:
+        if not messages:
+            raise MessageError(SERVER, f"no message was accepted, of clients {self.refused}")
+        update_D, total = torch.zeros(self.dimension, device=self._explored_D.device), 0.0
+        self._explored_D.zero_()
+        for message in messages:
+            weight = 1.0 if self.weights is None else self.weights[message.sender]
+            message.add_to_(update_D, self.shared_K, weight)
+            self._explored_D.index_fill_(0, message.positions, True)
+            total += weight
+            if message.dense and len(self.errors_ND) and message.sender in self.own:
+                self.errors_ND[self.own.index(message.sender)].zero_()  # line 13, of a dense round
+        return update_D.div_(total)
 
-    def _client(self, n: int, delta_D: Tensor, global_K: Tensor) -> Message:
-        """One client's side of a round: its own positions, the values it sends on both masks."""
-        errors_D = self.errors_ND[self.own.index(n)]
-        keep_errors = self.scheme.error_accumulation
-        intended_D = errors_D.add_(delta_D) if keep_errors else errors_D.copy_(delta_D)  # line 9
-        local_K = self._positions(self.rule.local_mask(intended_D, global_K), global_K)  # line 10
-        positions = torch.cat([global_K, local_K])  # line 11: exploit | explore
-        intended = intended_D.index_select(0, positions)
-        _check_finite(intended, n)
-        how = self.scheme.value_bits, n, self.round, self.scheme.quantizer
-        message = Message.of(intended, local_K, *how)  # line 12
-        errors_D.scatter_(0, positions, intended - message.values)  # line 13: what stays behind
-        return message
+    def _downlink(self, update_D: Tensor) -> Tensor:
+        """What the clients have of the update: all that came up or, with errors at the server, what
+        its own mask and quantizer let through."""
+        if self.shared_K is None:
+            if len(self.server_errors_D):
+                update_D += self.server_errors_D
+                self.server_errors_D.zero_()
+            self.host.check_finite(update_D, SERVER)
+            return self.link.send_down(Message.dense_of(update_D, SERVER, self.round)).values
+        if self.scheme.compresses_downlink:
+            message = self._compressed_down(update_D)
+        elif (own_K := self.host.places(self._explored_D)) is None:
+            return update_D
+        else:
+            how = 32, SERVER, self.round, ""
+            _, _, message = self._message(update_D, own_K, *how)
+        arrived = self.link.send_down(message)
+        if arrived is not message or self.scheme.compresses_downlink:
+            update_D.zero_()
+            arrived.add_to_(update_D, self.shared_K)
+        return update_D
 
-    def _server(self, update_D: Tensor, global_K: Tensor) -> Message:
-        """The server's side: all that came up or, with errors of its own, a mask of its own."""
-        if not self.scheme.compresses_downlink:
-            own_K = mask_to_positions(self._explored_D)
-            values = update_D.index_select(0, torch.cat([global_K, own_K]))
-            _check_finite(values, SERVER)
-            return Message.of(values, own_K, 32, SERVER, self.round)
-        intended_D = self.server_errors_D.add_(update_D)
-        if self.scheme.phi_down is None:
+    def _compressed_down(self, update_D: Tensor) -> Message:
+        """Lines 9 to 13 for the server itself."""
+        intended_D, scheme = self.server_errors_D.add_(update_D), self.scheme
+        if scheme.phi_down is None:
             own_K = mask_to_positions(self._explored_D)
         else:
-            own_K = self._positions(self.rule.server_mask(intended_D, global_K), global_K)
-        positions = torch.cat([global_K, own_K])
-        intended = intended_D.index_select(0, positions)
-        _check_finite(intended, SERVER)
-        how = self.scheme.down_value_bits, SERVER, self.round, self.scheme.down_quantizer
-        message = Message.of(intended, own_K, *how)
-        intended_D.scatter_(0, positions, intended - message.values)
+            mask = self.rule.server_mask(intended_D, self.shared_K)
+            own_K = self._positions(mask, self.shared_K)
+        how = scheme.down_value_bits, SERVER, self.round, scheme.down_quantizer
+        places, intended, message = self._message(intended_D, own_K, *how)
+        intended_D.scatter_(0, places, intended - message.values)
         return message
 
-    def _take_back(self, message: Message | None, global_K: Tensor) -> None:
-        """All that an own client meant to send is still to be sent: the server left it out."""
-        if message is not None:
-            positions = torch.cat([global_K, message.positions])
-            errors_D = self.errors_ND[self.own.index(message.sender)]
-            errors_D.index_add_(0, positions, message.values)
-
-    def _received(
-        self, client: Callable[..., Message], deltas_ND: Tensor, chosen: list[int],
-        global_K: Tensor | None = None,
-    ) -> Iterator[tuple[Message | None, Arrived | None]]:  # fmt: skip
-        """Every chosen client's message, in their order: as it was sent, if it is a client of this
-        rank, and as the server has it (see `_arrived`)."""
-        own = (n for n in chosen if n in self.own)
-        sent = (client(n, deltas_ND[self.own.index(n)], global_K) for n in own)
-        if self.ranks.size == 1:
-            yield from ((m, self._arrived(m, m.sender, global_K)) for m in sent)
-            return
-        mine: dict[int, Message] = {}
-
-        def encoded() -> list[bytes]:
-            mine.update((message.sender, message) for message in sent)
-            return [self.channel(n, encode_message(m, self.up)) for n, m in mine.items()]
-
-        parts = self.ranks.exchange(encoded)
-        owners = {n: rank for rank in range(self.ranks.size) for n in self._chosen_of(rank, chosen)}
-        data = dict(zip(owners, (one for part in parts for one in part), strict=True))
-        for n in chosen:
-            with _of_rank(owners[n]):
-                arrived = self._arrived(data[n], n, global_K)
-            yield mine.get(n), arrived
-
-    def _chosen_of(self, rank: int, chosen: list[int]) -> list[int]:
-        return [n for n in chosen if n in self.ranks.own(self.clients, rank)]
-
-    def _arrived(
-        self, message: Message | bytes, sender: int, shared_K: Tensor | None = None
-    ) -> Arrived | None:
-        """A client's message as the server has it, and its size; None if it is left out."""
-        count = None
-        if shared_K is not None and type(self.rule).local_mask is MaskRule.local_mask:
-            count = self.rule.own_count(self.rule.k_local, shared_K)
-        try:
-            if isinstance(message, Message):
-                return self._carried(message, self.up, shared_K, count)
-            return self._decoded(message, self.up, shared_K, sender, count)
-        except MessageError:
-            if self.bad_message != "skip":
-                raise
-            self.refused.append(sender)
-            return None
-
-    def _sent_down(self, message: Message, global_K: Tensor) -> Arrived:
-        """The server's message as all have it: rank 0's, if the server quantizes or selects."""
-        if self.ranks.size == 1 or not self.scheme.compresses_downlink:
-            return self._carried(message, self.down, global_K)
-        first = self.ranks.rank == 0
-        parts = self.ranks.exchange(lambda: [encode_message(message, self.down)] if first else [])
-        return self._decoded(parts[0][0], self.down, global_K, SERVER)
-
-    def _accepted(self, sent_up: list[tuple[int, int]]) -> int:
-        if not sent_up:
-            raise MessageError(SERVER, f"no message was accepted, of clients {self.refused}")
-        return len(sent_up)
-
-    def _carried(
-        self, message: Message, wire: Wire, shared_K: Tensor | None = None, count: int | None = None
-    ) -> Arrived:
-        """The message as the other side has it, and its size: bits of code, bytes in all."""
-        if not self.wire:
-            bits = wire.bits(message)
-            return message, (bits, OVERHEAD_BYTES + -(-bits // 8))
-        data = self.channel(message.sender, encode_message(message, wire))
-        return self._decoded(data, wire, shared_K, message.sender, count)
-
-    def _decoded(
-        self, data: bytes, wire: Wire, shared_K: Tensor | None, sender: int,
-        count: int | None = None,
-    ) -> Arrived:  # fmt: skip
-        try:
-            message = decode_message(data, wire, shared_K, sender, self.round, count)
-        except ValueError as error:
-            raise MessageError(sender, str(error)) from error
-        bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
-        return message.to(self._explored_D.device), (bits, len(data))
-
-    def _count(self, up: list[tuple[int, int]], down: tuple[int, int]) -> None:
-        bits, self.bytes_up = (sum(column) for column in zip(*up, strict=True))
-        self.bits_up = -(-bits // len(up))
-        self.bits_down, self.bytes_down = down
+    def _own_mask(self, intended_D: Tensor) -> Tensor:
+        own_K = self._positions(self.rule.local_mask(intended_D, self.shared_K), self.shared_K)
+        expected = self.rule.own_count(self.shared_K)
+        if expected is not None and len(own_K) != expected:
+            advice = "own_count says so; let it return None if their number is open"
+            raise ValueError(
+                f"local_mask: got {len(own_K)} entries, allowed: {expected} ({advice})"
+            )
+        return own_K
 
     def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
         """What a rule returned, as positions; checked if the rule is not one of the core's."""
@@ -1877,6 +1821,22 @@ class Compressor:
             raise ValueError("local_mask: entries of the global mask, allowed: only others")
         return positions_K
 
+    def count(self) -> None:
+        """Bits and bytes of the last round, from its link."""
+        bits, self.bytes_up = (sum(column) for column in zip(*self.link.up, strict=True))
+        self.bits_up = -(-bits // len(self.link.up))
+        self.bits_down, self.bytes_down = self.link.down
+
+    @contextlib.contextmanager
+    def hosted(self, host: Host) -> Iterator[None]:
+        """Rounds with another host (Sec. 9)."""
+        before = self.host
+        self.host = self.rule._host = host
+        try:
+            yield
+        finally:
+            self.host = self.rule._host = before
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: errors, the mask rule's state, the round's number."""
         state = {"errors_ND": self.errors_ND, "server_errors_D": self.server_errors_D}
@@ -1884,15 +1844,328 @@ class Compressor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in ("errors_ND", "server_errors_D"):
-            _restore_(getattr(self, key), state[key], key)
+            restore_(getattr(self, key), state[key], key)
         self.rule.load_state_dict(state["rule"])
         self.round = int(state["round"])
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 8. Model: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and its small relative
+def restore_(own: Tensor, saved: Tensor, key: str) -> None:
+    """`saved` into `own`; ValueError, naming the key, unless their shapes are the same."""
+    if saved.shape != own.shape:
+        got, allowed = tuple(saved.shape), tuple(own.shape)
+        raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
+    own.copy_(saved)
+
+
+# ══ 8. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
+#    All clients of a process take turns on one model. A client's difference is made, compressed,
+#    sent and forgotten: what stays are its errors.
+
+
+class Phase(NamedTuple):
+    """What a schedule says of a round: learning rate, dense or not, masks so many times as large.
+    A schedule is any function from the round's number, counted from 0, to a Phase."""
+
+    eta: float
+    dense: bool = False
+    masks: int = 1
+
+
+class Feed:
+    """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
+
+    A feed of your own needs `clients` and `batch`. Raises ValueError for a client with no batches.
+    """
+
+    def __init__(self, sources: Iterable[Iterable[Any]]):
+        self.sources = list(sources)
+        self._running = [iter(source) for source in self.sources]
+
+    @property
+    def clients(self) -> int:
+        return len(self.sources)
+
+    def batch(self, n: int, round: int, tau: int) -> Any:
+        """What client n trains on in its local step tau of a round."""
+        for _ in range(2):
+            for batch in self._running[n]:
+                return batch
+            self._running[n] = iter(self.sources[n])
+        raise ValueError(f"feed: client {n} has no batch for round {round + 1}, step {tau + 1}")
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean loss of a batch of inputs and class labels."""
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs).float(), labels)
+
+
+class Federation:
+    """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
+
+    `model` is any module with float32 parameters; `feed` a list of one iterable a client, or a
+    `Feed`; `loss(model, batch)` a scalar. `schedule` gives a round's `Phase`, or is a constant
+    learning rate. `weights` are the clients' shares of the average, equal without; `link` says how
+    messages travel. `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
+
+    `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
+    process), `momentum_D`, `compressor` and `t`, the rounds made, are the whole state.
+    Raises ValueError for a model, schedule or feed that can't be used.
+    """
+
+    def __init__(
+        self, model: nn.Module, feed: Any, scheme: Scheme | str,
+        schedule: float | Callable[[int], Phase], *,
+        loss: Callable[[nn.Module, Any], Tensor] = cross_entropy, weight_decay: float = 0.0,
+        seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
+    ):  # fmt: skip
+        self.scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+        self.feed = feed if hasattr(feed, "batch") else Feed(feed)
+        self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
+        self.schedule = schedule if callable(schedule) else lambda t: Phase(float(schedule))
+        self.flat = FlatModel(model)
+        self.model, self.theta_D = model, self.flat.theta_D
+        sizes, device = self.flat.layer_sizes, self.theta_D.device
+        settings = (self.scheme, sizes, self.clients, device, seed, link, weights)
+        self.compressor = Compressor(*settings)
+        self.compressor.rule._theta_D = self.theta_D
+        self.own = self.compressor.own
+        self.start_D = torch.empty_like(self.theta_D) if self.scheme.local_steps > 1 else None
+        self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
+        self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
+        self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
+        self.losses_N = torch.zeros(len(self.own), device=device)  # sums over local steps
+        self.active, self.t = list(range(self.clients)), 0
+        self.on_delta: Callable[[int, Tensor], None] | None = None
+
+    def round(self, clients: Iterable[int] | None = None) -> Tensor:
+        """One round with all clients, or with these: local training, compression, the server's
+        step; the update_D (D,) that it sent to all.
+
+        Raises NotFiniteError or MessageError, theta_D as after the last good round.
+        """
+        phase, compressor = self.schedule(self.t), self.compressor
+        chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
+        compressor.check_clients(chosen)
+        if self.scheme.warmup_masks > 1:
+            compressor.rule.widen(phase.masks)
+        if self.scheme.error_unit == "gradient" and self.t:  # the published code's unit of errors
+            compressor.errors_ND.mul_(phase.eta / self.schedule(self.t - 1).eta)
+        update_D = self.play(chosen, self.t, phase.eta, phase.dense)
+        self.t += 1
+        return update_D
+
+    def play(
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
+    ) -> Tensor:
+        """`round` with all that it depends on given; numbers may be tensors (Sec. 9)."""
+        self.active, compressor = chosen, self.compressor
+        if not self.model.training:
+            self.model.train()
+
+        def send() -> list[Message | None]:
+            mine = [n for n in chosen if n in self.own]
+            return [compressor.client(n, self.difference(n, t, eta)) for n in mine]
+
+        compressor.open(dense)
+        update_D = compressor.server(compressor.link.gather(send, chosen))
+        if self.momentum_D is None:
+            self.theta_D.add_(update_D)  # Alg. 2, line 6
+        else:
+            self.momentum_D.mul_(self.scheme.momentum).add_(update_D)  # Alg. 3, line 7
+            _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
+        return update_D
+
+    def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
+        With global momentum, its summed gradients."""
+        gradient_D = self._local_training(n, t, eta)
+        delta_D = gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
+        self.compressor.host.check_finite(delta_D, n)
+        if self.on_delta:
+            self.on_delta(n, delta_D)
+        return delta_D
+
+    def _local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Alg. 1, l. 3 to 6: H steps of client n; its summed gradients."""
+        theta_D, steps, row = self.theta_D, self.scheme.local_steps, self.own.index(n)
+        gradient_D = torch.mul(theta_D, self.weight_decay, out=self.flat.gradient_D)
+        self.flat.use(self.statistics_views[row])
+        if steps > 1:
+            self.start_D.copy_(theta_D)  # line 3
+        for tau in range(steps):
+            loss = self.loss(self.model, self.feed.batch(n, t, tau))
+            loss.backward()  # line 5; adds to gradient_D
+            self.losses_N[row].add_(loss.detach())
+            if tau + 1 < steps:
+                _descend(self.start_D, gradient_D, eta, out=theta_D)  # line 6
+                gradient_D.add_(theta_D, alpha=self.weight_decay)
+        if steps > 1:
+            theta_D.copy_(self.start_D)
+        return gradient_D
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS, "t": self.t}
+        state |= {"active": self.active, "compressor": self.compressor.state_dict()}
+        return state if self.momentum_D is None else state | {"momentum_D": self.momentum_D}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key in ("theta_D", "statistics_NS"):
+            restore_(getattr(self, key), state[key], key)
+        self.active, self.t = list(state["active"]), int(state["t"])
+        self.compressor.load_state_dict(state["compressor"])
+        if self.momentum_D is not None:
+            restore_(self.momentum_D, state["momentum_D"], "momentum_D")
+
+
+def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
+    """start - eta * gradient, into `out`."""
+    if isinstance(eta, Tensor):
+        torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
+    else:
+        torch.add(start_D, gradient_D, alpha=-eta, out=out)
+
+
+# ══ 9. Static rounds: no shape depends on a value, and the host looks at none ═════════════════════
+#    A GPU is fast if the host never waits for it. Every message of TCS and top-K has a fixed size,
+#    so that a whole round can be like that; on a GPU it is captured once as a CUDA graph.
+
+
+class StaticHost(Host):
+    """The host that looks at no value: it learns later, from tensors, what an eager one sees."""
+
+    def __init__(self) -> None:
+        self.finite: dict[int, Tensor] = {}  # by client: bool ()
+        self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
+
+    def top_k(
+        self, vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
+    ) -> tuple[Tensor, float]:
+        magnitudes_D = vector_D.abs()
+        if excluded_D is not None:
+            magnitudes_D.masked_fill_(excluded_D, -1.0)
+        return static_top_k(magnitudes_D, k), 0.0
+
+    def check_finite(self, values: Tensor, client: int) -> None:
+        finite = values.sum().isfinite()
+        self.finite[client] = self.finite[client] & finite if client in self.finite else finite
+
+    def places(self, mask_D: Tensor) -> None:
+        self.explored = mask_D.sum()
+
+    def kept(self, before: Tensor | None, now: Tensor) -> Tensor:
+        return now if before is None else before.copy_(now)
+
+
+class StaticRounds:
+    """Rounds of a federation without host synchronization, up to `most` of them at once.
+
+    `Federation.round` is the reference: the same masks, the same numbers to rounding. The feed
+    takes, in place of a round's number, a tensor that counts from the first round of those it was
+    last told to `hold`: it keeps what they need in tensors that stay where they are.
+    """
+
+    def __init__(self, federation: Federation, most: int):
+        device = federation.theta_D.device
+        self.federation = weakref.proxy(federation)  # which may hold this
+        self.compressor, self.host = federation.compressor, StaticHost()
+        self.index = torch.zeros((), dtype=torch.int64, device=device)
+        self.eta = torch.zeros((), device=device)
+        self.explored_T = torch.zeros(most, dtype=torch.int64, device=device)
+        shape = (most, federation.clients)
+        self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
+        self.graph: Any = None
+        self.held: list[Tensor | None] = []  # what the graph was captured with
+
+    @staticmethod
+    def suits(scheme: Scheme, link: Link) -> bool:
+        """Whether static rounds can stand in for this scheme's sparse rounds of all clients."""
+        fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
+        plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
+        usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
+        return RULES[scheme.rule] in (TCS, TopK) and plain and usual and type(link) is Link
+
+    def ready(self, rounds: range) -> bool:
+        """Whether all these rounds are sparse: no warm-up, and a first mask is there."""
+        rule, first = self.compressor.rule, self.federation.schedule(rounds.start)
+        mask = None if first.dense else rule.global_mask()
+        return mask is not None and len(mask) == rule.k_global and first.masks == 1
+
+    def play(self, rounds: range) -> list[int]:
+        """Makes these rounds; of each, how many entries only some clients sent (see `count`).
+
+        Raises NotFiniteError, with the round as `error.round`, after the last; the state is void.
+        """
+        federation, before = self.federation, self.compressor.round
+        federation.feed.hold(rounds)
+        for index, t in enumerate(rounds):
+            self._play(index, federation.schedule(t).eta)
+        federation.t, self.compressor.round = rounds.stop, before + len(rounds)
+        for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
+            error = NotFiniteError(n)
+            error.round = rounds[index]
+            raise error
+        return self.explored_T[: len(rounds)].tolist()
+
+    def count(self, explored: int) -> None:
+        """Puts one of these rounds into the compressor's counts of bits and bytes."""
+        compressor, rule = self.compressor, self.compressor.rule
+        down = compressor.down.block_code_bits(rule.k_global + explored, explored)
+        up = compressor.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local)
+        sizes = [(bits, OVERHEAD_BYTES + -(-bits // 8)) for bits in (up, down)]
+        compressor.link.up, compressor.link.down = [sizes[0]] * self.federation.clients, sizes[1]
+        compressor.count()
+
+    def _play(self, index: int, eta: float) -> None:
+        self.index.fill_(index)
+        self.eta.fill_(eta)
+        if self.index.device.type != "cuda":
+            self._round()
+            return
+        with torch.cuda.device(self.index.device):
+            same = [one is two for one, two in zip(self._masks(), self.held, strict=False)]
+            if self.graph is None or not all(same):
+                self.graph, self.held = self._captured(), self._masks()
+            self.graph.replay()
+
+    def _round(self) -> None:
+        federation, everyone = self.federation, list(range(self.federation.clients))
+        self.host.finite.clear()
+        with self.compressor.hosted(self.host):
+            federation.play(everyone, self.index, self.eta)
+        now, finite_N = self.index.view(1), [self.host.finite[n] for n in everyone]
+        self.finite_TN.index_copy_(0, now, torch.stack(finite_N).view(1, -1))
+        self.explored_T.index_copy_(0, now, self.host.explored.view(1))
+
+    def _masks(self) -> list[Tensor | None]:
+        """What eager rounds and checkpoints put another tensor in the place of."""
+        return [getattr(self.compressor.rule, name, None) for name in ("positions", "shared")]
+
+    def _captured(self) -> Any:
+        """The round as a CUDA graph. What the trial rounds before it change is put back."""
+        before = [(tensor, tensor.clone()) for tensor in self._state()]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._round()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):  # the default one is of the first device used
+            self._round()
+        for tensor, value in before:
+            tensor.copy_(value)
+        return graph
+
+    def _state(self) -> list[Tensor]:
+        federation = self.federation
+        state = [federation.theta_D, federation.statistics_NS, federation.losses_N]
+        state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
+        return state + [t for t in (federation.momentum_D, *self._masks()) if t is not None]
+
+
+# ══ 10. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and its small relative ═══
 #    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 STAGES = {"resnet18": (2, 2, 2, 2), "resnet8": (1, 1, 1)}  # basic blocks of each stage
 
@@ -1939,6 +2212,9 @@ def resnet8(width: int = 16, classes: int = 10) -> nn.Module:
     return build_model("resnet8", width, classes)
 
 
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
 class FlatModel:
     """A model whose parameters are views into one flat tensor, `theta_D`, and their gradients into
     another, `gradient_D`: a backward pass adds to it.
@@ -1949,9 +2225,11 @@ class FlatModel:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.parameters = list(model.parameters())
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters or any(p.dtype != torch.float32 for p in self.parameters):
+            raise ValueError("model: allowed: one with parameters to train, all of them float32")
         self.layer_sizes = [p.numel() for p in self.parameters]
-        self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        self.norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.track_running_stats]
         self.theta_D = torch.empty(sum(self.layer_sizes), device=self.parameters[0].device)
         self.gradient_D = torch.zeros_like(self.theta_D)
         self.gradients = self.views(self.gradient_D)
@@ -1981,7 +2259,8 @@ class FlatModel:
 
     def statistics(self) -> Tensor:
         """The model's batch-norm running means and variances, (S,)."""
-        return torch.cat([s for m in self.norms for s in (m.running_mean, m.running_var)])
+        parts = [s for m in self.norms for s in (m.running_mean, m.running_var)]
+        return torch.cat([self.theta_D.new_empty(0), *parts])
 
 
 def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
@@ -1991,11 +2270,9 @@ def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
     return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 12. A communication hook for PyTorch's DistributedDataParallel
+# ══ 11. A communication hook for PyTorch's DistributedDataParallel ════════════════════════════════
 #     TCS in anyone's training: the values whose places all ranks know are one dense all-reduce;
 #     only what each rank found for itself is gathered. Every bucket has its `Compressor`.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 
 class TCSState:
@@ -2015,16 +2292,13 @@ class TCSState:
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
     "dense" and "shared" to all_reduce, "explored" to all_gather.
 
-    It survives DDP's rebuilding of buckets after the first step, and checkpoints, in either of two
-    ways; every rank saves its own, since errors differ: `state_dict` (tensors and numbers, good for
-    torch.load(weights_only=True)), or pickling the state, which leaves the process group out. Load
-    before the first step, into the same model with the same bucket_cap_mb.
+    It survives DDP's rebuilding of buckets after the first step. `state_dict` has tensors and
+    numbers, good for torch.load(weights_only=True); every rank saves its own, since errors differ.
+    Load before the first step, into the same model with the same bucket_cap_mb.
 
-    Values are not quantized: an all-reduce adds up on the way, and sums of quantized values with a
-    scale of their own on every rank need 32 bits again. Half the bits come with PyTorch's own
-    bf16_compress_wrapper(tcs_hook). A gradient that is not finite (fp16 and a GradScaler that
-    tries) becomes NaN on every rank, so that all scalers skip the step; errors and masks stay as
-    they were, in units of the scale.
+    Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
+    bf16_compress_wrapper(tcs_hook) halves the bits. A gradient that is not finite becomes NaN on
+    every rank, so that all GradScalers skip the step; errors and masks stay as they were.
     Raises ValueError for a share, or start_iter, that is none.
     """  # fmt: skip
 
@@ -2059,14 +2333,6 @@ class TCSState:
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"scheme": self.scheme, "start_iter": self.start_iter, "state": self.state_dict()}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.process_group, self._slots = None, {}
-        self.scheme, self.start_iter = saved["scheme"], saved["start_iter"]
-        self.load_state_dict(saved["state"])
-
     def _compressor(self, bucket: dist.GradBucket) -> Compressor:
         """The bucket's own, with what its parameters brought along from other buckets."""
         parameters = bucket.parameters()
@@ -2077,7 +2343,7 @@ class TCSState:
             self._loose |= _loosened(other, self._buckets.pop(other))
         sizes = [p.numel() for p in parameters]
         found = [self._loose.pop(slot, None) for slot in key]
-        compressor = Compressor(self.scheme, sizes, 1, bucket.buffer().device)
+        compressor = Compressor(self.scheme, sizes, 1, bucket.buffer().device, link=_CastLink())
         _take_up(compressor, found)
         self._buckets[key] = compressor
         return compressor
@@ -2101,10 +2367,8 @@ def _take_up(compressor: Compressor, found: list[dict[str, Tensor] | None]) -> N
         return
     sizes = [part["errors"].numel() for part in found]
     if sizes != compressor.layer_sizes:
-        raise ValueError(
-            f"TCSState: got parameters of {sizes} entries, allowed: {compressor.layer_sizes}, as "
-            "saved (the same model with the same bucket_cap_mb)"
-        )
+        same = f"{compressor.layer_sizes}, as saved (the same model and bucket_cap_mb)"
+        raise ValueError(f"TCSState: got parameters of {sizes} entries, allowed: {same}")
     compressor.errors_ND[0] = torch.cat([part["errors"] for part in found])
     if all("mask" in part for part in found):
         mask_D = torch.cat([part["mask"] for part in found]).to(compressor.errors_ND.device)
@@ -2171,7 +2435,18 @@ tcs_hook.__annotations__ |= {
     "return": torch.futures.Future[Tensor],
 }
 
-_AGREED = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
+_SIGNS = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
+
+
+class _CastLink(Link):
+    """What all_reduce adds up is in the gradients' own type: the rest of a value stays behind."""
+
+    dtype = torch.float32
+
+    def send_up(self, message: Message) -> Message:
+        shared, values = len(self.agreed.shared_K), message.values
+        cast = torch.cat([values[:shared].to(self.dtype).float(), values[shared:]])
+        return dataclasses.replace(message, values=cast)
 
 
 def _exchanged(
@@ -2179,20 +2454,20 @@ def _exchanged(
 ) -> torch.futures.Future[Tensor]:
     """Steps 2 to 5."""
     buffer, ranks = bucket.buffer(), group.size()
-    shared_K = compressor.rule.global_mask()
-    message, finite = _own_message(compressor, buffer, shared_K)  # step 2
+    compressor.link.dtype = buffer.dtype
+    compressor.open()
+    shared_K = compressor.shared_K
+    message, finite = _own_message(compressor, buffer)  # step 2
     sent = message.values[: len(shared_K)].to(buffer.dtype)
-    compressor.errors_ND[0, shared_K] += message.values[: len(shared_K)] - sent.float()
-    own = dataclasses.replace(
-        message, values=message.values[len(shared_K) :], sender=group.rank(), round=step
-    )
+    values = message.values[len(shared_K) :]
+    own = dataclasses.replace(message, values=values, sender=group.rank(), round=step)
     reduced = (sent if finite else sent + math.nan) / ranks  # step 3
     futures = [dist.all_reduce(reduced, group=group, async_op=True).get_future()]
     state.bytes_sent["shared"] += reduced.nbytes
-    agreed = _AGREED.pack(finite, zlib.crc32(shared_K.cpu().numpy().data))
+    signs = _SIGNS.pack(finite, zlib.crc32(shared_K.cpu().numpy().data))
     gathered: list[Tensor] = []
     if len(own.positions):  # step 4
-        data = bytearray(agreed + encode_message(own, compressor.up))
+        data = bytearray(signs + encode_message(own, compressor.up))
         parts = torch.frombuffer(data, dtype=torch.uint8).to(buffer.device)
         gathered = [torch.empty_like(parts) for _ in range(ranks)]
         futures.append(dist.all_gather(gathered, parts, group=group, async_op=True).get_future())
@@ -2202,7 +2477,7 @@ def _exchanged(
         for future in done.value():
             future.wait()
         update_D = compressor.errors_ND.new_zeros(compressor.dimension)
-        well = _add_explored_(update_D, gathered, agreed[1:], compressor.up, step)
+        well = _add_explored_(update_D, gathered, signs[1:], compressor.up, step)
         update_D.div_(ranks)[shared_K] = reduced.float()
         if not (well and reduced.isfinite().all()):
             if finite:
@@ -2214,32 +2489,34 @@ def _exchanged(
     return torch.futures.collect_all(futures).then(averaged)
 
 
-def _own_message(compressor: Compressor, buffer: Tensor, shared_K: Tensor) -> tuple[Message, bool]:
+def _own_message(compressor: Compressor, buffer: Tensor) -> tuple[Message, bool]:
     """This rank's side of Alg. 2. False, and zeros, for a gradient that is not finite: its errors
     stay as they were."""
     gradient_D, finite = buffer.float(), bool(buffer.isfinite().all())
     if finite:
         try:
-            return compressor._client(0, gradient_D, shared_K), True
+            return compressor.client(0, gradient_D), True
         except NotFiniteError:  # the errors themselves have grown beyond float32
             compressor.errors_ND.zero_()
-    zeros_D = torch.zeros_like(gradient_D)
+    zeros_D, shared_K = torch.zeros_like(gradient_D), compressor.shared_K
     own_K = compressor.rule.local_mask(zeros_D, shared_K)
     return Message(zeros_D[: len(shared_K) + len(own_K)], own_K), False
 
 
 def _add_explored_(
-    update_D: Tensor, gathered: list[Tensor], agreed: bytes, wire: Wire, step: int
+    update_D: Tensor, gathered: list[Tensor], mask: bytes, wire: Wire, step: int
 ) -> bool:
     """Adds every rank's own values; whether all of them were finite."""
     nothing, well = torch.empty(0, dtype=torch.int64), True
     for rank, part in enumerate(gathered):
         data = part.cpu().numpy().tobytes()
         well = well and bool(data[0])
-        if data[1 : _AGREED.size] != agreed:
+        if data[1 : _SIGNS.size] != mask:
             raise ValueError(f"rank {rank}: its shared mask is another than here")
-        with _of_rank(rank):
-            own = decode_message(data[_AGREED.size :], wire, nothing, rank, step)
+        try:
+            own = decode_message(data[_SIGNS.size :], wire, nothing, rank, step)
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, {error}") from error
         own = own.to(update_D.device)
         update_D.index_add_(0, own.positions, own.values)
     return well

@@ -1,4 +1,4 @@
-"""Command line: python -m tcs_lab run | again | sensitivity | bench."""
+"""Command line: python -m tcs_lab run | again | sensitivity | bench; also installed as `tcs`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from tcs_core import RankError
 from tcs_lab.bench import BENCHES, bench_table, run_benches
-from tcs_lab.errors import cut, reject_unknown, shown
-from tcs_lab.ranks import _world, joined_ranks
+from tcs_lab.errors import cut, one_line, reject_unknown, shown
+from tcs_lab.ranks import RankError, joined_ranks, says, world
 from tcs_lab.records import config_of, differences, read_record, record_path
 from tcs_lab.runs import run_all
 from tcs_lab.sensitivity import (
@@ -32,48 +31,43 @@ from tcs_lab.sensitivity import (
 from tcs_lab.settings import ROOT, WHERE_KEYS, RunConfig, plan, read_params, read_yaml
 from tcs_lab.tables import markdown, readable, summary
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 15. Command line: python tcs_core.py run --params params/table1.yaml params/quick.yaml
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# Words ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tcs_core.py", description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    run_ = commands.add_parser("run", help="make the runs of a table in a profile; print the table")
-    vary = commands.add_parser("sensitivity", help="make the runs that vary one setting at a time")
-    for command in (run_, vary):
-        add = command.add_argument
+    parser = argparse.ArgumentParser(prog="tcs", description="Time-Correlated Sparsification: runs")
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, main: Callable[[Any], int], does: str) -> Callable[..., Any]:
+        own = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+        own.set_defaults(main=main)
+        own.add_argument("--results", help=f"results folder (default: {_KEPT.get(main, _RESULTS)})")
+        return own.add_argument
+
+    run = command("run", _run, "make the runs of a table in a profile; print the table")
+    vary = command("sensitivity", _sensitivity, "make the runs that vary one setting at a time")
+    for add in (run, vary):
         add("--params", nargs="+", required=True, help="YAML files, later over earlier")
         add("--scheme", action="append", help="only this scheme (may be repeated)")
         add("--seed", action="append", type=int, help="only this seed (may be repeated)")
         add("--set", action="append", default=[], metavar="KEY=VALUE",
             help="one more parameter, its value read as YAML")  # fmt: skip
-        add("--results", help="results folder (default: beside this module)")
         add("--jobs", type=int, help="processes side by side")
         add("--timeout", type=float, metavar="SECONDS",
-            help="wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
-    run_.set_defaults(main=_main_run)
-    vary.add_argument("--setting", action="append", help="only this setting (may be repeated)")
-    vary.add_argument("--sweep", default=ROOT / "params" / "sensitivity.yaml", metavar="FILE",
-                      help="what is varied (default: params/sensitivity.yaml)")  # fmt: skip
-    vary.set_defaults(main=_main_sensitivity)
-    again = commands.add_parser("again", help="make a record's run again and compare the two")
-    again.add_argument("record", metavar="RECORD", help="a file in results/<profile>/runs/")
-    again.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                       help=f"where: {', '.join(sorted(WHERE_KEYS - {'profile'}))}")  # fmt: skip
-    again.add_argument("--results", help="keep the new record in this results folder")
-    again.set_defaults(main=_main_again)
-    bench = commands.add_parser("bench", help="measure speed and memory; write results/bench/")
-    bench.add_argument("--part", action="append", choices=list(BENCHES), help="only this part")
-    bench.add_argument(
-        "--repeat", type=int, default=7, help="turns of each measurement; short ones take more"
-    )
-    bench.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
-    bench.add_argument("--precision", default="fp32", help="fp32 or bf16")
-    bench.add_argument("--threads", type=int, help="CPU threads")
-    bench.add_argument("--results", help="results folder (default: beside this module)")
-    bench.set_defaults(main=_main_bench)
+            help="under torchrun: wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
+    vary("--setting", action="append", help="only this setting (may be repeated)")
+    vary("--sweep", default=ROOT / "params" / "sensitivity.yaml", metavar="FILE",
+         help="what is varied (default: params/sensitivity.yaml)")  # fmt: skip
+    again = command("again", _again, "make a record's run again and compare the two")
+    again("record", metavar="RECORD", help="a file in results/<profile>/runs/")
+    again("--set", action="append", default=[], metavar="KEY=VALUE",
+          help=f"where: {', '.join(sorted(_WHERE))}")  # fmt: skip
+    bench = command("bench", _bench, "measure speed and memory; write results/bench/")
+    bench("--part", action="append", choices=list(BENCHES), help="only this part (may be repeated)")
+    bench("--repeat", type=int, default=7, help="turns of each measurement; short ones take more")
+    bench("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
+    bench("--precision", default="fp32", help="fp32 or bf16")
+    bench("--threads", type=int, help="CPU threads")
     return parser
 
 
@@ -87,89 +81,17 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
     return params
 
 
-def _command_params(arguments: argparse.Namespace) -> dict[str, Any]:
-    params = read_params(arguments.params) | _set_params(arguments.set)
-    if arguments.seed is not None:
-        params["seeds"] = arguments.seed
-    if arguments.jobs is not None:
-        params["jobs"] = arguments.jobs
-    return params
+def _params(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {"seeds": arguments.seed, "jobs": arguments.jobs}
+    given = {key: value for key, value in given.items() if value is not None}
+    return read_params(arguments.params) | _set_params(arguments.set) | given
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends the command like Ctrl-C."""
+# Commands: each returns the exit code ─────────────────────────────────────────────────────────────
 
 
-@contextlib.contextmanager
-def _sigterm_like_ctrl_c() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise Terminated
-
-    waits = _world()[1] > 1  # in a collective, where Python sees no signal: then it just ends
-    if waits or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
-    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 141 if nobody reads what it prints,
-    143 after SIGTERM.
-
-    Under torchrun all ranks call it; what all of them know, rank 0 says.
-    """
-    if sys.stderr is None:  # closed
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
-        sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
-    try:
-        with _sigterm_like_ctrl_c():
-            code = arguments.main(arguments)
-            _flush_output()
-            return code
-    except BrokenPipeError:  # as after `| head`
-        return 141
-    except (ValueError, OSError, RankError) as error:
-        lost = isinstance(error, RankError)
-        if _world()[0] == 0 or not hasattr(error, "told_to_all"):
-            hint = "; the same command goes on from the last checkpoint" if lost else ""
-            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
-        return 3 if lost else 2
-    except (MemoryError, RuntimeError) as error:
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not full and ("memory" not in str(error) or "illegal" in str(error)):
-            raise
-        print(f"error: not enough memory: {cut(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        kept = "nothing is kept" if arguments.main is _main_bench else _GOES_ON
-        print(f"{how}; {kept}", file=sys.stderr)
-        return code
-
-
-_GOES_ON = "the same command goes on where it stopped"
-
-
-def _flush_output() -> None:
-    """Raises here, not when the interpreter ends, if what was printed can't be written."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
-
-
-def _main_run(arguments: argparse.Namespace) -> int:
-    params = _command_params(arguments)
+def _run(arguments: argparse.Namespace) -> int:
+    params = _params(arguments)
     if arguments.scheme:
         params["schemes"] = arguments.scheme
     return _make(
@@ -178,9 +100,9 @@ def _main_run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
-def _main_sensitivity(arguments: argparse.Namespace) -> int:
-    sweep, params = read_sensitivity(arguments.sweep), _command_params(arguments)
-    names = arguments.setting or list(sweep["settings"])
+def _sensitivity(arguments: argparse.Namespace) -> int:
+    sweep, params = read_sensitivity(arguments.sweep), _params(arguments)
+    names = arguments.setting or list(sweep.settings)
     planned = [config for name in names for runs in sensitivity_plan(sweep, params, name).values()
                for config in runs]  # fmt: skip
     known = dict.fromkeys(config.scheme.name for config in planned)
@@ -209,10 +131,10 @@ def _make(
     return 1 if diverged else 0
 
 
-def _main_again(arguments: argparse.Namespace) -> int:
+def _again(arguments: argparse.Namespace) -> int:
     """A record's run once more, from the record alone; exit code 1 if its numbers are others."""
     record, where = read_record(arguments.record), _set_params(arguments.set)
-    reject_unknown(where, WHERE_KEYS - {"profile"}, "place to run")
+    reject_unknown(where, _WHERE, "place to run")
     config = config_of(record, **where)
     with contextlib.ExitStack() as stack:
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
@@ -225,7 +147,7 @@ def _main_again(arguments: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _main_bench(arguments: argparse.Namespace) -> int:
+def _bench(arguments: argparse.Namespace) -> int:
     if arguments.repeat < 1:
         raise ValueError(f"--repeat: got {arguments.repeat}, allowed: a whole number >= 1")
     options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
@@ -234,8 +156,95 @@ def _main_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_WHERE = WHERE_KEYS - {"profile"}
+_RESULTS, _KEPT = "results/ beside the notebooks' folder", {_again: "none, nothing is kept"}
+
+
+# How it ends ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
+    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 141 if nobody reads what it prints,
+    143 after SIGTERM.
+
+    Under torchrun all ranks call it; what all of them know, rank 0 says.
+    """
+    if sys.stderr is None:  # closed
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
+        sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = _parser().parse_args(argv)
+    try:
+        with _stopped_once():
+            code = arguments.main(arguments)
+            _flush_output()
+            return code
+    except BrokenPipeError:  # as after `| head`
+        return 141
+    except (ValueError, OSError, RankError) as error:
+        lost = isinstance(error, RankError)
+        if says(error):
+            hint = f"; {_GOES_ON} from the last checkpoint" if lost else ""
+            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+        return 3 if lost else 2
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not full and ("memory" not in str(error) or "illegal" in str(error)):
+            raise
+        print(f"error: not enough memory: {cut(one_line(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        kept = "nothing is kept" if arguments.main is _bench else f"{_GOES_ON} where it stopped"
+        print(f"{how}; {kept}", file=sys.stderr)
+        return code
+
+
+_GOES_ON = "the same command goes on"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the command like Ctrl-C."""
+
+
+@contextlib.contextmanager
+def _stopped_once() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt, the first of them; those after it are ignored to
+    the end of the process, so that what has to be put away is."""
+    before: dict[int, Any] = {}
+
+    def stop(number: int, _: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        before.clear()
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    waits = world()[1] > 1  # in a collective, where Python sees no signal: then it just ends
+    if not waits and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _flush_output() -> None:
+    """Raises here, not when the interpreter ends, if what was printed can't be written."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 if __name__ == "__main__":
     code = main()
-    if code and _world()[1] > 1:  # gloo's threads may abort an interpreter that ends
+    if code and world()[1] > 1:  # gloo's threads may abort an interpreter that ends
         os._exit(code)
     sys.exit(code)

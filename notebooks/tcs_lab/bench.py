@@ -23,7 +23,6 @@ from tcs_core import (
     Compressor,
     Message,
     Scheme,
-    _reject_unknown,
     decode_message,
     decode_positions,
     encode_message,
@@ -31,6 +30,7 @@ from tcs_core import (
     positions_to_mask,
 )
 from tcs_lab.data import synthetic_dataset
+from tcs_lab.errors import reject_unknown as _reject_unknown
 from tcs_lab.files import _write_whole
 from tcs_lab.records import RECORD_VERSION, provenance, results_folder
 from tcs_lab.runs import _arithmetic, _memory_kept

@@ -396,18 +396,6 @@ class Draws:
         return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))
 
 
-_STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
-_CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
-
-
-@dataclass(frozen=True)
-class Staged:
-    """The next batches of one client's `draws`, augmented, by the first sample of each."""
-
-    draws: Draws
-    batches: dict[int, tuple[Tensor, Tensor]]
-
-
 class Batches:
     """A data set on the training device: augmented training batches, plain test batches."""
 
@@ -462,3 +450,9 @@ def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
     word = torch.int64 if plain.shape[1] % 8 == 0 else torch.uint8
     chosen = torch.where(flips_B.view(-1, 1), mirrored.view(word), plain.view(word))
     return chosen.view(torch.uint8).view_as(images)
+
+
+def generator_for(seed: int, *path: int) -> torch.Generator:
+    """The CPU generator of one purpose: the same numbers for the same (seed, path), everywhere."""
+    state = np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))

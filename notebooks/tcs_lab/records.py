@@ -16,8 +16,12 @@ import numpy as np
 import torch
 
 import tcs_core
-from tcs_core import WHOLE, Ranks, Scheme, _cut, _reject_unknown, _shown
+from tcs_core import Scheme
 from tcs_lab.data import Dataset
+from tcs_lab.errors import cut as _cut
+from tcs_lab.errors import reject_unknown as _reject_unknown
+from tcs_lab.errors import shown as _shown
+from tcs_lab.ranks import Ranks
 from tcs_lab.settings import ROOT, RUN_KEYS, RunConfig, digest_of
 from tcs_lab.training import Row, Training
 
@@ -198,7 +202,7 @@ def _record_problem(record: Any, config: RunConfig | None) -> str | None:
     if record["status"] == "finished" and len(record["rows"]) != record["config"]["epochs"]:
         return f"rows: got {len(record['rows'])} epochs, allowed: {record['config']['epochs']}"
     if not _is_count(record["dimension"]) or not record["dimension"]:
-        return f"dimension: got {_shown(record['dimension'])}, allowed: {WHOLE}"
+        return f"dimension: got {_shown(record['dimension'])}, allowed: a whole number >= 1"
     if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
         return "its content is not what was written (sha256)"
     return None

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tcs_core import RULES, NotFiniteError, RankError, Ranks, _cut
+from tcs_core import RULES, NotFiniteError
 from tcs_lab.data import Dataset, _fingerprint, load_dataset
+from tcs_lab.errors import cut as _cut
 from tcs_lab.files import _POLL_SECONDS, _alone, _say_waiting, _sweep, _write_whole, cache_folder
+from tcs_lab.ranks import RankError, Ranks
 from tcs_lab.records import (
     _git_state,
     _record,
