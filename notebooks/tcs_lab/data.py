@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tcs_lab.errors import cut, one_line, shown
-from tcs_lab.files import _alone, _say_waiting, _write_whole, cache_folder
+from tcs_lab.files import alone, cache_folder, write_whole
 
 # Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
 # a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
@@ -155,7 +155,9 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
     from torchvision.datasets import CIFAR10
 
     try:
-        with _alone(root, _say_waiting):  # two downloads into one folder spoil each other
+        with alone(
+            root, f"the download into {root}"
+        ):  # two downloads into one folder spoil each other
             parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
     except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
         raise ValueError(
@@ -184,14 +186,14 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
     label = label or path.name.split(".")[0]
     if found := _read_cached(cached, label):
         return found
-    with _alone(cached, lambda _: _say_waiting(f"the images in {path}")):
+    with alone(cached, f"the images in {path}"):
         if found := _read_cached(cached, label):
             return found
         files = _tar_files(path) if path.is_file() else _folder_files(path)
         dataset = _decode_files(files, path, label)
         arrays = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
         sealed = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
-        _write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
+        write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
         return dataset
 
 

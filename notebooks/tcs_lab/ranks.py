@@ -1,13 +1,11 @@
-"""Ranks: one federation over many processes."""
+"""Ranks: one federation over many processes, joined by torch.distributed."""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import math
 import os
-import struct
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,209 +16,167 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tcs_core import NotFiniteError, RankError, Ranks, _positive
-
-_SHORT = 240  # bytes that travel with their length, in one collective
-_PATIENCE = 3.0  # seconds in which ranks that saw a failure say so; those that did not are named
-_LENGTH = struct.Struct("<Q")
+from tcs_core import NotFiniteError
 
 
-class ProcessRanks(Ranks):
-    """Ranks joined by torch.distributed: gloo between CPUs, nccl between GPUs.
+class RankError(RuntimeError):
+    """Another rank is late, gone, or went wrong; the text names it."""
 
-    `store` is the key-value store that all were started with: before a rank waits for others it
-    writes there how often it has, so that those who wait too long can say for whom.
+
+class Ranks:
+    """The processes that share a federation. This one is alone; `joined_ranks` gives the others.
+
+    Every method but `own` is called by all ranks, in the same order.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, device: Any):
-        self.rank, self.size, self.timeout, self.device = rank, size, timeout, device
-        self._store, self._count = store, 0
-        self._arrive()
+    rank, size = 0, 1
 
-    def exchange(self, work: Callable[[], list[bytes]]) -> list[list[bytes]]:
-        error = None
-        try:
-            sent = _framed([b"", *work()])
-        except Exception as raised:  # any: the others must not wait for a rank that went wrong
-            error, sent = raised, _framed([_error_json(raised)])
-        with self._waiting():
-            parts = [_frames(part) for part in self._all_gathered(sent)]
-        failed = [(rank, part[0]) for rank, part in enumerate(parts) if part[0]]
-        if failed:
-            raise _first_error(failed, self.rank, error)
-        return [part[1:] for part in parts]
+    def own(self, count: int, rank: int | None = None) -> range:
+        """Which of `count` things are this rank's (or that one's): a block, perhaps empty."""
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
+
+    def exchange(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returns on every rank, in rank order; what it raises on one, all raise."""
+        return [work()]
 
     def together(self, work: Callable[[], Any]) -> Any:
+        """`work()` of this rank, if it went well on all."""
         done: list[Any] = []
-        self.exchange(lambda: done.append(work()) or [])
+        self.exchange(lambda: done.append(work()))
         return done[0]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        made = self.exchange(lambda: [] if self.rank else [json.dumps(work()).encode()])
-        return json.loads(made[0][0])
+        """`work()` of rank 0, on all ranks."""
+        return self.exchange(lambda: None if self.rank else work())[0]
 
     def in_turn(self, work: Callable[[], Any]) -> Any:
-        leads = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+        """`work()`, by one rank of every machine before the others: downloads, cached files."""
+        leads = _local_rank(self.rank) == 0
         early = self.together(work if leads else lambda: None)
         late = self.together((lambda: None) if leads else work)
         return early if leads else late
 
     def rows(self, rows_N: Tensor) -> Tensor:
-        parts = self.exchange(lambda: [rows_N.cpu().contiguous().numpy().tobytes()])
-        joined = bytearray(b"".join(part[0] for part in parts))
-        return (
-            torch.frombuffer(joined, dtype=rows_N.dtype)
-            .view(-1, *rows_N.shape[1:])
-            .to(rows_N.device)
-        )
+        """The rows of all ranks, in rank order, on this rank's device."""
+        if self.size == 1:
+            return rows_N
+        return torch.cat(self.exchange(rows_N.cpu)).to(rows_N.device)
 
     def check_same(self, tensor: Tensor, what: str) -> None:
-        sums = self.rows(
-            torch.tensor([zlib.crc32(tensor.cpu().contiguous().numpy().data)])
-        ).tolist()
-        others = [str(rank) for rank, value in enumerate(sums) if value != sums[0]]
-        if others:
+        """Raises RankError if the tensor is not the same, bit for bit, on all ranks."""
+        if self.size == 1:
+            return
+        sums = self.exchange(lambda: zlib.crc32(tensor.cpu().contiguous().numpy().data))
+        if others := [str(rank) for rank, value in enumerate(sums) if value != sums[0]]:
             raise RankError(
                 f"{what}: rank {', '.join(others)} got another than rank 0, allowed: the same "
                 "(machines of one kind; a scheme of your own may keep state in observe only)"
             )
 
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        own = _client_rows(state)
-        if self.rank:
-            self._send(_saved(own), 0)
+        """A federation's state with all clients' rows on rank 0; elsewhere as it is."""
+        parts = self._gathered(_client_rows(state))
+        if not parts:
             return state
-        parts = [own] + [_loaded(self._receive(rank)) for rank in range(1, self.size)]
-        cat = {key: torch.cat([part[key].cpu() for part in parts]) for key in own}
-        return _with_client_rows(state, cat)
+        return _with_client_rows(state, {k: torch.cat([p[k] for p in parts]) for k in parts[0]})
 
     def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
-        if self.rank:
-            return _loaded(self._receive(0), device)
-        rows = _client_rows(state)
-        for rank in reversed(range(self.size)):
-            own = self.own(clients, rank)
-            part = {key: value[own.start : own.stop].clone() for key, value in rows.items()}
-            part = _with_client_rows(state, part)
-            if rank:
-                self._send(_saved(part), rank)
-        return part
+        """The inverse: rank 0's whole state, as the part of it that is this rank's."""
+        parts = []
+        if self.rank == 0:
+            rows = _client_rows(state)
+            for own in (self.own(clients, rank) for rank in range(self.size)):
+                part = {key: value[own.start : own.stop].clone() for key, value in rows.items()}
+                parts.append(_with_client_rows(state, part))
+        return _on(self._scattered(parts), device)
 
-    # Transport ───────────────────────────────────────────────────────────────────────────────────
+    def _gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, on rank 0; elsewhere nothing."""
+        return [value]
 
-    def _all_gathered(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, of any length."""
-        heads = self._gathered(
-            _LENGTH.pack(len(data)) + data[:_SHORT], _LENGTH.size + _SHORT, "cpu"
-        )
-        lengths = [_LENGTH.unpack_from(head)[0] for head in heads]
-        if max(lengths) <= _SHORT:
-            bodies = [head[_LENGTH.size :] for head in heads]
-        else:
-            bodies = self._gathered(data, max(lengths), self.device)
-        return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
+    def _scattered(self, values: list[Any]) -> Any:
+        """This rank's one of rank 0's values."""
+        return values[0]
 
-    def _gathered(self, data: bytes, size: int, device: Any) -> list[bytes]:
-        own = torch.zeros(size, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self.size)]
-        dist.all_gather(parts, own.to(device))
-        return [part.cpu().numpy().tobytes() for part in parts]
 
-    def _send(self, data: bytes, rank: int) -> None:
+class ProcessRanks(Ranks):
+    """Ranks joined by torch.distributed (gloo). What they exchange is pickled: they run the same
+    program and trust each other, so join no machine that is not yours."""
+
+    def __init__(self, rank: int, size: int, timeout: float):
+        self.rank, self.size, self.timeout = rank, size, timeout
+
+    def exchange(self, work: Callable[[], Any]) -> list[Any]:
+        error, told = None, None
+        try:
+            value = work()
+        except Exception as raised:  # any: the others must not wait for a rank that went wrong
+            error, value = raised, None
+            text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+            told = text, error.client if isinstance(error, NotFiniteError) else None
+        parts: list[Any] = [None] * self.size
         with self._waiting():
-            dist.send(torch.tensor([len(data)]), rank)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+            dist.all_gather_object(parts, (told, value))
+        if failed := [(rank, told) for rank, (told, _) in enumerate(parts) if told]:
+            raise _first_error(failed, self.rank, error)
+        return [value for _, value in parts]
 
-    def _receive(self, rank: int) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64)
+    def _gathered(self, value: Any) -> list[Any]:
+        parts = None if self.rank else [None] * self.size
         with self._waiting():
-            dist.recv(length, rank)
-            data = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(data, rank)
-        return data.numpy().tobytes()
+            dist.gather_object(_on(value, "cpu"), parts)
+        return parts or []
 
-    def _arrive(self) -> None:
-        self._count += 1
-        self._store.set(f"at/{self.rank}", str(self._count))
+    def _scattered(self, values: list[Any]) -> Any:
+        own = [None]
+        with self._waiting():
+            dist.scatter_object_list(own, _on(values, "cpu") or None)
+        return own[0]
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Around whatever waits for other ranks: what goes wrong there is put into words."""
+        """Around whatever waits for other ranks, which have to come in time."""
         try:
-            self._arrive()
+            dist.monitored_barrier(timeout=timedelta(seconds=self.timeout), wait_all_ranks=True)
             yield
         except RuntimeError as error:  # torch.distributed's own, DistError, is one
-            raise RankError(f"rank {self.rank}: {self._absence(error)}") from error
-
-    def _absence(self, error: RuntimeError) -> str:
-        try:
-            absent = self._absent()
-        except RuntimeError:
-            return "the ranks' store is gone: torchrun, or rank 0, has ended"
-        names = ", ".join(f"rank {rank}" for rank in absent) or "no rank"
-        reason = str(error).strip().split("\n")[0]
-        return f"{names} did not come within {self.timeout:g} s, or has ended ({reason})"
-
-    def _absent(self) -> list[int]:
-        """Ranks that do not report a failure as well; first of all those that came here less often.
-
-        Some of those are stuck one step behind, waiting for the same rank: they will report.
-        """
-        silent = [rank for rank in range(self.size) if rank != self.rank]
-        behind = [rank for rank in silent if int(self._store.get(f"at/{rank}")) < self._count]
-        self._store.set(f"failed/{self.rank}", "1")
-        until = time.monotonic() + _PATIENCE
-        with contextlib.suppress(RuntimeError):  # rank 0, with the store, has left
-            while silent and time.monotonic() < until:
-                time.sleep(0.05)
-                silent = [rank for rank in silent if not self._store.check([f"failed/{rank}"])]
-        return [rank for rank in silent if rank in behind] or silent or behind
+            late = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
+            raise RankError(
+                f"rank {self.rank}: rank {late[1]} did not come within {self.timeout:g} s, or ended"
+                if late
+                else f"rank {self.rank}: rank 0 has ended, or named another that did"
+                if self.rank
+                else f"rank 0: another rank has ended ({str(error).splitlines()[0]})"
+            ) from error
 
 
-def _error_json(error: Exception) -> bytes:
-    diverged = error.client if isinstance(error, NotFiniteError) else None
-    text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-    return json.dumps({"text": text, "diverged": diverged}).encode()
-
-
-def _first_error(failed: list[tuple[int, bytes]], rank: int, own: Exception | None) -> Exception:
+def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None) -> Exception:
     """The error that one process would have met first, marked as told to all."""
-    told = [(who, json.loads(text)) for who, text in failed]
-    diverged = [error["diverged"] for _, error in told]
-    who, first = told[0]
+    diverged = [client for _, (_, client) in failed]
+    who, (text, _) = failed[0]
     if None not in diverged:
         error: Exception = NotFiniteError(min(diverged))
     else:
-        error = own if own and who == rank else RankError(f"rank {who}: {first['text']}")
+        error = own if own and who == rank else RankError(f"rank {who}: {text}")
     error.told_to_all = True
     return error
 
 
-def _framed(parts: list[bytes]) -> bytes:
-    return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+def says(error: BaseException) -> bool:
+    """Whether this process is the one that says an error: rank 0 what all know; before they are
+    joined, one rank of every machine; each what it alone knows."""
+    rank = world()[0]
+    if not hasattr(error, "told_to_all") and (
+        dist.is_initialized() or isinstance(error, RankError)
+    ):
+        return True
+    return (rank if hasattr(error, "told_to_all") else _local_rank(rank)) == 0
 
 
-def _frames(data: bytes) -> list[bytes]:
-    parts, place = [], 0
-    while place < len(data):
-        end = place + _LENGTH.size + _LENGTH.unpack_from(data, place)[0]
-        parts.append(data[place + _LENGTH.size : end])
-        place = end
-    return parts
+# A federation's state ─────────────────────────────────────────────────────────────────────────────
 
-
-def _saved(state: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def _loaded(data: bytes, device: Any = "cpu") -> dict[str, Any]:
-    return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-
-
-_CLIENT_ROWS = ("statistics_NS", "errors_ND")  # of a federation's state: one row a client
+_CLIENT_ROWS = ("statistics_NS", "errors_ND")  # one row a client
 
 
 def _client_rows(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -235,15 +191,31 @@ def _with_client_rows(state: dict[str, Any], rows: dict[str, Tensor]) -> dict[st
     return put(state) | {"compressor": put(state["compressor"])}
 
 
+def _on(value: Any, device: Any) -> Any:
+    """All tensors of a state, or of a list of them, on a device."""
+    if isinstance(value, dict):
+        return {key: _on(inner, device) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_on(inner, device) for inner in value]
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+# Joining ──────────────────────────────────────────────────────────────────────────────────────────
+
 TIMEOUT = 600.0  # seconds that a rank waits for another, unless $TCS_TIMEOUT or --timeout says so
 
 
-def _world() -> tuple[int, int]:
+def world() -> tuple[int, int]:
     """This process's rank and the number of ranks, as torchrun tells; alone without it."""
     keys = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if not all(os.environ.get(key) for key in keys):
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _local_rank(rank: int) -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", rank))
 
 
 @contextlib.contextmanager
@@ -255,67 +227,49 @@ def joined_ranks(
         with joined_ranks() as ranks:
             record = run(config, ranks=ranks)
 
-    On a GPU every rank takes the one of its number on the machine. `timeout`, in seconds, is how
+    On GPUs every rank takes the one of its number on the machine. `timeout`, in seconds, is how
     long a rank waits for another, start-up included; it must be longer than a round, an evaluation
     or a checkpoint takes (default: $TCS_TIMEOUT, or 600).
     Raises RankError naming ranks that do not come, ValueError for a timeout that is none.
     """  # fmt: skip
-    rank, size = _world()
+    rank, size = world()
     if size == 1:
         yield Ranks()
         return
-    timeout, local = _timeout(timeout), int(os.environ.get("LOCAL_RANK", rank))
-    gpus = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
-    nccl = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # nccl wants a GPU a rank
-    if gpus:
-        torch.cuda.set_device(local % gpus)
-    store = _common_store(rank, size, timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=rank, world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )  # fmt: skip
-    there = f"cuda:{local % gpus}" if nccl else "cpu"
-    yield ProcessRanks(dist.PrefixStore("ranks", store), rank, size, timeout, there)
-    dist.destroy_process_group()
+    seconds = _timeout(timeout)
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(_local_rank(rank) % torch.cuda.device_count())
+    wait = timedelta(seconds=seconds)
+    store = _common_store(rank, size, wait)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    yield ProcessRanks(rank, size, seconds)
+    dist.destroy_process_group()  # not after an error: it would wait for those who are gone
 
 
 def _timeout(given: float | None) -> float:
     text = os.environ.get("TCS_TIMEOUT", TIMEOUT) if given is None else given
-    try:
-        timeout = float(text)
-    except ValueError:
-        timeout = math.nan
-    if not _positive(timeout):
-        raise ValueError(f"timeout: got {text!r}, allowed: a positive number of seconds")
-    return timeout
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ValueError(f"timeout: got {text!r}, allowed: a positive number of seconds")
 
 
-def _common_store(rank: int, size: int, timeout: float) -> dist.Store:
+def _common_store(rank: int, size: int, wait: timedelta) -> dist.Store:
     """The store that torchrun, or rank 0, keeps; all ranks have come to it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent, wait = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        timedelta(seconds=timeout),
-    )
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    late = f"did not come within {wait.total_seconds():g} s"
     try:
-        store = dist.TCPStore(
-            host, port, size, rank == 0 and not agent, wait, wait_for_workers=False
-        )
+        store = dist.TCPStore(host, port, size, keeps, wait, wait_for_workers=False)
     except RuntimeError as error:
-        raise RankError(
-            f"rank {rank}: rank 0 did not come within {timeout:g} s: "
-            f"nobody answers at {host}:{port}"
-        ) from error
+        raise RankError(f"rank {rank}: rank 0 {late}: nobody answers at {host}:{port}") from error
     store = dist.PrefixStore(f"tcs/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     keys = [f"here/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     try:
         store.wait(keys, wait)
     except RuntimeError as error:
-        late = ", ".join(f"rank {r}" for r in range(size) if not store.check([keys[r]]))
-        if rank == 0:
-            time.sleep(_PATIENCE)  # the store may live here: the others read it too
-        raise RankError(
-            f"rank {rank}: {late} of {size} did not come within {timeout:g} s"
-        ) from error
+        absent = ", ".join(str(other) for other in range(size) if not store.check([keys[other]]))
+        time.sleep(3 if keeps else 0)  # the others read the store too
+        raise RankError(f"rank {rank}: rank {absent} of {size} {late}") from error
     return store

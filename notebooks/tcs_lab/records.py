@@ -10,20 +10,20 @@ import subprocess
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, BaseModel, Field
 
 import tcs_core
 from tcs_core import Scheme
 from tcs_lab.data import Dataset
-from tcs_lab.errors import cut as _cut
-from tcs_lab.errors import reject_unknown as _reject_unknown
-from tcs_lab.errors import shown as _shown
-from tcs_lab.ranks import Ranks
+from tcs_lab.errors import cut, reject_unknown, validated
 from tcs_lab.settings import ROOT, RUN_KEYS, RunConfig, digest_of
 from tcs_lab.training import Row, Training
+
+RECORD_VERSION = 1
 
 
 def record_path(config: RunConfig, results: str | Path | None = None) -> Path:
@@ -34,14 +34,13 @@ def results_folder(profile: str, results: str | Path | None = None) -> Path:
     return (Path(results) if results else ROOT / "results") / profile
 
 
-def _record(
-    config: RunConfig, federation: Training, data: Dataset, rows: list[Row],
+def made_record(
+    config: RunConfig, training: Training, data: Dataset, rows: list[Row],
     ways: list[dict[str, Any]], status: str, reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    made = provenance(config, federation.ranks) | {
-        "dataset": data.label,
-        "fingerprint": data.fingerprint,
-    }
+    """The record of a run that ended; its rows were made in these `ways` (see `rounding`)."""
+    made = provenance(config, training.ranks.size)
+    made |= {"dataset": data.label, "fingerprint": data.fingerprint}
     if len(ways) > 1:
         made |= {"repeats": _REPEATS["mixed"], "ways": ways}
     made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
@@ -51,8 +50,8 @@ def _record(
         "status": status,
         "reason": reason,
         "config": config.identity(),
-        "dimension": len(federation.theta_D),
-        "batch_norm_bits": 32 * federation.statistics_NS.shape[1],
+        "dimension": len(training.theta_D),
+        "batch_norm_bits": 32 * training.statistics_NS.shape[1],
         "rows": rows,
         "provenance": made,
     }
@@ -73,7 +72,7 @@ _REPEATS = {
 }
 
 
-def _rounding(config: RunConfig) -> dict[str, Any]:
+def rounding(config: RunConfig) -> dict[str, Any]:
     """What decides how sums are rounded, beside the code."""
     device = config.torch_device
     return {
@@ -85,26 +84,31 @@ def _rounding(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def provenance(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
+def provenance(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
     """Which code, on which machine, when."""
     return {
-        "core_sha256": core_sha256(),
-        **_git_state(),
+        "core_sha256": _CORE_SHA256,
+        "lab_sha256": _LAB_SHA256,
+        **git_state(),
         "python": platform.python_version(),
-        **_rounding(config),
-        "ranks": ranks.size if ranks else 1,
+        **rounding(config),
+        "ranks": ranks,
         "repeats": _REPEATS[config.torch_device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-_CORE_SHA256 = hashlib.sha256(
-    Path(tcs_core.__file__).read_bytes()
-).hexdigest()  # of what was imported
+def _sha256_of(*files: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# Of what was imported, whatever is edited later.
+_CORE_SHA256 = _sha256_of(Path(tcs_core.__file__))
+_LAB_SHA256 = _sha256_of(*sorted(Path(__file__).parent.glob("*.py")))
 
 
 def core_sha256() -> str:
-    """Of this module's file, as it was when it was imported."""
+    """Of the core's file, as it was when it was imported."""
     return _CORE_SHA256
 
 
@@ -118,7 +122,7 @@ def _cpu_name() -> str:
 
 
 @cache
-def _git_state() -> dict[str, Any]:
+def git_state() -> dict[str, Any]:
     def git(*words: str) -> str:
         command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -140,11 +144,11 @@ def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, 
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable record ({error}){advice}") from error
     try:
-        problem = _record_problem(record, config)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        problem = f"a value has the wrong type ({_cut(repr(error))})"
-    if problem:
-        raise ValueError(f"{path}: {problem}{advice}")
+        _check_record(record, path, config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a value is wrong ({cut(repr(error))}){advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}{advice}") from error
     return record
 
 
@@ -163,7 +167,7 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
         if given["reference_batch"] is not None:
             given["reference_batch"] *= 5
     given = {key: value for key, value in given.items() if key != "rule_sha256"}
-    _reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
+    reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
     config = RunConfig(scheme, **({"profile": "again"} | how | given | where))
     if config.digest != record["digest"]:
         raise ValueError(f"record {record['digest']}: its run, {config.digest}, is another here")
@@ -186,52 +190,56 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _record_problem(record: Any, config: RunConfig | None) -> str | None:
-    keys = {"version", "digest", "status", "config", "dimension", "rows", "provenance"}
-    if not isinstance(record, dict) or not keys <= set(record):
-        return f"not a record: allowed: a mapping with {', '.join(sorted(keys))}"
-    if record["version"] != RECORD_VERSION:
-        return f"version: got {record['version']!r}, allowed: {RECORD_VERSION}"
-    if record["status"] not in ("finished", "diverged"):
-        return f"status: got {record['status']!r}, allowed: finished or diverged"
+# What a record must be ────────────────────────────────────────────────────────────────────────────
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+class _Row(BaseModel):
+    epoch: Count
+    rounds: Count
+    dense_rounds: Count
+    bits_up: Count
+    bits_down: Count
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    accuracy: Share
+    mask_overlap: Share | None = None
+
+
+def _in_order(rows: list[_Row]) -> list[_Row]:
+    if [row.epoch for row in rows] != list(range(1, len(rows) + 1)):
+        raise ValueError("epochs are missing")
+    return rows
+
+
+class _Rows(BaseModel):
+    rows: Annotated[list[_Row], AfterValidator(_in_order)]
+
+
+class _Record(_Rows):
+    version: Literal[1]
+    digest: str
+    status: Literal["finished", "diverged"]
+    config: dict[str, Any]
+    dimension: Annotated[int, Field(strict=True, ge=1)]
+    provenance: dict[str, Any]
+
+
+def check_rows(rows: Any) -> None:
+    """ValueError unless they are the rows of epochs 1, 2, 3, ..."""
+    validated(_Rows, {"rows": rows}, "it")
+
+
+def _check_record(record: Any, path: str | Path, config: RunConfig | None) -> None:
+    """ValueError unless it is a record, as it was written, and of this run if one is given."""
+    validated(_Record, record, f"{path}: not a record")
     own = digest_of(record["config"])
     if own != record["digest"] or (config is not None and own != config.digest):
-        return "config: is that of another run"
-    if problem := _rows_problem(record["rows"]):
-        return f"rows: {problem}"
-    if record["status"] == "finished" and len(record["rows"]) != record["config"]["epochs"]:
-        return f"rows: got {len(record['rows'])} epochs, allowed: {record['config']['epochs']}"
-    if not _is_count(record["dimension"]) or not record["dimension"]:
-        return f"dimension: got {_shown(record['dimension'])}, allowed: a whole number >= 1"
+        raise ValueError(f"{path}: config: is that of another run")
+    made, epochs = len(record["rows"]), record["config"]["epochs"]
+    if record["status"] == "finished" and made != epochs:
+        raise ValueError(f"{path}: rows: got {made} epochs, allowed: {epochs}")
     if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
-        return "its content is not what was written (sha256)"
-    return None
-
-
-_COUNTS = ("epoch", "rounds", "dense_rounds", "bits_up", "bits_down")
-
-
-def _rows_problem(rows: Any) -> str | None:
-    needed = {"accuracy", *_COUNTS}
-    if not isinstance(rows, list) or any(
-        not isinstance(r, dict) or not needed <= set(r) for r in rows
-    ):
-        return f"allowed: a list of mappings with {', '.join(sorted(needed))}"
-    if not all(type(r["accuracy"]) in (int, float) and 0 <= r["accuracy"] <= 1 for r in rows):
-        return "accuracy outside 0..1"
-    overlaps = [r["mask_overlap"] for r in rows if r.get("mask_overlap") is not None]
-    if not all(type(v) in (int, float) and 0 <= v <= 1 for v in overlaps):
-        return "mask_overlap outside 0..1"
-    for key in (*_COUNTS, "bytes_up", "bytes_down"):
-        if not all(_is_count(r.get(key, 0)) for r in rows):
-            return f"{key}: allowed: whole numbers >= 0"
-    if [r["epoch"] for r in rows] != list(range(1, len(rows) + 1)):
-        return "epochs are missing"
-    return None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-RECORD_VERSION = 1
+        raise ValueError(f"{path}: its content is not what was written (sha256)")

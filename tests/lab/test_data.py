@@ -35,7 +35,7 @@ def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
     first = load_images(path)
     monkeypatch.setattr(lab.data, "_decode_files", lambda *_: pytest.fail("decoded again"))
     monkeypatch.setattr(
-        lab.files, "_alone", lambda *_: pytest.fail("waited for another that reads")
+        lab.data, "alone", lambda *_: pytest.fail("waited for another that reads")
     )
     assert load_images(path).fingerprint == first.fingerprint
     monkeypatch.undo()
