@@ -1,21 +1,31 @@
-"""Real processes for tests: ranks forked from one server that has imported torch once."""
+"""Real processes for tests, ranks and commands: forked from one server that has imported all once."""
 
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
+import sys
+import time
 
 import tcs_lab as lab
 import torch
+from tcs_lab.__main__ import main
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
-FORKSERVER.set_forkserver_preload(["tcs_core", "torch._dynamo", "pytest", "hypothesis"])
+FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest", "hypothesis"])
 
 
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def few_images(train=120):
+    """In this process: so many synthetic images of 16 x 16 instead of 10,000."""
+    images = lab.synthetic_dataset(train, 40).resized(16)
+    lab.data.synthetic_dataset = lambda: images
 
 
 def as_rank(rank, size, port, folder, timeout, work, arguments, answers):
@@ -25,8 +35,7 @@ def as_rank(rank, size, port, folder, timeout, work, arguments, answers):
     os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank), TCS_CACHE=str(folder / "cache"))
     os.environ.pop("TCS_TIMEOUT", None)
     torch.set_num_threads(1)
-    small = lab.synthetic_dataset(60, 40).resized(16)
-    lab.synthetic_dataset = lambda: small
+    few_images(60)
     try:
         join = lab.joined_ranks("cpu", timeout) if timeout else contextlib.nullcontext()
         with join as ranks:
@@ -53,3 +62,58 @@ def start(size, folder, work, *arguments, timeout=60, absent=()):
         process.join(30)
         assert process.exitcode == 0
     return [found.get(rank) for rank in range(size)]
+
+
+def as_command(words, folder, name, disturb):
+    """In a process and process group of its own: the command line, its output in folder/name; what
+    it trains is logged."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if the tests run with nohup
+    os.environ["TCS_CACHE"] = str(folder / "cache")
+    out = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    torch.set_num_threads(1)
+    few_images()
+    log_runs(folder, name)
+    if disturb:
+        disturb()
+    sys.exit(main(words))  # as the command ends: not before its threads do
+
+
+def log_runs(folder, name):
+    """In this process: the schemes it trains and the epochs it makes, in folder/trained, /epochs."""
+    train = lab.runs._train
+
+    def log(file, what):
+        with (folder / file).open("a") as lines:
+            lines.write(f"{name} {what}\n")
+
+    def logged(config, data, on_epoch, ranks):
+        def told(row):
+            log("epochs", row["epoch"])
+            on_epoch(row)
+
+        log("trained", config.scheme.name)
+        return train(config, data, told, ranks)
+
+    lab.runs._train = logged
+
+
+def logged(path):
+    """What was written down: pairs of the command's name and a scheme, or an epoch."""
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start_command(words, folder, name="output", disturb=None):
+    """The process, begun: `disturb` is called in it first."""
+    process = FORKSERVER.Process(target=as_command, args=(words, folder, name, disturb))
+    process.start()
+    return process
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)

@@ -38,37 +38,41 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tcs", description="Time-Correlated Sparsification: runs")
     commands = parser.add_subparsers(required=True)
 
-    def command(name: str, main: Callable[[Any], int], does: str) -> Callable[..., Any]:
-        own = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+    def command(main: Callable[[Any], int], does: str) -> Callable[..., Any]:
+        own = commands.add_parser(main.__name__.strip("_"), help=does, description=does)
         own.set_defaults(main=main)
-        own.add_argument("--results", help=f"results folder (default: {_KEPT.get(main, _RESULTS)})")
         return own.add_argument
 
-    run = command("run", _run, "make the runs of a table in a profile; print the table")
-    vary = command("sensitivity", _sensitivity, "make the runs that vary one setting at a time")
+    run = command(_run, "make the runs of a table in a profile; print the table")
+    vary = command(_sensitivity, "make the runs that vary one setting at a time; print the table")
+    again = command(_again, "make a record's run again and compare the two")
+    bench = command(_bench, "measure speed and memory; write results/bench/")
     for add in (run, vary):
         add("--params", nargs="+", required=True, help="YAML files, later over earlier")
         add("--scheme", action="append", help="only this scheme (may be repeated)")
         add("--seed", action="append", type=int, help="only this seed (may be repeated)")
-        add("--set", action="append", default=[], metavar="KEY=VALUE",
-            help="one more parameter, its value read as YAML")  # fmt: skip
         add("--jobs", type=int, help="processes side by side")
         add("--timeout", type=float, metavar="SECONDS",
             help="under torchrun: wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
+    for add, sets in ((run, _ANY), (vary, _ANY), (again, f"where: {', '.join(sorted(_WHERE))}")):
+        add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
+    for add in (run, vary, bench):
+        add("--results", help="results folder (default: results/ beside notebooks/)")
+    again("--results", help="keep the new record in this results folder")
+    again("record", metavar="RECORD", help="a file in results/<profile>/runs/")
     vary("--setting", action="append", help="only this setting (may be repeated)")
     vary("--sweep", default=ROOT / "params" / "sensitivity.yaml", metavar="FILE",
          help="what is varied (default: params/sensitivity.yaml)")  # fmt: skip
-    again = command("again", _again, "make a record's run again and compare the two")
-    again("record", metavar="RECORD", help="a file in results/<profile>/runs/")
-    again("--set", action="append", default=[], metavar="KEY=VALUE",
-          help=f"where: {', '.join(sorted(_WHERE))}")  # fmt: skip
-    bench = command("bench", _bench, "measure speed and memory; write results/bench/")
     bench("--part", action="append", choices=list(BENCHES), help="only this part (may be repeated)")
     bench("--repeat", type=int, default=7, help="turns of each measurement; short ones take more")
     bench("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
     bench("--precision", default="fp32", help="fp32 or bf16")
     bench("--threads", type=int, help="CPU threads")
     return parser
+
+
+_ANY = "one more parameter, its value read as YAML (may be repeated)"
+_WHERE = WHERE_KEYS - {"profile"}
 
 
 def _set_params(pairs: list[str]) -> dict[str, Any]:
@@ -154,10 +158,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     record = run_benches(arguments.part or list(BENCHES), *options, arguments.results)
     print(markdown(bench_table(record)))
     return 0
-
-
-_WHERE = WHERE_KEYS - {"profile"}
-_RESULTS, _KEPT = "results/ beside the notebooks' folder", {_again: "none, nothing is kept"}
 
 
 # How it ends ──────────────────────────────────────────────────────────────────────────────────────

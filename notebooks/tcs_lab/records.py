@@ -165,7 +165,7 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}
         if given["reference_batch"] is not None:
-            given["reference_batch"] *= 5
+            given["reference_batch"] = round(5 * given["reference_batch"])
     given = {key: value for key, value in given.items() if key != "rule_sha256"}
     reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
     config = RunConfig(scheme, **({"profile": "again"} | how | given | where))

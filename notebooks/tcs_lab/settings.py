@@ -184,7 +184,8 @@ class RunConfig:
         if self.scheme.centralized:
             values |= {"participation": 1.0, "dirichlet_alpha": None, "warmup_learning_rate": None}
             if self.reference_batch is not None:
-                values["reference_batch"] = self.reference_batch // 5
+                fifth, rest = divmod(self.reference_batch, 5)
+                values["reference_batch"] = self.reference_batch / 5 if rest else fifth
         return {
             "scheme": dataclasses.asdict(self.scheme),
             **values,

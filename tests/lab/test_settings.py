@@ -1,4 +1,4 @@
-"""Settings: schemes by name, configurations, params files."""
+"""Settings: configurations, params files, the plan of a table."""
 
 import math
 from pathlib import Path
@@ -11,92 +11,6 @@ import tcs_core as tcs
 
 PARAMS = Path(lab.ROOT) / "params"
 PROFILES = ("ci", "quick", "cpu", "cpu18", "gpu", "paper")
-
-# Every scheme of the paper's tables and text, with what its name means there (Sec. III-B).
-NAMES = {
-    "TCS": ("TCS", 1, 32, None, None, 0.0),
-    "TCS-L2": ("TCS", 2, 32, None, None, 0.0),
-    "TCS-L4": ("TCS", 4, 32, None, None, 0.0),
-    "TCS-L4-Q5": ("TCS", 4, 5, None, None, 0.0),
-    "TCS-PLF": ("TCS", 1, 32, 1e-3, None, 0.0),
-    "TCS-LF": ("TCS", 1, 32, 1e-3, 4e-4, 0.0),
-    "TCS-LF-Q5": ("TCS", 1, 5, 1e-3, 4e-4, 0.0),
-    "TCS-Q5": ("TCS", 1, 5, None, None, 0.0),
-    "TCS-Global Momentum": ("TCS", 1, 32, None, None, 0.9),
-    "TCS- Global Momentum": ("TCS", 1, 32, None, None, 0.9),
-    "top-K": ("top-K", 1, 32, None, None, 0.0),
-    "top-K-Q5": ("top-K", 1, 5, None, None, 0.0),
-    "rand-K": ("rand-K", 1, 32, None, None, 0.0),
-    "FedAvg": ("dense", 1, 32, None, None, 0.0),
-    "FedAvg-L4": ("dense", 4, 32, None, None, 0.0),
-    "Baseline": ("dense", 1, 32, None, None, 0.0),
-    "Baseline-Momentum": ("dense", 1, 32, None, None, 0.9),
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names(name):
-    s = tcs.Scheme.named(name)
-    found = s.rule, s.local_steps, s.value_bits, s.phi_min_global, s.phi_min_local, s.momentum
-    assert found == NAMES[name]
-    assert s.centralized == name.startswith("Baseline")
-    if s.rule == "TCS":
-        assert (s.phi_global, s.phi_local) == (1e-2, 1e-3)
-
-
-def test_names_beyond_the_paper():
-    s = tcs.Scheme.named("TCS-L4-M2-E3++")
-    assert (s.value_bits, s.quantizer, s.phi_local) == (2, "lloyd", 3e-3)
-    assert (s.down_value_bits, s.down_quantizer, s.phi_down) == (2, "lloyd", 4e-3)
-    assert (s.code, s.dense_warmup) == ("entropy", False)
-    assert tcs.Scheme.named("TCS-Q5").quantizer == "fractional"
-    assert tcs.Scheme.named("top-K-M3").quantizer == "lloyd"
-
-
-def test_smaller_masks_are_all_smaller_whatever_else_the_name_says():
-    s = tcs.Scheme.named("TCS-K2-L2-LF-E3++")
-    assert (s.phi_global, s.phi_local, s.phi_down) == (5e-3, 1.5e-3, 2e-3)
-    assert (s.phi_min_global, s.phi_min_local, s.local_steps) == (5e-4, 2e-4, 2)
-    top_k, rand_k = tcs.Scheme.named("top-K-K4"), tcs.Scheme.named("rand-K-K4")
-    assert (top_k.phi_global, top_k.phi_local) == (None, 2.5e-3)
-    assert (rand_k.phi_global, rand_k.phi_local) == (2.5e-3, None)
-
-
-def test_without_a_dense_warm_up_the_learning_rate_does_not_rise():
-    with_, without = (lab.RunConfig(tcs.Scheme.named(n), epochs=60) for n in ("TCS", "TCS-NW"))
-    assert (with_.warmup, without.warmup) == (1, 0)
-    assert with_.learning_rate_at(0) == pytest.approx(0.1)
-    assert without.learning_rate_at(0) == without.learning_rate_at(29) == pytest.approx(0.5)
-    wide = lab.RunConfig(tcs.Scheme.named("TCS-W10"), epochs=60)
-    assert (wide.warmup, wide.scheme.warmup_masks, wide.scheme.dense_warmup) == (1, 10, False)
-    assert wide.learning_rate_at(0) == pytest.approx(0.5)
-    assert without.digest != lab.RunConfig(with_.scheme, epochs=60).digest
-
-
-def test_a_name_is_read_in_any_case_and_kept_in_one_form():
-    assert tcs.Scheme.named("tcs- Global Momentum").name == "TCS-Global Momentum"
-    assert tcs.Scheme.named("TOP-K").name == "top-K"
-
-
-def test_q5_is_a_sign_and_sixteen_intervals():
-    assert tcs.Scheme.named("TCS-Q5").intervals == 16
-    assert tcs.Scheme.named("TCS").intervals == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5", "TCS-L2-L4", "TCS-LF-PLF",
-             "TCS-L4-", "TCS-Q5-M2", "TCS-M0", "top-K-E3", "FedAvg-E3", "TCS-E0", "FedAvg-K2", "Baseline-K2", "TCS-K0"]
-)  # fmt: skip
-def test_names_that_mean_nothing_are_refused_with_what_exists(name):
-    with pytest.raises(ValueError, match="scheme") as raised:
-        tcs.Scheme.named(name)
-    assert repr(name) in str(raised.value)
-
-
-def test_the_unknown_scheme_error_lists_the_known_ones():
-    with pytest.raises(ValueError, match="TCS, top-K, rand-K, FedAvg"):
-        tcs.Scheme.named("SignSGD")
-
 
 BASE = {"schemes": ["TCS"], "epochs": 4}
 
@@ -170,6 +84,17 @@ def test_the_papers_schedule():
     rate = paper("TCS").learning_rate_at
     found = [rate(e) for e in (0, 2.5, 5, 149.9, 150, 224.9, 225, 299)]
     assert found == pytest.approx([0.1, 0.3, 0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+
+
+def test_without_a_dense_warm_up_the_learning_rate_does_not_rise():
+    with_, without = (lab.RunConfig(tcs.Scheme.named(n), epochs=60) for n in ("TCS", "TCS-NW"))
+    assert (with_.warmup, without.warmup) == (1, 0)
+    assert with_.learning_rate_at(0) == pytest.approx(0.1)
+    assert without.learning_rate_at(0) == without.learning_rate_at(29) == pytest.approx(0.5)
+    wide = lab.RunConfig(tcs.Scheme.named("TCS-W10"), epochs=60)
+    assert (wide.warmup, wide.scheme.warmup_masks, wide.scheme.dense_warmup) == (1, 10, False)
+    assert wide.learning_rate_at(0) == pytest.approx(0.5)
+    assert without.digest != lab.RunConfig(with_.scheme, epochs=60).digest
 
 
 def test_the_baseline_is_one_client_at_batch_128_and_eta_01_in_every_table():

@@ -1,0 +1,155 @@
+"""The command line: what it takes, what it prints, how it ends."""
+
+import copy
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tcs_lab as lab
+from common import config, numbers, tiny_command
+from processes import start, start_command, until
+from tcs_lab.__main__ import main
+
+
+def test_the_command_works_from_any_folder_and_prints_the_table(tmp_path):
+    words = [*tiny_command(tmp_path, schemes=["TCS", "Baseline"], epochs=1, test_samples=None)]
+    command = [sys.executable, "-m", "tcs_lab", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 4 and [line.split()[1] for line in lines[2:]] == ["TCS", "Baseline"]
+    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 2
+
+
+def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, small):
+    more = ["--scheme", "top-K-L2", "--seed", "3", "--set", "learning_rate=0.25"]
+    assert main([*tiny_command(tmp_path, epochs=1), *more]) == 0
+    (path,) = (tmp_path / "ci" / "runs").iterdir()
+    assert path.name.startswith("top-K-L2-0.25-3-")
+
+
+@pytest.mark.parametrize("command", ["run", "again", "sensitivity", "bench"])
+def test_every_command_has_its_help(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: tcs {command} ") and "--results" in text
+
+
+# A record's run again ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scheme", ["TCS-L2-Q5", "TCS-L2-M2-E3-K2-W3++", "Baseline-Momentum"])
+def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, small, scheme):
+    changes = {"epochs": 2, "threads": 1, "drops": (0.6,), "dirichlet_alpha": 0.5, "wire": True}
+    wanted = config(scheme, **(changes if scheme != "Baseline-Momentum" else {}), reference_batch=9)
+    record = lab.run(wanted, tmp_path)
+    path = lab.record_path(wanted, tmp_path)
+    assert lab.config_of(record).digest == wanted.digest
+    words = ["again", str(path), "--results", str(tmp_path / "kept")]
+    assert main(words) == 0
+    said = capsys.readouterr().out.strip().splitlines()[-1]
+    assert said == f"{path.name}: the same in all {wanted.epochs} epochs"
+    (kept,) = (tmp_path / "kept" / "again" / "runs").iterdir()
+    assert kept.name == path.name and numbers(lab.read_record(kept)) == numbers(record)
+    assert main(words) == 2  # not over what is there
+    assert f"{kept} exists" in capsys.readouterr().err
+
+
+def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monkeypatch, small):
+    record = lab.run(config(), tmp_path)
+    other = copy.deepcopy(record)
+    other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9}
+    del other["rows"][2]
+    monkeypatch.setattr(lab.__main__, "run_all", lambda *_: [other])
+    assert main(["again", str(lab.record_path(config(), tmp_path))]) == 1
+    was = record["rows"][1]
+    assert f"epoch 2: train_loss 9.0, was {was['train_loss']!r}" in capsys.readouterr().out
+
+
+def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
+    path = tmp_path / "notes.md"
+    path.write_text("hello")
+    assert main(["again", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "notes.md: not a readable record" in error and "delete" not in error
+    lab.run(config(), tmp_path)
+    words = ["again", str(lab.record_path(config(), tmp_path)), "--set", "epochs=9"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown place to run: epochs") and error.count("\n") == 1
+
+
+# How it ends ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def full_output():
+    sys.stdout = open("/dev/full", "w")  # noqa: SIM115
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w")
+
+
+def closed_stderr():
+    sys.stderr = None
+
+
+def latin_output():
+    sys.stdout.reconfigure(encoding="latin-1")
+
+
+@pytest.mark.parametrize(
+    ("disturb", "code", "text"),
+    [
+        (full_output, 2, "error: [Errno 28] No space left on device"),
+        (closed_pipe, 141, ""),
+        (closed_stderr, 0, "| TCS | 0.5 |"),
+        (latin_output, 0, "| Scheme | \\u03b7 |"),
+    ],
+)
+def test_output_that_nobody_can_read_or_write(tmp_path, disturb, code, text):
+    words = [*tiny_command(tmp_path, epochs=1), "--scheme", "TCS"]
+    process = start_command(words, tmp_path, disturb=disturb)
+    process.join(60)
+    said = (tmp_path / "output").read_text()
+    assert process.exitcode == code
+    assert text in said and "Exception" not in said and "Traceback" not in said
+    assert text or not said
+    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_several_quick_signals_end_it_once(tmp_path, jobs):
+    schemes = ["--scheme", "TCS", "--scheme", "top-K", "--jobs", str(jobs)]
+    process = start_command([*tiny_command(tmp_path, epochs=10000), *schemes], tmp_path)
+    until(lambda: len(list((tmp_path / "cache" / "checkpoints").glob("[!.]*.pt"))) == jobs)
+    for number in [signal.SIGINT, signal.SIGTERM] + 30 * [signal.SIGINT]:
+        if process.is_alive():
+            os.killpg(process.pid, number)
+        time.sleep(0.01)
+    process.join(20)
+    line = "interrupted; the same command goes on where it stopped\n"
+    assert (process.exitcode, (tmp_path / "output").read_text()) == (130, line)
+
+
+def said_by(ranks, folder, words):
+    """In a rank: the command's exit code and what it says."""
+    sys.stderr = io.StringIO()
+    return main(words), sys.stderr.getvalue()
+
+
+def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
+    """Before they join each other, and after."""
+    words = [*tiny_command(tmp_path, train_samples=60), "--scheme", "TCS"]
+    for more, message in ("epochs=x", "epochs: got 'x' (str)"), ("clients=90", "clients: got 90"):
+        (code, text), other = start(2, tmp_path, said_by, [*words, "--set", more], timeout=None)
+        assert code == 2 and other[0] in (2, 3) and other[1] == ""
+        assert text.startswith(f"error: {message}") and text.count("\n") == 1
