@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import gzip
 import io
 import json
 import math
@@ -26,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 import tracemalloc
@@ -36,9 +34,7 @@ import psutil
 import pytest
 import tcs_lab as lab
 import torch
-from common import image_bytes, numbers
-from hypothesis import given
-from hypothesis import strategies as st
+from common import numbers
 from processes import FORKSERVER
 
 import tcs_core as tcs
@@ -639,256 +635,6 @@ def test_bad_message_needs_wire_and_leaves_older_names_alone():
     assert config("TCS", wire=True).digest != config("TCS", wire=True, bad_message="skip").digest
 
 
-# Bad input: params ────────────────────────────────────────────────────────────────────────────────
-
-STRANGE = {
-    "null": None,
-    "true": True,
-    "zero": 0,
-    "minus one": -1,
-    "a fraction": 0.37,
-    "nan": math.nan,
-    "infinity": math.inf,
-    "huge": 10**12,
-    "beyond float": 10**400,
-    "text": "a text",
-    "number as text": "3",
-    "no text": "",
-    "long text": "x" * 5000,
-    "zero byte": "a\0b",
-    "list": [1, 2],
-    "list of nan": [math.nan],
-    "nested list": [[["TCS"]]],
-    "mapping": {"a": 1},
-}
-PHI = {"null", "a fraction"}
-NUMBER = {"a fraction"}
-FITS = {  # strange as they look, these are allowed
-    "table": {"null"}, "figure": {"null"}, "title": {"null", "text", "number as text"},
-    "paper": {"null"}, "jobs": set(), "schemes": set(), "seeds": {"list"},
-    "phi_global": PHI, "phi_local": PHI, "phi_down": PHI, "phi_min_global": PHI, "phi_min_local": PHI,
-    "learning_rate": NUMBER, "profile": {"number as text"}, "dataset": set(),
-    "data_root": {"null", "text", "number as text"},
-    "data_label": {"null", "text", "number as text"},
-    "train_samples": {"null"}, "test_samples": {"null"}, "model": set(), "width": set(),
-    "clients": set(), "participation": NUMBER, "batch_size": set(), "epochs": set(),
-    "warmup_epochs": {"null", "zero"}, "warmup_learning_rate": NUMBER, "drops": set(),
-    "reference_batch": {"null"}, "weight_decay": {"zero", "a fraction"},
-    "dirichlet_alpha": {"null", "a fraction"}, "precision": set(), "wire": {"true"}, "graph": {"true"},
-    "bad_message": set(), "threads": {"null"}, "device": set(),
-}  # fmt: skip
-
-
-def test_every_parameter_has_its_cases():
-    assert set(FITS) == lab.PARAMETERS
-
-
-@pytest.mark.parametrize("value", STRANGE)
-@pytest.mark.parametrize("key", sorted(FITS))
-def test_a_strange_value_is_allowed_or_an_error_that_names_key_and_value(key, value):
-    params = {"schemes": ["TCS"], "epochs": 4, key: STRANGE[value]}
-    if value in FITS[key]:
-        assert lab.plan(params)
-        return
-    with pytest.raises(ValueError, match="allowed") as raised:
-        lab.plan(params)
-    text = str(raised.value)
-    assert text.startswith((f"{key}: got ", "warmup_epochs")) and len(text) < 1000
-
-
-def json_value():
-    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-    return st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3), max_leaves=6)  # fmt: skip
-
-
-@given(st.sampled_from(sorted(FITS)), json_value())
-def test_whatever_a_parameter_is_the_plan_is_made_or_one_line_says_why(key, value):
-    try:
-        configs = lab.plan({"schemes": ["TCS", "Baseline"], key: value})
-    except ValueError as error:
-        assert key in str(error) or "warmup" in str(error)
-        return
-    for made in configs:
-        assert 0 < made.learning_rate_at(0) < math.inf and made.digest and made.record_name
-
-
-FILES = {
-    "empty": (b"", "NoneType"),
-    "list": (b"[1]", "list"),
-    "number": (b"3", "int"),
-    "not YAML": (b"a: [", "not readable"),
-    "zero byte": (b"a: \0", "not readable"),
-    "not UTF-8": (b"a: \xff\xfe", "not readable"),
-    "an object": (b"a: !!python/object/apply:os.system ['true']", "not readable"),
-    "twice": (b"epochs: 3\nepochs: 4\n", "epochs stands twice"),
-    "a number as key": (b"1: 2\n", "unknown parameter: 1"),
-    "a list as key": (b"[1]: 2\n", "not readable"),
-    "unknown": (b"epochz: 3\n", "unknown parameter: epochz"),
-    "deep": (b"a: " + b"[" * 20_000, "not readable"),
-    "5000 digits": (b"epochs: " + b"9" * 5000, "not readable"),
-    "5000 hex digits": (b"epochs: 0x" + b"f" * 5000, "epochs: got a number of thousands of digits"),
-    "laughs": (b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 30)) + b"title: *a29\n", "unknown"),
-    "large": (b"# " + b"x" * (1 << 20), "at most"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_a_params_file_that_is_none_is_one_line_and_rc_2(tmp_path, capsys, case):
-    content, message = FILES[case]
-    path = tmp_path / "strange.yaml"
-    path.write_bytes(content)
-    (tmp_path / "base.yaml").write_text("schemes: [TCS]\n")
-    words = ["run", "--params", str(tmp_path / "base.yaml"), str(path), "--results", str(tmp_path)]
-    assert lab.__main__.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and len(error) < 3000
-    assert error.count("\n") == 1
-    assert not list(tmp_path.glob("ci/**/*"))
-
-
-@pytest.mark.parametrize("words", [["--set", "epochs=["], ["--set", "a" * 500 + "=1"], ["--set", "=3"],
-    ["--set", "device=cuda:99"], ["--set", "data_root=~nobody_of_this_name/x", "--set", "dataset=folder"],
-    ["--scheme", "TCS-L" + "9" * 5000], ["--scheme", "TCS-Q99"], ["--scheme", "x" * 5000],
-    ["--set", "width=1024", "--set", "clients=40000"], ["--params", "/"]])  # fmt: skip
-def test_strange_words_are_one_line_and_rc_2(tmp_path, params, capsys, small, words):
-    schemes = [] if "--scheme" in words else ["--scheme", "TCS"]
-    assert lab.__main__.main([*params, *schemes, *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and len(error) < 1500 and error.count("\n") == 1
-
-
-# Bad input: data ──────────────────────────────────────────────────────────────────────────────────
-
-
-IMAGES = {
-    f"{part}/{name}/{i}.png": image_bytes((30 * c, 10 * i, 200))
-    for part in ("train", "test")
-    for c, name in enumerate(["cat", "dog"])
-    for i in range(2)
-}
-
-
-def tar_bytes(files, mode="w"):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def load(path):
-    lab.load_dataset.cache_clear()
-    return lab.load_dataset("folder", str(path))
-
-
-@pytest.mark.parametrize("seed", range(15))
-@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
-def test_a_damaged_archive_is_named_or_another_data_set(tmp_path, mode, seed):
-    """Flipped bytes: an error with the file's name, or data whose fingerprint is another. Plain tar
-    has checksums only of its headers, so pixels may change; the record's fingerprint tells."""
-    rng, path = random.Random(seed), tmp_path / "images.tar"
-    whole = bytearray(tar_bytes(IMAGES, mode))
-    path.write_bytes(whole)
-    expected = load(path)
-    for _ in range(5):
-        damaged = bytearray(whole)
-        used = len(bytes(whole).rstrip(b"\0"))
-        for _ in range(rng.randint(1, 3)):
-            damaged[rng.randrange(used)] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            found = load(path)
-        except ValueError as error:
-            assert str(path) in str(error)
-        else:  # what is not looked at: times, owners, a gzip header
-            assert found.train_images.shape[1:] == expected.train_images.shape[1:]
-            same = torch.equal(found.train_images, expected.train_images)
-            same &= torch.equal(found.train_labels, expected.train_labels)
-            same &= torch.equal(found.test_images, expected.test_images)
-            assert same == (found.fingerprint == expected.fingerprint)
-
-
-def long_name_of(size):
-    """A GNU long-name member that declares a name of `size` bytes, and a gzip of that many."""
-    member = tarfile.TarInfo("././@LongLink")
-    member.type, member.size = tarfile.GNUTYPE_LONGNAME, size
-    return gzip.compress(member.tobuf() + bytes(min(size, 50 << 20)))
-
-
-def declared(size, kind=tarfile.REGTYPE):
-    member = tarfile.TarInfo("train/cat/0.png")
-    member.type, member.size = kind, size
-    return gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
-
-
-BOMBS = {
-    "a long name of gigabytes": lambda: long_name_of(8 << 30),
-    "a long name of 50 MB": lambda: long_name_of(50 << 20),
-    "a pax header of gigabytes": lambda: declared(8 << 30, tarfile.XHDTYPE),
-    "a file of terabytes": lambda: declared(1 << 40),
-    "a sparse file": lambda: declared(1 << 40, tarfile.GNUTYPE_SPARSE),
-    "a device": lambda: declared(0, tarfile.CHRTYPE),
-    "a fifo": lambda: declared(0, tarfile.FIFOTYPE),
-    "a hard link": lambda: declared(0, tarfile.LNKTYPE),
-    "wide": lambda: tar_bytes(IMAGES | {"train/cat/0.png": image_bytes(1, (9000, 9000), "1")}),
-    "PostScript": lambda: tar_bytes(IMAGES | {"train/cat/0.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"}),
-    "GIF": lambda: tar_bytes(IMAGES | {"train/cat/0.png": image_bytes(1, mode="P", form="GIF")}),
-    "zip": lambda: b"PK\3\4" + bytes(2000),
-    "zeros": lambda: bytes(20_000),
-    "empty gzip": lambda: gzip.compress(b""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BOMBS)
-def test_a_hostile_archive_is_named_before_it_is_read(tmp_path, case):
-    path = tmp_path / "images.tar"
-    path.write_bytes(BOMBS[case]())
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        load(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 20 << 20 and not list((tmp_path / "cache").glob("datasets/*"))
-
-
-def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab.data, "MAX_DATASET_BYTES", 1000)
-    path = tmp_path / "images.tar"
-    path.write_bytes(tar_bytes(IMAGES))
-    with pytest.raises(ValueError, match="at most 1000 bytes, decoded"):
-        load(path)
-
-
-@pytest.mark.parametrize("target", ["/etc/passwd", "../outside.png", "nowhere"])
-def test_links_in_a_folder_that_lead_outside_or_nowhere_are_refused(tmp_path, target):
-    root = tmp_path / "images"
-    for name, content in IMAGES.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    (tmp_path / "images" / "train" / "outside.png").write_bytes(b"x")
-    assert len(load(root).train_labels) == 4
-    (root / "train" / "cat" / "9.png").symlink_to(target if target != "../outside.png" else tmp_path / "tiny")  # fmt: skip
-    with pytest.raises(ValueError, match=r"9.png' is a link that leads nowhere, or outside"):
-        load(root)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_damaged_cache_of_decoded_images_is_made_again(tmp_path, seed):
-    rng, path = random.Random(seed), tmp_path / "images.tar"
-    path.write_bytes(tar_bytes(IMAGES))
-    first = load(path)
-    (cached,) = (tmp_path / "cache" / "datasets").iterdir()
-    content = bytearray(cached.read_bytes())
-    if seed % 2:
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    else:
-        del content[rng.randrange(len(content)) :]
-    cached.write_bytes(content)
-    assert load(path).fingerprint == first.fingerprint
-
-
 # Bad input: records and checkpoints ───────────────────────────────────────────────────────────────
 
 
@@ -1159,43 +905,6 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, params):
     line = (tmp_path / "one").read_text()
     assert process.exitcode == 2 and line.startswith("error: ") and line.count("\n") == 1
     assert ".pt" in line and not os.listdir(tmp_path / "cache" / "checkpoints")
-
-
-def full_output():
-    sys.stdout = open("/dev/full", "w")  # noqa: SIM115
-
-
-def closed_pipe():
-    reader, writer = os.pipe()
-    os.close(reader)
-    sys.stdout = os.fdopen(writer, "w")
-
-
-def closed_stderr():
-    sys.stderr = None
-
-
-def latin_output():
-    sys.stdout.reconfigure(encoding="latin-1")
-
-
-@pytest.mark.parametrize(
-    ("disturb", "code", "text"),
-    [
-        (full_output, 2, "error: [Errno 28] No space left on device"),
-        (closed_pipe, 141, ""),
-        (closed_stderr, 0, "| TCS | 0.5 |"),
-        (latin_output, 0, "| Scheme | \\u03b7 |"),
-    ],
-)
-def test_output_that_nobody_can_read_or_write(tmp_path, params, disturb, code, text):
-    process = start(tmp_path, "one", [*params, "--scheme", "TCS"], disturb)
-    process.join(60)
-    said = (tmp_path / "one").read_text()
-    assert process.exitcode == code
-    assert text in said and "Exception" not in said and "Traceback" not in said
-    assert text or not said
-    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 1
 
 
 def test_without_a_home_folder_the_cache_has_to_be_named(monkeypatch):
