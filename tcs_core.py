@@ -26,8 +26,8 @@ Symbols (an axis suffix names a tensor's dimensions)
     phi          share of entries KEPT       K = ceil(phi * D), at least 1
 
 Differences from the paper
-     1. Bits: beside the paper's formula, the bits of the code that really decodes are counted, with
-        and without the dense warm-up, which the paper's budget leaves out, and for the downlink.
+     1. Bits: beside the paper's formula, those of the code that really decodes are counted, with and
+        without the dense warm-up, which the paper leaves out, and for the downlink.
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
      3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
@@ -50,16 +50,14 @@ Differences from the paper
     10. Weight decay is part of every local gradient.
     11. With local steps a round of the warm-up has H of them too; one published version averages
         after every single step there.
-    12. Shortcuts of the ResNets are 1x1 convolutions: only they give 11,173,962 parameters.
-    13. "H = 2 and H = 2" in the paper means H = 2 and H = 4. The text's "sum" of updates is the
-        mean, as in the algorithm box.
+    12. Shortcuts of the ResNets are 1x1 convolutions: only they give 11,173,962 parameters. "H = 2
+        and H = 2" means H = 2 and H = 4. The text's "sum" of updates is the algorithm box's mean.
 
 Beyond the paper: suffixes of scheme names, in the table `SUFFIXES`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -286,8 +284,7 @@ def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
         what = f"{_shown(part)} makes no sense in centralized training"
         raise ValueError(f"scheme {_shown(name)}: {what}")
     if suffix is None or not _suits(suffix.needs, fields):
-        what = f"suffix {_shown(part)} is unknown here"
-        raise ValueError(f"scheme {_shown(name)}: {what}; {_known_schemes()}")
+        raise ValueError(f"scheme {_shown(name)}: {_shown(part)} is unknown; {_known_schemes()}")
     seen = fields | suffixed if part.startswith("+") else fields
     set_ = suffix.fields(seen, int(match[1]) if match.groups() and match[1] else 0)
     if part == "++" and suffixed.get("warmup_masks"):
@@ -296,10 +293,8 @@ def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
 
 
 def _known_schemes() -> str:
-    return (
-        f"known: {', '.join(FAMILIES)}, each with {', '.join(s.form for s in SUFFIXES)} "
-        "where it makes sense (TCS-L4-Q5++)"
-    )
+    suffixes = ", ".join(s.form for s in SUFFIXES)
+    return f"known: {', '.join(FAMILIES)}, with {suffixes} where it makes sense (TCS-L4-Q5++)"
 
 
 def _with_smaller_masks(fields: dict) -> dict:
@@ -350,9 +345,8 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
             return (interval_K + intervals * (values_K < 0)).int(), means_P
 
     It maps finite values (K,) float32 and P = 2^(q-1) to codes (K,) int32, which interval and plus
-    P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0. It works in
-    messages and in eager rounds and, if the host looks at no value in it, in static ones.
-    Registering a name again replaces it. Raises ValueError for a letter that is taken.
+    P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0. In static rounds
+    the host may look at none of its values. Raises ValueError for a letter that is taken.
     """  # fmt: skip
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
@@ -498,9 +492,8 @@ def layerwise_top_k_positions(
 ) -> Tensor:
     """S_top under layer-wise fairness (Eq. 14, 15): int64 (k,), ascending.
 
-    Every layer l gets its ceil(phi_min * d_l) largest entries (all it has, if fewer are eligible);
-    the rest of k goes by magnitude over what is left. Shares that add up to more than k compete
-    for the k places by magnitude, so that the budget holds.
+    Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
+    of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
     """
     magnitudes_D, eligible = vector_D.detach().abs(), len(vector_D)
     if excluded is not None:
@@ -682,8 +675,10 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
 
 
 def _check_quantizable(values_K: Tensor, intervals: int) -> None:
-    if intervals < 1 or not values_K.isfinite().all():
-        raise ValueError(f"got {intervals} intervals, allowed: >= 1 and finite values")
+    if intervals < 1:
+        raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
+    if not values_K.isfinite().all():
+        raise ValueError("values: NaN or infinity can't be quantized")
 
 
 def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
@@ -722,10 +717,9 @@ def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor
     """Lloyd's and Max's quantizer of the magnitudes: codes and means as of `fractional_quantize`.
 
     Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
-    values share one of them; these are placed for a small squared error. Starting with equal shares
-    of the sum of the magnitudes' roots, an edge goes halfway between two means and a mean to the
-    middle of its values, a fixed number of times (S. Lloyd, 1982; J. Max, 1960). Raises ValueError
-    as `fractional_quantize` does.
+    values share one of them; these are placed for a small squared error: an edge goes halfway
+    between two means and a mean to the middle of its values, a fixed number of times (S. Lloyd,
+    1982; J. Max, 1960). Raises ValueError as `fractional_quantize` does.
     """
     _check_quantizable(values_K, intervals)
     return _lloyd_max(values_K, intervals)
@@ -797,8 +791,8 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
     means = 0.0
     if dimension is not None:
-        phi_global = kept(phi_global, dimension) / dimension if phi_global else 0.0
-        phi_local = kept(phi_local, dimension) / dimension if phi_local else 0.0
+        phis = (kept(phi, dimension) / dimension if phi else 0.0 for phi in (phi_global, phi_local))
+        phi_global, phi_local = phis
         means = 32 * scheme.intervals / dimension
     values = scheme.value_bits * (phi_global + phi_local)
     positions = phi_local * (math.log2(1 / phi_local) + 2) if phi_local else 0.0
@@ -943,9 +937,8 @@ def decode_message(
 
     `shared_K` int64, ascending: the positions that both sides know; None if a dense message is
     expected. `sender`, `round` and `count` (of own positions), if given, are those expected. `data`
-    may come from anyone: its checksum, length, sender, round, agreement on the code, every value
-    (finite) and every position (in range, ascending, not a shared one) are checked, and memory
-    stays within a small multiple of its length and of the shared positions.
+    may come from anyone: all of it is checked, values (finite) and positions (in range, ascending,
+    not shared) too; memory stays within a small multiple of its length and of the shared positions.
     """
     version, kind, who, when, own = _checked_header(data, wire)
     for name, got, expected in (
@@ -1292,6 +1285,9 @@ class MessageError(ClientError):
     """A message that can't be accepted: see `decode_message`."""
 
 
+Send = Callable[[], "list[Message | None]"]  # sends what a process's clients have to send
+
+
 class Agreed(NamedTuple):
     """What both sides know before a round's messages: `shared_K` is None if it is dense, `own` the
     number of a client's own positions, None if that is open."""
@@ -1325,9 +1321,7 @@ class Link:
         """Which of `count` clients are of this process."""
         return range(count)
 
-    def gather(
-        self, send: Callable[[], list[Message | None]], chosen: list[int]
-    ) -> list[Message | None]:
+    def gather(self, send: Send, chosen: list[int]) -> list[Message | None]:
         """All chosen clients' messages, in their order; `send` sends those of this process."""
         return send()
 
@@ -1352,17 +1346,14 @@ class ByteLink(Link):
 
     A client's message that can't be accepted raises MessageError or, with `on_bad` "skip", is left
     out: the average is over the others, and the client keeps all that it meant to send.
-    `channel(sender, data)` is what the network makes of the bytes: a place for a transport, or for
-    an attack.
+    `channel(sender, data)` is what the network makes of the bytes: a transport, or an attack.
     """
 
-    def __init__(
-        self, on_bad: str = "stop", channel: Callable[[int, bytes], bytes] = lambda _, data: data
-    ):
+    def __init__(self, on_bad: str = "stop", channel: Callable[[int, bytes], bytes] | None = None):
         super().__init__()
         if on_bad not in ("stop", "skip"):
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
-        self.on_bad, self.channel = on_bad, channel
+        self.on_bad, self.channel = on_bad, channel or (lambda sender, data: data)
 
     def send_up(self, message: Message) -> Message | None:
         data = self.channel(message.sender, encode_message(message, self.agreed.up))
@@ -1384,9 +1375,8 @@ class ByteLink(Link):
         self.up.append(size)
         return message
 
-    def _decoded(
-        self, data: bytes, wire: Wire, sender: int, own: int | None
-    ) -> tuple[Message, tuple[int, int]]:
+    def _decoded(self, data: bytes, wire: Wire, sender: int, own: int | None) -> tuple:
+        """The message, and its size as `up` has it."""
         agreed = self.agreed
         try:
             message = decode_message(data, wire, agreed.shared_K, sender, agreed.round, own)
@@ -1420,9 +1410,7 @@ class ProcessLink(ByteLink):
         self._outbox.append(data)
         return self._accept(data, message.sender)
 
-    def gather(
-        self, send: Callable[[], list[Message | None]], chosen: list[int]
-    ) -> list[Message | None]:
+    def gather(self, send: Send, chosen: list[int]) -> list[Message | None]:
         def sent() -> list[bytes]:
             self._outbox = []
             send()
@@ -1469,8 +1457,7 @@ class MaskRule:
     """Which entries travel. Subclass it, with `register_scheme`, to make a scheme of your own.
 
     Methods may return a (D,) bool mask or its ascending int64 positions. Tensors and numbers kept
-    as attributes without a leading underscore are saved in checkpoints. `theta_D` is the model, if
-    a federation lent it.
+    as attributes without a leading underscore are saved in checkpoints.
     """
 
     _theta_D: Tensor | None = None
@@ -1550,9 +1537,9 @@ class Dense(MaskRule):
 
 
 RULES["dense"] = Dense
-for _name in ("FedAvg", "FedSGD", "Baseline"):
-    FAMILIES[_name] = {"rule": "dense", "phi_global": 1.0, "phi_local": None}
-FAMILIES["Baseline"]["centralized"] = True
+_EVERYTHING = {"rule": "dense", "phi_global": 1.0, "phi_local": None}
+FAMILIES |= {"FedAvg": _EVERYTHING, "FedSGD": _EVERYTHING}
+FAMILIES["Baseline"] = _EVERYTHING | {"centralized": True}
 
 
 @register_scheme("top-K", phi_global=None, phi_local=1e-2)
@@ -1599,15 +1586,11 @@ class TCS(MaskRule):
         if sparse_start or not self.k_global:
             return super().global_mask()
         if self._scheme.shared_from == "weights" and self.positions is not None:
-            return self._important_weights()
+            if self._theta_D is None:
+                raise ValueError(f"{self._scheme.name}: its mask is of a federation's model")
+            fair = self._scheme.phi_min_global  # the published code: S_top of the weights
+            return self.select(self._theta_D, self.k_global, fair, None, "weights")
         return self.positions
-
-    def _important_weights(self) -> Tensor:
-        """The published code's fair mask: S_top of the model, not of its last update."""
-        if self._theta_D is None:
-            raise ValueError(f"{self._scheme.name}: its mask is taken from a federation's model")
-        fair = self._scheme.phi_min_global
-        return self.select(self._theta_D, self.k_global, fair, None, "weights")
 
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
@@ -1627,7 +1610,7 @@ class Compressor:
 
     A round is `open`, then `client` for each that takes part, then `server`; `step` is all three.
     `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none.
-    `server_errors_D` (D,), for a scheme that compresses the downlink, is what the clients have not.
+    `server_errors_D` (D,), if the downlink is compressed, is what the clients have not.
     `link` says how messages travel (Sec. 6); N is the number of clients of this process, `own`.
     `weights` (N,), if given, are the clients' shares of the average, equal without.
     """
@@ -1638,13 +1621,13 @@ class Compressor:
         host: Host | None = None,
     ):  # fmt: skip
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
-        self.dimension, self.link, self.host = sum(layer_sizes), link or Link(), host or Host()
+        self.dimension, self.link = sum(layer_sizes), link or Link()
         self.own = self.link.clients(clients)
         self.weights = None if weights is None else [float(w) for w in weights]
         if self.weights is not None and (len(self.weights) != clients or min(self.weights) <= 0):
             raise ValueError(f"weights: got {self.weights}, allowed: {clients} positive numbers")
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
-        self.rule._host = self.host
+        self.use(host or Host())
         rows = 0 if scheme.dense else len(self.own)
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
         down = self.dimension if scheme.compresses_downlink else 0
@@ -1654,6 +1637,11 @@ class Compressor:
         self.bits_up = self.bits_down = self.bytes_up = self.bytes_down = self.round = 0
         self.shared_K: Tensor | None = None
         self.last_dense = False
+
+    def use(self, host: Host) -> Host:
+        """From here on rounds are with this host (Sec. 9); the one before."""
+        before, self.host, self.rule._host = self.rule._host, host, host
+        return before
 
     @property
     def refused(self) -> list[int]:
@@ -1671,9 +1659,8 @@ class Compressor:
         changed, for deltas or clients that can't be used. In the middle of a round, which can't go
         on then: NotFiniteError for sums that overflow, MessageError for messages.
 
-        Of this last round `bits_up` is one client's average message, `bits_down` the server's, in
-        bits of code; `bytes_up`, all clients' messages together, and `bytes_down` have the overhead
-        too.
+        Of this last round `bits_up` is one client's average message and `bits_down` the server's,
+        in bits of code; `bytes_up`, of all clients, and `bytes_down` have the overhead too.
         """
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
         if tuple(deltas_ND.shape) != (expected := (len(self.own), self.dimension)):
@@ -1682,7 +1669,7 @@ class Compressor:
         mine = [n for n in chosen if n in self.own]
 
         def send() -> list[Message | None]:
-            for n in mine:
+            for n in mine:  # before any is changed
                 self.host.check_finite(deltas_ND[self.own.index(n)], n)
             return [self.client(n, deltas_ND[self.own.index(n)]) for n in mine]
 
@@ -1827,16 +1814,6 @@ class Compressor:
         self.bits_up = -(-bits // len(self.link.up))
         self.bits_down, self.bytes_down = self.link.down
 
-    @contextlib.contextmanager
-    def hosted(self, host: Host) -> Iterator[None]:
-        """Rounds with another host (Sec. 9)."""
-        before = self.host
-        self.host = self.rule._host = host
-        try:
-            yield
-        finally:
-            self.host = self.rule._host = before
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs: errors, the mask rule's state, the round's number."""
         state = {"errors_ND": self.errors_ND, "server_errors_D": self.server_errors_D}
@@ -1909,8 +1886,8 @@ class Federation:
     messages travel. `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
 
     `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
-    process), `momentum_D`, `compressor` and `t`, the rounds made, are the whole state.
-    Raises ValueError for a model, schedule or feed that can't be used.
+    process), `momentum_D`, `compressor` and `t`, the rounds made, are the whole state. Raises
+    ValueError for a model or feed that can't be used.
     """
 
     def __init__(
@@ -2060,9 +2037,9 @@ class StaticHost(Host):
 class StaticRounds:
     """Rounds of a federation without host synchronization, up to `most` of them at once.
 
-    `Federation.round` is the reference: the same masks, the same numbers to rounding. The feed
-    takes, in place of a round's number, a tensor that counts from the first round of those it was
-    last told to `hold`: it keeps what they need in tensors that stay where they are.
+    `Federation.round` is the reference: the same masks, the same numbers to rounding. In place of a
+    round's number the feed gets a tensor, which counts from the first of the rounds it was last
+    told to `hold`: it keeps what they need in tensors that stay where they are.
     """
 
     def __init__(self, federation: Federation, most: int):
@@ -2131,8 +2108,11 @@ class StaticRounds:
     def _round(self) -> None:
         federation, everyone = self.federation, list(range(self.federation.clients))
         self.host.finite.clear()
-        with self.compressor.hosted(self.host):
+        eager = self.compressor.use(self.host)
+        try:
             federation.play(everyone, self.index, self.eta)
+        finally:
+            self.compressor.use(eager)
         now, finite_N = self.index.view(1), [self.host.finite[n] for n in everyone]
         self.finite_TN.index_copy_(0, now, torch.stack(finite_N).view(1, -1))
         self.explored_T.index_copy_(0, now, self.host.explored.view(1))
@@ -2143,7 +2123,11 @@ class StaticRounds:
 
     def _captured(self) -> Any:
         """The round as a CUDA graph. What the trial rounds before it change is put back."""
-        before = [(tensor, tensor.clone()) for tensor in self._state()]
+        federation = self.federation
+        state = [federation.theta_D, federation.statistics_NS, federation.losses_N]
+        state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
+        state += [t for t in (federation.momentum_D, *self._masks()) if t is not None]
+        before = [(tensor, tensor.clone()) for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -2156,12 +2140,6 @@ class StaticRounds:
         for tensor, value in before:
             tensor.copy_(value)
         return graph
-
-    def _state(self) -> list[Tensor]:
-        federation = self.federation
-        state = [federation.theta_D, federation.statistics_NS, federation.losses_N]
-        state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
-        return state + [t for t in (federation.momentum_D, *self._masks()) if t is not None]
 
 
 # ══ 10. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and its small relative ═══
@@ -2217,11 +2195,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 class FlatModel:
     """A model whose parameters are views into one flat tensor, `theta_D`, and their gradients into
-    another, `gradient_D`: a backward pass adds to it.
-
-    `use` points the batch-norm statistics at any row of a flat tensor, so that clients can take
-    turns without copies.
-    """
+    another, `gradient_D`, to which backward passes add. `use` points the batch-norm statistics at
+    any row of a flat tensor, so that clients can take turns without copies."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -2280,21 +2255,16 @@ class TCSState:
 
     1. `phi_global`, `phi_local`: shares of a bucket's entries that are kept, by the mask that all
        ranks know and by each rank's own. None for no such mask; without phi_global it is top-K.
-    2. `start_iter` >= 1: so many steps of plain all-reduce come first. The mask is taken from the
-       last of them. 10 % of all steps is a good start; warm-up of the learning rate belongs there.
+    2. `start_iter` >= 1: so many steps of plain all-reduce, the last of which gives the mask, come
+       first. 10 % of all steps is a good start; warm-up of the learning rate belongs there.
     3. `error_accumulation`: what was not sent is added to the next gradient. Leave it on.
 
-    Masks are chosen bucket by bucket: one mask over the whole model would have to wait for the last
-    bucket, and nothing could travel while the backward pass still runs. K is ceil(phi * entries) of
-    every bucket, so the total is the same within one entry a bucket; `bucket_cap_mb` large enough
-    for the model gives one bucket, and the selection of Alg. 2.
+    Masks are chosen bucket by bucket, so that buckets travel while the backward pass still runs; a
+    `bucket_cap_mb` large enough for the model gives one bucket, and the selection of Alg. 2.
 
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
-    "dense" and "shared" to all_reduce, "explored" to all_gather.
-
-    It survives DDP's rebuilding of buckets after the first step. `state_dict` has tensors and
-    numbers, good for torch.load(weights_only=True); every rank saves its own, since errors differ.
-    Load before the first step, into the same model with the same bucket_cap_mb.
+    "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
+    `state_dict`; load it before the first step, into the same model with the same bucket_cap_mb.
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits. A gradient that is not finite becomes NaN on
@@ -2379,12 +2349,10 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
 
     1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
-    2. The bucket's gradient is added to this rank's errors; what is largest outside the shared mask
-       is this rank's own (Alg. 2, lines 9 to 11).
+    2. This rank's side of Alg. 2, lines 9 to 13, for the bucket's gradient: `Compressor.client`.
     3. Values on the shared mask: all_reduce, in the gradients' own type.
     4. Values and positions of its own: all_gather of one encoded message a rank.
-    5. Their average is the bucket's gradient on every rank, and its largest entries the next
-       shared mask (lines 15 and 5).
+    5. Their average is the bucket's gradient on every rank, and gives the next shared mask (l. 15).
 
         >>> import torch.distributed as dist
         >>> from torch.nn.parallel import DistributedDataParallel
