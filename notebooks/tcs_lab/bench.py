@@ -1,4 +1,5 @@
-"""Benchmarks: what is compared runs in one process, in turns."""
+"""Benchmarks: what is compared runs in one process, in turns; medians with quartiles, and the
+provenance, go to results/bench/. Every case is a few lines below; `BENCHES` names them."""
 
 from __future__ import annotations
 
@@ -30,18 +31,12 @@ from tcs_core import (
     positions_to_mask,
 )
 from tcs_lab.data import synthetic_dataset
-from tcs_lab.errors import reject_unknown as _reject_unknown
-from tcs_lab.files import _write_whole
+from tcs_lab.errors import reject_unknown
+from tcs_lab.files import write_whole
 from tcs_lab.records import RECORD_VERSION, provenance, results_folder
 from tcs_lab.runs import _arithmetic, _memory_kept
 from tcs_lab.settings import RunConfig
 from tcs_lab.training import Training
-
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 14. Benchmarks: python tcs_core.py bench
-#     What is compared runs in one process, in turns; medians with quartiles, and the provenance, go
-#     to results/bench/. Every case is a few lines below; `BENCHES` names them.
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
 
 Timing = dict[str, Any]  # one row of a bench record
 
@@ -92,7 +87,8 @@ class Bench:
 def _bench_federation(
     bench: Bench, scheme: str, model: str, width: int, batch: int, graph: bool = False
 ) -> Training:
-    """Ten clients with samples for a few rounds: eight of a small batch, one of a large one."""
+    """Ten clients with samples for a few rounds, eight of a small batch, one of a large one; the
+    first, dense round is made, and its differences kept."""
     scheme_ = Scheme.named(scheme)
     one = batch * scheme_.local_steps
     each = max(one, min(8 * one, 128))
@@ -100,20 +96,41 @@ def _bench_federation(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
         precision=bench.precision, device=bench.device, graph=graph,
     )  # fmt: skip
-    return Training(config, synthetic_dataset(train=10 * each, test=10))
+    training = Training(config, synthetic_dataset(train=10 * each, test=10), keep_deltas=True)
+    training.federation.round()
+    training.federation.on_delta = None
+    return training
 
 
-def _replays(federation: Training) -> Callable[[], None]:
-    """An epoch's rounds, static; `federation` has a graph, and no rounds but these from now on."""
-    draws, static = federation._draws(0), federation.static
-    federation.round(draws, 0, 1e-3)  # dense: the first mask
-    static._take(draws)
+def _round_works(training: Training) -> dict[str, Callable[[], Any]]:
+    """An epoch's rounds, and their parts by themselves."""
+    federation, feed, compressor = training.federation, training.feed, training.compressor
+    each, ready = feed.rounds * feed.steps * feed.size, [feed.augmented(d) for d in feed.draws(0)]
 
-    def replays() -> None:
-        for index in range(federation.rounds_per_epoch):
-            static.play(index, 1e-3)
+    def passes() -> None:
+        federation.model.train()
+        federation.flat.use(federation.statistics_views[0])
+        for first in range(0, each, feed.size):
+            for batch in ready:
+                part = [tensor[first : first + feed.size] for tensor in batch]
+                federation.loss(federation.model, part).backward()
 
-    return replays
+    def whole() -> None:
+        federation.t = 0
+        feed._ahead.clear()  # augmented anew
+        for _ in range(feed.rounds):
+            federation.round()
+
+    def compression() -> None:
+        for _ in range(feed.rounds):
+            compressor.step(training.deltas_ND)
+
+    def augmentation() -> None:
+        for draws in feed.draws(0):
+            feed.augmented(draws[:each])
+
+    names = ("passes", "round", "compression", "augmentation")
+    return dict(zip(names, (passes, whole, compression, augmentation), strict=True))
 
 
 def bench_round(
@@ -122,40 +139,13 @@ def bench_round(
 ) -> None:  # fmt: skip
     """An epoch's rounds over the same forward and backward passes with no federation around them;
     with so many CPU `threads`, where a profile sets them for this net."""
-    federation = _bench_federation(bench, scheme, model, width, batch)
-    flat, steps = federation.flat, federation.config.scheme.local_steps
-    draws, rounds = federation._draws(0), federation.rounds_per_epoch
-    ready = [federation.batches.augmented(draw) for draw in draws]
-    federation.round(draws, 0, 1e-3)  # the dense first round
-
-    def passes() -> None:
-        flat.model.train()
-        flat.use(federation.statistics_views[0])
-        for first in range(0, batch * steps * rounds, batch):
-            for images, labels in ready:
-                part = slice(first, first + batch)
-                federation._loss(images[part], labels[part]).backward()
-
-    def whole() -> None:
-        federation.staged.clear()
-        for index in range(rounds):
-            federation.round(draws, index, 1e-3)
-
-    def compression() -> None:
-        for _ in range(rounds):
-            federation.compressor.step(federation.deltas_ND)
-
-    def augmentation() -> None:
-        for n in range(10):
-            federation.batches.augmented(draws[n][: batch * steps * rounds])
-
-    works = {
-        "passes": passes, "round": whole, "compression": compression, "augmentation": augmentation
-    }  # fmt: skip
+    training = _bench_federation(bench, scheme, model, width, batch)
+    works, rounds = _round_works(training), training.feed.rounds
     if bench.torch_device.type == "cuda":
-        works["graph"] = _replays(_bench_federation(bench, scheme, model, width, batch, graph=True))
+        static = _bench_federation(bench, scheme, model, width, batch, graph=True).static
+        works["graph"] = lambda: static.play(range(rounds))
     net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
-    numbers = {"dimension": len(federation.theta_D), "local_steps": steps}
+    numbers = {"dimension": len(training.theta_D), "local_steps": training.feed.steps}
     with _arithmetic(threads), _memory_kept():
         case = f"{net}, N 10, B {batch}, {scheme}"
         numbers["threads"] = torch.get_num_threads()
@@ -279,7 +269,9 @@ BENCHES: dict[str, list[Callable[[Bench], None]]] = {
         lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS-L4-Q5++", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS", "resnet18", 16, 64, turns=5),
-        lambda b: bench_round(b, "TCS", "resnet8", 16, 16, threads=1, turns=15),  # params/cpu.yaml
+        lambda b: bench_round(
+            b, "TCS", "resnet8", 16, 16, threads=1, turns=15
+        ),  # params/short.yaml
         lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1, turns=15),  # params/quick.yaml
     ],
     "step": [lambda b: bench_step(b, 11_173_962, 10)],
@@ -297,7 +289,7 @@ def run_benches(
 
     Raises ValueError for an unknown part.
     """
-    _reject_unknown(parts, BENCHES, "part")
+    reject_unknown(parts, BENCHES, "part")
     config = RunConfig(
         Scheme.named("TCS"), device=device, precision=precision, threads=threads, profile="bench"
     )
@@ -312,7 +304,7 @@ def run_benches(
     name = f"{device_name}-{precision}-{'-'.join(parts)}.json"
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     path = results_folder("bench", results) / name
-    _write_whole(path, lambda f: f.write(text.encode()))
+    write_whole(path, lambda f: f.write(text.encode()))
     return record
 
 

@@ -1,141 +1,127 @@
-"""The paper's claims, judged from records."""
+"""The paper's claims, judged from records: params/claims.yaml in, a row a claim out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import operator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import pandas as pd
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, model_validator
 
-from tcs_core import Scheme, _shown
-from tcs_lab.records import read_record, record_path
-from tcs_lab.settings import RunConfig, read_params
-from tcs_lab.tables import bits_per_parameter
-
-# The paper's claims, judged ──────────────────────────────────────────────────────────────────────
-
-
-def recorded(
-    configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = False
-) -> dict[str, dict[str, Any]]:
-    """The records of these runs that are there and finished, by file name; no run is made.
-
-    With `diverged`, also of those that did not get to their end.
-    """
-    paths = {record_path(config, results): config for config in configs}
-    found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
-    return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
-
+from tcs_core import Scheme, kept
+from tcs_lab.cells import WORDS
+from tcs_lab.errors import validated
+from tcs_lab.settings import plan, read_params
+from tcs_lab.tables import Record, bits_per_parameter, mean_interval, recorded, with_interval
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
-_CLAIM_KEYS = {"says", "where", "measure", "first", "second", "paper", "paper_interval"}
+KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
+VERDICTS = (*WORDS, "not measured")
 
 
-def _bits_of(key: str) -> Callable[[dict[str, Any]], float]:
-    return lambda record: bits_per_parameter(record)[key]
+def _dense_overlap(record: Record) -> float:
+    """Mean over the epochs: what consecutive dense updates share of their largest entries beyond
+    chance, over what chance leaves; nan if no row says."""
+    rows = pd.DataFrame(record["rows"], columns=["update_overlap", "update_overlap_chance"])
+    chance = rows["update_overlap_chance"].astype(float)
+    return float(((rows["update_overlap"].astype(float) - chance) / (1 - chance)).mean())
 
 
-def _overlap(record: dict[str, Any]) -> float:
-    """Mean over the sparse epochs of the share of the shared mask that was in it a round before."""
-    rows = [row for row in record["rows"] if not row["dense_rounds"]]
-    shares = [row["mask_overlap"] for row in rows if row.get("mask_overlap") is not None]
-    return float(np.mean(shares)) if shares else math.nan
+def _own_share(record: Record) -> float:
+    """The share of a client's message that is outside the shared mask."""
+    scheme = record["config"]["scheme"]
+    shared, own = (kept(scheme[phi], record["dimension"]) for phi in ("phi_global", "phi_local"))
+    return own / (shared + own)
 
 
-# What a claim can be about: a number of one record.
-MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "accuracy": lambda record: 100 * record["rows"][-1]["accuracy"],
-    "overlap": _overlap,
-    "uplink": _bits_of("uplink"),
-    "uplink_whole": _bits_of("uplink with warm-up"),
-    "downlink": _bits_of("downlink"),
+# A number of one record, and how a person reads it. Two schemes are compared by the difference,
+# bits by how many times fewer the first needs (than 32, if it stands alone).
+MEASURES = {
+    "accuracy": (lambda record: 100 * record["rows"][-1]["accuracy"], "{:+.2f}"),
+    "dense_overlap": (_dense_overlap, "{:+.3f}"),
+    "own_share": (_own_share, "{:.4f}"),
+    "uplink": (lambda record: bits_per_parameter(record)["uplink"], "×{:,.4g}"),
+    "uplink_whole": (lambda r: bits_per_parameter(r)["uplink with warm-up"], "×{:,.4g}"),
+    "downlink": (lambda record: bits_per_parameter(record)["downlink"], "×{:,.4g}"),
 }
+DIFFERENCES = ("accuracy", "dense_overlap", "own_share")
+BY_CHANCE = ("accuracy", "dense_overlap")  # one record of these decides nothing
 
 
-_TWO_NUMBERS = [[one, other] for one in (int, float) for other in (int, float)]
+class Claim(BaseModel, extra="forbid"):
+    """One claim, or gate: see the head of params/claims.yaml."""
+
+    says: str
+    where: str = ""
+    measure: Literal[tuple(MEASURES)]
+    first: tuple[str, FiniteFloat]
+    second: tuple[str, FiniteFloat] | None = None
+    at_least: FiniteFloat | None = None
+    at_most: FiniteFloat | None = None
+    more_than: FiniteFloat | None = None
+    less_than: FiniteFloat | None = None
+    n: PositiveInt = 3
+    needs: list[str] = []
+    paper: FiniteFloat | None = None
+    paper_interval: tuple[FiniteFloat, FiniteFloat] | None = None
+
+    @property
+    def sides(self) -> list[tuple[str, float]]:
+        return [side for side in (self.first, self.second) if side]
+
+    @property
+    def bounds(self) -> list[tuple[str, float]]:
+        return [(b, getattr(self, b)) for b in BOUNDS if getattr(self, b) is not None]
+
+    @model_validator(mode="after")
+    def _can_be_judged(self) -> Claim:
+        if len(self.bounds) != 1:
+            raise ValueError(f"allowed: one number as {', '.join(BOUNDS)}")
+        if self.paper_interval and self.paper_interval[0] > self.paper_interval[1]:
+            raise ValueError("paper_interval: allowed: two numbers, rising")
+        if self.measure == "accuracy" and not self.second:
+            raise ValueError("second: an accuracy is claimed against another scheme's")
+        for name, _ in self.sides:
+            Scheme.named(name)
+        return self
 
 
-def read_claims(path: str | Path) -> tuple[float, dict[str, dict[str, Any]]]:
-    """The confidence and the claims, by name, of a file like params/claims.yaml.
+class Claims(BaseModel, extra="forbid"):
+    """A file like params/claims.yaml. Gates are judged first, and have none of their own."""
 
-    Raises ValueError naming the claim and what is allowed.
-    """
-    read = read_params([path])
-    confidence, claims = read.get("confidence"), read.get("claims")
-    if not isinstance(confidence, float) or not 0 < confidence < 1:
-        raise ValueError(f"{path}: confidence: got {_shown(confidence)}, allowed: between 0 and 1")
-    if not isinstance(claims, dict) or not claims:
-        raise ValueError(f"{path}: claims: allowed: a mapping from names to claims")
-    for name, claim in claims.items():
-        if problem := _claim_problem(claim):
-            raise ValueError(f"{path}: {_shown(name)}: {problem}")
-    return confidence, claims
+    confidence: Annotated[float, Field(gt=0, lt=1)]
+    gates: dict[str, Claim] = {}
+    claims: Annotated[dict[str, Claim], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _gates_are_there(self) -> Claims:
+        for name, claim in self.all.items():
+            allowed = [] if name in self.gates else list(self.gates)
+            if unknown := [gate for gate in claim.needs if gate not in allowed]:
+                raise ValueError(f"{name}: needs: got {unknown[0]!r}, allowed: {allowed}")
+        return self
 
-def _claim_problem(claim: Any) -> str | None:
-    if not isinstance(claim, dict) or not {"says", "measure", "first"} <= claim.keys():
-        return "allowed: a mapping with says, measure and first"
-    if unknown := claim.keys() - _CLAIM_KEYS - BOUNDS.keys():
-        return f"{_shown(min(unknown, key=str))} is unknown"
-    if claim["measure"] not in MEASURES:
-        return f"measure: got {_shown(claim['measure'])}, allowed: {', '.join(MEASURES)}"
-    bounds = [claim[b] for b in BOUNDS if b in claim]
-    if len(bounds) != 1 or type(bounds[0]) not in (int, float) or not math.isfinite(bounds[0]):
-        return f"allowed: one number as {', '.join(BOUNDS)}"
-    interval = claim.get("paper_interval", [0, 0])
-    numbers = isinstance(interval, list) and [type(v) for v in interval] in _TWO_NUMBERS
-    if not numbers or not interval[0] <= interval[1]:
-        return f"paper_interval: got {_shown(interval)}, allowed: two numbers, rising"
-    if claim["measure"] == "accuracy" and "second" not in claim:
-        return "second: an accuracy is claimed against another scheme's"
-    for run in (claim[key] for key in ("first", "second") if key in claim):
-        if not isinstance(run, list) or len(run) != 2 or type(run[1]) not in (int, float):
-            return f"got {_shown(run)}, allowed: [scheme, learning rate]"
-        Scheme.named(str(run[0]))
-    return None
+    @property
+    def all(self) -> dict[str, Claim]:
+        return self.gates | self.claims
 
 
-def student_quantile(confidence: float, freedom: int) -> float:
-    """t with P(|T| < t) = confidence, T being Student's with `freedom` degrees of freedom.
-
-    T = sqrt(freedom) tan(a) turns its density into cos(a)^(freedom - 1).
-    """
-    angles = np.linspace(0, math.pi / 2, 200_001)
-    heights = np.cos(angles) ** (freedom - 1)
-    inside = np.concatenate([[0], np.cumsum(heights[1:] + heights[:-1])])
-    angle = np.interp(confidence, inside / inside[-1], angles)
-    return math.sqrt(freedom) * math.tan(angle)
+def read_claims(path: str | Path) -> Claims:
+    """The claims of a file; ValueError names the claim and what is allowed."""
+    return validated(Claims, read_params([path]), path)
 
 
-def mean_interval(values: Iterable[float], confidence: float) -> tuple[float, float, float]:
-    """Mean of the values and Student's interval for it; of one value, no interval (infinite)."""
-    values = np.asarray(list(values), dtype=float)
-    if len(values) < 2:
-        return float(values.mean()), -math.inf, math.inf
-    error = values.std(ddof=1) / math.sqrt(len(values))
-    half = student_quantile(confidence, len(values) - 1) * error
-    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
+def claim_records(read: Claims, profile: dict[str, Any]) -> dict[str, Record]:
+    """The finished records of a profile that bear on these claims, with any seed below 100."""
+    sides = sorted({side for claim in read.all.values() for side in claim.sides})
+    asked = [{"schemes": [name], "learning_rate": eta, "seeds": 100} for name, eta in sides]
+    return recorded(config for one in asked for config in plan(profile | one))
 
 
-def verdict(low: float, high: float, bound: str, value: float) -> str:
-    """What an interval says of a bound: "holds", "does not hold" or "not decided"."""
-    keeps = {
-        "at_least": (low >= value, high < value),
-        "at_most": (high <= value, low > value),
-        "more_than": (low > value, high <= value),
-        "less_than": (high < value, low >= value),
-    }
-    always, never = keeps[bound]
-    return "holds" if always else "does not hold" if never else "not decided"
-
-
-def judged(
-    claims: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]], confidence: float
-) -> pd.DataFrame:
-    """One row a claim: the paper's number, ours with its interval over n seeds, the verdict.
+def judged(read: Claims, records: dict[str, Record]) -> pd.DataFrame:
+    """One row a gate and claim: the paper's number, ours with its interval over n seeds, verdict.
 
     `records` maps file names to records, all of one profile and all finished; those of a claim's
     two schemes are paired by seed. Columns first_records and second_records name the files.
@@ -145,83 +131,92 @@ def judged(
         config = record["config"]
         key = (config["scheme"]["name"], config["learning_rate"])
         runs.setdefault(key, {})[config["seed"]] = file
-    return pd.DataFrame([_judgement(n, c, runs, records, confidence) for n, c in claims.items()])
+    rows: dict[str, dict[str, Any]] = {}
+    for name, claim in read.all.items():
+        ours = _measured(claim, [runs.get(side, {}) for side in claim.sides], records, read)
+        row = {"claim": name, "gate": name in read.gates} | _stated(claim) | ours
+        rows[name] = row | dict(zip(("verdict", "reason"), _verdict(claim, row, rows), strict=True))
+    return pd.DataFrame(list(rows.values()))
 
 
-def _judgement(
-    name: str, claim: dict[str, Any], runs: dict[tuple[str, float], dict[int, str]],
-    records: dict[str, dict[str, Any]], confidence: float,
-) -> dict[str, Any]:  # fmt: skip
-    sides = [runs.get(tuple(claim[key]), {}) for key in ("first", "second") if key in claim]
-    measure = MEASURES[claim["measure"]]
-    files, values = [], []
-    for seed in sorted(set.intersection(*(set(side) for side in sides))):
-        pair = [side[seed] for side in sides]
-        value = _compared(claim["measure"], [measure(records[file]) for file in pair])
-        if not math.isnan(value):
-            files.append(pair)
-            values.append(value)
-    mean, low, high = mean_interval(values, confidence) if values else (math.nan,) * 3
-    if len(values) == 1 and claim["measure"] not in ("accuracy", "overlap"):
-        low = high = mean  # counted, not drawn by chance
-    bound = next(b for b in BOUNDS if b in claim)
-    named = [" ".join(pair[i] for pair in files) if i < len(sides) else "" for i in (0, 1)]
+def _stated(claim: Claim) -> dict[str, Any]:
+    """What the file says of a claim, a column each."""
+    second, nothing = claim.second or ("", math.nan), (math.nan, math.nan)
+    low, high = claim.paper_interval or nothing
     return {
-        "claim": name,
-        "says": claim["says"],
-        "where": claim.get("where", ""),
-        "measure": claim["measure"],
-        "first": claim["first"][0],
-        "second": claim["second"][0] if "second" in claim else "",
-        "eta": claim["first"][1],
-        "bound": bound,
-        "bound_value": claim[bound],
-        "paper": claim.get("paper"),
-        "paper_low": claim.get("paper_interval", [math.nan])[0],
-        "paper_high": claim.get("paper_interval", [math.nan])[-1],
-        "measured": mean,
-        "low": low,
-        "high": high,
-        "n": len(values),
-        "verdict": verdict(low, high, bound, claim[bound]) if values else "not measured",
-        "first_records": named[0],
-        "second_records": named[1],
-    }
+        "says": claim.says, "where": claim.where, "measure": claim.measure,
+        "first": claim.first[0], "second": second[0], "eta": claim.first[1],
+        "second_eta": second[1], "bound": claim.bounds[0][0], "bound_value": claim.bounds[0][1],
+        "paper": math.nan if claim.paper is None else claim.paper,
+        "paper_low": low, "paper_high": high, "planned": claim.n,
+    }  # fmt: skip
 
 
-def _compared(measure: str, values: list[float]) -> float:
-    """Points between two accuracies; how many times fewer bits than the second, or than dense."""
-    if measure == "overlap":
-        return values[0]
-    if measure == "accuracy":
-        return values[0] - values[1]
-    return (values[1] if len(values) > 1 else 32) / values[0]
+def _measured(
+    claim: Claim, sides: list[dict[int, str]], records: dict[str, Record], read: Claims
+) -> dict[str, Any]:
+    """What the records say, over the seeds that both sides have a number for."""
+    values: dict[int, float] = {}
+    for seed in sorted(set.intersection(*(set(side) for side in sides))):
+        value = _compared(claim.measure, [records[side[seed]] for side in sides])
+        values |= {} if math.isnan(value) else {seed: value}
+    mean, low, high = mean_interval(values.values(), read.confidence)
+    if len(values) == 1 and claim.measure not in BY_CHANCE:
+        low = high = mean
+    files = [" ".join(side[seed] for seed in values) for side in sides] + [""]
+    lacking = [name for (name, _), side in zip(claim.sides, sides, strict=True) if not side]
+    why = f"no records of {', '.join(lacking)}" if lacking else "its records do not say"
+    return {
+        "measured": mean, "low": low, "high": high, "n": len(values),
+        "first_records": files[0], "second_records": files[1], "reason": "" if values else why,
+    }  # fmt: skip
+
+
+def _compared(measure: str, records: list[Record]) -> float:
+    one, *other = map(MEASURES[measure][0], records)
+    if measure in DIFFERENCES:
+        return one - sum(other)
+    return (other or [32])[0] / one
+
+
+def _verdict(claim: Claim, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """The verdict, and the reason where it is not the interval that decides: a gate's is its mean,
+    and a claim whose gates fail can't be tested."""
+    for gate in (rows[name] for name in claim.needs):
+        if gate["verdict"] == "does not hold":
+            got = f"{gate['measured']:+.2f}, needs {holds_if(gate)}".replace("-", "−")
+            return "not testable here", f"gate {gate['claim']}: {got}"
+    if not row["n"]:
+        return "not measured", row["reason"]
+    if missing := [name for name in claim.needs if not rows[name]["n"]]:
+        return "not measured", f"gate {missing[0]} is not measured yet"
+    mean = (row["measured"],) * 2
+    return verdict(*(mean if row["gate"] else (row["low"], row["high"])), *claim.bounds[0]), ""
+
+
+def verdict(low: float, high: float, bound: str, value: float) -> str:
+    """What an interval says of a bound: "holds", "does not hold" or "not decided"."""
+    keeps = [KEEPS[bound](end, value) for end in (low, high)]
+    return "holds" if all(keeps) else "not decided" if any(keeps) else "does not hold"
+
+
+def holds_if(row: dict[str, Any]) -> str:
+    """The bound as text, like "≥ −0.5"."""
+    return f"{BOUNDS[row['bound']]} {row['bound_value']:g}".replace("-", "−")
 
 
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
-    """The judged claims as a person reads them."""
+    """The judged claims, or gates, as a person reads them."""
 
-    forms = {"accuracy": "{:+.2f}", "overlap": "{:.2f}"}
-
-    def number(row: Any, value: float | None) -> str:
-        if value is None or math.isnan(value):
-            return "–"
-        return forms.get(row.measure, "×{:,.4g}").format(value).replace("-", "−")
-
-    def with_interval(row: Any, *values: float | None) -> str:
-        mean, low, high = (number(row, v) for v in values)
-        return f"{mean} ({low} to {high})" if math.isfinite(values[1]) and low != high else mean
+    def text(row: dict[str, Any], *keys: str) -> str:
+        return with_interval(*(row[key] for key in keys), MEASURES[row["measure"]][1])
 
     rows = [
-        {
-            "The paper says": row.says,
-            "Where": row.where,
-            "Holds if": f"{BOUNDS[row.bound]} {row.bound_value:g}".replace("-", "−"),
-            "Paper (interval)": with_interval(row, row.paper, row.paper_low, row.paper_high),
-            "Ours (interval)": with_interval(row, row.measured, row.low, row.high),
-            "n": str(row.n),
-            "Verdict": row.verdict,
-        }
-        for row in table.itertuples()
-    ]
+        {"The paper says": row["says"], "Where": row["where"], "Holds if": holds_if(row),
+         "Paper (interval)": text(row, "paper", "paper_low", "paper_high"),
+         "Ours (interval)": text(row, "measured", "low", "high"), "n": str(row["n"]),
+         "Planned n": str(row["planned"]),
+         "Verdict": row["verdict"] + (f" ({row['reason']})" if row["reason"] else "")}
+        for row in table.fillna({"reason": "", "where": ""}).to_dict("records")
+    ]  # fmt: skip
     return pd.DataFrame(rows)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from tcs_lab.claims import BOUNDS
-from tcs_lab.files import _write_whole
-from tcs_lab.sensitivity import _as_shown, _trials, _word
+from tcs_lab.files import write_whole
+from tcs_lab.settings import RunConfig
+from tcs_lab.tables import save_table, summary
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; markers and dashes do it in grey.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
@@ -42,96 +41,90 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
         groups.setdefault(record["config"]["scheme"]["name"], []).append(record)
     figure = Figure(figsize=(7.6, 4.4), layout="constrained")
     axes = figure.subplots()
+    ends = []
     for name, group in groups.items():
         curves = [pd.Series({r["epoch"]: 100 * r["accuracy"] for r in g["rows"]}) for g in group]
         table = pd.DataFrame(curves)
         mean, deviation = table.mean(), table.std().fillna(0.0)
         style = curve_style(name, list(groups)) | {"markersize": 4.5, "linewidth": 1.5}
-        every = max(1, len(mean) // 8)
-        axes.plot(mean.index, mean, label=name, markevery=every, **style)
+        axes.plot(mean.index, mean, markevery=max(1, len(mean) // 8), **style)
         band = mean - deviation, mean + deviation
         axes.fill_between(mean.index, *band, color=style["color"], alpha=0.12, linewidth=0)
+        ends += [(name, mean.index[-1], mean.iloc[-1], style["color"])] if len(mean) else []
     axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
     axes.grid(alpha=0.25)
     axes.locator_params(axis="x", integer=True)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    label_ends(axes, ends)
     return figure
 
 
-VERDICTS = {"holds": COLOURS[3], "does not hold": COLOURS[2], "not decided": COLOURS[7]}
+def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Names beside the right frame, each with a thin line to its (name, x, y, colour); those that
+    would lie on each other are moved apart."""
+    low, high = axes.get_ylim()
+    ends = sorted(ends, key=lambda end: end[2])
+    places, step = [end[2] for end in ends], 0.055 * (high - low)
+    for _ in range(200):
+        for i in range(1, len(places)):
+            push = max(0.0, step - (places[i] - places[i - 1])) / 2
+            places[i - 1 : i + 1] = places[i - 1] - push, places[i] + push
+        places[-1:] = [min(place, high) for place in places[-1:]]
+    for place, (name, x, y, colour) in zip(places, ends, strict=True):
+        at = (place - low) / (high - low)
+        axes.annotate(
+            name, (x, y), (1.06, at), textcoords="axes fraction", color=colour, fontsize=9,
+            va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3},
+        )  # fmt: skip
 
 
-def claims_figure(table: pd.DataFrame, title: str) -> Any:
-    """The judged claims about accuracy: interval, mean, what the paper has, and the bound."""
+def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
+    """Final accuracy against one client's megabytes in the whole run, both ways, of a `summary`;
+    bars are one standard deviation. Baseline, which sends nothing, is a line."""
     from matplotlib.figure import Figure
 
-    rows = table[(table["measure"] == "accuracy") & (table["n"] > 1)].iloc[::-1]
-    figure = Figure(figsize=(9.2, 1.5 + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    for at, row in enumerate(rows.itertuples()):
-        colour = VERDICTS[row.verdict]
-        axes.plot([row.low, row.high], [at, at], color=colour, lw=2.2, solid_capstyle="butt")
-        axes.plot(row.measured, at, "o", color=colour, markersize=7)
-        theirs = [row.paper_low, row.paper_high], [at + 0.25] * 2
-        axes.plot(*theirs, color="black", linewidth=0.9)
-        axes.plot(row.paper, at + 0.25, "D", color="white", markeredgecolor="black", markersize=5)
-        side = {"marker": 9 if BOUNDS[row.bound] in "≥>" else 8, "color": "black", "markersize": 7}
-        axes.plot(row.bound_value, at - 0.25, **side)
-    for name, colour in VERDICTS.items():
-        axes.plot([], [], "o-", color=colour, linewidth=2.2, label=f"ours: {name}")
-    look = {"color": "black", "linewidth": 0.9, "marker": "D", "markerfacecolor": "white"}
-    axes.plot([], [], **look, markersize=5, label="the paper's difference")
-    axes.plot([], [], marker=9, color="black", linestyle="", label="bound, and the side that holds")
-    axes.axvline(0, color=COLOURS[7], linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [textwrap.fill(says, 48) for says in rows["says"]])
-    axes.set(xlabel="difference of final test accuracies (points)", title=title)
-    axes.grid(axis="x", alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    points = []
+    for row in table[table["accuracy"].notna()].itertuples():
+        colour, mean = curve_style(row.scheme, list(table["scheme"]))["color"], 100 * row.accuracy
+        sent = row.megabytes_up + row.megabytes_down
+        if pd.isna(sent):
+            axes.axhline(mean, color=colour, linestyle="--", linewidth=1)
+            axes.text(0.01, mean, f"{row.scheme}, centralized (n = {row.n})", color=colour,
+                      transform=axes.get_yaxis_transform(), fontsize=9, va="bottom")  # fmt: skip
+        else:
+            axes.errorbar(sent, mean, yerr=100 * row.accuracy_std, fmt="o", color=colour, capsize=3)
+            size = f"{sent:,.0f}" if sent >= 100 else f"{sent:.3g}"
+            points.append((f"{row.scheme}\n{size} MB, n = {row.n}", sent, mean, colour))
+    axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
+    axes.set(ylabel="final test accuracy (%)", title=title)
+    axes.margins(0.2, 0.2)
+    plain_log(axes.xaxis)
+    axes.grid(alpha=0.25)
+    label_points(axes, points)
     return figure
 
 
-def sensitivity_figure(curves: dict[str, pd.DataFrame], setting: dict[str, Any], title: str) -> Any:
-    """Accuracy over the values of one setting (mean, one std over seeds), and below the megabytes
-    of one client, both ways: all, and what is left without the dense warm-up."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 6.0), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    words = _as_shown(setting)
-    for name, curve in curves.items():
-        style = curve_style(name, list(curves)) | {"markersize": 6, "linewidth": 1.5}
-        at = [words.index(value) for value in curve["value"]]
-        style |= {"label": f"{name} (n = {_trials(curve)})"}
-        mean, deviation = 100 * curve["accuracy"], 100 * curve["accuracy_std"]
-        upper.errorbar(at, mean, yerr=deviation, capsize=4, **style)
-        both = curve["megabytes_up"] + curve["megabytes_down"]
-        lower.plot(at, both, **(style | {"label": None}))
-        thin = {"markerfacecolor": "white", "linewidth": 0.8, "label": None}
-        lower.plot(at, both - curve["megabytes_warmup"], **(style | thin))
-    grey = {"color": COLOURS[7], "marker": "o", "linewidth": 1.2}
-    lower.plot([], [], **grey, label="whole run")
-    lower.plot([], [], **(grey | thin | {"label": "without the dense warm-up"}))
-    if "paper" in setting:
-        at = words.index(_word(setting["paper"]))
-        for axes, label in ((upper, "the paper's choice"), (lower, None)):
-            axes.axvspan(
-                at - 0.12, at + 0.12, color=COLOURS[5], alpha=0.3, linewidth=0, label=label
-            )
-    lost = pd.concat(curves.values()).groupby("value")["diverged"].sum()
-    ticks = [f"{word}\n{lost[word]} diverged" if lost.get(word) else word for word in words]
-    lower.set_xticks(range(len(words)), ticks)
-    lower.set(xlabel=setting["label"], xlim=(-0.4, len(words) - 0.6))
-    lower.set(yscale="log", ylabel="MB of one client")
-    _plain_log(lower.yaxis)
-    upper.set_title(title, fontsize=10)
-    upper.set(ylabel="test accuracy (%)")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    return figure
+def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
+    """Words beside each (words, x, y, colour): at the first side where they fit."""
+    axes.figure.draw_without_rendering()  # settles the layout
+    taken = [text.get_window_extent() for text in axes.texts]
+    for words, x, y, colour in points:
+        for side, up in ((1, -1), (-1, -1), (1, 1), (-1, 1)):
+            text = axes.annotate(
+                words, (x, y), (7 * side, 5 * up), textcoords="offset points", fontsize=9,
+                color=colour, ha="left" if side > 0 else "right", va="bottom" if up > 0 else "top",
+            )  # fmt: skip
+            box = text.get_window_extent()
+            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
+            if (side, up) == (-1, 1) or (inside and not any(map(box.overlaps, taken))):
+                break
+            text.remove()
+        taken.append(box)
 
 
-def _plain_log(axis: Any) -> None:
+def plain_log(axis: Any) -> None:
     """A log axis whose ticks read 1, 2, 5, 10, ..."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -146,10 +139,21 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
     with matplotlib.rc_context({"svg.hashsalt": "tcs", "svg.fonttype": "none"}):
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+            look = {"format": suffix[1:], "dpi": 150, "metadata": metadata}
             target = Path(path).with_suffix(suffix)
-            _write_whole(
-                target,
-                lambda f, s=suffix, m=metadata: figure.savefig(
-                    f, format=s[1:], dpi=150, metadata=m
-                ),
-            )
+            write_whole(target, lambda file, look=look: figure.savefig(file, **look))
+
+
+def draw_table(
+    params: dict[str, Any], records: Sequence[dict[str, Any]], planned: Iterable[RunConfig],
+    folder: Path,
+) -> pd.DataFrame:  # fmt: skip
+    """Saves a table of the paper in the folder, table<n>.csv and .md, and, if there are records,
+    its curves, figure<m>.png and .svg; the table. `params` is what table and profile say."""
+    table = summary(records, params.get("paper"), planned)
+    save_table(table, folder / f"table{params['table']}", params["title"])
+    if records:
+        data = records[0]["provenance"]["dataset"]
+        title = f"Fig. {params['figure']}: test accuracy, {data}, profile {params['profile']}"
+        save_figure(accuracy_figure(records, title), folder / f"figure{params['figure']}")
+    return table

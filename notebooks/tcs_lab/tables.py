@@ -1,4 +1,4 @@
-"""Tables: records to rows, rows to tables that a person reads."""
+"""Tables: the records that are there, as rows; rows as tables that a person reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,29 @@ import numpy as np
 import pandas as pd
 
 from tcs_core import OVERHEAD_BYTES, Scheme, bit_budget, kept
-from tcs_lab.files import _write_whole
-from tcs_lab.settings import _record_file
+from tcs_lab.files import write_whole
+from tcs_lab.records import read_record, record_path
+from tcs_lab.settings import RunConfig, _record_file
 from tcs_lab.training import Row
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# 13. Tables and figures, from records
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+Record = dict[str, Any]
+CONFIDENCE, PAPER_TRIALS = 0.95, 5  # of every interval; the trials behind the paper's figures
+NONE = (math.nan,) * 3
+
+
+def recorded(
+    configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = False
+) -> dict[str, Record]:
+    """The records of these runs that are there and finished, by file name; no run is made.
+
+    With `diverged`, also of those that did not get to their end.
+    """
+    paths = {record_path(config, results): config for config in configs}
+    found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
+    return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
+
+
+# What was sent ────────────────────────────────────────────────────────────────────────────────────
 
 
 def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
@@ -75,49 +91,172 @@ def _always_dense(scheme: dict[str, Any]) -> bool:
     return scheme["rule"] == "dense" and scheme["value_bits"] == 32
 
 
+# Intervals ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mean_interval(
+    values: Iterable[float], confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """Mean of the values and Student's interval for it; of one value, no interval (infinite)."""
+    from scipy import stats
+
+    values = np.asarray(list(values), dtype=float)
+    if not len(values):
+        return NONE
+    if len(values) == 1:
+        return float(values[0]), -math.inf, math.inf
+    half = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stats.sem(values)
+    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
+
+
+def welch_interval(
+    one: tuple[float, float], other: tuple[float, float], trials: int = PAPER_TRIALS,
+    confidence: float = CONFIDENCE,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Difference of two means, each (mean, standard deviation) over so many trials, and Welch's
+    interval for it: all that can be said of figures in print, which are not paired."""
+    from scipy import stats
+
+    a, b = one[1] ** 2 / trials, other[1] ** 2 / trials
+    freedom = (a + b) ** 2 * (trials - 1) / (a**2 + b**2) if a + b else math.nan
+    half = stats.t.ppf((1 + confidence) / 2, freedom) * math.sqrt(a + b) if a + b else 0.0
+    return one[0] - other[0], float(one[0] - other[0] - half), float(one[0] - other[0] + half)
+
+
+# One row a scheme ─────────────────────────────────────────────────────────────────────────────────
+
+
 def summary(
-    records: Iterable[dict[str, Any]], paper: dict[str, list] | None = None
-) -> pd.DataFrame:
-    """One row a scheme: accuracy over seeds (0..1) and bits, beside the paper's figures.
+    records: Iterable[Record], paper: dict[str, list] | None = None,
+    planned: Iterable[RunConfig] = (),
+) -> pd.DataFrame:  # fmt: skip
+    """One row a scheme: accuracy over seeds (0..1), its difference to Baseline, and bits, beside
+    the paper's figures. A scheme that is `planned` and has no record has a row with n = 0.
 
     `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
     where the paper has none). A scheme with a diverged seed has no mean: `diverged` counts them.
+    Differences are paired by seed, over `difference_n` common seeds; the paper's are Welch's.
     """
-    groups: dict[str, list[dict[str, Any]]] = {}
+    configs = {config.scheme.name: config.identity() for config in planned}
+    groups: dict[str, list[Record]] = {name: [] for name in configs}
     for record in records:
         groups.setdefault(record["config"]["scheme"]["name"], []).append(record)
-    return pd.DataFrame([_summary_row(n, g, (paper or {}).get(n)) for n, g in groups.items()])
+        configs[record["config"]["scheme"]["name"]] = record["config"]
+    base, paper = _finals(groups.get("Baseline", [])), paper or {}
+    rows = []
+    for name, group in groups.items():
+        gaps = _gaps(group, base) if name != "Baseline" else NO_GAP
+        rows.append(_measured(configs[name], group) | gaps | _printed(name, paper))
+    return pd.DataFrame(rows)
 
 
-def _summary_row(name: str, records: list[dict[str, Any]], paper: list | None) -> dict[str, Any]:
-    config = records[0]["config"]
-    final = [r["rows"][-1]["accuracy"] for r in records if r["status"] == "finished"]
-    diverged = len(records) - len(final)
-    bits = pd.DataFrame([bits_per_parameter(r) for r in records]).mean()
-    sent = pd.DataFrame([traffic(r) for r in records]).mean() / 1e6
-    if config["scheme"]["centralized"]:
-        sent[:] = math.nan
-    accuracy, deviation, budget = (math.nan if v is None else v for v in paper or [None] * 3)
+def _finals(records: list[Record]) -> dict[int, float]:
+    """Final accuracies by seed; none if a seed diverged."""
+    if any(record["status"] != "finished" for record in records):
+        return {}
+    return {r["config"]["seed"]: r["rows"][-1]["accuracy"] for r in records}
+
+
+def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
+    """What the records of one scheme say."""
+    finished = [r for r in records if r["status"] == "finished"]
+    final = pd.Series(_finals(records), dtype=float)
+    losses = [r["rows"][-1].get("train_loss", math.nan) for r in finished]
+    sent = pd.DataFrame([_sent(record) for record in records], columns=SENT).mean()
     return {
-        "scheme": name,
+        "scheme": config["scheme"]["name"],
         "eta": config["learning_rate"],
-        "n": len(final),
-        "diverged": diverged,
-        "accuracy": float(np.mean(final)) if final and not diverged else math.nan,
-        "accuracy_std": float(np.std(final, ddof=1)) if len(final) > 1 else math.nan,
-        "paper_accuracy": accuracy / 100,
-        "paper_accuracy_std": deviation / 100,
-        "paper_bits": budget,
+        "n": len(finished),
+        "diverged": len(records) - len(finished),
+        "accuracy": float(final.mean()),
+        "accuracy_std": float(final.std()),
+        "train_loss": float(np.mean(losses)) if len(final) else math.nan,
         "formula_bits": bit_budget(Scheme(**config["scheme"])),
-        "uplink_bits": bits["uplink"],
-        "uplink_bits_with_warmup": bits["uplink with warm-up"],
-        "downlink_bits": bits["downlink"],
-        "downlink_bits_with_warmup": bits["downlink with warm-up"],
-        "megabytes_up": sent["up"],
-        "megabytes_down": sent["down"],
-        "megabytes_warmup": sent["warm-up"],
+        **sent,
         "records": " ".join(_record_file(record) for record in records),
     }
+
+
+SENT = (
+    "uplink_bits", "uplink_bits_with_warmup", "downlink_bits", "downlink_bits_with_warmup",
+    "megabytes_up", "megabytes_down", "megabytes_warmup",
+)  # fmt: skip
+
+
+def _sent(record: Record) -> dict[str, float]:
+    """Bits per parameter and iteration, and megabytes of a whole run; nan where nothing is sent."""
+    bits = bits_per_parameter(record)
+    unit = math.nan if record["config"]["scheme"]["centralized"] else 1e6
+    flow = [number / unit for number in traffic(record).values()]
+    ways = ("uplink", "uplink with warm-up", "downlink", "downlink with warm-up")
+    return dict(zip(SENT, [*(bits[way] for way in ways), *flow], strict=True))
+
+
+_GAP = ("difference", "difference_low", "difference_high")
+NO_GAP = dict(zip(_GAP, NONE, strict=True)) | {"difference_n": 0}
+
+
+def _gaps(records: list[Record], base: dict[int, float]) -> dict[str, float]:
+    """Accuracy minus the Baseline's of the same seed, mean and interval over the seeds of both."""
+    ours = _finals(records)
+    pairs = [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
+    return dict(zip(_GAP, mean_interval(pairs), strict=True)) | {"difference_n": len(pairs)}
+
+
+def _printed(name: str, paper: dict[str, list]) -> dict[str, float]:
+    """The paper's figures for a scheme, accuracies 0..1, and their difference to its Baseline."""
+    mean, deviation, bits = (math.nan if v is None else v for v in paper.get(name, [None] * 3))
+    gap = NONE
+    if name != "Baseline" and name in paper and "Baseline" in paper:
+        gap = welch_interval((mean, deviation), tuple(paper["Baseline"][:2]))
+    return {
+        "paper_accuracy": mean / 100,
+        "paper_accuracy_std": deviation / 100,
+        "paper_bits": bits,
+        **{f"paper_{key}": value / 100 for key, value in zip(_GAP, gap, strict=True)},
+    }
+
+
+# For a person ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The summary as a person reads it: differences in points with 95 % intervals first, if there
+    are any; then levels in percent, mean ± std; then bits per parameter and local iteration."""
+    rows = pd.DataFrame([_readable_row(row) for row in table.itertuples()])
+    empty = [c for c in (OURS, PAPERS) if c in rows and (rows[c] == "–").all()]
+    return rows.drop(columns=empty)
+
+
+OURS, PAPERS = "Ours − Baseline, points", "Paper − Baseline, points"
+
+
+def _readable_row(r: Any) -> dict[str, str]:
+    gap = with_interval(*(100 * v for v in (r.difference, r.difference_low, r.difference_high)))
+    theirs = (r.paper_difference, r.paper_difference_low, r.paper_difference_high)
+    return {
+        "Scheme": r.scheme,
+        "η": f"{r.eta:g}",
+        OURS: gap + (f", n = {r.difference_n}" if 0 < r.difference_n < r.n else ""),
+        PAPERS: with_interval(*(100 * v for v in theirs)),
+        "n": str(r.n),
+        "Ours: accuracy %": _ours(r),
+        "Paper: accuracy %": _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
+        "Training loss": "–" if math.isnan(r.train_loss) else f"{r.train_loss:.3f}",
+        "Paper: bits": _digits(r.paper_bits),
+        "Formula": _digits(r.formula_bits),
+        "Sent up": _digits(r.uplink_bits),
+        "… with warm-up": _digits(r.uplink_bits_with_warmup),
+        "Sent down": _digits(r.downlink_bits),
+        "MB both ways": _digits(r.megabytes_up + r.megabytes_down),
+    }
+
+
+def _ours(row: Any) -> str:
+    """Accuracy over the seeds of one row of a table."""
+    if row.diverged:
+        return f"diverged ({row.diverged} of {row.n + row.diverged})"
+    return _percent(row.accuracy, row.accuracy_std, ".2f") if row.n else "not measured"
 
 
 def _percent(mean: float, deviation: float, form: str) -> str:
@@ -127,36 +266,16 @@ def _percent(mean: float, deviation: float, form: str) -> str:
     return f"{100 * mean:{form}}{spread}"
 
 
-def _ours(row: Any) -> str:
-    """Accuracy over the seeds of one row of a table."""
-    if row.diverged:
-        return f"diverged ({row.diverged} of {row.n + row.diverged})"
-    return _percent(row.accuracy, row.accuracy_std, ".2f")
-
-
 def _digits(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.4g}"
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The summary as a person reads it: percent, mean ± std, digits that mean something."""
-    rows = [
-        {
-            "Scheme": r.scheme,
-            "η": f"{r.eta:g}",
-            "Paper: accuracy %": _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
-            "Ours: accuracy %": _ours(r),
-            "n": str(r.n),
-            "Paper: bits": _digits(r.paper_bits),
-            "Formula": _digits(r.formula_bits),
-            "Sent up": _digits(r.uplink_bits),
-            "… with warm-up": _digits(r.uplink_bits_with_warmup),
-            "Sent down": _digits(r.downlink_bits),
-            "MB both ways": _digits(r.megabytes_up + r.megabytes_down),
-        }
-        for r in table.itertuples()
-    ]
-    return pd.DataFrame(rows)
+def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
+    """Like "+0.21 (−0.08 to +0.50)"; no interval where there is none, – where there is nothing."""
+    if math.isnan(mean):
+        return "–"
+    mean_, low_, high_ = (form.format(value).replace("-", "−") for value in (mean, low, high))
+    return f"{mean_} ({low_} to {high_})" if math.isfinite(low) and low < high else mean_
 
 
 def save_table(
@@ -165,9 +284,9 @@ def save_table(
 ) -> None:  # fmt: skip
     """The summary as .csv (numbers) and .md (as a person reads it, by `reader`)."""
     csv = table.to_csv(index=False, lineterminator="\n")
-    _write_whole(Path(path).with_suffix(".csv"), lambda f: f.write(csv.encode()))
+    write_whole(Path(path).with_suffix(".csv"), lambda f: f.write(csv.encode()))
     text = f"**{title}**\n\n{markdown(reader(table))}\n"
-    _write_whole(Path(path).with_suffix(".md"), lambda f: f.write(text.encode()))
+    write_whole(Path(path).with_suffix(".md"), lambda f: f.write(text.encode()))
 
 
 def markdown(table: pd.DataFrame) -> str:

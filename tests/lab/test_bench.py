@@ -1,0 +1,57 @@
+"""Benchmarks measure what they say. No test here measures speed."""
+
+import json
+
+import pytest
+import tcs_lab as lab
+import torch
+from tcs_lab.__main__ import main
+
+import tcs_core as tcs
+
+
+def test_the_textbook_version_is_the_compressor():
+    """The plain algorithm, clone, topk, multiply by masks, gives what the fast one gives."""
+    generator = torch.Generator().manual_seed(5)
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [4000], 3)
+    compressor.step(torch.randn(3, 4000, generator=generator))
+    mask_D = tcs.positions_to_mask(compressor.rule.global_mask(), 4000)
+    errors = [torch.zeros(4000) for _ in range(3)]
+    for _ in range(30):
+        deltas_ND = torch.randn(3, 4000, generator=generator)
+        plain = lab.bench._textbook_round(deltas_ND, errors, mask_D, 40, 4)
+        torch.testing.assert_close(compressor.step(deltas_ND), plain, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(compressor.errors_ND, torch.stack(errors), rtol=0, atol=1e-6)
+        assert torch.equal(tcs.positions_to_mask(compressor.rule.global_mask(), 4000), mask_D)
+
+
+@pytest.fixture
+def tiny_benches(monkeypatch):
+    cases = {
+        "round": [lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 2, 2)],
+        "step": [lambda b: lab.bench_step(b, 3000, 2)],
+        "codecs": [lambda b: lab.bench_codecs(b, 5000)],
+        "growth": [lambda b: lab.bench_step(b, 3000, 2, textbook=False)],
+    }
+    monkeypatch.setattr(lab.bench, "BENCHES", cases)
+
+
+def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, capsys):
+    assert main(["bench", "--repeat", "2", "--threads", "1", "--results", str(tmp_path)]) == 0
+    (path,) = (tmp_path / "bench").glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["provenance"]["threads"] == 1
+    timed = [row for row in record["rows"] if "median" in row]
+    assert {row["part"] for row in timed} == set(lab.bench.BENCHES)
+    assert all(0 < row["low"] <= row["median"] <= row["high"] and row["n"] == 2 for row in timed)
+    memory = [row for row in record["rows"] if row["part"] == "memory"]
+    assert [row["allowed"] for row in memory] == [12 * 4 * 3000]
+    assert capsys.readouterr().out.count("\n") == len(timed) + 2
+
+
+def test_a_part_or_a_number_of_turns_that_is_none(tmp_path, capsys):
+    with pytest.raises(ValueError, match="unknown part: lunch"):
+        lab.run_benches(["lunch"], results=tmp_path)
+    assert main(["bench", "--repeat", "0", "--results", str(tmp_path)]) == 2
+    assert "--repeat: got 0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,74 @@
+"""Figures: what they show, and the same bytes every time."""
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+import tcs_lab as lab
+from test_tables import fake
+
+
+def texts(figure):
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_the_same_bytes_every_time(tmp_path):
+    records = [fake("TCS", 0.8, 0), fake("Baseline", 0.9, 0)]
+    figures = {
+        "curves": lambda: lab.accuracy_figure(records, "A title"),
+        "megabytes": lambda: lab.megabytes_figure(lab.summary(records), "A title"),
+    }
+    for name, make in figures.items():
+        for copy in "ab":
+            lab.save_figure(make(), tmp_path / f"{name}-{copy}")
+        for suffix in (".png", ".svg"):
+            one, two = ((tmp_path / f"{name}-{c}").with_suffix(suffix).read_bytes() for c in "ab")
+            assert one == two and len(one) > 5000
+
+
+def test_curves_show_mean_and_band_and_their_names():
+    records = [fake("TCS", a, s) for s, a in enumerate((0.6, 0.8))] + [fake("top-K", 0.7, 0)]
+    figure = lab.accuracy_figure(records, "x")
+    (axes,) = figure.axes
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), 70.0)
+    assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "test accuracy (%)"
+    assert len(axes.collections) == 2 and sorted(texts(figure)) == ["TCS", "top-K"]
+    assert not figure.legends and not axes.get_legend()
+
+
+def test_a_run_that_ended_at_once_has_no_curve():
+    lost = fake("TCS", 0.5, 0, status="diverged") | {"rows": []}
+    assert texts(lab.accuracy_figure([lost, fake("top-K", 0.7, 0)], "x")) == ["top-K"]
+
+
+@pytest.mark.parametrize("finals", [[0.5] * 8, [0.1 * i for i in range(8)], [0.7, 0.71, 0.2]])
+def test_names_at_curves_do_not_lie_on_each_other(finals):
+    names = ["Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2"]
+    records = [fake(n, a, 0) for n, a in zip(names, finals, strict=False)]
+    (axes,) = lab.accuracy_figure(records, "x").axes
+    places = sorted(text.xyann[1] for text in axes.texts)
+    assert len(places) == len(finals)
+    assert all(b - a > 0.05 for a, b in itertools.pairwise(places))
+    colours = [text.get_color() for text in axes.texts]
+    assert len(set(colours)) == len(colours)
+
+
+def test_megabytes_are_written_at_the_points():
+    records = [fake("TCS", 0.6, 0), fake("FedAvg", 0.7, 0, warmup=3), fake("Baseline", 0.8, 0)]
+    table = lab.summary(records)
+    figure = lab.megabytes_figure(table, "A title")
+    (axes,) = figure.axes
+    both = float(table["megabytes_up"][0] + table["megabytes_down"][0])
+    assert f"TCS\n{both:.3g} MB, n = 1" in texts(figure)
+    assert "Baseline, centralized (n = 1)" in texts(figure)
+    assert axes.get_xscale() == "log" and "log" in axes.get_xlabel()
+    assert not lab.megabytes_figure(table.iloc[:0], "None").axes[0].lines
+
+
+def test_another_schemes_curve_has_a_colour_of_its_own():
+    names = ["TCS", "Mine", "Yours"]
+    colours = {lab.curve_style(name, names)["color"] for name in names}
+    assert len(colours) == 3
+    assert lab.curve_style("TCS") == lab.curve_style("TCS", names)
+    assert pd.Series(lab.COLOURS).is_unique

@@ -1,0 +1,170 @@
+"""Tables: intervals, bits by hand, rows of schemes, what a person reads, and that what stands in
+results/ is rebuilt."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import tcs_lab as lab
+
+import tcs_core as tcs
+
+# Intervals ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("confidence", "n", "quantile"),  # from a printed table of Student's distribution
+    [(0.95, 2, 12.706), (0.95, 3, 4.303), (0.95, 5, 2.776), (0.95, 31, 2.042), (0.99, 10, 3.250)],
+)
+def test_students_interval(confidence, n, quantile):
+    values = np.linspace(-1, 1, n)
+    mean, low, high = lab.mean_interval(values, confidence)
+    assert mean == pytest.approx(0, abs=1e-12) and low == pytest.approx(-high)
+    assert high == pytest.approx(quantile * values.std(ddof=1) / math.sqrt(n), rel=2e-4)
+
+
+def test_an_interval_of_one_value_or_none():
+    assert lab.mean_interval([5.0]) == (5.0, -math.inf, math.inf)
+    assert all(map(math.isnan, lab.mean_interval([])))
+    assert lab.mean_interval([2.0, 2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_welchs_interval():
+    def half(one, other):
+        mean, low, high = lab.welch_interval((3.0, one), (1.0, other))
+        assert mean == 2 and high - mean == pytest.approx(mean - low)
+        return high - mean
+
+    assert half(1.0, 1.0) == pytest.approx(2.306 * math.sqrt(0.4), abs=1e-3)  # t of 8
+    assert half(1.0, 0.0) == pytest.approx(2.776 * math.sqrt(0.2), abs=1e-3)  # t of 4
+    assert half(0.0, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((0.5, 0.25, 0.75), "+0.50 (+0.25 to +0.75)"),
+        ((-0.5, -math.inf, math.inf), "−0.50"),
+        ((-0.5, math.nan, math.nan), "−0.50"),
+        ((0.5, 0.5, 0.5), "+0.50"),
+        ((math.nan, math.nan, math.nan), "–"),
+    ],
+)
+def test_an_interval_as_text(numbers, text):
+    assert lab.with_interval(*numbers) == text
+
+
+# Records as rows ──────────────────────────────────────────────────────────────────────────────────
+
+
+def fake(name, accuracy, seed, warmup=1, status="finished"):
+    """A record with three epochs of ten rounds at D = 1000; the first `warmup` dense."""
+    rows = [
+        {"epoch": e + 1, "accuracy": accuracy, "rounds": 10, "dense_rounds": 10 * (e < warmup),
+         "bits_up": 320_000 if e < warmup else 4_000, "train_loss": 1.0 - accuracy,
+         "bits_down": 320_000 if e < warmup else 8_000}
+        for e in range(3)
+    ]  # fmt: skip
+    identity = lab.RunConfig(tcs.Scheme.named(name), seed=seed, epochs=3).identity()
+    return {
+        "config": identity, "digest": lab.digest_of(identity), "status": status, "reason": None,
+        "dimension": 1000, "rows": rows,
+    }  # fmt: skip
+
+
+def test_bits_per_parameter_by_hand():
+    """20 sparse rounds of 400 bits and 10 dense ones of 32,000, over 1000 parameters, H = 2."""
+    bits = lab.bits_per_parameter(fake("TCS-L2", 0.5, 0))
+    assert bits["uplink"] == pytest.approx(400 / 1000 / 2)
+    assert bits["uplink with warm-up"] == pytest.approx((20 * 400 + 10 * 32_000) / 30 / 1000 / 2)
+    assert bits["downlink"] == pytest.approx(800 / 1000 / 2)
+    assert math.isnan(lab.bits_per_parameter(fake("Baseline", 0.5, 0))["uplink"])
+
+
+def test_dense_fedavg_costs_32_bits():
+    bits = lab.bits_per_parameter(fake("FedAvg", 0.5, 0, warmup=3))
+    assert bits["uplink"] == bits["downlink"] == bits["uplink with warm-up"] == pytest.approx(32)
+
+
+def test_summary_means_deviations_and_the_papers_figures():
+    records = [fake("TCS", a, s) for s, a in enumerate((0.80, 0.82, 0.84))]
+    table = lab.summary([*records, fake("top-K", 0.7, 0)], {"TCS": [92.44, 0.143, 0.363]})
+    tcs_row, top_row = table.itertuples()
+    assert (tcs_row.n, top_row.n) == (3, 1)
+    named = [lab.RunConfig("TCS", seed=s, epochs=3).record_name for s in range(3)]
+    assert tcs_row.records.split() == named
+    assert tcs_row.accuracy == pytest.approx(0.82) and tcs_row.accuracy_std == pytest.approx(0.02)
+    assert tcs_row.train_loss == pytest.approx(0.18)
+    assert tcs_row.paper_accuracy == pytest.approx(0.9244) and tcs_row.paper_bits == 0.363
+    assert math.isnan(top_row.accuracy_std) and math.isnan(top_row.paper_accuracy)
+    text = lab.readable(table)
+    assert list(text["Ours: accuracy %"]) == ["82.00 ± 2.00", "70.00"]
+    assert list(text["Paper: accuracy %"]) == ["92.44 ± 0.143", "–"]
+    assert not [column for column in text if "Baseline" in column]
+
+
+PAPER = {"TCS": [92.44, 0.143, 0.363], "Baseline": [92.228, 0.232, None]}
+
+
+def test_differences_are_paired_by_seed_and_the_papers_are_welchs():
+    """Seeds differ by ten points, pairs by a tenth: only pairing can decide."""
+    gaps = (0.011, 0.010, 0.009)
+    base = [fake("Baseline", 0.5 + 0.1 * s, s) for s in range(4)]
+    ours = [fake("TCS", 0.5 + 0.1 * s + gap, s) for s, gap in enumerate(gaps)] + [fake("TCS", 0, 9)]
+    first, last = lab.summary(ours + base, PAPER).itertuples()
+    assert (first.n, first.difference_n) == (4, 3)
+    assert first.difference == pytest.approx(0.01)
+    expected = lab.mean_interval(gaps)
+    assert (first.difference_low, first.difference_high) == pytest.approx(expected[1:])
+    theirs = lab.welch_interval((92.44, 0.143), (92.228, 0.232))
+    assert 100 * first.paper_difference_low == pytest.approx(theirs[1])
+    assert math.isnan(last.difference) and last.difference_n == 0
+    text = lab.readable(lab.summary(ours + base, PAPER))
+    assert list(text["Ours − Baseline, points"]) == ["+1.00 (+0.75 to +1.25), n = 3", "–"]
+    assert text["Paper − Baseline, points"][0].startswith("+0.21 (−0.0")
+    lost = [*base[:3], fake("Baseline", 0.1, 7, status="diverged")]
+    assert math.isnan(lab.summary(ours + lost)["difference"][0])
+
+
+def test_what_is_planned_and_not_recorded_has_a_row_that_says_so():
+    planned = lab.plan({"schemes": ["TCS", "top-K", "Baseline"], "epochs": 3, "seeds": 3})
+    table = lab.summary([fake("top-K", 0.7, 0)], PAPER, planned)
+    assert list(table["scheme"]) == ["TCS", "top-K", "Baseline"] and list(table["n"]) == [0, 1, 0]
+    text = lab.readable(table)
+    assert list(text["Ours: accuracy %"]) == ["not measured", "70.00", "not measured"]
+    assert list(text["Formula"]) == ["0.364", "0.4064", "–"]
+    assert "Ours − Baseline, points" not in text and text["Paper − Baseline, points"][0] != "–"
+    nothing = lab.summary([], {}, planned)
+    assert list(lab.readable(nothing)["n"]) == ["0"] * 3
+
+
+def test_a_saved_table_reads_as_it_was(tmp_path):
+    records = [fake("TCS", 0.8, 0), fake("TCS", 0.7, 1), fake("Baseline", 0.9, 0)]
+    table = lab.summary(records)
+    lab.save_table(table, tmp_path / "table1", "A title")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
+    lines = (tmp_path / "table1.md").read_text().splitlines()
+    assert lines[0] == "**A title**" and len(lines) == 6
+    assert len({line.count("|") for line in lines[2:]}) == 1
+
+
+# What stands in results/ ──────────────────────────────────────────────────────────────────────────
+
+
+TABLES = sorted(lab.ROOT.glob("results/*/table?.csv"))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
+    """The same bytes, from nothing but params/ and the records."""
+    import matplotlib
+
+    files = [lab.ROOT / f"params/{name}.yaml" for name in (path.stem, path.parent.name)]
+    params = lab.read_params(files)
+    records = list(lab.recorded(lab.plan(params | {"seeds": 100})).values())
+    lab.draw_table(params, records, lab.plan(params), tmp_path)
+    tested = f'"matplotlib=={matplotlib.__version__}"' in (lab.ROOT / "pyproject.toml").read_text()
+    rebuilt = [f for f in tmp_path.iterdir() if tested or f.suffix in (".csv", ".md")]
+    assert len(rebuilt) == (4 if tested else 2)
+    assert not [f.name for f in rebuilt if (path.parent / f.name).read_bytes() != f.read_bytes()]
