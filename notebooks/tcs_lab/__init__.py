@@ -1,5 +1,11 @@
 """The lab: what the notebooks share. A room a file; see each one's first line."""
 
+import signal
+import sys
+
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command imports just ends it
+
 from tcs_lab.bench import (
     Bench,
     Timing,

@@ -220,9 +220,10 @@ def _stopped_once() -> Iterator[None]:
         before.clear()
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    waits = world()[1] > 1  # in a collective, where Python sees no signal: then it just ends
-    if not waits and threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+    # SIGTERM for a rank, in a collective where Python sees no signal: just ends it
+    numbers = [signal.SIGINT] if world()[1] > 1 else [signal.SIGINT, signal.SIGTERM]
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 before[number] = signal.signal(number, stop)
     try:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tcs_lab as lab
@@ -138,6 +139,16 @@ def test_several_quick_signals_end_it_once(tmp_path, jobs):
     process.join(20)
     line = "interrupted; the same command goes on where it stopped\n"
     assert (process.exitcode, (tmp_path / "output").read_text()) == (130, line)
+
+
+def test_ctrl_c_while_it_imports_ends_it_without_a_word(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tcs_lab", "bench"], stderr=subprocess.PIPE, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == (None, b"") and process.returncode == -signal.SIGINT
 
 
 def said_by(ranks, folder, words):
