@@ -1,6 +1,5 @@
 """Sections 10 to 12: records, checkpoints, tables, the command line."""
 
-import copy
 import importlib.util
 import json
 import math
@@ -348,44 +347,6 @@ def params(tmp_path):
     return path
 
 
-def test_the_command_prints_the_table(tmp_path, params, capsys):
-    words = ["run", "--params", str(params), "--results", str(tmp_path)]
-    assert lab.__main__.main(words) == 0
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert (
-        len(lines) == 4 and lines[2].startswith("| TCS |") and lines[3].startswith("| Baseline |")
-    )
-
-
-def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, params, capsys):
-    words = ["run", "--params", str(params), "--results", str(tmp_path), "--scheme", "top-K-L2", "--seed", "3",
-             "--set", "learning_rate=0.25"]  # fmt: skip
-    assert lab.__main__.main(words) == 0
-    (path,) = (tmp_path / "ci" / "runs").iterdir()
-    assert path.name.startswith("top-K-L2-0.25-3-")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--set", "epochs=none"], "epochs"), (["--set", "epochs"], "KEY=VALUE"), (["--scheme", "x"], "known"),
-     (["--set", "clients=500"], "clients: got 500"), (["--set", "lr=1"], "unknown parameter: lr"),
-     (["--seed", "-1"], "seeds"), (["--set", "dataset=folder", "--set", "data_root=/nowhere"], "/nowhere"),
-     (["--jobs", "0"], "jobs")],
-)  # fmt: skip
-def test_errors_are_one_line_and_rc_2(tmp_path, params, capsys, words, message):
-    assert (
-        lab.__main__.main(["run", "--params", str(params), "--results", str(tmp_path), *words]) == 2
-    )
-    error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
-    assert not list(tmp_path.glob("ci/runs/*"))
-
-
-def test_a_missing_params_file_is_named(capsys):
-    assert lab.__main__.main(["run", "--params", "/no/such.yaml"]) == 2
-    assert "/no/such.yaml" in capsys.readouterr().err
-
-
 def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params, whole_synthetic):
     """SIGKILL in the middle of a real process; the same command again; this process beside it."""
     environment = dict(os.environ, TCS_CACHE=str(tmp_path / "cache"))
@@ -403,59 +364,6 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_record(tmp_path, params, 
     assert lab.__main__.main([*words, str(tmp_path / "one")]) == 0
     two, one = (next((tmp_path / n / "ci" / "runs").iterdir()) for n in ("two", "one"))
     assert numbers(json.loads(two.read_text())) == numbers(json.loads(one.read_text()))
-
-
-@pytest.mark.parametrize("scheme", ["TCS-L2-Q5", "TCS-L2-M2-E3-K2-W3++", "Baseline-Momentum"])
-def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, scheme):
-    changes = {"epochs": 2, "threads": 1, "drops": (0.6,), "dirichlet_alpha": 0.5, "wire": True}
-    wanted = config(scheme, **(changes if scheme != "Baseline-Momentum" else {}), reference_batch=9)
-    record = lab.run(wanted, tmp_path)
-    path = lab.record_path(wanted, tmp_path)
-    assert lab.config_of(record).digest == wanted.digest
-    assert lab.__main__.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 0
-    said = capsys.readouterr().out.strip().splitlines()[-1]
-    assert said == f"{path.name}: the same in all {wanted.epochs} epochs"
-    (kept,) = (tmp_path / "kept" / "again" / "runs").iterdir()
-    assert kept.name == path.name and numbers(json.loads(kept.read_text())) == numbers(record)
-    assert (
-        lab.__main__.main(["again", str(path), "--results", str(tmp_path / "kept")]) == 2
-    )  # not again
-    assert f"{kept} exists" in capsys.readouterr().err
-
-
-def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monkeypatch):
-    record = lab.run(config(), tmp_path)
-    other = copy.deepcopy(record)
-    other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9}
-    del other["rows"][2]
-    monkeypatch.setattr(lab.runs, "run_all", lambda *_: [other])
-    assert lab.__main__.main(["again", str(lab.record_path(config(), tmp_path))]) == 1
-    was = record["rows"][1]
-    assert f"epoch 2: train_loss 9.0, was {was['train_loss']!r}" in capsys.readouterr().out
-    accuracy = f"epoch 2: accuracy 0.5, was {was['accuracy']!r}"
-    assert lab.differences(record, other)[1:] == [accuracy, "2 epochs, were 3"]
-    assert lab.differences(record, record) == []
-
-
-def test_what_cannot_be_made_again_is_one_line_and_rc_2(tmp_path, capsys):
-    path = tmp_path / "notes.md"
-    path.write_text("hello")
-    assert lab.__main__.main(["again", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert "notes.md: not a readable record" in error and "delete" not in error
-    record = lab.run(config(), tmp_path)
-    assert (
-        lab.__main__.main(["again", str(lab.record_path(config(), tmp_path)), "--set", "epochs=9"])
-        == 2
-    )
-    assert "epochs" in capsys.readouterr().err
-    foreign = copy.deepcopy(record)
-    foreign["config"]["scheme"]["rule"] = "my own"
-    with pytest.raises(ValueError, match="my own"):
-        lab.config_of(foreign)
-    foreign["config"] = record["config"] | {"colour": "red"}
-    with pytest.raises(ValueError, match="colour"):
-        lab.config_of(foreign)
 
 
 def test_the_core_imports_without_any_notebook_tool():

@@ -71,6 +71,9 @@ def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monke
     assert main(["again", str(lab.record_path(config(), tmp_path))]) == 1
     was = record["rows"][1]
     assert f"epoch 2: train_loss 9.0, was {was['train_loss']!r}" in capsys.readouterr().out
+    accuracy = f"epoch 2: accuracy 0.5, was {was['accuracy']!r}"
+    assert lab.differences(record, other)[1:] == [accuracy, "2 epochs, were 3"]
+    assert lab.differences(record, record) == []
 
 
 def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
@@ -79,11 +82,15 @@ def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
     assert main(["again", str(path)]) == 2
     error = capsys.readouterr().err
     assert "notes.md: not a readable record" in error and "delete" not in error
-    lab.run(config(), tmp_path)
+    record = lab.run(config(), tmp_path)
     words = ["again", str(lab.record_path(config(), tmp_path)), "--set", "epochs=9"]
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: unknown place to run: epochs") and error.count("\n") == 1
+    own = record["config"]
+    for foreign in own | {"scheme": own["scheme"] | {"rule": "red"}}, own | {"red": 1}:
+        with pytest.raises(ValueError, match="red"):
+            lab.config_of(record | {"config": foreign})
 
 
 # How it ends ──────────────────────────────────────────────────────────────────────────────────────
