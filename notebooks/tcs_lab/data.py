@@ -8,7 +8,7 @@ import os
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -41,17 +41,18 @@ class Dataset:
 
     def first(self, train: int | None, test: int | None) -> Dataset:
         """Only the first so many samples; ValueError if there are fewer."""
-        for key, want, labels in (
-            ("train_samples", train, self.train_labels),
-            ("test_samples", test, self.test_labels),
-        ):
+        counts = {
+            "train_samples": (train, self.train_labels),
+            "test_samples": (test, self.test_labels),
+        }
+        for key, (want, labels) in counts.items():
             if want is not None and want > len(labels):
-                raise ValueError(
-                    f"{key}: got {want}, allowed: at most {len(labels)} ({self.label})"
-                )
-        cut = (self.train_images[:train], self.train_labels[:train])
-        cut += (self.test_images[:test], self.test_labels[:test])
-        return Dataset(self.label, *cut, self.fingerprint, self.classes)
+                most = f"at most {len(labels)} ({self.label})"
+                raise ValueError(f"{key}: got {want}, allowed: {most}")
+        return replace(
+            self, train_images=self.train_images[:train], train_labels=self.train_labels[:train],
+            test_images=self.test_images[:test], test_labels=self.test_labels[:test],
+        )  # fmt: skip
 
     def resized(self, size: int | None) -> Dataset:
         """Images of size x size pixels, each the mean of an area; None: as they are. Training takes

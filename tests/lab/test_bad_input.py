@@ -127,7 +127,7 @@ WORDS = [
     (["--set", "data_root=/nowhere", "--set", "dataset=folder"], "data_root: /nowhere"),
     (["--set", "data_root=~nobody_of_this_name/x", "--set", "dataset=folder"], "data_root: '~nobody_of"),
     (["--set", "width=1024", "--set", "clients=40000"], "clients: got 40000"),
-    (["--scheme", "x"], "known"), (["--scheme", "TCS-L" + "9" * 5000], "scheme"), (["--scheme", "TCS-Q99"], "scheme"),
+    (["--scheme", "x"], "known"), (["--scheme", "TCS-L" + "9" * 5000], "scheme"), (["--scheme", "TCS-Q99"], "got 99"),
     (["--scheme", "x" * 5000], "scheme"), (["--seed", "-1"], "seeds"), (["--jobs", "0"], "jobs"),
     (["--params", "/"], "/"), (["--params", "/no/such.yaml"], "/no/such.yaml"),
 ]  # fmt: skip
