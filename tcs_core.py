@@ -26,8 +26,8 @@ Symbols (an axis suffix names a tensor's dimensions)
     phi          share of entries KEPT       K = ceil(phi * D), at least 1
 
 Differences from the paper
-     1. Bits: beside the paper's formula, those of the code that really decodes are counted, with and
-        without the dense warm-up, which the paper leaves out, and for the downlink.
+     1. Bits: beside the paper's formula, those of the code that really decodes are counted, with
+        and without the dense warm-up, which the paper leaves out, and for the downlink.
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
      3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
@@ -2297,6 +2297,9 @@ class TCSState:
         for key, compressor in self._buckets.items():
             slots |= _loosened(key, compressor)
         return {"iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots}
+
+    def __getstate__(self) -> None:  # a copy would not know its model's parameters
+        raise TypeError("TCSState: can't be pickled or copied; save its state_dict()")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned; before the first step."""

@@ -1,11 +1,14 @@
 """What several test files share."""
 
+import copy
 import io
 import json
 import tarfile
 
 import tcs_lab as lab
+import torch
 from PIL import Image
+from torch.optim.sgd import sgd
 
 # A run of half a second.
 TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 3, "train_samples": 120,
@@ -63,3 +66,51 @@ def load_images(path):
     """A folder or tar of images, read afresh."""
     lab.load_dataset.cache_clear()
     return lab.load_dataset("folder", str(path))
+
+
+# Trainings ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sgd_steps(model, batches, eta, loss, weight_decay=0.0, momentum=0.0):
+    """The parameters after a step of torch's own SGD on each batch, on a copy of the model.
+
+    The function behind torch.optim.SGD: making one of those imports torch._dynamo, for seconds."""
+    model = copy.deepcopy(model).train()
+    parameters = list(model.parameters())
+    for p in parameters:
+        p.data = p.data.clone()
+    buffers = [None] * len(parameters)
+    for batch in batches:
+        gradients = list(torch.autograd.grad(loss(model, batch), parameters))
+        with torch.no_grad():
+            sgd(parameters, gradients, buffers, foreach=False, fused=False, weight_decay=weight_decay,
+                momentum=momentum, lr=eta, dampening=0.0, nesterov=False, maximize=False)  # fmt: skip
+    return [p.detach() for p in parameters]
+
+
+def deltas_like_training(rounds, clients, sizes, seed=3):
+    """Deltas whose important positions drift slowly, with layers of different scale."""
+    generator = torch.Generator().manual_seed(seed)
+    dimension = sum(sizes)
+    scale = torch.cat([torch.full((s,), 2.0**-i) for i, s in enumerate(sizes)])
+    drift = torch.randn(dimension, generator=generator)
+    for _ in range(rounds):
+        drift = 0.9 * drift + 0.3 * torch.randn(dimension, generator=generator)
+        yield scale * (drift + torch.randn(clients, dimension, generator=generator))
+
+
+class HeldFeed:
+    """One list of batches a client, none used twice; for static rounds too."""
+
+    def __init__(self, batches_N, local_steps=1):
+        self.batches_N, self.steps, self.clients = batches_N, local_steps, len(batches_N)
+
+    def batch(self, n, round, tau):
+        if not isinstance(round, torch.Tensor):
+            return self.batches_N[n][round * self.steps + tau]
+        return tuple(part[round * self.steps + tau] for part in self.held[n])
+
+    def hold(self, rounds):
+        span = slice(rounds.start * self.steps, rounds.stop * self.steps)
+        columns = [zip(*batches[span], strict=True) for batches in self.batches_N]
+        self.held = [[torch.stack(parts) for parts in column] for column in columns]

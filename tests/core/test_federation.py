@@ -1,11 +1,9 @@
-"""Sections 7 and 8: local training, averaging, momentum, batch norm, the model."""
-
-import copy
+"""Sections 8 and 10: local training, averaging, momentum, batch norm, the model."""
 
 import pytest
 import tcs_lab as lab
 import torch
-import torch.nn.functional as F
+from common import sgd_steps
 
 import tcs_core as tcs
 
@@ -18,8 +16,9 @@ def data():
     return lab.synthetic_dataset(train=120, test=40).resized(16)
 
 
-def federation(scheme, data, **changes):
-    return lab.Training(lab.RunConfig(scheme, **(TINY | changes)), data)
+def federation(scheme, data, keep_deltas=False, **changes):
+    config = lab.RunConfig(scheme, **(TINY | changes))
+    return lab.Training(config, data, keep_deltas=keep_deltas)
 
 
 def test_the_papers_parameter_count():
@@ -37,7 +36,8 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     gradient = torch.cat([g.grad.permute(0, 2, 3, 1).flatten() if g.dim() == 4 else g.grad.flatten()
                           for g in flat.parameters])  # fmt: skip
     assert gradient.any() and torch.equal(gradient, flat.gradient_D)
-    torch.optim.SGD(flat.parameters[1:3], 0.1).zero_grad()  # a few of them
+    flat.model[4].zero_grad()  # a few of them, as an optimizer does it
+    assert any(p.grad is None for p in flat.parameters)
     flat.use(flat.statistics_views(flat.statistics()))
     assert all(p.grad is g for p, g in zip(flat.parameters, flat.gradients, strict=True))
     flat.theta_D.add_(1.0)
@@ -46,21 +46,13 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
 
 
 def plain_sgd(federation, rounds, weight_decay, momentum=0.0):
-    """The same batches through torch.optim.SGD and an ordinary copy of the model."""
-    model = copy.deepcopy(federation.flat.model).train()
-    for p in model.parameters():
-        p.data, p.grad = p.data.clone(), None
-    eta = federation.config.learning_rate_at(0)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=eta, weight_decay=weight_decay, momentum=momentum
+    """The same batches through torch's own SGD and an ordinary copy of the model."""
+    draws, batch = federation.feed.draws(0)[0], federation.config.batch
+    samples = (
+        federation.feed.augmented(draws[i : i + batch]) for i in range(0, rounds * batch, batch)
     )
-    draws, batch = federation._draws(0)[0], federation.config.batch
-    for i in range(rounds):
-        images, labels = federation.batches.augmented(draws[i * batch : (i + 1) * batch])
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    eta = federation.config.learning_rate_at(0)
+    return sgd_steps(federation.flat.model, samples, eta, tcs.cross_entropy, weight_decay, momentum)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -70,9 +62,8 @@ def test_one_client_without_compression_is_plain_sgd(data, name, momentum):
     scheme = tcs.Scheme.named(name, momentum=momentum)
     one = federation(scheme, data, clients=1, weight_decay=1e-2)
     expected = plain_sgd(one, 5, 1e-2, momentum)
-    draws = one._draws(0)
-    for index in range(5):
-        one.round(draws, index, one.config.learning_rate_at(0))
+    for _ in range(5):
+        one.federation.round()
     for p, reference in zip(one.flat.parameters, expected, strict=True):
         torch.testing.assert_close(p.detach(), reference, rtol=1e-4, atol=1e-6)
 
@@ -80,7 +71,7 @@ def test_one_client_without_compression_is_plain_sgd(data, name, momentum):
 def test_h_local_steps_of_one_client_are_h_steps_of_sgd(data):
     one = federation("FedAvg-L4", data, clients=1, weight_decay=1e-2)
     expected = plain_sgd(one, 4, 1e-2)
-    one.round(one._draws(0), 0, one.config.learning_rate_at(0))
+    one.federation.round()
     for p, reference in zip(one.flat.parameters, expected, strict=True):
         torch.testing.assert_close(p.detach(), reference, rtol=1e-4, atol=1e-6)
 
@@ -101,9 +92,9 @@ def test_phi_one_is_dense_fedavg_and_fedavg_at_h_1_is_fedsgd(data):
 
 def test_averaging_models_is_averaging_differences(data):
     """Alg. 1, line 8 against Eq. 3: the average of the clients' models after H steps."""
-    fed = federation("FedAvg-L4", data)
-    start, draws = fed.theta_D.clone(), fed._draws(0)
-    fed.round(draws, 0, 0.1)
+    fed = federation("FedAvg-L4", data, keep_deltas=True)
+    start = fed.theta_D.clone()
+    fed.federation.round()
     models = start + fed.deltas_ND
     torch.testing.assert_close(fed.theta_D, models.mean(0))
 
@@ -194,7 +185,7 @@ def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them(data):
         assert not one.compressor.last_dense and len(update_D.nonzero()) > 2 * plain
     other.load_state_dict(one.state_dict())
     for run in (one, other):  # the second as after a resume
-        run._widen(1)
+        run.compressor.rule.widen(1)
         assert torch.equal(run.compressor.rule.positions, tcs.top_k_positions(update_D, plain))
         assert run.compressor.rule.k_local == tcs.kept(1e-3, dimension)
     assert torch.equal(next(one.rounds(1)), next(other.rounds(1)))

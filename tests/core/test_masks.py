@@ -49,27 +49,29 @@ def test_a_rule_that_remembers_thresholds_selects_as_one_that_does_not(
             "spike": vector.index_fill(0, torch.tensor([seed % dimension]), 1e30), "flip": -vector,
             "x1e6": vector * 1e6, "x1e-6": vector * 1e-6, "new": noise,
         }[change]  # fmt: skip
-        for excluded in (None, taken):
-            k = min(rule.k_global, dimension - (0 if excluded is None else len(excluded)))
-            allowed = sorted(
-                set(range(dimension)) - set([] if excluded is None else taken.tolist())
-            )
+        for excluded in (None, taken, tcs.positions_to_mask(taken, dimension)):
+            out = [] if excluded is None else taken.tolist()
+            k = min(rule.k_global, dimension - len(out))
+            allowed = sorted(set(range(dimension)) - set(out))
             expected = reference.s_top(vector.tolist(), k, allowed)
             assert rule.select(vector, k, None, excluded).tolist() == expected
 
 
-def test_a_mask_is_held_for_one_round_and_for_itself_alone():
-    rule = tcs.TCS(tcs.Scheme.named("TCS"), [10])
+def test_a_shared_mask_is_excluded_for_one_round_and_from_own_masks_alone():
+    rule = tcs.TCS(tcs.Scheme.named("TCS", phi_global=0.2, phi_local=0.2, phi_down=0.2), [10])
     vector, shared_K = torch.arange(10.0, 0.0, -1.0), torch.tensor([0, 1])
-    rule._hold(shared_K)
-    for excluded, expected in [(shared_K, [2, 3]), (torch.tensor([2]), [0, 1]), (None, [0, 1])]:
+    rule.begin(shared_K)
+    excluded_D = tcs.positions_to_mask(torch.tensor([0, 2]), 10)
+    for excluded, expected in [(excluded_D, [1, 3]), (torch.tensor([2]), [0, 1]), (None, [0, 1])]:
         assert rule.select(vector, 2, None, excluded).tolist() == expected
     assert rule.select(vector[:5], 2, None, shared_K).tolist() == [2, 3]
-    rule._hold(None)
+    assert rule.local_mask(vector, shared_K).tolist() == [2, 3]
+    assert rule.server_mask(vector, shared_K).tolist() == [2, 3]
     shared_K += 1  # in place, as a rule may do between two rounds
-    assert rule.select(vector, 2, None, shared_K).tolist() == [0, 3]
-    rule._hold(shared_K)
-    assert rule.select(vector, 2, None, shared_K).tolist() == [0, 3]
+    rule.begin(shared_K)
+    assert rule.local_mask(vector, shared_K).tolist() == [0, 3]
+    rule.begin(shared_K[:0])  # nothing is shared yet: k_global more
+    assert rule.local_mask(vector, shared_K[:0]).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

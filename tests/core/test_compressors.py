@@ -1,25 +1,15 @@
-"""Section 6: the compressor against an independent slow reference, and its invariants."""
+"""Section 7: the compressor against an independent slow reference, and its invariants."""
 
 import numpy as np
 import pytest
 import torch
+from common import deltas_like_training
 from reference import Reference
 
 import tcs_core as tcs
 
 LAYERS = [1200, 300, 1000, 10, 490]  # D = 3000
 CLIENTS, ROUNDS = 5, 50
-
-
-def deltas_like_training(rounds, clients, sizes, seed=3):
-    """Deltas whose important positions drift slowly, with layers of different scale."""
-    generator = torch.Generator().manual_seed(seed)
-    dimension = sum(sizes)
-    scale = torch.cat([torch.full((s,), 2.0**-i) for i, s in enumerate(sizes)])
-    drift = torch.randn(dimension, generator=generator)
-    for _ in range(rounds):
-        drift = 0.9 * drift + 0.3 * torch.randn(dimension, generator=generator)
-        yield scale * (drift + torch.randn(clients, dimension, generator=generator))
 
 
 @pytest.mark.parametrize("suffix", ["", "-Q5"])
@@ -55,14 +45,11 @@ def test_sent_plus_errors_is_what_was_intended_exactly(name):
     for deltas_ND in deltas_like_training(30, 1, LAYERS):
         intended = compressor.errors_ND + deltas_ND
         sent = compressor.step(deltas_ND)
-        if (
-            name == "rand-K-Q3" or name == "FedAvg-Q5"
-        ):  # sigma < 1/2: one float32 rounding (header, 4)
-            torch.testing.assert_close(
-                sent + compressor.errors_ND[0], intended[0], rtol=0, atol=1e-6
-            )
+        total = sent + compressor.errors_ND[0]
+        if name in ("rand-K-Q3", "FedAvg-Q5"):  # sigma < 1/2: one float32 rounding (header, 4)
+            torch.testing.assert_close(total, intended[0], rtol=0, atol=1e-6)
         else:
-            assert torch.equal(sent + compressor.errors_ND[0], intended[0])
+            assert torch.equal(total, intended[0])
 
 
 def test_nothing_is_lost_over_many_rounds_and_clients():
