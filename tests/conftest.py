@@ -37,6 +37,7 @@ LONG = (
     "11_",
     "00_",
     "test_ranks",
+    "test_command_line",
 )
 
 
