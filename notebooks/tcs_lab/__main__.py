@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -19,7 +20,7 @@ import torch
 
 from tcs_lab.bench import BENCHES, bench_table, run_benches
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
-from tcs_lab.ranks import RankError, joined_ranks, says, world
+from tcs_lab.ranks import RankError, joined_ranks, world
 from tcs_lab.records import config_of, differences, read_record, record_path
 from tcs_lab.runs import run_all
 from tcs_lab.sensitivity import (
@@ -94,17 +95,40 @@ def _params(arguments: argparse.Namespace) -> dict[str, Any]:
 # Commands: each returns the exit code ─────────────────────────────────────────────────────────────
 
 
-def _run(arguments: argparse.Namespace) -> int:
+Planned = tuple[list[RunConfig], int, Callable[[list[dict[str, Any]]], pd.DataFrame]]
+
+
+def _makes(planned: Callable[[argparse.Namespace], Planned]) -> Callable[[Any], int]:
+    """The command that makes the planned runs, so many side by side; rank 0 prints the table of
+    their records and what diverged."""
+
+    @functools.wraps(planned)
+    def make(arguments: argparse.Namespace) -> int:
+        with joined_ranks(arguments.timeout) as ranks:
+            configs, jobs, table = ranks.together(lambda: planned(arguments))
+            records = run_all(configs, arguments.results, jobs, ranks=ranks)
+        diverged = [r for r in records if r["status"] == "diverged"]
+        if ranks.rank == 0:
+            print(markdown(table(records)))
+            for record in diverged:
+                name = record["config"]["scheme"]["name"]
+                print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
+        return 1 if diverged else 0
+
+    return make
+
+
+@_makes
+def _run(arguments: argparse.Namespace) -> Planned:
     params = _params(arguments)
     if arguments.scheme:
         params["schemes"] = arguments.scheme
-    return _make(
-        plan(params), params, arguments,
-        lambda records: readable(summary(records, params.get("paper"))),
-    )  # fmt: skip
+    paper = params.get("paper")
+    return plan(params), params.get("jobs", 1), lambda records: readable(summary(records, paper))
 
 
-def _sensitivity(arguments: argparse.Namespace) -> int:
+@_makes
+def _sensitivity(arguments: argparse.Namespace) -> Planned:
     sweep, params = read_sensitivity(arguments.sweep), _params(arguments)
     names = arguments.setting or list(sweep.settings)
     planned = [config for name in names for runs in sensitivity_plan(sweep, params, name).values()
@@ -113,26 +137,11 @@ def _sensitivity(arguments: argparse.Namespace) -> int:
     reject_unknown(arguments.scheme or (), known, "scheme in these settings")
     wanted = arguments.scheme or known
     configs = {c.record_name: c for c in planned if c.scheme.name in wanted}
-    return _make(
-        list(configs.values()), params, arguments,
+    return (
+        list(configs.values()),
+        params.get("jobs", 1),
         lambda _: readable_sensitivity(sensitivity_table(sweep, params, names, arguments.results)),
-    )  # fmt: skip
-
-
-def _make(
-    configs: list[RunConfig], params: dict[str, Any], arguments: argparse.Namespace,
-    table: Callable[[list[dict[str, Any]]], pd.DataFrame],
-) -> int:  # fmt: skip
-    """Make the runs; rank 0 prints the table of their records and what diverged."""
-    with joined_ranks(configs[0].torch_device, arguments.timeout) as ranks:
-        records = run_all(configs, arguments.results, params.get("jobs", 1), ranks=ranks)
-    diverged = [r for r in records if r["status"] == "diverged"]
-    if ranks.rank == 0:
-        print(markdown(table(records)))
-        for record in diverged:
-            name = record["config"]["scheme"]["name"]
-            print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
-    return 1 if diverged else 0
+    )
 
 
 def _again(arguments: argparse.Namespace) -> int:
@@ -184,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, RankError) as error:
         lost = isinstance(error, RankError)
-        if says(error):
+        if world()[0] == 0 or not hasattr(error, "told_to_all"):
             hint = f"; {_GOES_ON} from the last checkpoint" if lost else ""
             print(f"error: {error}{hint}", file=sys.stderr, flush=True)
         return 3 if lost else 2

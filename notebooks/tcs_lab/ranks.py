@@ -157,21 +157,12 @@ def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None
     who, (text, _) = failed[0]
     if None not in diverged:
         error: Exception = NotFiniteError(min(diverged))
+    elif own and who in (rank, 0):  # what rank 0 cannot use either, none can
+        error = own
     else:
-        error = own if own and who == rank else RankError(f"rank {who}: {text}")
+        error = RankError(f"rank {who}: {text}")
     error.told_to_all = True
     return error
-
-
-def says(error: BaseException) -> bool:
-    """Whether this process is the one that says an error: rank 0 what all know; before they are
-    joined, one rank of every machine; each what it alone knows."""
-    rank = world()[0]
-    if not hasattr(error, "told_to_all") and (
-        dist.is_initialized() or isinstance(error, RankError)
-    ):
-        return True
-    return (rank if hasattr(error, "told_to_all") else _local_rank(rank)) == 0
 
 
 # A federation's state ─────────────────────────────────────────────────────────────────────────────
@@ -219,15 +210,13 @@ def _local_rank(rank: int) -> int:
 
 
 @contextlib.contextmanager
-def joined_ranks(
-    device: str | torch.device = "cpu", timeout: float | None = None
-) -> Iterator[Ranks]:
+def joined_ranks(timeout: float | None = None) -> Iterator[Ranks]:
     """All processes that torchrun started, as `Ranks`; a process of its own is alone.
 
         with joined_ranks() as ranks:
             record = run(config, ranks=ranks)
 
-    On GPUs every rank takes the one of its number on the machine. `timeout`, in seconds, is how
+    Where there are GPUs every rank takes the one of its number on the machine. `timeout`, in seconds, is how
     long a rank waits for another, start-up included; it must be longer than a round, an evaluation
     or a checkpoint takes (default: $TCS_TIMEOUT, or 600).
     Raises RankError naming ranks that do not come, ValueError for a timeout that is none.
@@ -237,7 +226,7 @@ def joined_ranks(
         yield Ranks()
         return
     seconds = _timeout(timeout)
-    if torch.device(device).type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.set_device(_local_rank(rank) % torch.cuda.device_count())
     wait = timedelta(seconds=seconds)
     store = _common_store(rank, size, wait)

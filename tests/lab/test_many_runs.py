@@ -1,0 +1,234 @@
+"""Many runs: in worker processes, on any backend of joblib, beside other processes.
+
+TCS_KILLS=50 ends workers in every way, not only in two.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import threading
+
+import joblib
+import psutil
+import pytest
+import tcs_lab as lab
+import torch
+from common import config, numbers, tiny_command
+from processes import logged, start_command, until
+from tcs_lab.files import alone
+from tcs_lab.checkpoints import checkpoint_path
+
+import tcs_core as tcs
+
+KILLS = int(os.environ.get("TCS_KILLS", 4))
+BRIEF = {"epochs": 1, "train_samples": 60}
+
+
+def configs(*schemes, **changes):
+    return [config(name, **(BRIEF | changes)) for name in schemes]
+
+
+def test_runs_are_shared_and_keep_their_order(tmp_path, monkeypatch, small):
+    made, train = [], lab.runs._train
+    monkeypatch.setattr(
+        lab.runs, "_train", lambda c, *a: made.append(c.scheme.name) or train(c, *a)
+    )
+    records = lab.run_all(configs("TCS", "Baseline", "TCS"), tmp_path)
+    assert made == ["TCS", "Baseline"]
+    assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "Baseline", "TCS"]
+
+
+@pytest.mark.parametrize("jobs", [0, -1, 1.5, True, "2"])
+def test_a_number_of_jobs_that_is_none(tmp_path, jobs):
+    with pytest.raises(ValueError, match="jobs: got "):
+        lab.run_all(configs("TCS"), tmp_path, jobs)
+
+
+# Workers ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def own_scheme():
+    @tcs.register_scheme("TCS-Mine", phi_global=1e-2, phi_local=1e-3)
+    class Mine(tcs.TCS):
+        pass
+
+    yield "TCS-Mine-L2"
+    del tcs.RULES["TCS-Mine"], tcs.FAMILIES["TCS-Mine"]
+
+
+def test_worker_processes_make_the_same_records(tmp_path, own_scheme):
+    """All synthetic images: workers have no others. A scheme of one's own is made in this process."""
+    wanted = configs(own_scheme, "TCS-L2", "top-K", "Baseline")
+    side_by_side = lab.run_all(wanted, tmp_path / "two", jobs=2)
+    assert not multiprocessing.active_children()
+    in_turn = lab.run_all(wanted, tmp_path / "one")
+    assert [numbers(r) for r in side_by_side] == [numbers(r) for r in in_turn]
+    mine, other = side_by_side[:2]
+    assert mine["config"]["rule_sha256"] and numbers(mine)[4] == numbers(other)[4]
+
+
+def test_any_backend_of_joblib_makes_the_same_records(tmp_path, small):
+    """Threads, as some clusters' workers have: they would share torch's random numbers."""
+    wanted = configs("TCS", "top-K", "TCS-Q5", "rand-K")
+    in_turn = lab.run_all(wanted, tmp_path / "one")
+    with joblib.parallel_config(backend="threading", n_jobs=3):
+        threads = lab.run_all(wanted, tmp_path / "threads")
+    assert [numbers(r) for r in threads] == [numbers(r) for r in in_turn]
+
+
+def test_a_cluster_of_two_workers_makes_the_same_records(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    wanted = configs("TCS", "top-K", "TCS-Q5", "Baseline")
+    settings = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**settings) as cluster, distributed.Client(cluster):
+        with joblib.parallel_config(backend="dask"):
+            there = lab.run_all(wanted, tmp_path / "two")
+    here = lab.run_all(wanted, tmp_path / "one")
+    assert [numbers(r) for r in there] == [numbers(r) for r in here]
+
+
+def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, monkeypatch, small):
+    """With 12 threads and four jobs: three, whether five runs are left or one."""
+    asked, work = [], lab.runs._work
+
+    def noted(config, *arguments):
+        asked.append(config.threads)
+        return work(dataclasses.replace(config, threads=1), *arguments)
+
+    monkeypatch.setattr(lab.runs, "_work", noted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    with joblib.parallel_config(backend="threading"):
+        for seeds in range(5), [0]:
+            wanted = [config(seed=seed, threads=None, **BRIEF) for seed in seeds]
+            lab.run_all(wanted, tmp_path / str(len(wanted)), jobs=4)
+    assert asked == [3] * 6
+
+
+ENDS = {
+    "SIGKILL": (-9, None),
+    "SIGTERM": (143, "terminated; the same command goes on where it stopped"),
+    "SIGINT": (130, "interrupted; the same command goes on where it stopped"),
+    "a worker": (2, "error: a worker process was killed (out of memory?); the same command goes on"),
+}  # fmt: skip
+
+
+def alive(processes):
+    return [p for p in processes if p.is_running() and p.status() != "zombie"]
+
+
+@pytest.mark.parametrize("how", list(ENDS)[: 2 if KILLS < 50 else None])
+def test_no_worker_outlives_its_parent(tmp_path, how):
+    words = [*tiny_command(tmp_path, epochs=10000, jobs=2), "--scheme", "TCS", "--scheme", "top-K"]
+    process = start_command(words, tmp_path)
+    checkpoints = tmp_path / "cache" / "checkpoints"
+    until(lambda: len(list(checkpoints.glob("[!.]*.pt"))) == 2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    workers = [p for p in family if "LokyProcess" in " ".join(p.cmdline())]
+    assert len(workers) == 2
+    if how == "SIGINT":
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C on a terminal goes to all of them
+    elif how == "a worker":
+        workers[0].kill()
+    else:
+        os.kill(process.pid, getattr(signal, how))
+    process.join(20)
+    psutil.wait_procs(family, 20)
+    assert not alive(family)
+    code, line = ENDS[how]
+    assert process.exitcode == code
+    if how != "SIGKILL":  # after which joblib says what it clears away
+        assert (tmp_path / "output").read_text().strip() == line
+
+
+# The bar ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
+    one = config(epochs=2)
+    row = {"epoch": 2, "accuracy": 0.5, "bits_up": 10, "rounds": 1}
+    with lab.Progress([one]) as bar:
+        bar.epoch(one.digest, row)
+        bar.ended(one.digest)
+        bar.epoch(one.digest, row)
+        assert bar.left == {} and bar.bar.total == 1
+
+
+def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, small):
+    seen, epoch = [], lab.Progress.epoch
+    monkeypatch.setattr(
+        lab.Progress, "epoch", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a)
+    )
+    wanted = configs("TCS", "top-K", epochs=3)
+    with joblib.parallel_config(backend="threading", n_jobs=2):
+        lab.run_all(wanted, tmp_path)
+    assert sorted(seen) == sorted(3 * [c.digest for c in wanted])
+
+
+# Other processes ──────────────────────────────────────────────────────────────────────────────────
+
+
+def both(folder, words):
+    """Two commands at once; what each said."""
+    processes = [start_command(words, folder, name) for name in ("one", "two")]
+    for process in processes:
+        process.join(120)
+    assert [p.exitcode for p in processes] == [0, 0]
+    return [(folder / name).read_text() for name in ("one", "two")]
+
+
+def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_path):
+    texts = both(tmp_path, [*tiny_command(tmp_path, epochs=8), "--scheme", "TCS"])
+    assert len(logged(tmp_path / "trained")) == 1
+    assert sum("waiting for another process, which works on TCS" in t for t in texts) == 1
+    assert len({t.splitlines()[-1] for t in texts}) == 1  # the same row of the same table
+    (path,) = (tmp_path / "ci" / "runs").iterdir()
+    assert len(lab.read_record(path)["rows"]) == 8
+
+
+def test_two_processes_share_a_table(tmp_path):
+    schemes = ["TCS", "top-K", "rand-K", "FedAvg", "TCS-Q5", "TCS-L2"]
+    texts = both(tmp_path, tiny_command(tmp_path, epochs=5, schemes=schemes))
+    made = logged(tmp_path / "trained")
+    assert sorted(scheme for _, scheme in made) == sorted(schemes)  # each once
+    assert {name for name, _ in made} == {"one", "two"}
+    tables = [text.split("| Scheme")[1] for text in texts]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_another_process_makes_comes_last(tmp_path, small, jobs):
+    """A thread stands in for the other process."""
+    wanted = configs("TCS", "top-K", "rand-K")
+    paths = [lab.record_path(c, tmp_path) for c in wanted]
+    locked, seen = threading.Event(), []
+
+    def hold():
+        with alone(checkpoint_path(wanted[0])) as held:
+            assert held
+            locked.set()
+            until(lambda: paths[1].exists() and paths[2].exists())
+            seen.append(paths[0].exists())
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    locked.wait()
+    with joblib.parallel_config(backend="threading", n_jobs=jobs):
+        records = lab.run_all(wanted, tmp_path)
+    holder.join()
+    assert seen == [False]
+    assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "top-K", "rand-K"]
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
+    words = [*tiny_command(tmp_path, epochs=10000), "--scheme", "TCS"]
+    process = start_command(words, tmp_path)
+    until(lambda: logged(tmp_path / "epochs"))
+    wanted = checkpoint_path(config("TCS", epochs=10000))
+    with alone(wanted) as free:
+        assert not free
+    process.kill()
+    process.join()
+    with alone(wanted) as free:
+        assert free
