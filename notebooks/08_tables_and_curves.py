@@ -12,13 +12,12 @@
 # **Claim (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
 # centralized accuracy while each client sends about 1/100 of the bits (TCS), or 1/2000 (TCS-L4-Q5).
 #
-# One notebook draws any of the three tables in any profile. As it stands it draws Table 1 in the
-# `ci` profile: seconds a run, so the accuracies mean nothing yet, but every number is made by the
-# same code as the large ones. From the repository's root:
+# One notebook draws any of the three tables in any profile. As it stands it draws Table 1 from the records that are
+# there for the profile `evidence`, and makes no run; with a profile's file it makes the runs that have no record yet:
 #
-#     papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
+#     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
-# *Run time*: about 30 s here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
+# *Run time*: seconds here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
 
 # %%
 import tcs_lab as lab
@@ -29,81 +28,85 @@ from IPython.display import Image, Markdown, display
 #
 # `params/table1.yaml` … `table3.yaml` say **what** is compared, the profiles (`params/quick.yaml`, …)
 # say **how large**. Each key below can be set in either; a later `-f` wins, and `-p` wins over both.
+# What is `None` here is as the table's and the profile's files say, and else as in the paper.
 
 # %% tags=["parameters"]
-table = 1  # which table of the paper
-figure = 3  # which figure its curves are
-title = "Table 1, test accuracy and bit budget at η 0.5"  # over the table
-schemes = ["TCS", "TCS-L2", "TCS-L4", "TCS-L4-Q5", "TCS-PLF", "TCS-LF", "top-K", "Baseline"]
-# the paper's accuracy (%), its standard deviation, its bit budget
-paper = {
-    "TCS": [92.44, 0.143, 0.363],
-    "TCS-L2": [92.578, 0.189, 0.1815],
-    "TCS-L4": [92.53, 0.22, 0.0907],
-    "TCS-L4-Q5": [92.485, 0.22, 0.01675],
-    "TCS-PLF": [92.142, 0.166, 0.363],
-    "TCS-LF": [92.115, 0.324, 0.363],
-    "top-K": [92.194, 0.247, 0.41],
-    "Baseline": [92.228, 0.232, None],
-}
-learning_rate = 0.5  # eta of the table, at a cumulative batch of reference_batch
-profile = "ci"  # folder under results/
-dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
+table = 1  # which table of the paper: params/table<n>.yaml
+evidence = "short"  # the profile whose records are drawn, if no profile is given: no run is made
+profile = None  # the profile whose runs are made, then drawn; a folder under results/
+figure = None  # which figure its curves are
+title = None  # over the table
+schemes = None  # names, a row and a curve each
+paper = None  # the paper's accuracy (%), its standard deviation, its bit budget, by scheme
+learning_rate = None  # eta of the table, at a cumulative batch of reference_batch
+dataset = None  # synthetic, cifar10 (downloads) or folder
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
 data_label = None  # the data set's name in records
-train_samples = 200  # the first so many training images; None: all
-test_samples = 200  # the first so many test images; None: all
-model = "resnet8"  # resnet8 or resnet18
-width = 4  # channels of its first stage
-clients = 10  # N
-participation = 1.0  # share of the clients drawn in a round
-batch_size = 4  # B, samples of one local step
-epochs = 3  # passes over the data
-warmup_epochs = None  # dense epochs at the start; None: 1/60 of the epochs, at least one
-warmup_learning_rate = 0.1  # eta of the first round
-drops = [0.5, 0.75]  # when eta falls by 10, as shares of the epochs
-reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
-weight_decay = 1e-4  # L2
-dirichlet_alpha = None  # class skew among clients; None: IID
-precision = "fp32"  # fp32 or bf16 passes
-phi_global = None  # share kept by the global mask; None: the scheme's own
-phi_local = None  # share kept by each local mask; None: the scheme's own
-phi_down = None  # share kept by the server's mask (-D, ++); None: the scheme's own
-phi_min_global = None  # least share of a layer, global mask; None: the scheme's own
-phi_min_local = None  # least share of a layer, local mask; None: the scheme's own
-seeds = 1  # how many trials, or a list of seeds
-threads = 1  # CPU threads of a run
-jobs = 1  # runs side by side
-wire = False  # True: every message becomes bytes and is decoded; the same numbers, slower
-bad_message = "stop"  # a message that can't be accepted ends the run; "skip": is left out
-graph = False  # sparse rounds of static shapes, on a GPU as one CUDA graph
-device = "auto"  # auto, cpu or cuda
-only_recorded = False  # True: make no run, draw the finished records that are there
+train_samples = None  # the first so many training images
+test_samples = None  # the first so many test images
+image_size = None  # pixels a side, smaller than the images are
+crop_padding = None  # pixels around images that are then cropped at random
+model = None  # resnet18, resnet8, ...
+width = None  # channels of its first stage
+clients = None  # N
+participation = None  # share of the clients drawn in a round
+batch_size = None  # B, samples of one local step
+epochs = None  # passes over the data
+warmup_epochs = None  # dense epochs at the start; else 1/60 of the epochs, at least one
+warmup_learning_rate = None  # eta of the first round
+drops = None  # when eta falls by 10, as shares of the epochs
+reference_batch = None  # cumulative batch at which learning_rate holds; else it is not scaled
+weight_decay = None  # L2
+dirichlet_alpha = None  # class skew among clients; else IID
+precision = None  # fp32 or bf16 passes
+phi_global = None  # share kept by the global mask
+phi_local = None  # share kept by each local mask
+phi_down = None  # share kept by the server's mask (-D, ++)
+phi_min_global = None  # least share of a layer, global mask
+phi_min_local = None  # least share of a layer, local mask
+seeds = None  # how many trials, or a list of seeds; of records: all that are there
+threads = None  # CPU threads of a run
+jobs = None  # runs side by side
+wire = None  # True: every message becomes bytes and is decoded; the same numbers, slower
+bad_message = None  # "skip": with wire, a message that can't be accepted is left out
+side_by_side = None  # True, False: all clients in one pass, or in turns; else by their size
+graph = None  # True: sparse rounds of static shapes, on a GPU as one CUDA graph
+device = None  # auto, cpu or cuda
 
 # %% [markdown]
 # ## The runs
 #
 # Table and profile together name a list of runs, one for every scheme and seed. A run leaves one JSON
 # record under `results/<profile>/runs/`; a record that is already there is used, so tables share
-# runs and an interrupted table goes on where it stopped. With `-p only_recorded true` the table is drawn
-# from the records that are there; each row says its n.
+# runs and an interrupted table goes on where it stopped.
 
 # %%
-params = lab.notebook_params(globals())
-configs = lab.plan(params)
-folder = lab.results_folder(profile)
-print(f"{len(configs)} runs of {epochs} epochs; records in results/{profile}/runs/")
+given = lab.given_notebook_params(globals())
+own = lab.ROOT / f"params/table{table}.yaml"
+files = [own] * own.is_file() + ([] if profile else [lab.ROOT / f"params/{evidence}.yaml"])
+params = lab.read_params(files) | given
+configs, folder = lab.plan(params), lab.results_folder(params["profile"])
+every_seed = configs if profile or seeds else lab.plan(params | {"seeds": 100})
+print(
+    f"{len(configs)} runs of {configs[0].epochs} epochs; records in results/{params['profile']}/runs/"
+)
 
 # %%
-there = list(lab.recorded(configs).values())
-records = there if only_recorded else lab.run_all(configs, jobs=jobs)
-print(f"{len(records)} records")
+if profile:
+    records = lab.run_all(configs, jobs=params.get("jobs", 1))
+else:
+    records = list(lab.recorded(every_seed).values())
+there = {record["config"]["scheme"]["name"] for record in records}
+lacking = [name for name in params["schemes"] if name not in there]
+print(f"{len(records)} records; not measured yet (n = 0): {', '.join(lacking) or 'none'}")
 
 # %% [markdown]
 # ## The table
 #
-# Bits are **per parameter and local iteration**. *Paper* and *Formula* are the paper's bit budget, as
-# printed and as its formula gives it:
+# Differences to the Baseline come first, in percentage points with a 95 % interval: ours paired by seed, the
+# paper's from the means and deviations of five trials that it prints. Levels stand beside them, and the training loss of the
+# last epoch, which says how finished the trainings are. Bits are **per parameter and local iteration**. *Paper* and *Formula*
+# are the paper's bit budget, as printed and as its formula gives it:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$
 #
@@ -112,25 +115,22 @@ print(f"{len(records)} records")
 # message. Small models pay visibly for the quantizer's 16 means and for whole numbers K.
 
 # %%
-summary = lab.summary(records, paper)
-lab.save_table(summary, folder / f"table{table}", title)
-display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
+summary = lab.draw_table(params, records, configs, folder)
+display(Markdown((folder / f"table{table}.md").read_text()))
 
 # %% [markdown]
-# You should see one row a scheme, in the paper's order: the paper's accuracy beside ours with the number of
-# trials n, and bits: the paper's, the formula's, three that were counted, and the megabytes of a client's whole run, both ways.
+# One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways.
 #
 # ## The curves
 
 # %%
-label = records[0]["provenance"]["dataset"]
-drawn = lab.accuracy_figure(records, f"Fig. {figure}: test accuracy, {label}, profile {profile}")
-lab.save_figure(drawn, folder / f"figure{figure}")
-display(Image(filename=str(folder / f"figure{figure}.png"), width=700))
+if records:
+    display(Image(filename=str(folder / f"figure{params['figure']}.png"), width=700))
+else:
+    print("no curves: nothing is measured yet")
 
 # %% [markdown]
-# You should see one curve a scheme (TCS-L4's may lie under TCS-L4-Q5's); with several trials its band is one standard deviation of them. In
-# larger profiles curves step up where the learning rate drops; here they are noise.
+# One curve a scheme: the mean of its trials, in a band of one standard deviation. Curves step up where the learning rate drops.
 #
 # ## Claim
 #
@@ -149,23 +149,26 @@ for row in printed.itertuples():
     assert rounded or near or changed, f"{row.scheme}: {row.formula_bits} is not {row.paper_bits}"
 finished = summary["n"].sum()
 assert finished + summary["diverged"].sum() == len(records)
-print(f"{len(printed)} bit budgets compared; {finished} of {len(configs)} runs finished")
+print(f"{len(printed)} bit budgets compared; {finished} of {len(records)} records finished")
 
 # %% [markdown]
 # ## What we saw
 
 # %%
 print("Bits: by the formula, one client's uplink after the warm-up, relative to dense training.")
-baseline = summary[summary["scheme"] == "Baseline"]["accuracy"].max()
 for row in summary.itertuples():
-    gap = 100 * (row.accuracy - baseline)
+    level = f"{100 * row.accuracy:6.2f} %" if row.n else "not measured"
+    numbers = (row.difference, row.difference_low, row.difference_high)
+    gap = lab.with_interval(*(100 * number for number in numbers))
     bits = "" if row.scheme.startswith("Baseline") else f", bits 1/{32 / row.formula_bits:,.0f}"
-    print(f"{row.scheme:20s} {100 * row.accuracy:6.2f} %  {gap:+6.2f} to Baseline{bits}")
+    print(f"{row.scheme:20s} {level}, to Baseline {gap}{bits}")
 
 # %% [markdown]
-# What holds and what does not at larger scale stands in README. Next: `09_your_own_scheme` puts a
+# Which of the paper's claims hold is judged in `13_evidence`. Next: `09_your_own_scheme` puts a
 # scheme of your own into this table.
 
 # %%
-made = records[0]["provenance"]
-print(f"core {made['core_sha256'][:12]} · torch {made['torch']} · {made['dataset']} · n = {seeds}")
+made = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}
+print(
+    f"core {made['core_sha256'][:12]} · torch {made['torch']} · {made['dataset']} · n = {len(records)} records"
+)

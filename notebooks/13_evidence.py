@@ -7,215 +7,297 @@
 # ---
 
 # %% [markdown]
-# # 13 · The evidence: what holds, what does not, what is open
+# # 13 · Judge the paper's claims from the records
 #
-# **Claim.** Every claim of the paper can be put as a number with a bound, and judged: by an interval
-# over trials, with the bound fixed beforehand (but for one, which was added later and says so).
+# **Claim.** Every claim of the paper can be put as a number with a bound, fixed before the runs, and judged by an
+# interval over trials; where this setting can't test a claim, a gate says so.
 #
-# `params/claims.yaml` lists the claims, what is measured for each, and the bound that decides (its head says
-# which few trials were there before it was). This
-# notebook reads them, finds the records that bear on them, and writes the verdicts to
-# `results/<profile>/claims.csv` and `claims.md`. It trains nothing.
+# `params/claims.yaml` lists the claims, what is measured for each, the bound that decides and the gates; it is older than
+# the first record that it judges. This notebook finds the records that bear on them and writes the verdicts to
+# `results/<profile>/claims.csv` and `claims.md`. It trains nothing: what has no record yet is said.
 #
 # *Run time*: seconds. *Read before*: `08_tables_and_curves`.
 
 # %%
-import math
+import textwrap
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
-from IPython.display import Image, Markdown, display
+from IPython.display import Markdown, display
 
 import tcs_core as tcs
 
+plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
+
 # %% tags=["parameters"]
 evidence = "cpu"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
-tables = [1, 2, 3]  # the tables whose schemes are looked up
+short = "short"  # the profile of short trainings, set beside it
+lengths = [5, 15, 30]  # epochs of the short trainings
 large = "cpu18"  # the profile of the short runs with the paper's model
+
+# %%
+lab.check_notebook_params(globals())
+read = lab.read_claims(lab.ROOT / "params" / "claims.yaml")
+profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"])
+records, folder = lab.claim_records(read, profile), lab.results_folder(evidence)
+
+
+def scale_of(records: dict) -> str:
+    """What these records trained, in words."""
+    for record in records.values():
+        config, made = record["config"], record["provenance"]
+        net = f"{config['model']} with {record['dimension']:,} parameters"
+        return f"{made['dataset']}, {net}, {config['epochs']} epochs"
+    return "no record yet"
+
+
+scale = scale_of(records)
+print(
+    f"{len(records)} records in results/{evidence}/runs/ bear on {len(read.all)} claims and gates: {scale}"
+)
 
 # %% [markdown]
 # ## The records
 #
-# The tables and the profile name the runs; here all those count that have a finished record, with
-# any seed up to 99. Runs of one scheme differ in nothing but the seed.
+# Every finished record counts whose scheme and learning rate a claim names, with any seed up to 99. Runs of one scheme
+# differ in nothing but the seed. Two schemes are compared over the seeds that both have: runs with the same seed
+# share their start, the partition and the order of samples.
 
 # %%
-params = lab.notebook_params(globals(), complete=False)
-profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]) | {"seeds": 100}
-configs = [
-    config
-    for table in tables
-    for config in lab.plan(lab.read_params([lab.ROOT / f"params/table{table}.yaml"]) | profile)
-]
-records = lab.recorded(configs)
-print(f"{len(records)} records in results/{evidence}/runs/ belong to tables {tables}")
-
-# %%
-seeds = {}
+seeds = {side: [] for claim in read.all.values() for side in claim.sides}
 for record in records.values():
-    key = record["config"]["scheme"]["name"], record["config"]["learning_rate"]
-    seeds.setdefault(key, []).append(record["config"]["seed"])
+    config = record["config"]
+    seeds[config["scheme"]["name"], config["learning_rate"]].append(config["seed"])
 rows = [
-    {"scheme": name, "η": f"{eta:g}", "seeds": ", ".join(map(str, sorted(found)))}
-    for (name, eta), found in sorted(seeds.items(), key=lambda item: (item[0][1], item[0][0]))
-]
+    {"scheme": name, "η": f"{eta:g}", "n": str(len(found)),
+     "seeds": ", ".join(map(str, sorted(found))) or "not measured yet"}
+    for (name, eta), found in sorted(seeds.items(), key=lambda item: item[0][::-1])
+]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# You should see one row a scheme and learning rate. Two schemes are compared over the seeds that both
-# have: runs with the same seed share their start, the partition and the order of samples. The four with five
-# seeds had claims at η = 0.5 that three left undecided; five was fixed before the last two ran.
+# ## The verdicts
 #
-# ## The claims
-#
-# A claim is judged by the 95 % interval (Student's t over the seeds) of what is measured: it *holds*
-# if the whole interval keeps the bound, does *not hold* if all of it breaks the bound, and else is
-# *not decided* here. Accuracies are differences in percentage points; `×` is how many times fewer
-# bits than dense training, or than the second scheme. With one trial an accuracy has no interval.
+# A claim **holds** if the whole 95 % interval (Student's t over the seeds) of what is measured keeps the bound, it **does not
+# hold** if none of it does, and else is **not decided** here. A **gate** compares dense trainings only. If its mean does
+# not keep its bound, what hangs on it is **not testable here**, whatever the sparse runs say. **Not measured** is what
+# lacks records, its own or those of a gate. Accuracies are differences in percentage points; `×` is how many times
+# fewer bits than dense training, or than the second scheme.
 
 # %%
-confidence, claims = lab.read_claims(lab.ROOT / "params" / "claims.yaml")
-judged = lab.judged(claims, records, confidence)
-folder = lab.results_folder(evidence)
-setting = next(iter(records.values()))
-config, made = setting["config"], setting["provenance"]
-scale = f"{made['dataset']}, {config['model']} with {setting['dimension']:,} parameters, {config['epochs']} epochs"
+judged = lab.judged(read, records)
 title = f"The paper's claims in profile {evidence}: {scale}"
-lab.save_table(judged, folder / "claims", title, lab.readable_claims)
-display(Markdown((folder / "claims.md").read_text()))
-
-# %%
-drawn = lab.claims_figure(judged, f"Accuracy claims, profile {evidence}")
-lab.save_figure(drawn, folder / "claims")
-display(Image(filename=str(folder / "claims.png"), width=860))
+if records:
+    lab.save_table(judged, folder / "claims", title, lab.readable_claims)
+shown = lab.readable_claims(judged)
+display(Markdown(f"**Gates, by their means: {scale}**\n\n{lab.markdown(shown[judged['gate']])}"))
+display(Markdown(f"**{title}**\n\n{lab.markdown(shown[~judged['gate']])}"))
 
 # %% [markdown]
-# You should see one line a claim about accuracy: our interval and mean, the paper's difference with the interval of its own
-# five trials as a diamond above, and the bound as a triangle below that points to the side where the claim
-# holds. Some of the paper's own intervals cross their bound, too (local steps, top-K): a few tenths of a point
-# are within the spread of five trials.
-#
+# The same for the claims about accuracy as a picture: a line a claim with our interval and mean, the paper's difference with the
+# interval of its own five trials as a diamond above, and the bound as a triangle below that points to the side where the claim
+# holds.
+
+# %%
+colours = dict(zip(lab.VERDICTS, [lab.COLOURS[i] for i in (3, 2, 5, 7)], strict=False))
+black = {"color": "black", "linestyle": ""}
+
+
+def draw_claim(axes, at: int, row) -> None:
+    """One line of the picture."""
+    colour = colours[row.verdict]
+    axes.plot([row.low, row.high], [at, at], color=colour, lw=2.2, solid_capstyle="butt")
+    axes.plot(row.measured, at, "o", color=colour, markersize=7)
+    axes.plot([row.paper_low, row.paper_high], [at + 0.25] * 2, color="black", lw=0.9)
+    axes.plot(row.paper, at + 0.25, "D", color="white", markeredgecolor="black", markersize=5)
+    side = 9 if row.bound in ("at_least", "more_than") else 8
+    axes.plot(row.bound_value, at - 0.25, marker=side, markersize=7, **black)
+
+
+# %%
+def explain(figure, axes, rows) -> None:
+    """Names of the lines, the axis, and what the marks are."""
+    for name in [verdict for verdict in colours if verdict in set(rows["verdict"])]:
+        axes.plot([], [], "o-", color=colours[name], lw=2.2, label=f"ours: {name}")
+    axes.plot([], [], marker="D", markerfacecolor="white", label="the paper's difference", **black)
+    axes.plot([], [], marker=9, label="bound, and the side that holds", **black)
+    axes.axvline(0, color=lab.COLOURS[7], linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(says, 52) for says in rows["says"]])
+    axes.set(xlabel="difference of final test accuracies (percentage points)")
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_title(f"Claims about accuracy, profile {evidence}")
+    axes.grid(axis="x", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
+# %%
+about = judged[(judged["measure"] == "accuracy") & (judged["n"] > 1) & ~judged["gate"]]
+about = about[about["verdict"].isin(colours)].iloc[::-1]
+if len(about):
+    figure, axes = plt.subplots(figsize=(9.2, 1.5 + 0.5 * len(about)))
+    for at, row in enumerate(about.itertuples()):
+        draw_claim(axes, at, row)
+    explain(figure, axes, about)
+    plt.show()
+else:
+    print("not drawn: no claim about accuracy has two trials yet")
+
+# %% [markdown]
 # **Read it with the scale in mind.**
 #
-# - The paper trains 11 million parameters for 300 epochs, five times as many rounds as these runs have.
 # - All learning rates follow the paper's by linear scaling with the batch; none is tuned for this network.
 #   Where a higher rate does better, a comparison of two schemes is also one of two rates.
 # - Each claim has its own interval. Of twenty intervals one can be expected to miss the true difference, and
 #   claims that share runs err together.
 # - Bits of the way up are counted, not drawn by chance: the same in every trial, and near the formula by
-#   construction (in so small a model the 16 means of 5-bit values add a tenth).
+#   construction. So is the share of a client's own entries in its message (Eq. 5).
+# - Some of the paper's own intervals cross their bound: a few tenths of a point are within the spread of five
+#   trials.
 #
-# **About the overlap.** Two masks drawn at random would share a hundredth, so masks *are* correlated. But the next
-# mask can only hold what was sent, and that is the shared entries and as many again that the clients found.
-# Whoever draws from these at random keeps half:
+# ## What short trainings do
+#
+# The same comparison in trainings of different lengths. How finished a training is shows in its loss, and in how often an
+# entry gets to be sent: rounds × $\phi_{global}$. Short trainings compare speeds of optimization, and a scheme that sends less, or
+# less often, is slower.
 
 # %%
-plain = next(r for r in records.values() if r["config"]["scheme"]["name"] == "TCS")
-scheme, entries = plain["config"]["scheme"], plain["dimension"]
-k_global, k_local = (tcs.kept(scheme[phi], entries) for phi in ("phi_global", "phi_local"))
-found = plain["config"]["clients"] * k_local
-kept = float(judged.set_index("claim").measured["correlation"])
-print(f"K_global {k_global}, found by the clients at most {found}; drawn at random, "
-      f"{k_global / (k_global + found):.2f} of the mask stays; measured {kept:.2f}")  # fmt: skip
+compared = ("FedAvg", "TCS", "FedAvg-L4", "TCS-L4-Q5")
+
+
+def gaps(name: str, epochs: int | None = None) -> dict[str, str]:
+    """One row: differences to the Baseline in a profile, trained for so many epochs."""
+    params = lab.read_params([lab.ROOT / f"params/{name}.yaml"])
+    params |= {"seeds": 100, "schemes": ["Baseline", *compared], "learning_rate": 0.5}
+    configs = lab.plan(params | ({"epochs": epochs} if epochs else {}))
+    found = lab.recorded(configs).values()
+    rows = lab.summary(found, planned=configs).set_index("scheme")
+    base = rows.loc["Baseline"]
+    level = f"{100 * base.accuracy:.1f}, {base.train_loss:.2f}" if base.n else "not measured"
+    cells = {"training": f"{name}, {configs[0].epochs} epochs", "Baseline: %, loss": level}
+    often = [sent(found, scheme) for scheme in compared[1::2]]
+    cells["rounds × φ_global"] = " / ".join(often) if set(often) != {"–"} else "–"
+    return cells | {f"{s} − Baseline": gap(rows.loc[s]) for s in compared}
+
+
+# %%
+def sent(found, scheme: str) -> str:
+    """How often an entry gets to be sent: rounds of one run × the share of the shared mask."""
+    for record in found:
+        config = record["config"]["scheme"]
+        if config["name"] == scheme:
+            return f"{sum(r['rounds'] for r in record['rows']) * config['phi_global']:.0f}"
+    return "–"
+
+
+def gap(row) -> str:
+    """A difference in points with its interval and n."""
+    numbers = (row.difference, row.difference_low, row.difference_high)
+    text = lab.with_interval(*(100 * number for number in numbers))
+    return f"{text}, n = {row.difference_n}" if row.difference_n else "–"
+
+
+# %%
+rows = [gaps(short, epochs) for epochs in lengths] + [gaps(evidence)]
+paper = lab.read_params([lab.ROOT / "params/table1.yaml"])["paper"]
+printed = lab.summary([], paper, lab.plan({"schemes": ["Baseline", *compared]})).set_index("scheme")
+theirs = [f"paper_difference{end}" for end in ("", "_low", "_high")]
+last = {"training": "the paper, 300 epochs", "Baseline: %, loss": f"{paper['Baseline'][0]:.1f}, –"}
+last["rounds × φ_global"] = " / ".join(f"{300 * (78 // H) * 0.01:.0f}" for H in (1, 4))
+for scheme in compared:
+    last[f"{scheme} − Baseline"] = lab.with_interval(*(100 * printed.loc[scheme, theirs]))
+display(Markdown(lab.markdown(pd.DataFrame([*rows, last]))))
 
 # %% [markdown]
-# You should see less than that: an entry that was just sent starts again from an error of zero, and what has
-# waited longest is largest. The mask follows the errors more than the gradients (`03_tcs` shows how).
+# The two numbers of rounds × $\phi_{global}$ are those of TCS and TCS-L4-Q5. From top to bottom the dense columns say what remains
+# of the gap when nothing is sparse; the others, what sparsification adds to it.
 #
 # ## The paper's model, as far as two cores get
 #
 # The same code with ResNet-18 and all else as in the paper, but for the data (JPEG copies) and the number of
-# epochs (`params/cpu18.yaml`): one run each, of five epochs instead of 300. The rate drops at the paper's shares of
-# them, but the first of the five is dense (the paper: five of 300): accuracy is that of a very short training, not of a
-# part of a long one. Bits, masks and the time of a round are what they are at this size; *mask overlap* is of the
-# last epoch, *seconds a round* of the fastest (in bf16, on one thread, beside other work).
+# epochs (`params/cpu18.yaml`): one run each, of five epochs instead of 300, the first one dense. Accuracy is that of a very short
+# training, not of a part of a long one. Bits, masks and the time of a round are what they are at this size; *mask
+# overlap* is of the last epoch, *seconds a round* of the fastest (in bf16, on one thread, beside other work).
+
 
 # %%
-sources = [lab.ROOT / f"params/{name}.yaml" for name in ("table1", large)]
-short_runs = list(lab.recorded(lab.plan(lab.read_params(sources))).values())
-
-
-def digits(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.4g}"
-
-
 def short_run(record: dict) -> dict[str, str]:
     """One row: how far a short run came, what it sent, and what a round took."""
     epochs, scheme = record["rows"], record["config"]["scheme"]
-    bits = lab.bits_per_parameter(record)
+    bits = {way: lab.bits_per_parameter(record)[f"{way}link"] for way in ("up", "down")}
+    bits = {"formula": tcs.bit_budget(tcs.Scheme(**scheme))} | {
+        f"sent {w}": b for w, b in bits.items()
+    }
     overlap = epochs[-1].get("mask_overlap")
-    seconds = min(row["seconds"] / row["rounds"] for row in epochs)
     return {"scheme": scheme["name"], "epochs": f"{len(epochs)}",
             "accuracy %": f"{100 * epochs[-1]['accuracy']:.2f}",
-            "formula": digits(tcs.bit_budget(tcs.Scheme(**scheme))),
-            "sent up": digits(bits["uplink"]), "sent down": digits(bits["downlink"]),
+            **{name: "–" if value != value else f"{value:.4g}" for name, value in bits.items()},
             "mask overlap": "–" if overlap is None else f"{overlap:.0%}",
-            "seconds a round": f"{seconds:.2f}"}  # fmt: skip
+            "seconds a round": f"{min(r['seconds'] / r['rounds'] for r in epochs):.2f}"}  # fmt: skip
 
 
 # %%
-if short_runs:
-    d, made = short_runs[0]["dimension"], short_runs[0]["provenance"]
-    at = f"{made['dataset']}, {d:,} parameters, {made['device']}, {made['threads']} thread(s) a run, n = 1"
-    text = lab.markdown(pd.DataFrame([short_run(record) for record in short_runs]))
-    display(Markdown(f"**Profile {large}: {at}**\n\n{text}"))
+sources = [lab.ROOT / f"params/{name}.yaml" for name in ("table1", large)]
+runs = list(lab.recorded(lab.plan(lab.read_params(sources))).values())
+if runs:
+    made = runs[0]["provenance"]
+    at = f"{made['dataset']}, {runs[0]['dimension']:,} parameters, {made['device']}, {made['threads']} thread(s) a run"
+    text = lab.markdown(pd.DataFrame([short_run(record) for record in runs]))
+    display(Markdown(f"**Profile {large}: {at}, n = 1**\n\n{text}"))
 else:
-    print(f"no record in results/{large}/runs yet: python tcs_core.py run "
-          f"--params params/table1.yaml params/{large}.yaml")  # fmt: skip
+    print(f"not measured yet: n = 0 in results/{large}/runs/")
 
 # %% [markdown]
 # Bits are per parameter and local iteration, after the dense warm-up; centralized training sends none.
-# Seconds are those of the fastest epoch, because the machine had other work too, with a round's share of the
-# evaluation in.
 #
 # ## Which records stand behind it
 #
 # `claims.csv` names the record files of each claim, in the order of their seeds. A record names its
-# configuration, commit, versions and machine; `python tcs_core.py again <record> --set data_root=<data>` makes its
-# run once more and says whether it is the same. All of this profile that were used here:
+# configuration, commit, versions and machine; `uv run python -m tcs_lab again <record> --set data_root=<data>` makes its
+# run once more and says whether it is the same. All that were judged here:
 
 # %%
-rows = []
-for (commit, device, torch), group in pd.DataFrame(
-    [record["provenance"] for record in records.values()]
-).groupby(["commit", "device", "torch"]):
-    hours = group["wall_seconds"].sum() / 3600
-    changed = int(group["dirty"].sum())
-    rows.append({"commit": commit[:12], "uncommitted changes": changed, "machine": device,
-                 "torch": torch, "records": len(group), "hours": f"{hours:.1f}"})  # fmt: skip
-display(Markdown(lab.markdown(pd.DataFrame(rows).astype(str))))
+made = pd.DataFrame([record["provenance"] for record in records.values()])
+rows = [
+    {"commit": commit[:12], "uncommitted changes": int(group["dirty"].sum()), "machine": device,
+     "torch": torch, "records": len(group), "hours": f"{group['wall_seconds'].sum() / 3600:.1f}"}
+    for (commit, device, torch), group in (made.groupby(["commit", "device", "torch"]) if records else ())
+]  # fmt: skip
+display(Markdown(lab.markdown(pd.DataFrame(rows).astype(str)) if rows else "no records yet"))
 
 # %% [markdown]
 # ## Claim
 #
-# Each verdict is the one its interval implies; every record that is named exists, and the records of
+# Each verdict is the one that its interval and its gates imply; every record that is named exists, and the records of
 # a claim's two sides have the same seeds.
 
 # %%
+means = judged[judged["gate"]].set_index("claim")
 for row in judged.itertuples():
     names = [text.split() for text in (row.first_records, row.second_records) if text]
     assert all(len(side) == row.n and set(side) <= records.keys() for side in names)
     assert len({tuple(records[f]["config"]["seed"] for f in side) for side in names}) <= 1
-    inside = [row.low > row.bound_value, row.high < row.bound_value]
-    if row.verdict in ("holds", "does not hold") and row.low < row.high:
-        assert any(inside) or row.bound_value in (row.low, row.high)
-    elif row.verdict == "not decided":
-        assert not any(inside)
+    needed = means.loc[read.all[row.claim].needs]
+    assert (row.verdict == "not testable here") == (needed["verdict"] == "does not hold").any()
+    if row.verdict in ("holds", "does not hold", "not decided") and not row.gate:
+        assert row.n and (needed["verdict"] == "holds").all()
+        assert row.verdict == lab.verdict(row.low, row.high, row.bound, row.bound_value)
 assert len({record["provenance"]["fingerprint"] for record in records.values()}) <= 1
-print(f"{len(judged)} claims judged from {len(records)} records of one data set")
+print(f"{len(judged)} claims and gates judged from {len(records)} records")
 
 # %% [markdown]
 # ## What we saw
 
 # %%
-for verdict in ("holds", "does not hold", "not decided", "not measured"):
-    found = judged[judged["verdict"] == verdict]["says"]
+for verdict in lab.VERDICTS:
+    found = judged[(judged["verdict"] == verdict) & ~judged["gate"]]
     print(f"{verdict} ({len(found)}):")
-    print("".join(f"  {says}\n" for says in found) or "  –\n")
+    lines = [f"  {r.says} [{lab.holds_if(r._asdict())}]" for r in found.itertuples()]
+    print("\n".join(lines or ["  –"]), end="\n\n")
 
 # %% [markdown]
-# README shows the same verdicts, written from the same csv. More trials, or another scale
-# (`-p evidence gpu`), need no change here: records that are there are used.
+# More trials, or another profile (`-p evidence gpu`), need no change here: records that are there are used. Next:
+# `14_sensitivity` varies one setting at a time.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

@@ -18,28 +18,38 @@
 # trains nothing, unless it is told to (`make`); so does the command line, one setting and seed at a
 # time:
 #
-#     python tcs_core.py sensitivity --params params/cpu.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
+#     uv run python -m tcs_lab sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
+#
+# All of it in short trainings (profile `short`, 15 epochs), which compare speeds of optimization: `13_evidence` shows how
+# gaps close in longer ones.
 #
 # *Run time*: seconds. *Read before*: `03_tcs`, `10_bits_on_the_wire`.
 
 # %%
+import math
+
+import matplotlib.pyplot as plt
+import pandas as pd
 import tcs_lab as lab
-from IPython.display import Image, Markdown, display
+from IPython.display import Markdown, display
 
 import tcs_core as tcs
 
+plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
+
 # %% tags=["parameters"]
-evidence = "cpu"  # the profile whose records are drawn: params/<profile>.yaml, results/<profile>/
-make = False  # True: first make the runs that have no record; hours in profile cpu
+evidence = "short"  # the profile whose records are drawn: params/<profile>.yaml, results/<profile>/
+make = False  # True: first make the runs that have no record; hours in profile short
 settings = None  # make: a list of settings; None: all
 seeds = None  # make: how many trials, or a list of seeds; None: the profile's
 data_root = None  # make: the folder or tar of the data; None: the profile's
 jobs = 2  # make: runs side by side
 
 # %%
-params = lab.notebook_params(globals(), complete=False)
-given = {key: params[key] for key in ("seeds", "data_root") if params[key] is not None}
-profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]) | given
+lab.check_notebook_params(globals())
+given = {"seeds": seeds, "data_root": data_root}
+profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"])
+profile |= {key: value for key, value in given.items() if value is not None}
 sweep = lab.read_sensitivity(lab.ROOT / "params" / "sensitivity.yaml")
 folder = lab.results_folder(evidence)
 
@@ -51,38 +61,30 @@ folder = lab.results_folder(evidence)
 # its record is used. A record counts whatever its seed, up to 99.
 
 # %%
-plans = {name: lab.sensitivity_plan(sweep, profile, name) for name in sweep["settings"]}
-wanted = {
-    c.record_name: c for name in settings or plans for runs in plans[name].values() for c in runs
-}
 if make:
+    plans = [lab.sensitivity_plan(sweep, profile, name) for name in settings or sweep.settings]
+    wanted = {c.record_name: c for plan in plans for runs in plan.values() for c in runs}
     _ = lab.run_all(wanted.values(), jobs=jobs)
-every_seed = profile | {"seeds": 100}
-table = lab.sensitivity_table(sweep, every_seed)
-trials = next(iter(plans["phi_local"].values()))
-print(
-    f"{len(wanted)} different runs in {len(settings or plans)} settings with {len(trials)} trials"
-)
-print(f"{len(set(' '.join(table['records']).split()))} records in results/{evidence}/runs/")
+records = {}
+for name in sweep.settings:
+    for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
+        records |= lab.recorded(configs, diverged=True)
+print(f"{len(records)} records in results/{evidence}/runs/")
 
 # %%
-records = {}
-for name in sweep["settings"]:
-    for configs in lab.sensitivity_plan(sweep, every_seed, name).values():
-        records |= lab.recorded(configs, diverged=True)
 scale = f"profile {evidence}, no record yet"
-if records:
-    first = next(iter(records.values()))
-    scale = f"{first['provenance']['dataset']}, {first['config']['model']} with {first['dimension']:,} parameters"
+for first in list(records.values())[:1]:
+    net = f"{first['config']['model']} with {first['dimension']:,} parameters"
+    scale = f"{first['provenance']['dataset']}, {net}"
 title = f"Sensitivity, {scale}"
+table = lab.sensitivity_table(sweep, profile | {"seeds": 100})
 lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
 display(Markdown((folder / "sensitivity.md").read_text()))
 
 # %% [markdown]
-# You should see one row a value: accuracy in percent, ± one standard deviation over n seeds (none
-# with one seed), and the megabytes of **one client's** messages in the whole run, all overhead in. A
-# dash is a run without a record. *diverged* means that a seed did not get to the end: no mean is
-# taken over those that did.
+# One row a value: accuracy in percent, ± one standard deviation over n seeds (none
+# with one seed), and the megabytes of **one client's** messages in the whole run, all overhead in.
+# *diverged* means that a seed did not get to the end: no mean is taken over those that did.
 #
 # ## The settings, one by one
 #
@@ -94,17 +96,90 @@ display(Markdown((folder / "sensitivity.md").read_text()))
 
 
 # %%
+def curves_of(name: str) -> dict[str, pd.DataFrame]:
+    """A setting's rows that have a record, a curve a scheme; schemes that are themselves the values
+    share one. Empty if fewer than two values have a record."""
+    rows = table[(table["setting"] == name) & (table["n"] + table["diverged"] > 0)]
+    if rows["value"].nunique() < 2:
+        return {}
+    if sweep.settings[name].named:
+        return {" … ".join(rows["scheme"].iloc[[0, -1]]): rows}
+    return dict(list(rows.groupby("scheme", sort=False)))
+
+
+def trials(curve: pd.DataFrame) -> str:
+    return " to ".join(map(str, sorted({curve["n"].min(), curve["n"].max()})))
+
+
+# %%
+def draw_curve(upper, lower, curve: pd.DataFrame, words: list[str], style: dict) -> None:
+    """Accuracy above; below, megabytes of the whole run and (white) without the dense warm-up."""
+    at = [words.index(value) for value in curve["value"]]
+    deviation = 100 * curve["accuracy_std"]
+    upper.errorbar(at, 100 * curve["accuracy"], yerr=deviation, capsize=4, **style)
+    both = curve["megabytes_up"] + curve["megabytes_down"]
+    lower.plot(at, both, **style)
+    thin = style | {"markerfacecolor": "white", "linewidth": 0.8}
+    lower.plot(at, both - curve["megabytes_warmup"], **thin)
+
+
+def mark_paper(panels, marked: str | None, words: list[str]) -> None:
+    """The band at the paper's choice, if it is one of the values."""
+    for axes in panels if marked else ():
+        at = words.index(marked)
+        axes.axvspan(at - 0.12, at + 0.12, color=lab.COLOURS[5], alpha=0.3, lw=0)
+
+
+# %%
 def draw(name: str) -> None:
-    """The figure of one setting, saved and shown; or how much is missing for it."""
-    rows = table[table["setting"] == name]
-    curves = lab.sensitivity_curves(rows, sweep["settings"][name])
+    """The figure of one setting; or how much is missing for it."""
+    curves, setting = curves_of(name), sweep.settings[name]
     if not curves:
-        there = rows[rows["n"] > 0]["value"].nunique()
-        print(f"{name}: {there} of {rows['value'].nunique()} values recorded, too few to draw")
+        rows = table[table["setting"] == name]
+        print(f"{name}: {rows[rows['n'] > 0]['value'].nunique()} values recorded, too few to draw")
         return
-    figure = lab.sensitivity_figure(curves, sweep["settings"][name], f"{title}: {name}")
-    lab.save_figure(figure, folder / f"sensitivity_{name}")
-    display(Image(filename=str(folder / f"sensitivity_{name}.png"), width=720))
+    figure, panels = plt.subplots(2, 1, figsize=(7.2, 5.4), sharex=True, height_ratios=(3, 2))
+    for scheme, curve in curves.items():
+        style = lab.curve_style(scheme, list(curves)) | {"markersize": 6, "linewidth": 1.5}
+        draw_curve(*panels, curve, list(setting.choices), style)
+    finish(figure, panels, name, curves)
+
+
+# %%
+def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
+    """Ticks, axes, the paper's choice, and the schemes' names at the ends of their curves."""
+    (upper, lower), setting = panels, sweep.settings[name]
+    words, rows = list(setting.choices), pd.concat(curves.values())
+    lost = rows.groupby("value")["diverged"].sum()
+    ticks = [f"{word}\n{lost[word]} diverged" if lost.get(word) else word for word in words]
+    lower.set_xticks(range(len(words)), ticks)
+    lower.set(xlabel=setting.label, xlim=(-0.4, len(words) - 0.6))
+    mark_paper(panels, setting.marked, words)
+    write_names(upper, lower, curves, words)
+    upper.set_title(f"{name}: {scale}", fontsize=10)
+    plt.show()
+
+
+# %%
+def write_names(upper, lower, curves: dict[str, pd.DataFrame], words: list[str]) -> None:
+    """Axes and grids; each scheme's name and n beside the end of its curve."""
+    upper.set(ylabel="test accuracy (%)")
+    lower.set(ylabel="MB of one client (log)", yscale="log")
+    lab.plain_log(lower.yaxis)
+    upper.grid(alpha=0.25)
+    lower.grid(alpha=0.25)
+    ends = [end_of(scheme, curve, words, list(curves)) for scheme, curve in curves.items()]
+    lab.label_ends(upper, ends)
+
+
+def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str]) -> tuple:
+    """What is written at a curve's last point: words, where, colour."""
+    last, colour = (
+        curve.dropna(subset="accuracy").iloc[-1],
+        lab.curve_style(scheme, schemes)["color"],
+    )
+    text = f"{scheme}, n = {trials(curve)}"
+    return text, words.index(last["value"]), 100 * last["accuracy"], colour
 
 
 # %% [markdown]
@@ -185,7 +260,7 @@ draw("warmup_epochs")
 draw("learning_rate")
 
 # %% [markdown]
-# You should see accuracy rise with the rate over the whole range (one trial): the paper's 0.5 is low for
+# Accuracy rises with the rate over the whole range (one trial): the paper's 0.5 is low for
 # this training, and the best value is the largest that was tried, so the best rate is not in the picture.
 #
 # ### Epochs
@@ -199,24 +274,26 @@ draw("learning_rate")
 draw("epochs")
 
 # %%
-finals = {}
-for row in table[table["setting"] == "epochs"].itertuples():
-    ours = [records[f] for f in row.records.split() if records[f]["status"] == "finished"]
-    finals[row.value, row.scheme] = {r["config"]["seed"]: r["rows"][-1]["accuracy"] for r in ours}
-for value in table[table["setting"] == "epochs"]["value"].unique():
-    for name, other in ("TCS-L4-Q5", "TCS"), ("TCS-L4-Q5", "Baseline"), ("TCS", "Baseline"):
-        pair = finals[value, name], finals[value, other]
-        gaps = [100 * (pair[0][seed] - pair[1][seed]) for seed in sorted(pair[0].keys() & pair[1])]
-        mean, low, high = lab.mean_interval(gaps, 0.95) if gaps else (0, 0, 0)
-        spread = f", 95 % interval {low:+.2f} to {high:+.2f}" if len(gaps) > 1 else ""
-        shown = f"{mean:+.2f} points{spread}" if gaps else "–"
-        print(f"{value} epochs, {name} against {other} (n = {len(gaps)} pairs): {shown}")
+rows = []
+for value, group in table[table["setting"] == "epochs"].groupby("value", sort=False):
+    files = " ".join(group["records"]).split()
+    gaps = lab.summary([records[file] for file in files]).set_index("scheme") if files else None
+    cells = {"epochs": value}
+    for name in ("TCS", "TCS-L4-Q5"):
+        found = gaps.loc[name] if gaps is not None and name in gaps.index else None
+        numbers = (
+            [] if found is None else (found.difference, found.difference_low, found.difference_high)
+        )
+        cells[f"{name} − Baseline, points"] = (
+            lab.with_interval(*(100 * v for v in numbers)) if numbers else "–"
+        )
+        cells["n"] = "0" if found is None else str(found.difference_n)
+    rows.append(cells)
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# You should see mean differences, paired by seed, for the lengths that have run: each smaller than in the
-# shorter training before it, with one seed. That is what a lack of rounds would do. How much of them the
-# paper's 300 epochs would leave is not shown; nor do the rates, which are the same at all lengths, suit each
-# length equally well.
+# With one seed, each gap is smaller than in the shorter training before it. That is what a lack of rounds would do. The rates, which
+# are the same at all lengths, do not suit each length equally well.
 #
 # ## What a practitioner would choose
 #
@@ -225,13 +302,48 @@ for value in table[table["setting"] == "epochs"]["value"].unique():
 # **fewest megabytes both ways**. What is given (who takes part, and with which data) is not chosen;
 # there the worst value is named, and what it costs.
 
+
 # %%
-choices = lab.sensitivity_choices(table, sweep)
-print(f"margin: {sweep['margin']:g} percentage points")
-if choices.empty:
-    print("no setting has two values on record: nothing to choose between")
-else:
-    display(Markdown(lab.markdown(choices)))
+def cheapest_near_best(curve: pd.DataFrame, margin: float):
+    """The row to choose, and the most accurate one; None without a mean and bytes to go by."""
+    curve = curve.assign(cost=curve["megabytes_up"] + curve["megabytes_down"])
+    curve = curve.dropna(subset=["cost", "accuracy"]).sort_values("accuracy", ascending=False)
+    if curve.empty:
+        return None
+    best = curve.iloc[0]
+    deviation = 0.0 if math.isnan(best["accuracy_std"]) else best["accuracy_std"]
+    near = curve[curve["accuracy"] >= best["accuracy"] - max(margin / 100, deviation) - 1e-12]
+    return near.loc[near["cost"].idxmin()], best
+
+
+tried = pd.DataFrame({"accuracy": [0.70, 0.704, 0.71], "accuracy_std": [math.nan, math.nan, 0.008]})
+tried[["megabytes_up", "megabytes_down"]] = [[1, 1], [1, 3], [5, 5]]
+assert [row["accuracy"] for row in cheapest_near_best(tried, 0.5)] == [0.704, 0.71]
+assert cheapest_near_best(tried.assign(accuracy_std=0.02), 0.5)[0]["accuracy"] == 0.70
+
+
+# %%
+def choice(name: str, scheme: str, curve: pd.DataFrame, chosen, best) -> dict[str, str]:
+    """One line: the most accurate value, the chosen one (or the worst), and the differences."""
+    setting = sweep.settings[name]
+    chosen = curve.loc[curve["accuracy"].idxmin()] if setting.given else chosen
+    cost = [f"{row['megabytes_up'] + row['megabytes_down']:.4g}" for row in (chosen, best)]
+    points = f"{100 * (chosen['accuracy'] - best['accuracy']):+.2f}".replace("-", "−")
+    word = f"given; worst: {chosen['value']}" if setting.given else chosen["value"]
+    return {"Setting": name, "Scheme": scheme,
+            "Most accurate": f"{best['value']} ({100 * best['accuracy']:.2f} %)", "Choose": word,
+            "Points": points, "MB both ways": " instead of ".join(dict.fromkeys(cost)),
+            "Paper": setting.marked or "–", "n": trials(curve)}  # fmt: skip
+
+
+# %%
+lines = []
+for name in sweep.settings:
+    for scheme, curve in curves_of(name).items():
+        if found := cheapest_near_best(curve, sweep.margin):
+            lines.append(choice(name, scheme, curve, *found))
+print(f"margin: {sweep.margin:g} percentage points")
+display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "nothing to choose between yet"))
 
 # %% [markdown]
 # *Points* and *MB* compare the value that is chosen (or the worst) with the most accurate one. The
@@ -267,9 +379,8 @@ print(f"{len(off)} federated records: uplink as computed, within {worst:.2%}")
 # ## What we saw
 
 # %%
-for name, setting in sweep["settings"].items():
-    rows = table[(table["setting"] == name) & table["accuracy"].notna()]
-    for scheme, curve in lab.sensitivity_curves(rows, setting).items():
+for name in sweep.settings:
+    for scheme, curve in curves_of(name).items():
         low, high = (100 * getattr(curve["accuracy"], end)() for end in ("min", "max"))
         sent = curve["megabytes_up"] + curve["megabytes_down"]
         ratio = f", bytes ×{sent.max() / sent.min():.3g}" if sent.notna().all() else ""

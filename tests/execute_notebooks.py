@@ -49,8 +49,7 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def tables(profile: str) -> None:
     for table in (1, 2, 3):
-        files = [lab.ROOT / f"params/{name}.yaml" for name in (f"table{table}", profile)]
-        params = lab.read_params(files) | {"only_recorded": True, "data_root": "/path/to/data.tar"}
+        params = {"table": table, "evidence": profile}
         source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
         target = lab.results_folder(profile) / f"table{table}.ipynb"
         notebook = papermill.execute_notebook(source, None, params, progress_bar=False)

@@ -78,44 +78,6 @@ def test_the_code_it_shows_is_the_code_it_runs(path):
             assert shown and not [line for line in shown if line.strip() not in core]
 
 
-NO_TABLE = {"claims", "sensitivity"}  # read by their own functions
-PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
-
-
-@pytest.mark.parametrize("profile", PARAMS)
-def test_every_params_key_is_a_parameter_of_the_table_notebook(profile):
-    known = set(papermill.inspect_notebook(str(NOTEBOOKS / "08_tables_and_curves.ipynb")))
-    given = set(lab.read_params([lab.ROOT / f"params/{profile}.yaml"]))
-    assert given <= known
-    assert known == lab.PARAMETERS | {"only_recorded"}
-
-
-def test_the_defaults_are_the_ci_profile():
-    """So that Run All, nbval and a bare papermill are all quick and share their records."""
-    profile = lab.read_params([lab.ROOT / "params/table1.yaml", lab.ROOT / "params/ci.yaml"])
-    for name in ("00_reproduce", "08_tables_and_curves"):
-        defaults = papermill.inspect_notebook(str(NOTEBOOKS / f"{name}.ipynb"))
-        values = {k: ast.literal_eval(v["default"]) for k, v in defaults.items()}
-        shared = {k: v for k, v in values.items() if k in profile}
-        assert shared == {k: profile[k] for k in shared} and len(shared) > 10
-
-
-@pytest.mark.parametrize("profile", ["quick", "cpu", "gpu", "paper"])
-def test_no_default_of_the_notebook_leaks_into_a_profile(profile):
-    """The notebook's runs are those of the command line, to the digit of their names."""
-    files = [lab.ROOT / "params/table1.yaml", lab.ROOT / f"params/{profile}.yaml"]
-    params = lab.read_params(files)
-    found = papermill.inspect_notebook(str(NOTEBOOKS / "08_tables_and_curves.ipynb"))
-    defaults = {k: ast.literal_eval(v["default"]) for k, v in found.items()}
-    injected = "# Parameters\n" + "\n".join(f"{k} = {v!r}" for k, v in params.items())
-    namespace = defaults | params | {"In": [injected]}
-    by_notebook = [c.record_name for c in lab.plan(lab.notebook_params(namespace))]
-    assert by_notebook == [c.record_name for c in lab.plan(params)]
-    partial = injected.replace("train_samples", "test_samples")
-    with pytest.raises(ValueError, match="train_samples: profile"):
-        lab.notebook_params(namespace | {"In": [partial], "train_samples": 800})
-
-
 def test_an_unknown_parameter_stops_the_notebook(tmp_path):
     source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
     with pytest.raises(papermill.PapermillExecutionError, match="unknown parameter: epochz"):
@@ -141,19 +103,6 @@ def test_no_notebook_takes_a_parameter_that_it_does_not_know(path):
             exec(cell.source, namespace)
         with pytest.raises(ValueError, match="unknown parameter: evidenz"):
             exec(cells[checked].source, namespace)
-
-
-@pytest.mark.parametrize(
-    "path", sorted(lab.ROOT.glob("results/cpu/table?.md")), ids=lambda p: p.stem
-)
-def test_the_executed_notebook_beside_a_table_shows_it(path):
-    """And has the code of today's 08. Made by: tests/execute_notebooks.py results/<profile>"""
-    cells = nbformat.read(path.with_suffix(".ipynb"), 4).cells
-    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
-    shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
-    assert path.read_text().strip() in shown
-    own = [c.source for c in nbformat.read(NOTEBOOKS / "08_tables_and_curves.ipynb", 4).cells]
-    assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own
 
 
 def test_the_top_level_keeps_its_shape():

@@ -190,8 +190,9 @@ def _verdict(claim: Claim, row: dict[str, Any], rows: dict[str, dict[str, Any]])
         return "not measured", row["reason"]
     if missing := [name for name in claim.needs if not rows[name]["n"]]:
         return "not measured", f"gate {missing[0]} is not measured yet"
-    mean = (row["measured"],) * 2
-    return verdict(*(mean if row["gate"] else (row["low"], row["high"])), *claim.bounds[0]), ""
+    by_mean = row["gate"] and row["n"] > 1  # one seed decides no gate
+    low, high = (row["measured"],) * 2 if by_mean else (row["low"], row["high"])
+    return verdict(low, high, *claim.bounds[0]), ""
 
 
 def verdict(low: float, high: float, bound: str, value: float) -> str:

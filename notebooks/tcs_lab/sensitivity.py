@@ -35,10 +35,15 @@ class Setting(BaseModel, extra="forbid"):
             raise ValueError("schemes: allowed only beside values")
         if len(self.choices) < max(2, len(self.values or self.named)):
             raise ValueError(f"got {shown(list(self.choices))}, allowed: two or more, each once")
-        if self.paper is not None and _word(self.paper) not in self.choices:
+        if self.marked not in (None, *self.choices):
             allowed = ", ".join(self.choices)
             raise ValueError(f"paper: got {shown(self.paper)}, allowed: one of {allowed}")
         return self
+
+    @property
+    def marked(self) -> str | None:
+        """The paper's choice, as written; None if it is none of the values."""
+        return None if self.paper is None else _word(self.paper)
 
     @property
     def choices(self) -> dict[str, Any]:

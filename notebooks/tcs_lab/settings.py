@@ -58,7 +58,7 @@ DEVICE = {
 }
 
 # Where and how fast a run is made; not part of what it is.
-WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph"}
+WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class RunConfig:
     train_samples: Whole | None = None  # null: all
     test_samples: Whole | None = None
     image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels a side; null: as it is
+    crop_padding: Annotated[int, Field(ge=0, le=32)] = 4  # pixels around an image, for random crops
     model: Model = "resnet18"  # depth, Sec. III-A
     width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first stage
     clients: Whole = 10  # N, Sec. III-A
@@ -101,6 +102,8 @@ class RunConfig:
     bad_message: Literal["stop", "skip"] = "stop"
     # rounds of static shapes, on a GPU one CUDA graph; the same masks, numbers to rounding
     graph: bool = False
+    # all clients in one pass, for small nets; null: by their size; the same masks, to rounding
+    side_by_side: bool | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
     device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
 
@@ -346,6 +349,13 @@ def _check_default(key: str, params: dict[str, Any]) -> None:
             f"{key}: profile {params['profile']} does not set it, and the notebook's "
             f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
         )
+
+
+def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
+    """Of a notebook in which None means "as the files say": what its reader or papermill set."""
+    injected, _ = _papermill_names(namespace)
+    params = notebook_params(namespace, complete=False)
+    return {key: value for key, value in params.items() if value is not None or key in injected}
 
 
 def check_notebook_params(namespace: dict[str, Any]) -> None:

@@ -57,8 +57,8 @@ def test_the_papers_choice_is_the_base():
     marked = 0
     for name, setting in sweep.settings.items():
         for (shown, _), configs in lab.sensitivity_plan(sweep, params, name).items():
-            if setting.paper is not None:
-                chosen = shown in (str(setting.paper), f"{setting.paper}".removesuffix(".0"))
+            if setting.marked:
+                chosen = shown == setting.marked
                 assert (configs[0].record_name == base.record_name) == chosen, (name, shown)
                 marked += chosen
     assert marked == 7

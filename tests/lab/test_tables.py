@@ -1,10 +1,13 @@
 """Tables: intervals, bits by hand, rows of schemes, what a person reads, and that what stands in
 results/ is rebuilt."""
 
+import ast
 import math
 
+import nbformat
 import numpy as np
 import pandas as pd
+import papermill
 import pytest
 import tcs_lab as lab
 
@@ -168,3 +171,75 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
     rebuilt = [f for f in tmp_path.iterdir() if tested or f.suffix in (".csv", ".md")]
     assert len(rebuilt) == (4 if tested else 2)
     assert not [f.name for f in rebuilt if (path.parent / f.name).read_bytes() != f.read_bytes()]
+
+
+# The notebooks that draw them ─────────────────────────────────────────────────────────────────────
+
+
+DRAWS = lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb"
+NO_TABLE = {"claims", "sensitivity"}  # read by their own functions
+PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
+
+
+def defaults(path):
+    found = papermill.inspect_notebook(str(path))
+    return {key: ast.literal_eval(value["default"]) for key, value in found.items()}
+
+
+def test_every_parameter_of_a_run_can_be_given_and_none_has_a_default_of_the_notebooks_own():
+    everything, table = (defaults(DRAWS.with_stem(n)) for n in ("00_reproduce", DRAWS.stem))
+    assert set(table) == lab.PARAMETERS | {"evidence"}
+    runs = lab.PARAMETERS - {"table", "figure", "title", "schemes", "paper", "learning_rate"}
+    assert set(everything) == runs | {"evidence", "tables", "points"}
+    assert all(everything[key] is None for key in runs)
+    assert all(value is None for key, value in table.items() if key not in ("table", "evidence"))
+
+
+@pytest.mark.parametrize("profile", PARAMS)
+def test_every_params_key_is_a_parameter_of_the_table_notebook(profile):
+    assert set(lab.read_params([lab.ROOT / f"params/{profile}.yaml"])) <= set(defaults(DRAWS))
+
+
+@pytest.mark.parametrize("profile", ["quick", "short", "cpu", "gpu", "paper"])
+def test_the_notebooks_runs_are_those_of_the_command_line(profile):
+    """To the digit of their names: as after papermill has put in a cell of its own."""
+    files = [lab.ROOT / f"params/{name}.yaml" for name in ("table2", profile)]
+    params = lab.read_params(files)
+    injected = "# Parameters\n" + "\n".join(f"{key} = {v!r}" for key, v in params.items())
+    namespace = {"lab": lab, "In": [injected], **defaults(DRAWS), **params}
+    code = [c.source for c in nbformat.read(DRAWS, 4).cells if c.cell_type == "code"]
+    (named,) = [source for source in code if source.startswith("given = ")]
+    exec(named, namespace)
+    by_notebook = [config.record_name for config in namespace["configs"]]
+    assert by_notebook == [config.record_name for config in lab.plan(params)]
+
+
+def test_nothing_recorded_is_said_and_no_error(tmp_path):
+    """A profile that has no record, by 08 and 00."""
+    folder = lab.results_folder("gpu")
+    before = sorted(folder.rglob("*"))
+    try:
+        for path in (DRAWS, DRAWS.with_stem("00_reproduce")):
+            made = papermill.execute_notebook(
+                str(path), None, {"evidence": "gpu"}, progress_bar=False, cwd=str(tmp_path)
+            )
+            text = "".join(o.get("text", "") for c in made.cells for o in c.get("outputs", []))
+            assert "not measured yet (n = 0): TCS, TCS-L2" in text
+    finally:
+        for new in set(folder.rglob("*")) - set(before):
+            new.unlink()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(lab.ROOT.glob("results/*/table?.ipynb")), ids=lambda p: p.parent.name + p.stem
+)
+def test_the_executed_notebook_beside_a_table_shows_it(path):
+    """And has the code of today's 08. Made by: tests/execute_notebooks.py results/<profile>"""
+    if path.parent.name in ("ci", "quick"):
+        pytest.skip("made by a reader")
+    cells = nbformat.read(path, 4).cells
+    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
+    shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
+    assert path.with_suffix(".md").read_text().strip() in shown
+    own = [c.source for c in nbformat.read(DRAWS, 4).cells]
+    assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own
