@@ -339,20 +339,22 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
         @register_quantizer("U", "uniform")
         def uniform_quantize(values_K, intervals):
-            edge = values_K.abs().max() / intervals
+            edge = (values_K.abs().max() / intervals).clamp(min=1e-30)  # they may all be 0
             interval_K = (values_K.abs() / edge).ceil().clamp(1, intervals).long() - 1
-            means_P = edge * (torch.arange(intervals) + 0.5)
+            means_P = edge * (torch.arange(intervals, device=edge.device) + 0.5)
             return (interval_K + intervals * (values_K < 0)).int(), means_P
 
     It maps finite values (K,) float32 and P = 2^(q-1) to codes (K,) int32, which interval and plus
     P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0. In static rounds
-    the host may look at none of its values. Raises ValueError for a letter that is taken.
+    the host may look at none of its values. Raises ValueError for a letter or name that is taken.
     """  # fmt: skip
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
     others = [s for s in SUFFIXES if s.says != says]
     if not letter.isalpha() or any(re.fullmatch(s.pattern, f"{letter.lower()}5") for s in others):
         raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
+    if getattr(QUANTIZERS.get(name), "__module__", None) == __name__:
+        raise ValueError(f"quantizer {name!r} is one of the core's own: choose another name")
     suffix = Suffix(form, pattern, says, lambda f, n: {"value_bits": n, "quantizer": name})
     SUFFIXES[:] = [*others, suffix]
 
@@ -1624,7 +1626,8 @@ class Compressor:
         self.dimension, self.link = sum(layer_sizes), link or Link()
         self.own = self.link.clients(clients)
         self.weights = None if weights is None else [float(w) for w in weights]
-        if self.weights is not None and (len(self.weights) != clients or min(self.weights) <= 0):
+        positive = [0 < w < math.inf for w in self.weights or ()]
+        if self.weights is not None and positive != [True] * clients:
             raise ValueError(f"weights: got {self.weights}, allowed: {clients} positive numbers")
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
         self.use(host or Host())
@@ -1926,7 +1929,8 @@ class Federation:
         compressor.check_clients(chosen)
         if self.scheme.warmup_masks > 1:
             compressor.rule.widen(phase.masks)
-        if self.scheme.error_unit == "gradient" and self.t:  # the published code's unit of errors
+        in_gradients = self.scheme.error_unit == "gradient"  # with momentum all differences are
+        if in_gradients and self.t and self.momentum_D is None:
             compressor.errors_ND.mul_(phase.eta / self.schedule(self.t - 1).eta)
         update_D = self.play(chosen, self.t, phase.eta, phase.dense)
         self.t += 1
@@ -2145,7 +2149,8 @@ class StaticRounds:
 # ══ 10. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and its small relative ═══
 #    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
 
-STAGES = {"resnet18": (2, 2, 2, 2), "resnet8": (1, 1, 1)}  # basic blocks of each stage
+# Basic blocks of each stage; where there are none, a single convolution.
+STAGES = {"resnet18": (2, 2, 2, 2), "resnet8": (1, 1, 1), "conv3": (0, 0, 0)}
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -2176,6 +2181,9 @@ def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
             stride = 2 if stage and not block else 1
             layers.append(BasicBlock(inputs, width * 2**stage, stride))
             inputs = width * 2**stage
+        if stage and not blocks:
+            layers += [*_conv(inputs, 2 * inputs, 3, 2), nn.ReLU(inplace=True)]
+            inputs *= 2
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
     return nn.Sequential(*layers, *head)
 
@@ -2211,8 +2219,6 @@ class FlatModel:
         for parameter, view in zip(self.parameters, self.views(self.theta_D), strict=True):
             view.copy_(parameter.data)
             parameter.data = view
-        for norm in self.norms:
-            norm.num_batches_tracked = None  # only counts, at the price of a kernel each
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
         """(D,) as tensors of the parameters' shapes, sharing memory; convolutions channels last."""

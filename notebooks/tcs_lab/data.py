@@ -24,8 +24,6 @@ from tcs_lab.files import alone, cache_folder, write_whole
 # Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
 # a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
 
-PADDING = 4  # pixels around an image, for random crops
-
 
 @dataclass(frozen=True)
 class Dataset:
@@ -383,10 +381,10 @@ class Draws:
     flips: Tensor
 
     @staticmethod
-    def of(samples_M: Tensor, need: int, generator: torch.Generator) -> Draws:
+    def of(samples_M: Tensor, need: int, generator: torch.Generator, padding: int = 4) -> Draws:
         """`need` draws without replacement from a client's samples."""
         order = torch.randperm(len(samples_M), generator=generator)[:need]
-        crops = torch.randint(0, 2 * PADDING + 1, (need, 2), generator=generator)
+        crops = torch.randint(0, 2 * padding + 1, (need, 2), generator=generator)
         return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
 
     def __getitem__(self, part: slice) -> Draws:
@@ -402,14 +400,14 @@ class Draws:
 class Batches:
     """A data set on the training device: augmented training batches, plain test batches."""
 
-    def __init__(self, data: Dataset, device: torch.device):
+    def __init__(self, data: Dataset, device: torch.device, padding: int = 4):
         pixels = data.train_images.numpy().reshape(-1, 3)
         part = pixels[:: max(1, len(pixels) // 4_000_000)].astype(np.float64)
         self.mean = self._everywhere(part.mean(0), data, device)
         self.scale = self._everywhere(1 / np.maximum(part.std(0), 1.0), data, device)
-        padding = (0, 0, PADDING, PADDING, PADDING, PADDING)
-        padded = F.pad(data.train_images.to(device), padding)
-        self.padded = padded.contiguous()  # (n, h + 8, w + 8, 3) uint8
+        self.padding = padding
+        padded = F.pad(data.train_images.to(device), (0, 0, *[padding] * 4))
+        self.padded = padded.contiguous()  # (n, h + 2 padding, w + 2 padding, 3) uint8
         self.train_labels = data.train_labels.to(device)
         self.test_images = data.test_images.to(device)
         self.test_labels = data.test_labels.to(device)
@@ -433,8 +431,9 @@ class Batches:
     def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
         count, height, width, colours = self.padded.shape
-        lines, pixels = height - 2 * PADDING, width - 2 * PADDING
-        most = ((count - 1) * height + 2 * PADDING) * width + 2 * PADDING  # a crop starts there
+        around = 2 * self.padding
+        lines, pixels = height - around, width - around
+        most = ((count - 1) * height + around) * width + around  # a crop starts there
         crops = self.padded.as_strided(
             (most + 1, lines, pixels * colours), (colours, width * colours, 1)
         )

@@ -21,6 +21,7 @@ from tcs_core import Scheme
 from tcs_lab.data import Dataset
 from tcs_lab.errors import cut, reject_unknown, validated
 from tcs_lab.settings import ROOT, RUN_KEYS, RunConfig, digest_of
+from tcs_lab.side_by_side import goes_side_by_side
 from tcs_lab.training import Row, Training
 
 RECORD_VERSION = 1
@@ -81,6 +82,7 @@ def rounding(config: RunConfig) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "threads": config.threads or torch.get_num_threads(),
         "graph": config.graph,
+        "side_by_side": goes_side_by_side(config),
     }
 
 
@@ -154,13 +156,14 @@ def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, 
 
 def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     """The configuration that makes a record's run again, in the same way; `where` sets what
-    a record does not hold (data_root, device) or changes how it is made (threads, graph).
+    a record does not hold (data_root, device) or changes how it is made (threads, graph, side_by_side).
 
     Raises ValueError if this core has no such run: a rule from outside the module, a field that it
     does not know.
     """
     given, made = dict(record["config"]), record["provenance"]
-    how = {"threads": made.get("threads"), "graph": made.get("graph", False)}
+    how = {"threads": made.get("threads")}
+    how |= {way: made.get(way, False) for way in ("graph", "side_by_side")}
     scheme = Scheme(**given.pop("scheme"))
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}

@@ -15,6 +15,7 @@ from tcs_core import ByteLink, ClientError, Federation, Link, Phase, ProcessLink
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, partition
 from tcs_lab.ranks import Ranks
 from tcs_lab.settings import RunConfig
+from tcs_lab.side_by_side import SideBySide, goes_side_by_side
 
 Row = dict[str, Any]  # of a record: what one epoch did
 
@@ -49,7 +50,10 @@ class ImageFeed:
             need = self.rounds * self.steps * self.size
             seeds = [(self.config.seed, _SAMPLING, epoch, n) for n in self.own]
             pairs = zip(self.samples_NM, seeds, strict=True)
-            found = [Draws.of(row_M, need, generator_for(*seed)) for row_M, seed in pairs]
+            found = [
+                Draws.of(row_M, need, generator_for(*seed), self.batches.padding)
+                for row_M, seed in pairs
+            ]
             self._epoch, self._draws = epoch, [d.to(self.offsets.device) for d in found]
         return self._draws
 
@@ -100,14 +104,15 @@ class Training:
         self.ranks, scheme = ranks or Ranks(), config.scheme
         self.own = self.ranks.own(config.client_count)
         samples_NM = _client_samples(config, data)[self.own.start : self.own.stop]
-        batches = Batches(data, self.device)
+        batches = Batches(data, self.device, config.crop_padding)
         samples_NM = batches.keep(samples_NM) if self.ranks.size > 1 else samples_NM
         self.feed = ImageFeed(batches, samples_NM, config, self.own)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = tcs_core.build_model(config.model, config.width, data.classes)
         link = _link(config, self.ranks)
-        self.federation = Federation(
+        kind = SideBySide if goes_side_by_side(config) and self.ranks.size == 1 else Federation
+        self.federation = kind(
             model.to(self.device), self.feed, scheme, self._phase, loss=self._loss, link=link,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
         )  # fmt: skip
@@ -273,7 +278,9 @@ class Watch:
         before_K, self.before_K, self.floor = self.before_K, now_K, 0.85 * kth
         if before_K is not None:
             chance = (self._layers(before_K) * self._layers(now_K) / self.sizes_L).sum()
-            self.found.append((int(tcs_core.in_common(before_K, now_K)) / self.k, float(chance) / self.k))
+            self.found.append(
+                (int(tcs_core.in_common(before_K, now_K)) / self.k, float(chance) / self.k)
+            )
 
     def _layers(self, positions_K: Tensor) -> Tensor:
         """How many of the positions every layer has, (L,)."""
