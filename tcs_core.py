@@ -943,20 +943,18 @@ def decode_message(
     not shared) too; memory stays within a small multiple of its length and of the shared positions.
     """
     version, kind, who, when, own = _checked_header(data, wire)
-    for name, got, expected in (
-        ("version", version, MESSAGE_VERSION),
-        ("kind", _AGREED if kind == _PLAIN and wire.entropy else kind, int(shared_K is None)),
-        ("sender", who, sender),
-        ("round", when, round),
-        ("own positions", own, count),
-    ):
+    plain = kind == _PLAIN and wire.entropy
+    found = (version, _AGREED if plain else kind, who, when, own)
+    wanted = (MESSAGE_VERSION, int(shared_K is None), sender, round, count)
+    names = ("version", "kind", "sender", "round", "own positions")
+    for name, got, expected in zip(names, found, wanted, strict=True):
         if expected is not None and got != expected:
             raise ValueError(f"message: {name}: got {got}, allowed: {expected}")
     code = memoryview(data)[_HEADER.size : -_CHECKSUM.size]
     if shared_K is None:
         message = Message.dense_of(_floats(code, wire.dimension), who, when)
     else:
-        read = _read_entropy_code if wire.entropy and kind != _PLAIN else _read_block_code
+        read = _read_entropy_code if wire.entropy and not plain else _read_block_code
         shared_K = shared_K.cpu()
         if own > wire.dimension - len(shared_K):
             raise ValueError(f"message: {own} positions, allowed: those that are not shared")
@@ -1859,11 +1857,8 @@ class Feed:
 
     def __init__(self, sources: Iterable[Iterable[Any]]):
         self.sources = list(sources)
+        self.clients = len(self.sources)
         self._running = [iter(source) for source in self.sources]
-
-    @property
-    def clients(self) -> int:
-        return len(self.sources)
 
     def batch(self, n: int, round: int, tau: int) -> Any:
         """What client n trains on in its local step tau of a round."""
