@@ -366,8 +366,7 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
 
 # ══ 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C) ═════════════════════════════════
-#    A mask has two forms: a (D,) bool tensor, which reads like the paper, and its sorted positions,
-#    which is what the compressor works with: K numbers instead of D.
+#    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the compressor's form.
 
 
 def kept(phi: float, dimension: int) -> int:
@@ -774,10 +773,9 @@ def quantized(values_K: Tensor, intervals: int) -> Tensor:
 
 
 # ══ 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2) ═══════════
-#    A message is what one side sends in one round. Its bits are counted three ways, kept apart: by
-#    the paper's formula, as the exact length of its code, and as bytes that really decode: the code
-#    rounded up to bytes, and OVERHEAD_BYTES. Code "block" is the paper's, q bits a value and Alg.
-#    4; code "entropy" holds the same message in fewer bits.
+#    Bits are counted three ways, kept apart: by the paper's formula, as the exact length of a
+#    message's code, and as bytes that really decode: the code in whole bytes, and OVERHEAD_BYTES.
+#    Code "block" is the paper's, q bits a value and Alg. 4; "entropy" has fewer bits for the same.
 
 
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
@@ -1065,8 +1063,7 @@ def _unpacked(data: memoryview, count: int) -> np.ndarray:
 
 
 # Code "entropy": the same message in fewer bits ───────────────────────────────────────────────────
-#    Signs a bit each; which of the P intervals, Huffman-coded by zlib (they are far from equally
-#    likely), shared and own apart; positions as Golomb-Rice coded gaps, layer by layer if shorter.
+#    Signs a bit each; intervals Huffman-coded by zlib; positions as Golomb-Rice coded gaps.
 
 
 def _entropy_code(message: Message, wire: Wire) -> bytes:
@@ -1425,8 +1422,7 @@ class ProcessLink(ByteLink):
 
 
 # ══ 7. The compressor: top-K, rand-K, TCS, LF and PLF, with error accumulation (Alg. 2) ═══════════
-#    One `Compressor` for all schemes. What differs is a `MaskRule`: which entries both sides know
-#    without being told, and which a client adds of its own.
+#    One `Compressor` for all schemes; what differs is a `MaskRule`, for the shared and own masks.
 
 
 class Host:
@@ -1836,8 +1832,7 @@ def restore_(own: Tensor, saved: Tensor, key: str) -> None:
 
 
 # ══ 8. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
-#    All clients of a process take turns on one model. A client's difference is made, compressed,
-#    sent and forgotten: what stays are its errors.
+#    Clients take turns on one model: a difference is made, compressed, sent and forgotten.
 
 
 class Phase(NamedTuple):
@@ -2247,8 +2242,7 @@ def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
 
 
 # ══ 11. A communication hook for PyTorch's DistributedDataParallel ════════════════════════════════
-#     TCS in anyone's training: the values whose places all ranks know are one dense all-reduce;
-#     only what each rank found for itself is gathered. Every bucket has its `Compressor`.
+#    Values whose places all ranks know are one dense all-reduce; the rest is gathered.
 
 
 class TCSState:
