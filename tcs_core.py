@@ -68,7 +68,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -191,7 +191,7 @@ class Scheme:
         family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", stem, re.I)), None)
         if family is None:
             raise ValueError(f"scheme {_shown(name)} is unknown; {_known_schemes()}")
-        fields, suffixed = dict(FAMILIES[family]), {}
+        fields, suffixed = dict(FAMILIES[family]), dict[str, Any]()
         plus = text[len(stem) :]
         for part in [*stem[len(family) :].split("-")[1:], *([plus] if plus else [])]:
             found = _suffix_fields(name, part, fields, suffixed)
@@ -315,8 +315,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are those of Scheme. Registering a name again replaces it, so a cell can be run twice;
-    the names of the core's own families can't be taken.
+    `fields` are those of Scheme. Registering a name again replaces it; the core's can't be taken.
     """  # fmt: skip
     taken = FAMILIES.get(name, {"rule": name}).get("rule", "TCS") != name
     if taken or RULES.get(name, object).__module__ == __name__:
@@ -393,7 +392,7 @@ def _outside(vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
     return positions_to_mask(excluded.to(vector_D.device), len(vector_D))
 
 
-Array = Tensor | np.ndarray
+Array = Any  # Tensor or np.ndarray
 
 
 def _array(tensor: Tensor) -> Array:
@@ -409,7 +408,7 @@ def _filtered(
     """S_top and the k-th magnitude. Masks and magnitudes change slowly, so a `floor` from last time
     leaves few candidates to choose from; too few, and it is lowered, and at last all are looked at.
     """
-    values_D, outside_D = _array(vector_D), excluded_D
+    values_D, outside_D = _array(vector_D), cast(Any, excluded_D)
     if outside_D is not None and isinstance(values_D, np.ndarray):
         outside_D = outside_D.numpy()
     for lowered in (floor, floor / 2) if floor > 0 and k else ():
@@ -851,7 +850,9 @@ class Message:
             sum_D.index_add_(0, places, self.values, alpha=weight)
 
     def to(self, device: Any) -> Message:
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
 
@@ -1266,6 +1267,8 @@ def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.nd
 class ClientError(ValueError):
     """Something is wrong with what a client sends; `client` says whose (or SERVER)."""
 
+    round: int | None = None  # where a static round says so
+
     def __init__(self, client: int, what: str):
         super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
         self.client = client
@@ -1456,6 +1459,7 @@ class MaskRule:
     as attributes without a leading underscore are saved in checkpoints.
     """
 
+    positions: Tensor | None = None  # of the shared mask, where it depends on updates
     _theta_D: Tensor | None = None
 
     def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
@@ -1562,7 +1566,6 @@ class RandK(MaskRule):
 class TCS(MaskRule):
     """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
 
-    positions: Tensor | None = None
     magnitudes: Tensor | None = None  # the last update there, if the mask is to shrink
 
     def __init__(self, *settings: Any, **more: Any):
@@ -1617,7 +1620,7 @@ class Compressor:
         host: Host | None = None,
     ):  # fmt: skip
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
-        self.dimension, self.link = sum(layer_sizes), link or Link()
+        self.dimension, self.link = sum(layer_sizes), cast(Any, link or Link())
         self.own = self.link.clients(clients)
         self.weights = None if weights is None else [float(w) for w in weights]
         positive = [0 < w < math.inf for w in self.weights or ()]
@@ -1855,8 +1858,8 @@ class Feed:
         self.clients = len(self.sources)
         self._running = [iter(source) for source in self.sources]
 
-    def batch(self, n: int, round: int, tau: int) -> Any:
-        """What client n trains on in its local step tau of a round."""
+    def batch(self, n: int, round: Any, tau: int) -> Any:
+        """What client n trains on in its local step tau of a round, counted from 0."""
         for _ in range(2):
             for batch in self._running[n]:
                 return batch
@@ -2352,9 +2355,8 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     4. Values and positions of its own: all_gather of one encoded message a rank.
     5. Their average is the bucket's gradient on every rank, and gives the next shared mask (l. 15).
 
-        >>> import torch.distributed as dist
         >>> from torch.nn.parallel import DistributedDataParallel
-        >>> dist.init_process_group("gloo")  # torchrun says how many processes there are
+        >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
         >>> model = DistributedDataParallel(torch.nn.Linear(1000, 10))
         >>> state = tcs_core.TCSState(phi_global=1e-2, phi_local=1e-3, start_iter=2)
         >>> model.register_comm_hook(state, tcs_core.tcs_hook)

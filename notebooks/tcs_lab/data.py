@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,8 +74,8 @@ def _areas(images: Tensor, size: int) -> Tensor:
 
 
 def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
-    tensors = [torch.as_tensor(a) for a in arrays]
-    return Dataset(label, *tensors, _fingerprint(tensors), classes)
+    train, labels, test, test_labels = tensors = [torch.as_tensor(a) for a in arrays]
+    return Dataset(label, train, labels, test, test_labels, _fingerprint(tensors), classes)
 
 
 def _fingerprint(tensors: list[Tensor]) -> str:
@@ -190,8 +191,8 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
             return found
         files = _tar_files(path) if path.is_file() else _folder_files(path)
         dataset = _decode_files(files, path, label)
-        arrays = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
-        sealed = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
+        arrays: dict[str, Any] = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
+        sealed: dict[str, Any] = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
         write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
         return dataset
 
@@ -235,7 +236,7 @@ class _Member(tarfile.TarInfo):
     """Of any member, also one that only holds a long name, the declared size is checked first."""
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Any:
         member = super().frombuf(buf, encoding, errors)
         _check_size(member.name, member.size)
         return member

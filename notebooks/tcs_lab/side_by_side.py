@@ -7,8 +7,8 @@ mostly calls, of which ten clients then share one; a large one is slower so.
 from __future__ import annotations
 
 import copy
-from types import MethodType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +33,18 @@ def goes_side_by_side(config: RunConfig) -> bool:
     return config.width * config.batch * side**2 <= MOST
 
 
-class _Norm:
-    """Batch norm that keeps its batch's mean and variance, for the running ones."""
+def _norm(norm: Any, seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A batch norm's forward pass that keeps its batch's mean and variance, for the running ones."""
 
-    def __init__(self, norm: nn.Module, seen: list[Tensor]):
-        self.norm, self.seen = norm, seen
-
-    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        found = torch.native_batch_norm(
-            x, module.weight, module.bias, None, None, True, 0.0, module.eps
+    def forward(x: Tensor) -> Tensor:
+        found, mean, inverse = torch.native_batch_norm(
+            x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
         )
         count = x.numel() // x.shape[1]
-        variance = (found[2].pow(-2) - module.eps) * (count / (count - 1))
-        self.seen += [found[1], variance]
-        return found[0]
+        seen.extend([mean, (inverse.pow(-2) - norm.eps) * (count / (count - 1))])
+        return found
+
+    return forward
 
 
 class SideBySide(Federation):
@@ -61,7 +59,7 @@ class SideBySide(Federation):
         self.seen: list[Tensor] = []
         for module in self.twin.modules():
             if isinstance(module, nn.BatchNorm2d):
-                module.forward = MethodType(_Norm(module, self.seen), module)
+                vars(module)["forward"] = _norm(module, self.seen)
         self.names = [name for name, p in self.twin.named_parameters() if p.requires_grad]
         losses = grad_and_value(self._loss_of, has_aux=True)
         self.first = vmap(losses, in_dims=(None, 0))  # all clients start from one model
@@ -76,7 +74,7 @@ class SideBySide(Federation):
         def model(x: Tensor) -> Tensor:
             return functional_call(self.twin, parameters, (x,))
 
-        loss = self.loss(model, batch)
+        loss = self.loss(cast(nn.Module, model), batch)
         seen_S = torch.cat(self.seen) if self.seen else theta_D.new_empty(0)
         return loss, seen_S.detach()
 

@@ -269,7 +269,8 @@ class Watch:
 
     def __init__(self, layer_sizes: list[int], phi: float = 1e-2):
         self.sizes_L = torch.tensor(layer_sizes)
-        self.k, self.before_K = tcs_core.kept(phi, sum(layer_sizes)), None
+        self.k = tcs_core.kept(phi, sum(layer_sizes))
+        self.before_K: Tensor | None = None
         self.found: list[tuple[float, float]] = []
         self.floor = 0.0
 
