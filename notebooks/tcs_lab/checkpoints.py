@@ -3,6 +3,7 @@ of ranks."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import zipfile
@@ -37,7 +38,7 @@ def save_checkpoint(
     config: RunConfig, training: Training, rows: list[Row], ways: list[dict[str, Any]]
 ) -> None:
     """`ways` are those in which the rows were made."""
-    state = _made_for(config, training) | {"rows": rows, "ways": ways}
+    state = _made_for(config, training) | {"rows": json.dumps(rows), "ways": json.dumps(ways)}
     state["training"] = training.ranks.merged(training.state_dict())
     path = checkpoint_path(config)
     training.ranks.first(lambda: write_whole(path, lambda file: _torch_save(state, file)))
@@ -93,10 +94,11 @@ def _read_checkpoint(
             why = f"its {what} is {found!r}, this run's {wanted!r}"
             print(f"{path}: checkpoint not used, {why}", file=sys.stderr, flush=True)
             return [], []
-    check_rows(state["rows"])
-    if not state["rows"]:
+    rows = json.loads(state["rows"])
+    check_rows(rows)
+    if not rows:
         raise ValueError("it has no rows")
-    return state["rows"], state["ways"]
+    return rows, json.loads(state["ways"])
 
 
 class Pace:

@@ -73,7 +73,7 @@ _REPEATS = {
 }
 
 
-def rounding(config: RunConfig) -> dict[str, Any]:
+def rounding(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
     """What decides how sums are rounded, beside the code."""
     device = config.torch_device
     return {
@@ -82,7 +82,7 @@ def rounding(config: RunConfig) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "threads": config.threads or torch.get_num_threads(),
         "graph": config.graph,
-        "side_by_side": goes_side_by_side(config),
+        "side_by_side": goes_side_by_side(config) and ranks == 1,
     }
 
 
@@ -93,7 +93,7 @@ def provenance(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
         "lab_sha256": _LAB_SHA256,
         **git_state(),
         "python": platform.python_version(),
-        **rounding(config),
+        **rounding(config, ranks),
         "ranks": ranks,
         "repeats": _REPEATS[config.torch_device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -126,7 +126,7 @@ def _cpu_name() -> str:
 @cache
 def git_state() -> dict[str, Any]:
     def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), *words]
+        command = ["git", "--no-optional-locks", "-C", str(ROOT), *words]  # it may be killed
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:

@@ -96,7 +96,7 @@ def _train(config: RunConfig, data: Dataset, on_epoch: OnEpoch, ranks: Ranks) ->
     git_state()  # now: the code may be edited while this runs
     training = ranks.together(lambda: Training(config, data, ranks))
     rows, ways = load_checkpoint(config, training)
-    ways += [way for way in [rounding(config)] if way not in ways]
+    ways += [way for way in [rounding(config, ranks.size)] if way not in ways]
     reason, pace = None, Pace()
     for epoch in range(len(rows), config.epochs):
         start = time.perf_counter()

@@ -16,8 +16,8 @@ import tcs_lab as lab
 import torch
 from common import config, numbers, tiny_command
 from processes import logged, start_command, until
-from tcs_lab.files import alone
 from tcs_lab.checkpoints import checkpoint_path
+from tcs_lab.files import alone
 
 import tcs_core as tcs
 
@@ -82,9 +82,12 @@ def test_a_cluster_of_two_workers_makes_the_same_records(tmp_path):
     distributed = pytest.importorskip("distributed")
     wanted = configs("TCS", "top-K", "TCS-Q5", "Baseline")
     settings = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    with distributed.LocalCluster(**settings) as cluster, distributed.Client(cluster):
-        with joblib.parallel_config(backend="dask"):
-            there = lab.run_all(wanted, tmp_path / "two")
+    with (
+        distributed.LocalCluster(**settings) as cluster,
+        distributed.Client(cluster),
+        joblib.parallel_config(backend="dask"),
+    ):
+        there = lab.run_all(wanted, tmp_path / "two")
     here = lab.run_all(wanted, tmp_path / "one")
     assert [numbers(r) for r in there] == [numbers(r) for r in here]
 
@@ -157,9 +160,7 @@ def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
 
 def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, small):
     seen, epoch = [], lab.Progress.epoch
-    monkeypatch.setattr(
-        lab.Progress, "epoch", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a)
-    )
+    monkeypatch.setattr(lab.Progress, "epoch", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a))
     wanted = configs("TCS", "top-K", epochs=3)
     with joblib.parallel_config(backend="threading", n_jobs=2):
         lab.run_all(wanted, tmp_path)

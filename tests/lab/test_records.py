@@ -1,0 +1,181 @@
+"""Records: read back as they were written, or named; made again from themselves."""
+
+import copy
+import functools
+import hashlib
+import json
+import math
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tcs_lab as lab
+from common import config
+from tcs_lab.__main__ import main
+
+import tcs_core as tcs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One record's text, made once."""
+    folder = tmp_path_factory.mktemp("finished")
+    images = lab.synthetic_dataset(120, 40).resized(16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TCS_CACHE", str(folder / "cache"))
+        patch.setattr(lab.data, "synthetic_dataset", lambda: images)
+        lab.load_dataset.cache_clear()
+        lab.run(config(), folder)
+        lab.load_dataset.cache_clear()
+    return lab.record_path(config(), folder).read_text()
+
+
+def refused(folder, text):
+    """What read_record says of this text in the place of a record; a run leaves it alone."""
+    path = lab.record_path(config(), folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(path.name)) as raised:
+        lab.read_record(path, config())
+    with pytest.raises(ValueError) as again:
+        lab.run(config(), folder)
+    assert str(raised.value) == str(again.value) and "\n" not in str(raised.value)
+    assert path.read_text() == text
+    return str(raised.value)
+
+
+BROKEN = {
+    "version": ('"version": 1', '"version": 2'),
+    "status": ('"finished"', '"fine"'),
+    "config": ('"seed": 0', '"seed": 5'),
+    "epochs are missing": ('"epoch": 2', '"epoch": 9'),
+    "accuracy": ('"accuracy": 0', '"accuracy": 8'),
+    "bits_up": ('"bits_up"', '"bits"'),
+    "dimension": ('"dimension": ', '"dimension": -'),
+    "as text": ('"accuracy": 0', '"accuracy": "x", "a": 0'),
+    "not what was written": ('"train_loss": ', '"train_loss": 1'),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_record_that_is_none_is_named_and_left_alone(tmp_path, finished, case):
+    said = refused(tmp_path, finished.replace(*BROKEN[case], 1))
+    assert case in said or case == "as text"
+    assert said.endswith("delete it to run again")
+
+
+def places(value, path=()):
+    """The places of all numbers, texts and lists in a record."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, key))
+
+
+EDITS = {
+    "removed": None, "NaN": math.nan, "infinity": math.inf, "another number": 0.123456789, "minus": -1, "null": None,
+    "text": "x", "list": [], "true": True, "huge": 10**400,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_every_value_of_a_record_changed_by_hand_is_noticed(tmp_path, finished, edit):
+    """Each in turn: the configuration, every number of every row, the provenance."""
+    path = tmp_path / "edited.json"
+    everywhere = list(places(json.loads(finished)))
+    assert len(everywhere) >= 100
+    for place in everywhere:
+        record = json.loads(finished)
+        holder = functools.reduce(lambda inner, key: inner[key], place[:-1], record)
+        if edit == "removed":
+            del holder[place[-1]]
+        elif holder[place[-1]] is EDITS[edit]:
+            continue
+        else:
+            holder[place[-1]] = EDITS[edit]
+        if edit == "removed" and place == ("sha256",):
+            continue  # as in records of before there was one
+        path.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=re.escape(path.name)):
+            lab.read_record(path, config())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_record_cut_off_anywhere(tmp_path, finished, seed):
+    at = random.Random(seed).randrange(len(finished) - 2)
+    assert "not a readable record" in refused(tmp_path, finished[:at])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", "3", '"x"', "[" * 100_000, '{"version": 1}', "\0", "NaN"]
+)
+def test_a_record_that_is_something_else(tmp_path, text):
+    assert "not a" in refused(tmp_path, text)
+
+
+def test_a_record_that_is_none_is_one_line_of_the_command(tmp_path, capsys, finished):
+    path = tmp_path / "record.json"
+    path.write_text(finished.replace('"finished"', '"fine"', 1))
+    assert main(["again", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: not a record: status: got 'fine'")
+    assert error.count("\n") == 1 and "delete" not in error
+
+
+# Records outlive the code that made them ──────────────────────────────────────────────────────────
+
+
+def test_a_record_from_before_there_was_a_sum_is_read(tmp_path, finished):
+    record = json.loads(finished)
+    del record["sha256"]
+    path = tmp_path / "older.json"
+    path.write_text(json.dumps(record))
+    assert lab.read_record(path, config()) == record
+
+
+RECORDS = sorted((lab.ROOT / "results").glob("*/runs/*.json"))
+
+
+def test_every_committed_record_reads_and_names_its_run():
+    for path in RECORDS:
+        record = lab.read_record(path)
+        assert lab.digest_of(record["config"]) == record["digest"]
+        assert lab.config_of(record).digest == record["digest"]
+        assert path.stem.endswith(record["digest"])
+
+
+def test_what_this_core_has_no_run_for_is_named(finished):
+    record = json.loads(finished)
+    foreign = copy.deepcopy(record)
+    foreign["config"]["scheme"]["rule"] = "my own"
+    with pytest.raises(ValueError, match="my own"):
+        lab.config_of(foreign)
+    foreign["config"] = record["config"] | {"colour": "red"}
+    with pytest.raises(ValueError, match="colour"):
+        lab.config_of(foreign)
+
+
+def test_differences(finished):
+    record = json.loads(finished)
+    other = copy.deepcopy(record)
+    other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9, "new": 1}
+    del other["rows"][2]
+    was = record["rows"][1]
+    assert lab.differences(record, record) == []
+    assert sorted(lab.differences(record, other)) == [
+        "2 epochs, were 3",
+        f"epoch 2: accuracy 0.5, was {was['accuracy']!r}",
+        f"epoch 2: train_loss 9.0, was {was['train_loss']!r}",
+    ]
+
+
+def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
+    """Not of what somebody edits while it runs."""
+    own = hashlib.sha256(Path(tcs.__file__).read_bytes()).hexdigest()
+    copied = Path(shutil.copy(tcs.__file__, tmp_path))
+    monkeypatch.setattr(tcs, "__file__", str(copied))
+    copied.write_text("edited")
+    assert lab.core_sha256() == own
