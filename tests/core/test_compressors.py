@@ -9,7 +9,7 @@ from reference import Reference
 import tcs_core as tcs
 
 LAYERS = [1200, 300, 1000, 10, 490]  # D = 3000
-CLIENTS, ROUNDS = 5, 50
+CLIENTS, ROUNDS = 3, 50
 
 
 @pytest.mark.parametrize("suffix", ["", "-Q5"])
