@@ -151,5 +151,8 @@ def test_the_servers_memory_is_bounded_whatever_a_client_sends():
 
 def good_message(compressor):
     """What client 1 would send in the next round."""
-    shared_K = compressor.rule.global_mask()
-    return tcs.encode_message(compressor._client(1, deltas(2)[1], shared_K), compressor.up)
+    sent = {}
+    compressor.link.channel = lambda sender, data: sent.setdefault(sender, data)
+    compressor.open()
+    compressor.client(1, deltas(2)[1])
+    return sent[1]

@@ -1,31 +1,32 @@
-"""Section 11: one federation over real processes. The record does not depend on how many there are,
-and a rank that is late, gone or wrong is named."""
+"""Ranks: one federation over real processes. The record does not depend on how many there are, and
+a rank that is late, gone or wrong is named."""
 
 import contextlib
 import io
 import json
-import os
+import pickle
 import re
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 import tcs_lab as lab
 import torch
-from common import numbers
-from processes import start
+import torch.distributed as dist
+from common import config, numbers, tiny_command
+from processes import start, until
+from tcs_lab.__main__ import main
 
 import tcs_core as tcs
 
-TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 2, "train_samples": 60,
-        "test_samples": 40, "reference_batch": None, "threads": 1, "device": "cpu"}  # fmt: skip
+# Ranks' clients take turns: so do those of the one process that they are compared with.
+BRIEF = {"epochs": 2, "train_samples": 60, "device": "cpu", "side_by_side": False}
 
 
 def configs(schemes, **changes):
-    return [lab.RunConfig(scheme, **(TINY | changes)) for scheme in schemes]
+    return [config(scheme, **(BRIEF | changes)) for scheme in schemes]
 
 
 def records(ranks, folder, schemes, **changes):
@@ -40,7 +41,7 @@ SCHEMES = ["TCS", "TCS-L4-Q5", "top-K", "TCS-L2-M2-E3-W5++", "FedAvg-Global Mome
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_record_is_the_same_for_any_number_of_processes(tmp_path, size, small_synthetic):
     """Four ranks for three clients: one has none."""
-    alone = [numbers(r) for r in records(tcs.Ranks(), tmp_path, SCHEMES)]
+    alone = [numbers(r) for r in records(lab.ranks.Ranks(), tmp_path, SCHEMES)]
     for made in start(size, tmp_path, records, SCHEMES):
         assert [numbers(r) for r in made] == alone
         assert all(r["provenance"]["ranks"] == size for r in made)
@@ -49,6 +50,7 @@ def test_the_record_is_the_same_for_any_number_of_processes(tmp_path, size, smal
 
 @pytest.fixture
 def small_synthetic(monkeypatch):
+    """The images of the ranks."""
     small = lab.synthetic_dataset(60, 40).resized(16)
     monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: small)
     lab.load_dataset.cache_clear()
@@ -62,7 +64,7 @@ def drawn(ranks, folder):
 
 def test_absent_clients_make_no_difference(tmp_path, small_synthetic):
     """Two of five clients a round: now and then all of them are one rank's."""
-    (alone,) = drawn(tcs.Ranks(), tmp_path)
+    (alone,) = drawn(lab.ranks.Ranks(), tmp_path)
     for (made,) in start(3, tmp_path, drawn):
         assert numbers(made) == numbers(alone)
 
@@ -73,7 +75,7 @@ class Stopped(Exception):
 
 def stopped(ranks, folder, resumed=False):
     """A run that stops after its second epoch, or goes on after that, with how many epochs."""
-    (config,) = configs(["TCS-Q5-Global Momentum"], epochs=3, clients=5, batch_size=2)
+    (one,) = configs(["TCS-Q5-Global Momentum"], epochs=3, clients=5, batch_size=2)
     epochs = []
 
     def stop(row):
@@ -82,31 +84,33 @@ def stopped(ranks, folder, resumed=False):
             raise Stopped
 
     try:
-        return lab.run(config, folder / "resumed", stop, ranks), epochs
+        return lab.run(one, folder / "resumed", stop, ranks), epochs
     except Stopped:
         return None, epochs
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, monkeypatch, small_synthetic):
-    monkeypatch.setattr(lab.runs._Pace, "due", lambda self: True)
-    undisturbed, _ = stopped(tcs.Ranks(), tmp_path / "alone", True)
-    assert stopped(tcs.Ranks(), tmp_path) == (None, [1, 2])  # one rank stops after two epochs,
+    monkeypatch.setattr(lab.checkpoints.Pace, "due", lambda self: True)
+    undisturbed, _ = stopped(lab.ranks.Ranks(), tmp_path / "alone", True)
+    assert stopped(lab.ranks.Ranks(), tmp_path) == (
+        None,
+        [1, 2],
+    )  # one rank stops after two epochs,
     assert [a[0] for a in start(3, tmp_path, stopped)] == [None] * 3  # three after the next,
     (path,) = (tmp_path / "cache" / "checkpoints").iterdir()
     rows = json.loads(torch.load(path, weights_only=True)["rows"])
     assert len(rows) in (1, 2)
-    made, epochs = stopped(tcs.Ranks(), tmp_path, True)  # and one finishes
+    made, epochs = stopped(lab.ranks.Ranks(), tmp_path, True)  # and one finishes
     assert epochs in ([2, 3], [3]) and numbers(made) == numbers(undisturbed)
 
 
 def held(ranks, folder):
-    (config,) = configs(["TCS"])
-    federation = lab.Training(config, lab.load_dataset("synthetic"), ranks)
-    federation.epoch(0)
-    images = federation.batches.padded
-    rows = [len(t) for t in (federation.deltas_ND, federation.compressor.errors_ND,
-                             federation.statistics_NS, federation.samples_NM)]  # fmt: skip
-    return rows, len(images)
+    (one,) = configs(["TCS"])
+    training = lab.Training(one, lab.load_dataset("synthetic"), ranks, keep_deltas=True)
+    training.epoch(0)
+    rows = [len(t) for t in (training.deltas_ND, training.compressor.errors_ND,
+                             training.statistics_NS, training.samples_NM)]  # fmt: skip
+    return rows, len(training.feed.batches.padded)
 
 
 def test_a_rank_holds_its_own_clients_only(tmp_path):
@@ -118,53 +122,61 @@ def test_a_rank_holds_its_own_clients_only(tmp_path):
 
 def crossed(ranks, folder):
     """Every byte that this rank hands to a collective in one sparse round."""
-    (config,) = configs(["TCS-Q5"], warmup_epochs=0)
-    federation, sent = lab.Training(config, lab.load_dataset("synthetic"), ranks), []
-    draws = federation._draws(0)
-    federation.round(draws, 0, 0.1)
-    gathered = ranks._all_gathered
-    ranks._all_gathered = lambda data: sent.append(data) or gathered(data)
-    federation.round(draws, 1, 0.1)
-    return sum(map(len, sent)), federation.compressor.bytes_up
+    (one,) = configs(["TCS-Q5"], warmup_epochs=0)
+    training, sent = lab.Training(one, lab.load_dataset("synthetic"), ranks), []
+    training.federation.round()
+    gather = dist.all_gather_object
+
+    def noted(parts, value):
+        sent.append(len(pickle.dumps(value)))
+        gather(parts, value)
+
+    dist.all_gather_object = noted
+    training.federation.round()
+    return sent, training.compressor.bytes_up
 
 
 def test_ranks_exchange_the_encoded_bytes_and_little_else(tmp_path):
-    """Beside the messages: 8 bytes a frame."""
+    """Beside the messages, what pickle needs for a list of bytes."""
     (one, counted), (two, _) = start(2, tmp_path, crossed)
-    frames = 8 * (2 + 2 + 3)  # of a check and of messages, on two ranks; and one a message
-    assert one + two == counted + frames
+    assert 0 < sum(one) + sum(two) - counted < 50 * (len(one) + len(two))
 
 
 # What goes wrong ──────────────────────────────────────────────────────────────────────────────────
 
 
 def poisoned(ranks, folder):
-    """A NaN in the first pixel row that client 2 alone sees, once its first epoch is over."""
-    (config,) = configs(["TCS"])
-    original = lab.Training._local_training_
+    """A NaN in the gradient of client 2 alone, once its first epoch is over."""
+    (one,) = configs(["TCS"])
+    train = tcs.Federation._local_training
 
-    def local_training(self, row, draws, index, eta):
-        original(self, row, draws, index, eta)
-        if self.own[row] == 2 and self.compressor.round == 6:
-            self.flat.gradient_D[5] = float("nan")
+    def poison(self, n, *arguments):
+        gradient_D = train(self, n, *arguments)
+        if n == 2 and self.compressor.round == 6:
+            gradient_D[5] = float("nan")
+        return gradient_D
 
-    lab.Training._local_training_ = local_training
+    tcs.Federation._local_training = poison
     try:
-        return lab.run(config, folder / str(ranks.size), ranks=ranks)
+        return lab.run(one, folder / str(ranks.size), ranks=ranks)
     finally:
-        lab.Training._local_training_ = original
+        tcs.Federation._local_training = train
 
 
 def test_a_client_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path, small_synthetic):
-    alone = poisoned(tcs.Ranks(), tmp_path)
+    alone = poisoned(lab.ranks.Ranks(), tmp_path)
     assert alone["reason"].startswith("client 2: ") and "epoch 2, round 2 of 5" in alone["reason"]
     for made in start(3, tmp_path, poisoned):
         assert numbers(made) == numbers(alone)
 
 
+def link(ranks):
+    return tcs.ProcessLink(ranks.exchange, ranks.rank, ranks.size)
+
+
 def overflowing(ranks, folder):
     """Clients 1 and 2 pile up errors that, with finite deltas, overflow."""
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [50], 3, ranks=ranks)
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [50], 3, link=link(ranks))
     generator = torch.Generator().manual_seed(0)
     deltas_ND = torch.randn(3, 50, generator=generator)[compressor.own.start : compressor.own.stop]
     compressor.step(deltas_ND)
@@ -180,25 +192,43 @@ def test_errors_that_overflow_name_the_first_client(tmp_path):
 
 def mistaken(ranks, folder, what):
     """Something is wrong on rank 1 only."""
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [50], 2, ranks=ranks)
-    if what == "message" and ranks.rank == 0:
-        compressor.up = tcs.Wire(5, False, (50,))
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [50], 2, link=link(ranks))
+    if what == "message" and ranks.rank == 1:
+        compressor.link.channel = lambda sender, data: data[::-1]
     elif what == "replica":
         ranks.check_same(torch.full((3,), float(ranks.rank)), "theta_D")
     elif what == "bug" and ranks.rank == 1:
-        compressor._check_deltas = lambda *_: [][1]
+        compressor.client = lambda *_: [][1]
     compressor.step(torch.ones(len(compressor.own), 50))
 
 
 @pytest.mark.parametrize(
     ("what", "texts"),
-    [("message", ["rank 1, client 1: message: tag", "rank 0, client 0: message: tag"]),
+    [("message", ["RankError: rank 1: client 1: message: ", "MessageError: client 1: message: "]),
      ("replica", ["theta_D: rank 1 got another", "theta_D: rank 1 got another"]),
-     ("bug", ["rank 1: IndexError", "IndexError"])],
+     ("bug", ["RankError: rank 1: IndexError", "IndexError"])],
 )  # fmt: skip
 def test_what_goes_wrong_names_the_rank(tmp_path, what, texts):
     for said, text in zip(start(2, tmp_path, mistaken, what), texts, strict=True):
         assert text in said
+
+
+def exchanged(ranks, folder):
+    """What the link relies on: any values, in rank order; rows and turns."""
+
+    def turn():
+        assert ranks.rank == 0 or (folder / "first").exists()
+        (folder / "first").touch()
+        return ranks.rank
+
+    rows = ranks.rows(torch.full((ranks.rank, 2), float(ranks.rank)))
+    return (ranks.exchange(lambda: [bytes([ranks.rank])] * ranks.rank), ranks.first(lambda: 7),
+            ranks.together(lambda: ranks.rank), ranks.in_turn(turn), rows.tolist())  # fmt: skip
+
+
+def test_what_ranks_do_together(tmp_path):
+    parts, rows = [[], [b"\1"], [b"\2"] * 2], [[1.0] * 2] + [[2.0] * 2] * 2
+    assert start(3, tmp_path, exchanged) == [(parts, 7, r, r, rows) for r in range(3)]
 
 
 def late(ranks, folder):
@@ -208,10 +238,11 @@ def late(ranks, folder):
 
 
 def test_a_late_rank_is_named(tmp_path):
+    """By rank 0; the others say that rank 0 does."""
     said = start(3, tmp_path, late, timeout=1)
-    for rank in (0, 2):
-        assert re.match(rf"RankError: rank {rank}: rank 1 did not come within 1 s", said[rank])
-    assert said[1].startswith("RankError: rank 1: ")
+    assert said[0] == "RankError: rank 0: rank 1 did not come within 1 s, or ended"
+    for rank in (1, 2):
+        assert said[rank] == f"RankError: rank {rank}: rank 0 has ended, or named another that did"
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -237,65 +268,50 @@ def test_a_timeout_that_is_none(monkeypatch, text):
 
 def commanded(_, folder, *words):
     """The command line's result on this rank, and what it says."""
-    path, said = folder / "tiny.yaml", io.StringIO()
+    said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = lab.__main__.main(["run", "--params", str(path), "--results", str(folder), *words])
+        code = main([*words])
     return code, said.getvalue()
 
 
 def test_rank_0_speaks_for_all(tmp_path):
-    fields = TINY | {"schemes": ["TCS"], "epochs": 1}
-    (tmp_path / "tiny.yaml").write_text(json.dumps(fields))
-    (code, said), other = start(2, tmp_path, commanded, timeout=None)
+    words = tiny_command(tmp_path, schemes=["TCS"], epochs=1, train_samples=60)
+    (code, said), other = start(2, tmp_path, commanded, *words, timeout=None)
     assert code == 0 and said.startswith("| Scheme ") and other == (0, "")
-    (code, said), other = start(2, tmp_path, commanded, "--set", "clients=61", timeout=None)
-    assert code == 2 and said.startswith("error: clients: got 61") and said.count("\n") == 1
-    assert other[0] != 0 and other[1] == ""
 
 
 # torchrun ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def command(tmp_path, monkeypatch):
-    """The command line for two processes, and a run of 20 epochs."""
-    path = tmp_path / "tiny.yaml"
-    fields = TINY | {"schemes": ["TCS-Q5"], "epochs": 20, "batch_size": 2}
-    path.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in fields.items()))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    own = ["run", "--params", str(path), "--timeout", "60", "--results", str(tmp_path / "killed")]
-    return [*torchrun, tcs.__file__, *own]
+def torchrun(folder, *words, **changes):
+    """The command line by two processes, begun."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    own = ["-m", "tcs_lab", *tiny_command(folder, schemes=["TCS-Q5"], **changes), *words]
+    return subprocess.Popen([*launch, *own], stderr=subprocess.PIPE, text=True)
 
 
-def children(pid):
-    """Process ids of all below this one, from /proc."""
-    own = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return own + [below for child in own for below in children(child)]
+def test_bad_input_is_said_once(tmp_path):
+    """However long one process takes to start: no other ends before it is said."""
+    error = torchrun(tmp_path, "--set", "clients=0").communicate(timeout=120)[1]
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: clients: got 0 ")
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_killed_worker_leaves_a_run_that_goes_on_and_no_orphans(tmp_path, command):
+def test_a_killed_worker_leaves_a_run_that_goes_on_and_no_orphans(tmp_path, small_synthetic):
     """kill -9 of one of two workers in the middle; one process goes on where they stopped."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    checkpoints, deadline = tmp_path / "cache" / "checkpoints", time.monotonic() + 60
-    while not list(checkpoints.glob("*.pt")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    changes = {"epochs": 20, "train_samples": 60, "batch_size": 2, "device": "cpu"}
+    process = torchrun(tmp_path, "--timeout", "60", **changes)
+    checkpoints = tmp_path / "cache" / "checkpoints"
+    until(lambda: list(checkpoints.glob("*.pt")))
+    family = psutil.Process(process.pid).children(recursive=True)
     workers = [
-        p for p in children(process.pid) if b"tcs_core" in Path(f"/proc/{p}/cmdline").read_bytes()
+        p for p in family if "tcs_lab" in p.cmdline() and "--nproc-per-node=2" not in p.cmdline()
     ]
     assert len(workers) == 2
-    os.kill(workers[1], signal.SIGKILL)
+    next(p for p in workers if p.environ()["RANK"] == "1").kill()
     error = process.communicate(timeout=60)[1]
-    assert process.returncode != 0 and not any(map(alive, workers))
+    psutil.wait_procs(family, 20)
+    assert process.returncode != 0
+    assert not [p for p in family if p.is_running() and p.status() != "zombie"]
     assert re.search(r"rank\s*:? 1\b", error), error
-    assert list(checkpoints.glob("*.pt")) and not (tmp_path / "killed" / "ci").exists()
-    (config,), epochs = configs(["TCS-Q5"], epochs=20, batch_size=2), []
-    made = lab.run(config, tmp_path / "killed", lambda row: epochs.append(row["epoch"]))
-    assert epochs[0] > 1 and numbers(made) == numbers(lab.run(config, tmp_path / "undisturbed"))
+    assert list(checkpoints.glob("*.pt")) and not (tmp_path / "ci").exists()
