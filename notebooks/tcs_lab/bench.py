@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -94,7 +94,7 @@ def _bench_federation(
     each = max(one, min(8 * one, 128))
     config = RunConfig(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
-        precision=bench.precision, device=bench.device, graph=graph,
+        precision=cast(Any, bench.precision), device=bench.device, graph=graph,
     )  # fmt: skip
     training = Training(config, synthetic_dataset(train=10 * each, test=10), keep_deltas=True)
     training.federation.round()
@@ -247,14 +247,14 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
         intended = deltas_ND[0][torch.cat([shared_K, own_K])]
         wire, message = compressor.up, Message.of(intended, own_K, scheme.value_bits)
         data = encode_message(message, wire)
-        works = {
+        works: dict[str, Callable[[], Any]] = {
             "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),
             "encode": lambda m=message, w=wire: encode_message(m, w),
             "decode": lambda d=data, w=wire, s=shared_K: decode_message(d, w, s),
         }
         if name == "TCS":
             bits = encode_positions(own_K, dimension, 512)
-            works |= {
+            works = works | {
                 "encode positions": lambda o=own_K: encode_positions(o, dimension, 512),
                 "decode positions": lambda b=bits: decode_positions(b, dimension, 512),
             }
@@ -263,7 +263,7 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
 
 _GROWTH_N = (2, 5, 10, 20, 40)
 _GROWTH_D = (10**5, 10**6, 10**7, 10**8)
-BENCHES: dict[str, list[Callable[[Bench], None]]] = {
+BENCHES: dict[str, list[Any]] = {
     "round": [
         lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
@@ -291,8 +291,9 @@ def run_benches(
     """
     reject_unknown(parts, BENCHES, "part")
     config = RunConfig(
-        Scheme.named("TCS"), device=device, precision=precision, threads=threads, profile="bench"
-    )
+        Scheme.named("TCS"), device=device, precision=cast(Any, precision), threads=threads,
+        profile="bench",
+    )  # fmt: skip
     bench = Bench(repeat, device, precision)
     cases = [case for part in parts for case in BENCHES[part]]
     with _arithmetic(threads):
@@ -310,7 +311,7 @@ def run_benches(
 
 def bench_table(record: dict[str, Any]) -> pd.DataFrame:
     """A bench record as a person reads it: milliseconds, and each work over the case's first."""
-    rows, first = [], {}
+    rows, first = [], dict[tuple, float]()
     for row in record["rows"]:
         if "median" not in row:
             continue

@@ -61,7 +61,7 @@ def load_checkpoint(
     A checkpoint that is there but not for this run is not used, and stderr says why.
     Raises ValueError for one that is damaged.
     """
-    path, ranks, state = checkpoint_path(config), training.ranks, {}
+    path, ranks, state = checkpoint_path(config), training.ranks, dict[str, Any]()
     try:
         rows, ways = ranks.first(lambda: _read_checkpoint(config, training, state))
         if rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
             look = {"format": suffix[1:], "dpi": 150, "metadata": metadata}
             target = Path(path).with_suffix(suffix)
-            write_whole(target, lambda file, look=look: figure.savefig(file, **look))
+            write_whole(target, partial(figure.savefig, **look))
 
 
 def draw_table(

@@ -161,7 +161,7 @@ def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None
         error = own
     else:
         error = RankError(f"rank {who}: {text}")
-    error.told_to_all = True
+    vars(error)["told_to_all"] = True
     return error
 
 
@@ -249,10 +249,10 @@ def _common_store(rank: int, size: int, wait: timedelta) -> dist.Store:
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     late = f"did not come within {wait.total_seconds():g} s"
     try:
-        store = dist.TCPStore(host, port, size, keeps, wait, wait_for_workers=False)
+        tcp = dist.TCPStore(host, port, size, keeps, wait, wait_for_workers=False)
     except RuntimeError as error:
         raise RankError(f"rank {rank}: rank 0 {late}: nobody answers at {host}:{port}") from error
-    store = dist.PrefixStore(f"tcs/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = dist.PrefixStore(f"tcs/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", tcp)
     keys = [f"here/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     try:

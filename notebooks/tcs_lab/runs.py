@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def _run_here(
     made = []
     for config in configs:
         make = run if wait else _run
-        if make(config, results, lambda row, c=config: bar.epoch(c.digest, row), ranks):
+        if make(config, results, partial(bar.epoch, config.digest), ranks):
             bar.ended(config.digest)
             made.append(config)
     return made

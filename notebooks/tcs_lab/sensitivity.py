@@ -48,8 +48,8 @@ class Setting(BaseModel, extra="forbid"):
     @property
     def choices(self) -> dict[str, Any]:
         """The values, or schemes, by the words that tables and figures write for them."""
-        pairs = self.values or self.named
-        pairs = pairs.items() if isinstance(pairs, dict) else zip(pairs, pairs, strict=True)
+        given = self.values or self.named
+        pairs = given.items() if isinstance(given, dict) else zip(given, given, strict=True)
         return {_word(word): value for word, value in pairs}
 
 
@@ -123,7 +123,7 @@ def sensitivity_table(
         plans = sensitivity_plan(sweep, params, name)
         found = {point: recorded(runs, results, diverged=True) for point, runs in plans.items()}
         alike = _of_common_seeds(found)
-        rows += [_row(name, *point, records) for point, records in alike.items()]
+        rows += [_row(name, word, scheme, group) for (word, scheme), group in alike.items()]
     return pd.DataFrame(rows)
 
 
