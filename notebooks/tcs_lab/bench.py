@@ -247,7 +247,7 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
         intended = deltas_ND[0][torch.cat([shared_K, own_K])]
         wire, message = compressor.up, Message.of(intended, own_K, scheme.value_bits)
         data = encode_message(message, wire)
-        works: dict[str, Callable[[], Any]] = {
+        works: dict[str, Any] = {
             "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),
             "encode": lambda m=message, w=wire: encode_message(m, w),
             "decode": lambda d=data, w=wire, s=shared_K: decode_message(d, w, s),
