@@ -30,7 +30,6 @@ LONG = (
     "03_",
     "05_",
     "02_",
-    "test_runs",
     "test_resume",
     "test_many_runs",
     "test_determinism",

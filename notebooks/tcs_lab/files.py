@@ -77,6 +77,3 @@ def say_waiting(what: str) -> None:
     """On stderr, above a progress bar if there is one."""
     tqdm.write(f"waiting for another process, which works on {what}", file=sys.stderr)
     sys.stderr.flush()
-
-
-_write_whole = write_whole  # the name of before
