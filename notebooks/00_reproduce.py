@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -17,7 +17,7 @@
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
 #
-# There it calls `08_tables_and_curves` through papermill once for each table. The whole result is shown on one page.
+# There it calls [08_tables_and_curves](08_tables_and_curves.ipynb) through papermill once for each table. The whole result is shown on one page.
 #
 # *Run time*: seconds as it stands, about three minutes in `quick`. *Read before*: README.
 
@@ -46,7 +46,7 @@ train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 image_size = None  # pixels a side, smaller than the images are
 crop_padding = None  # pixels around images that are then cropped at random
-model = None  # resnet18, resnet8, ...
+model = None  # resnet18, resnet8 or conv3
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round
@@ -164,7 +164,7 @@ for t, params in plans.items():
     print(f"table {t}: {text}not measured yet (n = 0): {', '.join(lacking) or 'none'}")
 
 # %% [markdown]
-# Which of the paper's claims hold is judged in `13_evidence`; what each scheme does is told by the notebooks 01 to 07.
+# Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07.
 
 # %%
 made_by = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}

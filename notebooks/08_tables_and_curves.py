@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -46,7 +46,7 @@ train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 image_size = None  # pixels a side, smaller than the images are
 crop_padding = None  # pixels around images that are then cropped at random
-model = None  # resnet18, resnet8, ...
+model = None  # resnet18, resnet8 or conv3
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round
@@ -164,7 +164,7 @@ for row in summary.itertuples():
     print(f"{row.scheme:20s} {level}, to Baseline {gap}{bits}")
 
 # %% [markdown]
-# Which of the paper's claims hold is judged in `13_evidence`. Next: `09_your_own_scheme` puts a
+# Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
 # scheme of your own into this table.
 
 # %%

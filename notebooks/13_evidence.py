@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -16,7 +16,7 @@
 # the first record that it judges. This notebook finds the records that bear on them and writes the verdicts to
 # `results/<profile>/claims.csv` and `claims.md`. It trains nothing: what has no record yet is said.
 #
-# *Run time*: seconds. *Read before*: `08_tables_and_curves`.
+# *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
 
 # %%
 import textwrap
@@ -297,7 +297,7 @@ for verdict in lab.VERDICTS:
 
 # %% [markdown]
 # More trials, or another profile (`-p evidence gpu`), need no change here: records that are there are used. Next:
-# `14_sensitivity` varies one setting at a time.
+# [14_sensitivity](14_sensitivity.ipynb) varies one setting at a time.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -20,10 +20,10 @@
 #
 #     uv run python -m tcs_lab sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
 #
-# All of it in short trainings (profile `short`, 15 epochs), which compare speeds of optimization: `13_evidence` shows how
+# All of it in short trainings (profile `short`, 15 epochs), which compare speeds of optimization: [13_evidence](13_evidence.ipynb) shows how
 # gaps close in longer ones.
 #
-# *Run time*: seconds. *Read before*: `03_tcs`, `10_bits_on_the_wire`.
+# *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 
 # %%
 import math

@@ -55,7 +55,7 @@ class Claim(BaseModel, extra="forbid"):
 
     says: str
     where: str = ""
-    measure: Literal[tuple(MEASURES)]
+    measure: Literal[tuple(MEASURES)]  # type: ignore[valid-type]
     first: tuple[str, FiniteFloat]
     second: tuple[str, FiniteFloat] | None = None
     at_least: FiniteFloat | None = None
@@ -188,8 +188,8 @@ def _verdict(claim: Claim, row: dict[str, Any], rows: dict[str, dict[str, Any]])
             return "not testable here", f"gate {gate['claim']}: {got}"
     if not row["n"]:
         return "not measured", row["reason"]
-    if missing := [name for name in claim.needs if not rows[name]["n"]]:
-        return "not measured", f"gate {missing[0]} is not measured yet"
+    if waiting := [name for name in claim.needs if rows[name]["verdict"] != "holds"]:
+        return "not measured", f"gate {waiting[0]}: {rows[waiting[0]]['verdict']} yet"
     by_mean = row["gate"] and row["n"] > 1  # one seed decides no gate
     low, high = (row["measured"],) * 2 if by_mean else (row["low"], row["high"])
     return verdict(low, high, *claim.bounds[0]), ""
@@ -210,7 +210,8 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     """The judged claims, or gates, as a person reads them."""
 
     def text(row: dict[str, Any], *keys: str) -> str:
-        return with_interval(*(row[key] for key in keys), MEASURES[row["measure"]][1])
+        mean, low, high = (row[key] for key in keys)
+        return with_interval(mean, low, high, MEASURES[row["measure"]][1])
 
     rows = [
         {"The paper says": row["says"], "Where": row["where"], "Holds if": holds_if(row),

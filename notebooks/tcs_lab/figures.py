@@ -19,6 +19,11 @@ MARKERS, DASHES = "os^Dv*PX", ("-", "--", "-.", ":")
 _DRAWN = ("Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2")
 
 
+def series_style(i: int) -> dict[str, Any]:
+    """Colour, dashes and marker of a figure's i-th curve."""
+    return {"color": COLOURS[i % 8], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 8]}
+
+
 def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
     """Colour, dashes and marker of a scheme's curve, the same in all figures for the paper's.
 
@@ -30,7 +35,7 @@ def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
         free = [i for i, drawn in enumerate(_DRAWN) if drawn not in others] or list(range(8))
         unknown = [other for other in others if other not in _DRAWN] or [name]
         place = free[unknown.index(name) % len(free)]
-    return {"color": COLOURS[place], "linestyle": DASHES[place % 4], "marker": MARKERS[place]}
+    return series_style(place)
 
 
 def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:

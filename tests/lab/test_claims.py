@@ -118,8 +118,9 @@ NEEDS = AGAINST_TOP_K | {"more_than": 0, "needs": ["dense"]}
     [
         ([0.001, -0.001, 0.002], "holds", ""),
         ([-0.02, 0.02], "holds", ""),  # the mean counts, not the interval
-        ([-0.006], "not testable here", "gate dense: −0.60, needs ≥ −0.5"),
-        ([], "not measured", "gate dense is not measured yet"),
+        ([-0.006, -0.0064], "not testable here", "gate dense: −0.62, needs ≥ −0.5"),
+        ([-0.006], "not measured", "gate dense: not decided yet"),  # one seed decides no gate
+        ([], "not measured", "gate dense: not measured yet"),
     ],
 )
 def test_a_gate_goes_first_and_by_its_mean(gaps, verdict, reason):
@@ -131,7 +132,9 @@ def test_a_gate_goes_first_and_by_its_mean(gaps, verdict, reason):
 
 
 def test_a_gate_that_fails_says_so_even_where_nothing_else_is_measured():
-    dense = [record("FedAvg", 0, 0.4), record("TCS", 0, 0.5)]
+    dense = [
+        record(name, s, 0.4 + 0.1 * (name == "TCS")) for name in ("FedAvg", "TCS") for s in (0, 1)
+    ]
     assert judge(NEEDS, *dense, gates=GATE).verdict == "not testable here"
     row = judge(NEEDS, record("TCS", 0, 0.5), gates=GATE)
     assert (row.verdict, row.reason) == ("not measured", "no records of top-K")
