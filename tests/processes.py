@@ -37,7 +37,7 @@ def as_rank(rank, size, port, folder, timeout, work, arguments, answers):
     torch.set_num_threads(1)
     few_images(60)
     try:
-        join = lab.joined_ranks("cpu", timeout) if timeout else contextlib.nullcontext()
+        join = lab.joined_ranks(timeout) if timeout else contextlib.nullcontext()
         with join as ranks:
             answers.put((rank, work(ranks, folder, *arguments)))
     except Exception as error:

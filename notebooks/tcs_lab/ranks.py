@@ -141,14 +141,15 @@ class ProcessRanks(Ranks):
             dist.monitored_barrier(timeout=timedelta(seconds=self.timeout), wait_all_ranks=True)
             yield
         except RuntimeError as error:  # torch.distributed's own, DistError, is one
-            late = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
-            raise RankError(
-                f"rank {self.rank}: rank {late[1]} did not come within {self.timeout:g} s, or ended"
-                if late
-                else f"rank {self.rank}: rank 0 has ended, or named another that did"
-                if self.rank
-                else f"rank 0: another rank has ended ({str(error).splitlines()[0]})"
-            ) from error
+            raise RankError(f"rank {self.rank}: {self._absence(str(error))}") from error
+
+    def _absence(self, error: str) -> str:
+        """Who is missing: torch.distributed tells rank 0, and the others only that rank 0 left."""
+        if late := re.search(r"Ranks? ([\d, ]+) failed to pass", error):
+            return f"rank {late[1]} did not come within {self.timeout:g} s, or ended"
+        if self.rank:
+            return "rank 0 has ended, or named another that did"
+        return f"another rank has ended ({error.splitlines()[0]})"
 
 
 def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None) -> Exception:

@@ -171,7 +171,14 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
         copy = shutil.copytree if (lab.ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy(lab.ROOT / name, tmp_path / name)
-    fields = TINY | {"schemes": ["TCS"], "paper": {}, "epochs": 60, "jobs": 1, "profile": "ci"}
+    fields = TINY | {
+        "schemes": ["TCS"],
+        "title": "Tiny",
+        "paper": {},
+        "epochs": 60,
+        "jobs": 1,
+        "profile": "ci",
+    }
     (tmp_path / "tiny.yaml").write_text(json.dumps(fields))
     words = [sys.executable, "-m", "papermill", "notebooks/08_tables_and_curves.ipynb", "out.ipynb",
              "-f", "tiny.yaml", "--no-progress-bar"]  # fmt: skip
@@ -184,7 +191,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
         return list((tmp_path / "cache" / "checkpoints").glob("[!.]*.pt"))
 
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **settings)
-    until(saved)
+    until(saved, 200)
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
