@@ -7,6 +7,8 @@ Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message -> Link
             -> server: average -> update_D -> theta_D
 
+Alg. 2 is `Compressor.client` (lines 9 to 13) and `.server` (15, 16); schedules: see `Phase`.
+
 Contents
      1 schemes                           7 the compressor (Alg. 2)
      2 masks (S_top)                     8 the federation (Alg. 1, 3)
@@ -96,9 +98,8 @@ FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the 
 Quantize = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (K,), P to codes (K,) and means (P,)
 
 
-def _between(low: float, high: float, kind: type = float) -> Callable[[Any], bool]:
-    kinds = (int, float) if kind is float else (int,)
-    return lambda v: type(v) in kinds and low <= v <= high
+def _between(low: float, high: float, *kinds: type) -> Callable[[Any], bool]:
+    return lambda v: type(v) in (kinds or (int, float)) and low <= v <= high
 
 
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -121,7 +122,7 @@ def _field(default: Any, allowed: str, doc: str) -> Any:
     return field(default=default, metadata={"allowed": allowed, "doc": doc})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
 class Scheme:
     """What a client sends in one round. Make one by name, `Scheme.named("TCS-L4-Q5")`.
 
@@ -141,7 +142,9 @@ class Scheme:
     error_accumulation: bool = _field(True, "flag", "Sec. II-B")
     centralized: bool = _field(False, "flag", "one client, no traffic")
     quantizer: str = _field("fractional", "quantizer", "of the clients' values")
-    code: str = _field("block", "code", "Alg. 4 and fixed-width values, or both shorter (Sec. 5)")
+    code: str = _field(
+        "block", "code", "Alg. 4 and fixed-width values, or both shorter (section 5)"
+    )
     down_value_bits: int = _field(32, "bits", "of a value from the server")
     down_quantizer: str = _field("fractional", "quantizer", "of the server's values")
     phi_down: float | None = _field(None, "share", "of the server's own mask; null: all that came")
@@ -316,7 +319,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 super().observe(self.average_D)
 
     `fields` are those of Scheme. Registering a name again replaces it; the core's can't be taken.
-    """  # fmt: skip
+    """
     taken = FAMILIES.get(name, {"rule": name}).get("rule", "TCS") != name
     if taken or RULES.get(name, object).__module__ == __name__:
         raise ValueError(f"scheme {name!r} is one of the core's own: choose another name")
@@ -545,8 +548,8 @@ def layerwise_top_k_mask(
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
-#    Blocks of 1/phi entries. "1" and the position inside its block for every entry, "0" at the end
-#    of every block: log2(1/phi) + 2 bits an entry when phi of them are set.
+#    Blocks of about 1/phi entries. "1" and the place inside its block for every entry, "0" at the
+#    end of every block: log2(1/phi) + 2 bits an entry when phi of them are set.
 
 
 def intra_block_bits(block: int) -> int:
@@ -799,7 +802,7 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
 
 
 SERVER = 0xFFFF  # the sender of a downlink message
-MESSAGE_VERSION = 1
+MESSAGE_VERSION = 1  # to be raised with any change of what stands in a message
 _AGREED, _DENSE, _PLAIN = range(3)  # kinds: in the code agreed on, dense, in code "block"
 # Little-endian: version, kind, sender, round, what was agreed on (Wire.tag), own
 # positions; the code; a CRC-32 of all before it.
@@ -856,7 +859,7 @@ class Message:
         return dataclasses.replace(self, **moved)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # its fields, in this order, are the tag in every message
 class Wire:
     """One direction of a scheme's traffic, as both sides know it before the first message."""
 
@@ -1327,17 +1330,16 @@ class Link:
 
     def send_up(self, message: Message) -> Message | None:
         """A client's message as the server has it; None if it is left out."""
-        self.up.append(_size(message, self.agreed.up))
+        self.up.append(_size(self.agreed.up.bits(message)))
         return message
 
     def send_down(self, message: Message) -> Message:
         """The server's message as all clients have it."""
-        self.down = _size(message, self.agreed.down)
+        self.down = _size(self.agreed.down.bits(message))
         return message
 
 
-def _size(message: Message, wire: Wire) -> tuple[int, int]:
-    bits = wire.bits(message)
+def _size(bits: int) -> tuple[int, int]:
     return bits, OVERHEAD_BYTES + -(-bits // 8)
 
 
@@ -1405,10 +1407,9 @@ class ProcessLink(ByteLink):
         process = self.process if process is None else process
         return range(process * count // self.processes, (process + 1) * count // self.processes)
 
-    def send_up(self, message: Message) -> Message | None:
-        data = self.channel(message.sender, encode_message(message, self.agreed.up))
+    def _accept(self, data: bytes, sender: int) -> Message | None:
         self._outbox.append(data)
-        return self._accept(data, message.sender)
+        return super()._accept(data, sender)
 
     def gather(self, send: Send, chosen: list[int]) -> list[Message | None]:
         def sent() -> list[bytes]:
@@ -1447,7 +1448,7 @@ class Host:
         """Positions of a mask's ones; None where their number is not to be known."""
         return mask_to_positions(mask_D)
 
-    def kept(self, before: Tensor | None, now: Tensor) -> Tensor:
+    def stored(self, before: Tensor | None, now: Tensor) -> Tensor:
         """The tensor that holds `now` from here on."""
         return now
 
@@ -1601,7 +1602,7 @@ class TCS(MaskRule):
         if before is not None and len(before) == len(now):
             self.shared[0] += in_common(before, now)
             self.shared[1] += len(now)
-        self.positions = self._host.kept(before, now)
+        self.positions = self._host.stored(before, now)
 
 
 class Compressor:
@@ -1610,14 +1611,13 @@ class Compressor:
     A round is `open`, then `client` for each that takes part, then `server`; `step` is all three.
     `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none.
     `server_errors_D` (D,), if the downlink is compressed, is what the clients have not.
-    `link` says how messages travel (Sec. 6); N is the number of clients of this process, `own`.
+    `link` says how messages travel (section 6); N is the number of clients of this process, `own`.
     `weights` (N,), if given, are the clients' shares of the average, equal without.
     """
 
     def __init__(
         self, scheme: Scheme, layer_sizes: list[int], clients: int, device: Any = "cpu",
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
-        host: Host | None = None,
     ):  # fmt: skip
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
         self.dimension, self.link = sum(layer_sizes), cast(Any, link or Link())
@@ -1627,7 +1627,7 @@ class Compressor:
         if self.weights is not None and positive != [True] * clients:
             raise ValueError(f"weights: got {self.weights}, allowed: {clients} positive numbers")
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
-        self.use(host or Host())
+        self.use(Host())
         rows = 0 if scheme.dense else len(self.own)
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
         down = self.dimension if scheme.compresses_downlink else 0
@@ -1639,7 +1639,7 @@ class Compressor:
         self.last_dense = False
 
     def use(self, host: Host) -> Host:
-        """From here on rounds are with this host (Sec. 9); the one before."""
+        """Rounds have this host from here on (section 9); returns the one before."""
         before, self.host, self.rule._host = self.rule._host, host, host
         return before
 
@@ -1708,7 +1708,7 @@ class Compressor:
             self.host.check_finite(intended_D, n)
             return self.link.send_up(Message.dense_of(intended_D, n, self.round))
         own_K = self._own_mask(intended_D)  # line 10: explore outside the shared mask
-        how = self.scheme.value_bits, n, self.round, self.scheme.quantizer
+        how = n, self.scheme.value_bits, self.scheme.quantizer
         places, intended, message = self._message(intended_D, own_K, *how)  # lines 11, 12
         sent = self.link.send_up(message)
         if sent is not None:
@@ -1716,20 +1716,20 @@ class Compressor:
         return sent
 
     def _message(
-        self, intended_D: Tensor, own_K: Tensor, bits: int, sender: int, round: int, quantizer: str
+        self, intended_D: Tensor, own_K: Tensor, sender: int, bits: int = 32, quantizer: str = ""
     ) -> tuple[Tensor, Tensor, Message]:
         """Places (K,), the values intended there, and the message that quantizes them."""
         places = torch.cat([self.shared_K, own_K])  # line 11: exploit | explore
         intended = intended_D.index_select(0, places)
         self.host.check_finite(intended, sender)
-        return places, intended, Message.of(intended, own_K, bits, sender, round, quantizer)
+        return places, intended, Message.of(intended, own_K, bits, sender, self.round, quantizer)
 
     def server(self, messages: Iterable[Message | None]) -> Tensor:
         """The server's side, Alg. 2 lines 15 and 16: the average (D,) that all clients have after
         it, and the shared mask that it gives the next round. Raises MessageError if no message was
         accepted, NotFiniteError for sums that overflow."""
         accepted = [message for message in messages if message is not None]
-        update_D = self._downlink(self._average(accepted))  # lines 15, 16
+        update_D = self._downlink(self._average(accepted))  # line 15, line 16
         self.count()
         self.rule.observe(update_D)
         self.round += 1
@@ -1746,8 +1746,8 @@ class Compressor:
             self._explored_D.index_fill_(0, message.positions, True)
             total += weight
             if message.dense and len(self.errors_ND) and message.sender in self.own:
-                self.errors_ND[self.own.index(message.sender)].zero_()  # line 13, of a dense round
-        return update_D.div_(total)
+                self.errors_ND[self.own.index(message.sender)].zero_()  # l. 13: they were sent
+        return update_D.div_(total)  # line 15
 
     def _downlink(self, update_D: Tensor) -> Tensor:
         """What the clients have of the update: all that came up or, with errors at the server, what
@@ -1763,8 +1763,7 @@ class Compressor:
         elif (own_K := self.host.places(self._explored_D)) is None:
             return update_D
         else:
-            how = 32, SERVER, self.round, ""
-            _, _, message = self._message(update_D, own_K, *how)
+            _, _, message = self._message(update_D, own_K, SERVER)
         arrived = self.link.send_down(message)
         if arrived is not message or self.scheme.compresses_downlink:
             update_D.zero_()
@@ -1779,7 +1778,7 @@ class Compressor:
         else:
             mask = self.rule.server_mask(intended_D, self.shared_K)
             own_K = self._positions(mask, self.shared_K)
-        how = scheme.down_value_bits, SERVER, self.round, scheme.down_quantizer
+        how = SERVER, scheme.down_value_bits, scheme.down_quantizer
         places, intended, message = self._message(intended_D, own_K, *how)
         intended_D.scatter_(0, places, intended - message.values)
         return message
@@ -1805,7 +1804,7 @@ class Compressor:
             return positions_K
         _check_positions(positions_K, self.dimension)
         if taken_K is not None and torch.isin(positions_K, taken_K).any():
-            raise ValueError("local_mask: entries of the global mask, allowed: only others")
+            raise ValueError("own mask: entries of the shared mask, allowed: only others")
         return positions_K
 
     def count(self) -> None:
@@ -1850,7 +1849,8 @@ class Phase(NamedTuple):
 class Feed:
     """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
 
-    A feed of your own needs `clients` and `batch`. Raises ValueError for a client with no batches.
+    A feed of your own needs `clients` and `batch`, and for static rounds `hold` (section 9). Raises
+    ValueError for a client with no batches.
     """
 
     def __init__(self, sources: Iterable[Iterable[Any]]):
@@ -1882,8 +1882,8 @@ class Federation:
     messages travel. `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
 
     `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
-    process), `momentum_D`, `compressor` and `t`, the rounds made, are the whole state. Raises
-    ValueError for a model or feed that can't be used.
+    process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds made, are the state.
+    Raises ValueError for a model or feed that can't be used.
     """
 
     def __init__(
@@ -1932,7 +1932,7 @@ class Federation:
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
     ) -> Tensor:
-        """`round` with all that it depends on given; numbers may be tensors (Sec. 9)."""
+        """`round` with all that it depends on given; numbers may be tensors (section 9)."""
         self.active, compressor = chosen, self.compressor
         if not self.model.training:
             self.model.train()
@@ -2027,7 +2027,7 @@ class StaticHost(Host):
     def places(self, mask_D: Tensor) -> None:
         self.explored = mask_D.sum()
 
-    def kept(self, before: Tensor | None, now: Tensor) -> Tensor:
+    def stored(self, before: Tensor | None, now: Tensor) -> Tensor:
         return now if before is None else before.copy_(now)
 
 
@@ -2060,7 +2060,7 @@ class StaticRounds:
         return RULES[scheme.rule] in (TCS, TopK) and plain and usual and type(link) is Link
 
     def ready(self, rounds: range) -> bool:
-        """Whether all these rounds are sparse: no warm-up, and a first mask is there."""
+        """Whether these rounds, judged by the first, are sparse and have a mask to start with."""
         rule, first = self.compressor.rule, self.federation.schedule(rounds.start)
         mask = None if first.dense else rule.global_mask()
         return mask is not None and len(mask) == rule.k_global and first.masks == 1
@@ -2086,8 +2086,8 @@ class StaticRounds:
         compressor, rule = self.compressor, self.compressor.rule
         down = compressor.down.block_code_bits(rule.k_global + explored, explored)
         up = compressor.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local)
-        sizes = [(bits, OVERHEAD_BYTES + -(-bits // 8)) for bits in (up, down)]
-        compressor.link.up, compressor.link.down = [sizes[0]] * self.federation.clients, sizes[1]
+        compressor.link.up = [_size(up)] * self.federation.clients
+        compressor.link.down = _size(down)
         compressor.count()
 
     def _play(self, index: int, eta: float) -> None:
@@ -2115,7 +2115,7 @@ class StaticRounds:
         self.explored_T.index_copy_(0, now, self.host.explored.view(1))
 
     def _masks(self) -> list[Tensor | None]:
-        """What eager rounds and checkpoints put another tensor in the place of."""
+        """Tensors that an eager round or a checkpoint replaces."""
         return [getattr(self.compressor.rule, name, None) for name in ("positions", "shared")]
 
     def _captured(self) -> Any:
@@ -2139,7 +2139,7 @@ class StaticRounds:
         return graph
 
 
-# ══ 10. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and its small relative ═══
+# ══ 10. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and small ones ═══
 #    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
 
 # Basic blocks of each stage; where there are none, a single convolution.
@@ -2166,7 +2166,7 @@ class BasicBlock(nn.Module):
 
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
-    """A CIFAR ResNet, (B, 3, h, w) in: stages of blocks, each twice as wide at half the size."""
+    """A net for (B, 3, h, w) images: stages of blocks, each twice as wide at half the size."""
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
     inputs = width
     for stage, blocks in enumerate(STAGES[name]):

@@ -23,8 +23,7 @@ import torch
 from joblib.externals.loky import get_reusable_executor
 from joblib.parallel import get_active_backend
 
-import tcs_core
-from tcs_core import RULES, NotFiniteError
+from tcs_core import NotFiniteError
 from tcs_lab.checkpoints import Pace, checkpoint_path, load_checkpoint, save_checkpoint
 from tcs_lab.data import Dataset, load_dataset
 from tcs_lab.files import alone, say_waiting, write_whole
@@ -37,7 +36,7 @@ from tcs_lab.records import (
     record_path,
     rounding,
 )
-from tcs_lab.settings import RunConfig, checked
+from tcs_lab.settings import RunConfig, checked, from_outside
 from tcs_lab.training import Row, Training
 
 OnEpoch = Callable[[Row], None] | None
@@ -186,7 +185,9 @@ def run_all(
     todo = [c for c, new in zip(wanted.values(), missing, strict=True) if new]
     with Progress(todo, enabled=progress and not ranks.rank) as bar:
         for wait in (False, True):
-            apart = [c for c in todo if jobs != 1 and ranks.size == 1 and _in_core(c)]
+            several = jobs != 1 and ranks.size == 1
+            # what was registered in a notebook, a worker does not know
+            apart = [c for c in todo if several and not from_outside(c.scheme)]
             here = [c for c in todo if c not in apart]
             for config in [
                 *_run_apart(apart, results, jobs, wait, bar),
@@ -196,11 +197,6 @@ def run_all(
     records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
     done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
-
-
-def _in_core(config: RunConfig) -> bool:
-    """Whether a worker knows the rule: one that was registered in a notebook, it does not."""
-    return RULES[config.scheme.rule].__module__ == tcs_core.__name__
 
 
 def _run_here(

@@ -18,7 +18,7 @@ import torch
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tcs_core import RULES, STAGES, Scheme, kept
+from tcs_core import QUANTIZERS, RULES, STAGES, Scheme, kept
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,7 +192,7 @@ class RunConfig:
         return {
             "scheme": dataclasses.asdict(self.scheme),
             **values,
-            **_rule_source(self.scheme.rule),
+            **_source(self.scheme),
         }
 
     @property
@@ -237,14 +237,23 @@ def _defaults(cls: type) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def _rule_source(rule: str) -> dict[str, str]:
-    """A rule from outside this module is part of a run's identity: a changed rule is a new run."""
-    outside = [c for c in RULES[rule].__mro__ if c.__module__ not in ("tcs_core", "builtins")]
-    if not outside:
+def from_outside(scheme: Scheme) -> list[Any]:
+    """Classes of the scheme's rule, and its quantizers, that are not the core's."""
+    parts: list[Any] = [*RULES[scheme.rule].__mro__]
+    parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
+    return [part for part in parts if part.__module__ not in ("tcs_core", "builtins")]
+
+
+def _source(scheme: Scheme) -> dict[str, str]:
+    """What comes from outside the core is part of a run's identity: changed, it is a new run."""
+    found = from_outside(scheme)
+    outside = [part for part in found if inspect.isclass(part)]
+    parts = sorted(_member_source("", part) for part in found if part not in outside)
+    if not found:
         return {}
     members = [item for cls in outside for item in sorted(vars(cls).items())]
     own = [(n, v) for n, v in members if inspect.isfunction(v) or not n.startswith("__")]
-    parts = [_member_source(name, value) for name, value in own]
+    parts = [_member_source(name, value) for name, value in own] + parts
     return {"rule_sha256": hashlib.sha256("\n".join(parts).encode()).hexdigest()}
 
 

@@ -272,11 +272,11 @@ class Watch:
         self.k = tcs_core.kept(phi, sum(layer_sizes))
         self.before_K: Tensor | None = None
         self.found: list[tuple[float, float]] = []
-        self.floor = 0.0
+        self.host, self.floor = tcs_core.Host(), 0.0
 
     def see(self, update_D: Tensor) -> None:
-        now_K, kth = tcs_core._filtered(update_D, self.k, None, self.floor)
-        before_K, self.before_K, self.floor = self.before_K, now_K, 0.85 * kth
+        now_K, self.floor = self.host.top_k(update_D, self.k, None, self.floor)
+        before_K, self.before_K = self.before_K, now_K
         if before_K is not None:
             chance = (self._layers(before_K) * self._layers(now_K) / self.sizes_L).sum()
             self.found.append(
