@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -17,18 +17,24 @@
 # training. This notebook shows what that is, before any compression, and settles three things the
 # other notebooks rely on: model differences, the learning rate, and batch norm.
 #
-# *Run time*: about 20 s on two cores. *Read before*: README.
+# *Run time*: about 20 s on two cores of a Xeon. *Read before*: the README.
+#
+# Each notebook has a twin in plain text beside it (`.py`), which is what to read in a diff or to edit
+# anywhere: saving either in JupyterLab writes both. In JupyterLab a twin opens as a notebook by right
+# click, *Open With*, *Notebook*.
 
 # %%
 import copy
 import dataclasses
 import inspect
 import textwrap
+from typing import Annotated
 
 import matplotlib.pyplot as plt
 import tcs_lab as lab
 import torch
 import torch.nn.functional as F
+from annotated_types import Len
 from matplotlib.patches import FancyBboxPatch
 
 import tcs_core as tcs
@@ -38,7 +44,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# Small enough for a minute; change any of them and run all again.
+# Change any of them and run all again. Text between the cells describes what these values give;
+# *Claim* and *What we saw* are worked out anew.
 
 # %% tags=["parameters"]
 profile = "ci"  # folder under results/ for the figure
@@ -60,11 +67,13 @@ seed = 0  # of everything random
 
 # %%
 params = lab.notebook_params(globals(), complete=False)
+claim = lab.Claims(globals(), "18f47c")  # asserted for the values above, said for others
+lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 config = lab.RunConfig(scheme="FedAvg", **fields)
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
-federation = lab.Training(config, data)
-dimension = len(federation.theta_D)
+training = lab.Training(config, data)
+dimension = len(training.theta_D)
 print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images")
 
 # %% [markdown]
@@ -98,7 +107,7 @@ def arrow(axes, x, start, end, text, colour, dash, align):
 # %%
 def draw_client(axes, x, name, n):
     box(axes, x, 0.2, 2.6, 1.9, f"client {name}\nH steps of SGD on own data")
-    for i, sample in enumerate(federation.samples_NM[n, :4]):
+    for i, sample in enumerate(training.samples_NM[n, :4]):
         extent = (x + 0.1 + 0.62 * i, x + 0.64 + 0.62 * i, 0.4, 1.06)
         axes.imshow(data.train_images[sample], extent=extent, aspect="auto")
     arrow(axes, x + 1.0, 4.25, 2.25, r"$\theta_t$", lab.COLOURS[1], "-", "right")
@@ -126,23 +135,22 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
 plt.show()
 
 # %% [markdown]
-# You should see a server over three of the N clients. Only the arrows are traffic; the images stay.
+# Only the arrows are traffic; the images stay.
 #
 # ## Algorithm 1
 #
-# The core runs it for all clients in turn, in one process. `_local_training_` is lines 3 to 6, and
-# the last lines of `round` are line 8. A client's gradients add up in `flat.gradient_D`;
-# multiplied by −η they are the model difference, its row of `deltas_ND`.
+# The core runs it for all clients in turn, in one process. `_local_training` is lines 3 to 6; line 8
+# adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
+# multiplied by −η they are the model difference.
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 
 # %%
-print(textwrap.dedent(inspect.getsource(lab.Training._local_training_)))
+print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training)))
 
 # %% [markdown]
-# You should see the loop over τ with the backward pass (line 5) and the local step (line 6). With
-# H = 1 no local step is taken at all: the gradient is all that the server needs.
+# In the loop over τ stand the backward pass (line 5) and the local step (line 6). With H = 1 no local step is taken at all: the gradient is all that the server needs.
 #
 # ## What H buys
 #
@@ -155,7 +163,7 @@ print(textwrap.dedent(inspect.getsource(lab.Training._local_training_)))
 # %%
 def train(steps):
     scheme = tcs.Scheme.named("FedAvg", local_steps=steps)
-    trained = lab.Training(dataclasses.replace(config, scheme=scheme), data)
+    trained = lab.Training(dataclasses.replace(config, scheme=scheme), data, keep_deltas=True)
     curve = [trained.epoch(epoch) | trained.evaluate() for epoch in range(epochs)]
     return trained, curve
 
@@ -169,7 +177,7 @@ for steps, (_, curve) in runs.items():
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for i, (steps, (_, curve)) in enumerate(runs.items()):
     accuracy = [100 * row["accuracy"] for row in curve]
-    look = {"color": lab.COLOURS[i], "marker": lab.figures.MARKERS[i], "linestyle": lab.figures.DASHES[i % 4]}
+    look = lab.series_style(i)
     panels[0].plot([row["epoch"] for row in curve], accuracy, label=f"H = {steps}", **look)
     panels[1].plot([row["epoch"] * row["rounds"] for row in curve], accuracy, **look)
 panels[0].locator_params(axis="x", integer=True)
@@ -179,8 +187,8 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# You should see on the right that larger H gets further with the same number of messages (after some
-# twenty of them), and on the left that it ends lower after the same passes: so short a run has too few
+# On the right, larger H gets further with the same number of messages (after some
+# twenty of them), and on the left it ends lower after the same passes: so short a run has too few
 # rounds left. (With H = 4 a tenth of a pass is left out besides: it fills no round.) In the paper, at 300
 # epochs, TCS loses nothing at H = 2 and 4.
 #
@@ -193,7 +201,7 @@ plt.show()
 
 # %%
 def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one after the other
-    net = copy.deepcopy(federation.flat.model).train()  # line 3: pull theta_t
+    net = copy.deepcopy(training.flat.model).train()  # line 3: pull theta_t
     sgd = torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay)
     for images, labels in batches:
         sgd.zero_grad()
@@ -203,28 +211,25 @@ def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one af
 
 
 # %%
-H, federation = local_steps[-1], runs[local_steps[-1]][0]
-eta, need = learning_rate / 2, len(federation.samples_NM[0])
-seeds = [lab.generator_for(seed, 100, n) for n in range(clients)]
-draws = [lab.Draws.of(federation.samples_NM[n], need, seeds[n]) for n in range(clients)]
+H, training = local_steps[-1], runs[local_steps[-1]][0]
+eta, most = learning_rate / 2, training.rounds_per_epoch * H  # local steps an epoch has batches for
 
 
-def batch(n, tau):
-    return federation.batches.augmented(draws[n][tau * batch_size : (tau + 1) * batch_size])
+def batch(n, tau):  # of the first epoch, from its first round on
+    return training.feed.batch(n, 0, tau)
 
 
-start_D = federation.theta_D.clone()
+start_D = training.theta_D.clone()
 models_ND = torch.stack([small_steps([batch(n, t) for t in range(H)], eta) for n in range(clients)])
 
 # %%
 average_D = models_ND.mean(0)  # line 8: federated averaging, of models
-federation.flat.model.train()  # the last thing it did was an evaluation
-update_D = federation.round(draws, 0, eta, dense=True)  # the core's round; it moves theta_D
-gap_core = float((average_D - federation.theta_D).norm() / update_D.norm())
+update_D = training.federation.play(list(range(clients)), 0, eta)  # the core's; it moves theta_D
+gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
 print(f"by hand against the core: {gap_core:.0e} of the update's length")
 
 # %% [markdown]
-# You should see agreement to a fraction of a percent at most, usually to float32 rounding. The two add
+# They agree to a fraction of a percent at most, usually to float32 rounding. The two add
 # up the local steps in a different order; where that pushes a unit over the kink of its ReLU, the
 # gradients differ by more than the last digit.
 #
@@ -240,12 +245,12 @@ print(f"by hand against the core: {gap_core:.0e} of the update's length")
 differences_ND = models_ND - start_D
 moved_D = start_D + differences_ND.mean(0)
 gap_models = float((moved_D - average_D).abs().max() / average_D.abs().max())
-gap_deltas = float((differences_ND - federation.deltas_ND).norm() / differences_ND.norm())
+gap_deltas = float((differences_ND - training.deltas_ND).norm() / differences_ND.norm())
 print(f"theta + mean difference against mean model: {gap_models:.0e} of the largest parameter")
 print(f"differences of models against the core's sums of gradients: {gap_deltas:.0e}")
 
 # %% [markdown]
-# You should see two small numbers: both forms of Eq. 3 hold.
+# Two small numbers: both forms of Eq. 3 are the same.
 #
 # Without compression the choice is free. With it, it is not: an entry left out of a *difference*
 # leaves that parameter as it was; an entry left out of a *model* sets it to zero. Below, the server
@@ -260,13 +265,13 @@ cut = {
 }
 loss = {}
 for name, theta_D in cut.items():
-    federation.theta_D.copy_(theta_D)
-    loss[name] = federation.evaluate()["loss"]
+    training.theta_D.copy_(theta_D)
+    loss[name] = training.evaluate()["loss"]
     print(f"{name:32s} test loss {loss[name]:.2f}")
-federation.theta_D[:] = average_D  # back to the whole update
+training.theta_D[:] = average_D  # back to the whole update
 
 # %% [markdown]
-# You should see that the cut difference costs nothing (its loss may even be lower) and the cut model is useless. This is
+# The cut difference costs nothing (its loss may even be lower), and the cut model is useless. This is
 # why every scheme in this package compresses Δθ.
 #
 # ## FedSGD is FedAvg at H = 1
@@ -280,7 +285,7 @@ federation.theta_D[:] = average_D  # back to the whole update
 
 # %%
 def large_step(batches, eta):  # one step with the batches' average gradient, all taken at theta_t
-    net = copy.deepcopy(federation.flat.model).train()
+    net = copy.deepcopy(training.flat.model).train()
     for images, labels in batches:
         (F.cross_entropy(net(images), labels) / len(batches)).backward()
     torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay).step()
@@ -288,12 +293,12 @@ def large_step(batches, eta):  # one step with the batches' average gradient, al
 
 
 def gap_between(first_D, second_D):  # in units of the second one's step
-    return float((first_D - second_D).norm() / (second_D - federation.theta_D).norm())
+    return float((first_D - second_D).norm() / (second_D - training.theta_D).norm())
 
 
 # %%
 gap_fedsgd = {}
-for steps in [h for h in (1, 2, 4, 8) if h * batch_size <= need]:
+for steps in [h for h in (1, 2, 4, 8) if h <= most]:
     work = [[batch(n, tau) for tau in range(steps)] for n in range(clients)]
     fedavg_D = torch.stack([small_steps(own, eta) for own in work]).mean(0)
     gap_fedsgd[steps] = gap_between(
@@ -302,7 +307,7 @@ for steps in [h for h in (1, 2, 4, 8) if h * batch_size <= need]:
 print("\n".join(f"H = {h}: they differ by {gap:.2g} of the step" for h, gap in gap_fedsgd.items()))
 
 # %% [markdown]
-# You should see rounding error at H = 1, and a large, real difference beyond it. It is not a defect:
+# Rounding error at H = 1, and a large, real difference beyond it. It is not a defect:
 # local steps follow the curve of the loss, where one long step cannot.
 #
 # ## The learning rate: linear scaling
@@ -326,7 +331,7 @@ for k in sorted({min(k, clients) for k in (2, 4, 8)}):
 print("\n".join(table))
 
 # %% [markdown]
-# You should see that the rule is good while steps are short and poor when k·η is large. The usual
+# The rule is good while steps are short and poor when k·η is large. The usual
 # remedy, which the paper takes too, is to reach the scaled rate slowly.
 #
 # ## Warm-up and drops
@@ -349,7 +354,7 @@ schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baselin
 for panel, last in zip(panels, (300, 10), strict=True):
     moments = [last * i / 600 for i in range(600)]
     for i, (name, run) in enumerate(schedules.items()):
-        look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[i % 4], "marker": lab.figures.MARKERS[i]}
+        look = lab.series_style(i)
         curve = [run.learning_rate_at(epoch) for epoch in moments]
         panel.plot(moments, curve, label=name, markevery=(30 * i, 120), markersize=5, **look)
 panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="All 300 epochs")
@@ -358,7 +363,7 @@ panels[0].legend(frameon=False, loc="lower left")
 plt.show()
 
 # %% [markdown]
-# You should see η = 0.5 for the paper's ten clients, half or twice that for half or twice as many, and
+# That is η = 0.5 for the paper's ten clients, half or twice that for half or twice as many, and
 # a constant 0.1 for centralized training until the common drops. The start of the warm-up scales too:
 # it is 0.1 for N = 10.
 #
@@ -370,14 +375,14 @@ plt.show()
 # %%
 work = [batch(n, 0) for n in range(clients)]
 together = [(torch.cat([images for images, _ in work]), torch.cat([labels for _, labels in work]))]
-many_D, one_D = (large_step(batches, eta) - federation.theta_D for batches in (work, together))
+many_D, one_D = (large_step(batches, eta) - training.theta_D for batches in (work, together))
 alike = float(F.cosine_similarity(many_D, one_D, dim=0))
 print(
     f"{clients} batches of {batch_size} against 1 batch of {clients * batch_size}: cosine {alike:.2f}"
 )
 
 # %% [markdown]
-# You should see a cosine clearly below 1: small batches are noisy to normalize with. (Without batch
+# The cosine is clearly below 1: small batches are noisy to normalize with. (Without batch
 # norm the two steps would be equal.) This is a property of the federation, not of any compression.
 #
 # ## Batch norm: running statistics cost nothing in training
@@ -400,7 +405,7 @@ same_theta = torch.equal(calm.theta_D, wild.theta_D)
 print(f"theta after these {calm.rounds_per_epoch} rounds the same, bit for bit: {same_theta}")
 
 # %% [markdown]
-# You should see the same θ, bit for bit, and a test accuracy near chance for the wild copy: it is only
+# The same θ, bit for bit, and a test accuracy near chance for the wild copy: it is only
 # the evaluation that reads the statistics.
 #
 # So clients need not send them every round. And it makes no difference when they are averaged: the
@@ -416,7 +421,7 @@ print(f"averaged once against every round: {gap_statistics:.0e}; same theta: "
       f"{torch.equal(calm.theta_D, often.theta_D)}")  # fmt: skip
 
 # %% [markdown]
-# You should see rounding error only. What remains is the cost of one evaluation: 32 bits for each
+# Rounding error only. What remains is the cost of one evaluation: 32 bits for each
 # statistic, from every client. Records keep it apart (`batch_norm_bits`), because how often a model is
 # evaluated is not part of the algorithm. For the paper's network, beside one round of messages:
 
@@ -429,7 +434,7 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
     print(f"statistics once, in rounds of {scheme}: {ratio:.4f}")
 
 # %% [markdown]
-# You should see that even beside the paper's smallest messages one evaluation is less than half a round.
+# Even beside the paper's smallest messages one evaluation is less than half a round.
 #
 # ## Claim
 #
@@ -443,13 +448,17 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | none beyond rounding: arithmetic |
 
 # %%
-assert gap_models < 1e-6
-assert gap_core < 0.05 and gap_deltas < 0.05
-assert gap_fedsgd[1] < 1e-3 < gap_fedsgd[2]
-assert same_theta and gap_statistics < 1e-4
-schedule = [paper[10].learning_rate_at(epoch) for epoch in (0, 5, 150, 225)]
-assert torch.allclose(torch.tensor(schedule), torch.tensor([0.1, 0.5, 0.05, 0.005]))
-print("Eq. 3, FedSGD, the schedule and batch norm: all as claimed")
+claim("models and differences average alike", gap_models < 1e-6, f"{gap_models:.0e}")
+claim("a round by hand is the core's", max(gap_core, gap_deltas) < 0.05,
+      f"{gap_core:.0e}, its differences {gap_deltas:.0e}")  # fmt: skip
+claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, f"{gap_fedsgd[1]:.0e}")
+claim("at H = 2 it is not", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
+claim("running statistics leave theta alone", same_theta, "bit for bit")
+claim("averaging them can wait", gap_statistics < 1e-4, f"{gap_statistics:.0e}")
+schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 150, 225)])
+claim(
+    "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))
+)
 
 # %% [markdown]
 # ## What we saw
@@ -459,16 +468,15 @@ first, last = local_steps[0], local_steps[-1]
 few, many = (runs[steps][1][-1]["accuracy"] for steps in (last, first))
 rounds, more = (runs[steps][1][-1]["rounds"] for steps in (last, first))
 noise = 2 * (2 * many * (1 - many) / test_samples) ** 0.5  # two standard errors of a difference
-verdict = "not decided by one run" if few > many - noise else "does not hold at this scale"
-print(f"""holds: Eq. 3, to {gap_models:.0e}; a round by hand is the core's, to {gap_core:.0e}; FedSGD = FedAvg at H = 1, to {gap_fedsgd[1]:.0e}
-holds: running statistics leave theta alone; averaging them can wait
-{verdict}: H = {last} ends no lower than H = {first} after {epochs} passes over the data
+verdict = lab.decided(few - many, noise)
+print(f"""{claim.summary()}
+{verdict} (one run of each): H = {last} ends no lower than H = {first} after {epochs} passes over the data
     {100 * few:.1f} % against {100 * many:.1f} %, noise {100 * noise:.1f} %; it has {rounds} rounds an epoch instead of {more}
-surprised us: {clients} batches of {batch_size} are not one of {clients * batch_size}: cosine {alike:.2f}, from batch norm alone
-surprised us: linear scaling is crude for long steps, {100 * gaps[-1]:.0f} % off for {k} steps of {rates[-1]:g}""")
+what surprised us: {clients} batches of {batch_size} against one of {clients * batch_size}: cosine {alike:.2f}, from batch norm alone
+what surprised us: linear scaling is {100 * gaps[-1]:.0f} % off for {k} steps of {rates[-1]:g}, {100 * gaps[0]:.0f} % for steps of {rates[0]:g}""")
 
 # %% [markdown]
-# Next: `02_sparsification` leaves most entries of Δθ out.
+# Next: [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "

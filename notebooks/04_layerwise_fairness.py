@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -17,18 +17,20 @@
 # cannot be meant as printed, and whether it helps a small network. What is claimed of masks is checked
 # exactly; what is claimed of accuracy is measured and gets an honest verdict.
 #
-# *Run time*: about 45 s. *Read before*: 03.
+# *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
 # %%
 import dataclasses
 import inspect
 import math
 import statistics
+from typing import Annotated
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
 import torch
+from annotated_types import Len
 from IPython.display import Markdown, display
 
 import tcs_core as tcs
@@ -38,6 +40,9 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 
 # %% [markdown]
 # ## Parameters
+#
+# Change any of them and run all again. Text between the cells describes what these values give;
+# *Claim* and *What we saw* are worked out anew.
 
 # %% tags=["parameters"]
 schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>: TCS-L2-LF, TCS-Q5-LF
@@ -64,6 +69,9 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %%
 params = lab.notebook_params(globals(), complete=False)
+claim = lab.Claims(globals(), "e3f192")  # asserted for the values above, said for others
+some = {"learning_rates": lab.Positive, "schemes": str}
+lab.check_values(globals(), **{name: Annotated[list[kind], Len(1)] for name, kind in some.items()})
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
@@ -122,8 +130,8 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# You should see the share of the weights fall by orders of magnitude from the first convolution to the
-# last ones, as the paper says, and then jump up in the last linear layer, of which the paper says
+# The share of the weights falls by orders of magnitude from the first convolution to the
+# last ones, as the paper says, and then jumps up in the last linear layer, of which the paper says
 # nothing. The peaks between belong to the 1×1 shortcuts. In entries:
 
 # %%
@@ -138,8 +146,8 @@ display(
 )
 
 # %% [markdown]
-# You should see head and input, a tiny part of the network, take most of the budget, and the last block,
-# three quarters of the network, about an eighth.
+# Head and input, a tiny part of the network, take most of the budget; the last block, three quarters of
+# the network, about an eighth.
 #
 # ## A minimum share
 #
@@ -171,7 +179,7 @@ for name, mask in {
     print(name, " ".join(parts), " kept:", int(mask.sum()))
 
 # %% [markdown]
-# You should see five entries kept both times. $S_{top}$ leaves the third layer out; the minimum takes three
+# Five entries are kept both times. $S_{top}$ leaves the third layer out; the minimum takes three
 # places from the first layer, one for the second and two for the third.
 #
 # How much of the budget do the minimum shares bind? That depends on the size of the network, because a
@@ -187,7 +195,7 @@ for name, network in models.items():
         print(f"{name:18s} {mask:6s} mask: {bound:6,d} of K = {k:7,d} are bound, {bound / k:.0%}")
 
 # %% [markdown]
-# You should see that the global mask stays nearly free, here and in the paper, and that the local masks
+# The global mask stays nearly free, here and in the paper, and the local masks
 # do not: LF decides the layer of a large part of what a client explores, in a small network of most.
 #
 # ## What it changes in the masks
@@ -266,7 +274,7 @@ for n, share in at_ends.items():
     print(f"{n:26s} input and head hold {share:.0%} of the K places")
 
 # %% [markdown]
-# You should see two things. First, the minimum does what it should: no layer is left out of the global
+# Two things. First, the minimum does what it should: no layer is left out of the global
 # mask. (LF's local masks still miss one now and then: where all entries of a small layer are in the global
 # mask already.) But look who profits: in the zigzag the high points are norms and biases, layers of a few entries
 # where one whole entry is far more than the minimum, and more than a uniform share; under LF each client
@@ -295,17 +303,10 @@ print(f"{sum(map(len, runs.values()))} runs, {len(trials)} for each scheme and e
 # %%
 paper = {("TCS", 0.5): 92.44, ("TCS-PLF", 0.5): 92.142, ("TCS-LF", 0.5): 92.115}
 paper |= {("TCS", 0.8): 92.094, ("TCS-PLF", 0.8): 92.442, ("TCS-LF", 0.8): 92.481}
-# Student's t for 95 %, by the number of seeds
-t_95 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4, 9: 2.3, 10: 2.3}
 
 
 def gain(name, eta):
-    pairs = zip(runs[name, eta], runs[schemes[0], eta], strict=True)
-    gains = [ours[2] - base[2] for ours, base in pairs]
-    if len(gains) < 2:
-        return gains[0], math.inf
-    error = statistics.stdev(gains) / len(gains) ** 0.5
-    return statistics.mean(gains), t_95.get(len(gains), 2.2) * error
+    return lab.paired_gain(*([run[2] for run in runs[n, eta]] for n in (name, schemes[0])))
 
 
 # %%
@@ -341,7 +342,7 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# You should see three curves close together, and gains of no more than about the width of their intervals. If no scheme gained anything, one of four such intervals would still leave zero out in
+# The three curves are close together, and the gains no more than about the width of their intervals. If no scheme gained anything, one of four such intervals would still leave zero out in
 # about every fifth notebook.
 #
 # ## Claim
@@ -353,18 +354,25 @@ plt.show()
 
 # %%
 minimum_L = torch.tensor([tcs.kept(phi_min_global, size) for size in layer_sizes])
+fits = int(minimum_L.sum()) <= k_global  # else the K largest of the minimum shares win
 for name in schemes:
     masks_TL = seen[name][:, MASK]
-    assert (masks_TL.sum(1) == k_global).all(), f"{name}: the budget is not K"
+    claim(
+        f"{name}: the global mask has K places",
+        bool((masks_TL.sum(1) == k_global).all()),
+        f"{k_global}",
+    )
     if name.endswith("LF"):
-        assert (masks_TL >= minimum_L).all(), f"{name}: a layer got less than its minimum"
+        ok = bool((masks_TL >= minimum_L).all()) if fits else None
+        claim(f"{name}: every layer has its minimum", ok, f"{len(masks_TL)} rounds")
 starved = float((seen[schemes[0]][:, MASK] == 0).float().mean())
-assert starved > 0 or schemes[0] != "TCS", "TCS starved no layer"
+claim(
+    "TCS leaves layers out", starved > 0 if schemes[0] == "TCS" else None, f"{starved:.0%} a round"
+)
 weights = [n for n, kind in enumerate(kinds) if kind == "weights"]
 least, most = (top_k_L / sizes_L)[weights].min(), (top_k_L / sizes_L)[weights].max()
-assert most > 10 * least, "dense top-K was nearly uniform"
-print(f"K = {k_global} in every round; with PLF and LF no layer below its minimum")
-print(f"share kept of the least favoured weights {least:.3%}, of the most favoured {most:.0%}")
+claim("dense top-K is uneven by a factor of 10", bool(most > 10 * least),
+      f"{least:.3%} to {most:.0%} of a layer's weights")  # fmt: skip
 
 # %% [markdown]
 # ## What we saw
@@ -374,31 +382,31 @@ print(f"share kept of the least favoured weights {least:.3%}, of the most favour
 def verdict(name, eta):
     points, interval = gain(name, eta)
     theirs = paper[name, eta] - paper[schemes[0], eta]
-    word = "**holds**" if points * theirs > 0 else "**does not hold**"
-    if not abs(points) > interval:
-        word = "**cannot be told at this scale**"
-    return f"{name}, η = {eta:g}: paper {theirs:+.2f}, ours {points:+.1f} ± {interval:.1f} points: {word}"
+    word = lab.decided(points if theirs > 0 else -points, interval)
+    return f"{name}, η = {eta:g}: paper {theirs:+.2f}, ours {points:+.1f} ± {interval:.1f} points: **{word}**"
 
 
 # %%
 compared = [key for key in runs if key in paper and key[0] != schemes[0] and schemes[0] == "TCS"]
-display(Markdown(f"""
-- **Holds.** Top-K is uneven: {table.loc["head + input", "kept"]:.0%} of the budget goes to head and input,
+body = [(top_k_L / sizes_L)[n] for n in weights if places[n].startswith("block")]
+later = sum(body[len(body) // 2 :]) < sum(body[: len(body) // 2])
+last = (top_k_L / sizes_L)[weights[-1]] < body[0]
+display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
+- Top-K is uneven: {table.loc["head + input", "kept"]:.0%} of the budget goes to head and input,
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
-- **Holds in part.** Among the weights of the body early layers are favoured over late ones, but the last layer is
-  favoured most of all; the paper says that later layers lose more often.
-- **Holds.** PLF and LF leave no layer out of the global mask; TCS leaves out {starved:.0%} a round.
+- The paper says that later layers lose: **{"holds" if later else "does not hold"}** for the two halves of the body,
+  **{"holds" if last else "does not hold"}** for the last layer against the first block.
 - The gain in accuracy over TCS (n = {len(trials)}; each with 95 %, so that one of {len(compared)} may be chance):
 """ + "\n".join(f"    - {verdict(*key)}" for key in compared) + f"""
-- **Surprised us.** TCS without any minimum is fairer than top-K of dense updates: input and head hold
-  {at_ends[schemes[0]]:.0%} of its mask, not {at_ends["dense updates"]:.0%}. Error accumulation does it: without it they hold
+- What surprised us: error accumulation is a kind of fairness. Of dense updates input and head hold
+  {at_ends["dense updates"]:.0%} of the K places, of {schemes[0]} {at_ends[schemes[0]]:.0%}, and without its errors kept
   {at_ends[f"{schemes[0]}, no error accumulation"]:.0%}.
-- **Surprised us.** The minimum mostly feeds norms and biases, not the deep convolutions.
 """))  # fmt: skip
 
 # %% [markdown]
 # More evidence takes more seeds and longer runs: `seeds = 10`, `train_samples = 2000` here, or
-# Tables 1 and 2 in a larger profile (`08_tables_and_curves`). Next: `05_global_momentum`.
+# Tables 1 and 2 in a larger profile ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next:
+# [05_global_momentum](05_global_momentum.ipynb).
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")

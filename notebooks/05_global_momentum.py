@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -17,7 +17,7 @@
 # misprint would do; check that the core does what `torch.optim.SGD` does; look at what momentum means for
 # a sparse update; and train with and without it.
 #
-# *Run time*: about 45 s. *Read before*: 03.
+# *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
 # %%
 import dataclasses
@@ -25,11 +25,13 @@ import inspect
 import itertools
 import math
 import statistics
+from typing import Annotated
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
 import torch
+from annotated_types import Ge, Lt
 from IPython.display import Markdown, display
 
 import tcs_core as tcs
@@ -39,6 +41,9 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 
 # %% [markdown]
 # ## Parameters
+#
+# Change any of them and run all again. Text between the cells describes what these values give;
+# *Claim* and *What we saw* are worked out anew.
 
 # %% tags=["parameters"]
 momentum = 0.9  # beta
@@ -66,6 +71,8 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %%
 params = lab.notebook_params(globals(), complete=False)
+claim = lab.Claims(globals(), "c5180f")  # asserted for the values above, said for others
+lab.check_values(globals(), momentum=Annotated[float, Ge(0), Lt(1)])
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"device": "cpu"}
 trials = range(seeds) if isinstance(seeds, int) else seeds
 sparse = {"phi_global": phi_global, "phi_local": phi_local}
@@ -96,14 +103,15 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 # | 17 | the mean of what arrives; the *sum* in the text | mean |
 #
 # Lines 10 to 14 are those of Algorithm 2, with gradients in the place of model differences: masks,
-# error accumulation, all as before. The whole round in the core:
+# error accumulation, all as before. What a client hands to them, and the whole round:
 
 # %%
-print(inspect.getsource(lab.Training.round))
+print(inspect.getsource(tcs.Federation.difference))
+print(inspect.getsource(tcs.Federation.play))
 
 # %% [markdown]
-# You should see that without momentum a factor, −η, turns gradients into a model difference before the
-# compression; with momentum they are sent as they are, and the server's step has two lines, not one.
+# Without momentum a factor, −η, turns gradients into a model difference before the compression; with
+# momentum they are sent as they are, and the step at the end of `play` has two lines, not one.
 #
 # ## What the misprints would do
 #
@@ -140,7 +148,7 @@ for name, path in paths.items():
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.4))
 for i, name in enumerate(["torch.optim.SGD", *rules]):
-    look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[i], "marker": lab.figures.MARKERS[i]}
+    look = lab.series_style(i)
     if name == "torch.optim.SGD":
         look |= {"linestyle": "", "markerfacecolor": "none", "markersize": 8}
     axes.plot(paths[name], label=name, markevery=3, **({"markersize": 4} | look))
@@ -149,7 +157,7 @@ axes.legend(frameon=False, ncols=2, loc="upper right")
 plt.show()
 
 # %% [markdown]
-# You should see the text's rule inside PyTorch's circles at every step. With β on the wrong term nothing
+# The text's rule is inside PyTorch's circles at every step. With β on the wrong term nothing
 # is ever forgotten: $w$ is β times the sum of all gradients, and θ swings for ever like a pendulum without
 # friction. With the plus sign it climbs out of the picture.
 #
@@ -186,7 +194,7 @@ print(
 )
 
 # %% [markdown]
-# You should see the same weights, with and without compression. The second line says how to use it:
+# The same weights, with and without compression. The second line says how to use it:
 # global momentum *is* `torch.optim.SGD(momentum=β)` on every side, fed with the received $\tilde g$ in the
 # place of a gradient. (Weight decay is in the clients' gradients here, so the optimizer has none.)
 #
@@ -239,11 +247,11 @@ axes.legend(frameon=False, loc="upper center", ncols=2, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# You should see that most of nearly every step is memory: it moves places that were not in the update. That is
+# Most of nearly every step is memory: it moves places that were not in the update. That is
 # the price and the use of momentum here: a place that was heard once is moved on for about $1/(1-\beta)$
-# rounds, by what was true when it was heard. You should also see that the mask from $w$ would on average change
-# less from round to round than the one from $\tilde g$. The paper does not try it; notebook 09 shows how
-# to make a scheme of your own from such an idea.
+# rounds, by what was true when it was heard. And the mask from $w$ would on average change less from round
+# to round than the one from $\tilde g$. The paper does not try it; [notebook 09](09_your_own_scheme.ipynb)
+# shows how to make a scheme of your own from such an idea.
 #
 # ## Does it help?
 #
@@ -280,16 +288,11 @@ print(f"{sum(map(len, runs.values()))} runs, {len(trials)} of each kind")
 # %%
 paper = {"Baseline": 92.23, "Baseline-Momentum": 93.105}
 paper |= {"TCS": 92.44, "TCS-Global Momentum": 93.102}
-t_95 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4, 9: 2.3, 10: 2.3}
 
 
 def gain(label, value=lambda run: run[1], beside=None):
-    base = runs[beside or ("Baseline" if label.startswith("Baseline") else "TCS")]
-    gains = [value(ours) - value(theirs) for ours, theirs in zip(runs[label], base, strict=True)]
-    if len(gains) < 2:
-        return gains[0], math.inf
-    error = statistics.stdev(gains) / len(gains) ** 0.5
-    return statistics.mean(gains), t_95.get(len(gains), 2.2) * error
+    base = beside or ("Baseline" if label.startswith("Baseline") else "TCS")
+    return lab.paired_gain(*([value(run) for run in runs[name]] for name in (label, base)))
 
 
 # %%
@@ -309,7 +312,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
 for i, (label, group) in enumerate(runs.items()):
-    look = {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[i % 4], "marker": lab.figures.MARKERS[i]}
+    look = lab.series_style(i)
     losses = torch.tensor([run[0] for run in group]).mean(0)
     axes.plot(range(1, epochs + 1), losses, label=label, markersize=5, **look)
 axes.set(title=f"Training loss, mean of {len(trials)}", xlabel="epoch", ylabel="cross-entropy")
@@ -318,11 +321,10 @@ figure.legend(loc="outside right upper", frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# You should see momentum lower the training loss of the centralized baseline, and raise that of TCS, on
-# average over the seeds, with the long steps and with the short ones. With the long steps it is slow until η drops,
-# and then falls faster, but stays above plain TCS. A likely reason is the memory above: most of a step follows gradients of earlier
-# rounds, which errors have delayed already. In accuracy, and in the last
-# epoch's loss with the long steps, the seeds differ too much to tell.
+# Momentum lowers the training loss of the centralized baseline, and raises that of TCS, on average over
+# the seeds. With the long steps it is slow until η drops, and then falls faster. A likely reason is the
+# memory above: most of a step follows gradients of earlier rounds, which errors have delayed already.
+# Whether the seeds differ too much to tell is worked out at the end.
 #
 # ## Claim
 #
@@ -336,13 +338,15 @@ torch_path = paths["torch.optim.SGD"]
 off = {}
 for name in rules:
     off[name] = max(abs(a - b) for a, b in zip(paths[name], torch_path, strict=True))
-assert off["text"] < 1e-12 < 0.1 < min(off["box: β on the wrong term"], off["text with its plus"])
-assert max(dense_gap, sparse_gap) < 1e-6, f"weights differ: {dense_gap:.1e}, {sparse_gap:.1e}"
-assert len({run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}) == 1
-assert tcs.bit_budget(named) == tcs.bit_budget(plain.scheme)
-print("largest distance to PyTorch's path: " + ", ".join(f"{k} {v:.2g}" for k, v in off.items()))
-print(f"federation against torch: {dense_gap:.0e} dense, {sparse_gap:.0e} compressed")
-print(f"bit budget {tcs.bit_budget(named):.3f} with and without momentum")
+misprints = [name for name in rules if name != "text"]
+claim("the text's rule is PyTorch's", off["text"] < 1e-12, f"{off['text']:.0e}")
+for name in misprints:
+    claim(f"{name}: is not", off[name] > 0.1 if momentum >= 0.1 else None, f"{off[name]:.2g} away")
+claim("the federation's weights are torch.optim.SGD's", max(dense_gap, sparse_gap) < 1e-6,
+      f"to {dense_gap:.0e} dense, {sparse_gap:.0e} compressed")  # fmt: skip
+sizes = {run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}
+alike = len(sizes) == 1 and tcs.bit_budget(named) == tcs.bit_budget(plain.scheme)
+claim("a message is as long as without momentum", alike, f"{tcs.bit_budget(named):.3f} bits")
 
 # %% [markdown]
 # ## What we saw
@@ -354,35 +358,31 @@ def verdict(label):
     if label in paper:
         theirs = paper[label] - paper["Baseline" if label.startswith("Baseline") else "TCS"]
         theirs = f"{theirs:+.2f}"
-    word = "holds" if points > 0 else "does not hold"
-    if not abs(points) > interval:
-        word = "cannot be told at this scale"
+    word = lab.decided(points, interval)
     return f"{label}: paper {theirs}, ours {points:+.1f} ± {interval:.1f} points: **{word}**"
 
 
 # %%
 mean = {label: statistics.mean(run[1] for run in group) for label, group in runs.items()}
-change = {k: gain(k, lambda run: run[0][-1]) for k in ("Baseline-Momentum", "TCS-Global Momentum")}
-change = {k: f"{v:+.2f} ± {interval:.2f}" for k, (v, interval) in change.items()}
+change = {k: gain(k, lambda run: -run[0][-1]) for k in ("Baseline-Momentum", "TCS-Global Momentum")}
+lower = {k: f"{lab.decided(*both)} ({-both[0]:+.2f} ± {both[1]:.2f})" for k, both in change.items()}
 behind, interval = gain("TCS-Global Momentum", beside="Baseline-Momentum")
-reaches = "Does not hold" if behind < -interval else "Cannot be told"
-display(Markdown(f"""
-- **Holds.** One momentum on all sides, no extra bits, and the same weights as `torch.optim.SGD`.
-- The gain by momentum (n = {len(trials)}):
+display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
+- Accuracy gained by momentum (n = {len(trials)}):
 """ + "\n".join(f"    - {verdict(label)}" for label in runs if "omentum" in label) + f"""
-- **Cannot be told, or does not hold, at this scale:** that TCS gains by momentum as the baseline does. The
-  training loss changes by {change["TCS-Global Momentum"]}, the baseline's by {change["Baseline-Momentum"]}.
-- **{reaches} at this scale:** that TCS with global momentum reaches the centralized baseline with
+- Training loss lowered by momentum: TCS's **{lower["TCS-Global Momentum"]}**, the baseline's
+  **{lower["Baseline-Momentum"]}**.
+- **{lab.decided(behind, interval)}:** TCS with global momentum reaches the centralized baseline with
   momentum. It is {behind:+.1f} ± {interval:.1f} points from it, after {federation.rounds_per_epoch * epochs} rounds
   against {train_samples // (2 * batch_size) * epochs} steps (the paper: {paper["TCS-Global Momentum"] - paper["Baseline-Momentum"]:+.3f}).
-- **Surprised us.** {statistics.mean(memory):.0%} of a step is memory, in places that the round's update did
-  not touch; and the mask taken from w would keep {common["w"]:.0%} of its places from round to round, the
+- What surprised us: {statistics.mean(memory):.0%} of a step is memory, in places that the round's update did
+  not touch; the mask taken from w would keep {common["w"]:.0%} of its places from round to round, the
   one taken from the update keeps {common["g"]:.0%}.
 """))  # fmt: skip
 
 # %% [markdown]
-# Table 3 in a larger profile is drawn by `08_tables_and_curves`. Next: `06_sparse_encoding` turns the
-# positions into bits. Try here: `momentum = 0.5`, `value_bits = 5`, `clients = 10`.
+# Table 3 in a larger profile is drawn by [08_tables_and_curves](08_tables_and_curves.ipynb). Next:
+# [06_sparse_encoding](06_sparse_encoding.ipynb) turns the positions into bits. Try here: `momentum = 0.5`, `value_bits = 5`, `clients = 10`.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")

@@ -1,7 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec:
-#     display_name: Python 3
+#     display_name: Python 3 (ipykernel)
 #     language: python
 #     name: python3
 # ---
@@ -17,16 +17,19 @@
 # the paper's example of that code bit by bit, reads it back by hand, then counts what a position really
 # costs, and says when a plain bitmap is cheaper.
 #
-# *Run time*: about 10 s. *Read before*: `02_sparsification` and `03_tcs`, for what the masks are.
+# *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb)
+# and [03_tcs](03_tcs.ipynb), for what the masks are.
 
 # %%
 import inspect
 import math
+from typing import Annotated
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
 import torch
+from annotated_types import Ge, Le, Len
 from IPython.display import Markdown, display
 
 import tcs_core as tcs
@@ -36,8 +39,9 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# The first three are the paper's example. Change them and run all: the picture, the walk and the
-# exercise follow.
+# `dimension`, `phi` and `positions` are the paper's example. Change any and run all again: the picture,
+# the walk and the exercise follow. Text between the cells describes what these values give; *Claim* and
+# *What we saw* are worked out anew.
 
 # %% tags=["parameters"]
 profile = "ci"  # the profile whose model is set beside the paper's ResNet-18
@@ -52,6 +56,13 @@ seed = 0  # of the random positions
 
 # %%
 lab.check_notebook_params(globals())
+claim = lab.Claims(globals(), "ad2c29")  # asserted for the values above, said for others
+kinds = dict.fromkeys(("phi", "phi_smallest", "phi_largest"), lab.Share) | {"dimension": lab.Count}
+kinds |= {"measured_dimension": Annotated[int, Ge(1000)], "phi_steps": Annotated[int, Ge(2)]}
+lab.check_values(globals(), **kinds, seed=lab.Seed)
+inside = Annotated[list[Annotated[int, Ge(1), Le(dimension)]], Len(1)]  # counted from one
+lab.check_values(globals(), positions=inside)
+positions = sorted(set(positions))
 block = round(1 / phi)  # entries in a block
 width = tcs.intra_block_bits(block)  # bits of a place inside a block
 positions_K = torch.tensor(positions) - 1  # the core counts from zero
@@ -76,8 +87,7 @@ code = "".join(map(str, bits.tolist()))
 print(f"positions {positions} of {dimension} -> {code}, {len(code)} bits")
 
 # %% [markdown]
-# You should see the paper's string, without its spaces: three entries of three bits, and three block
-# ends.
+# The paper's string, without its spaces: three entries of three bits, and three block ends.
 #
 # ## The code in colour
 #
@@ -154,7 +164,7 @@ ax.set(xlim=(-half, half), ylim=(0.1, 3.8), xticks=[], yticks=[], frame_on=False
 plt.show()
 
 # %% [markdown]
-# You should see the vector above, numbered from one, its blocks alternately grey and white, kept entries
+# The vector above is numbered from one, its blocks alternately grey and white, kept entries
 # dark; below, the stream, with a line from each kept entry to its flag and its place.
 #
 # ## Read it by hand
@@ -177,7 +187,7 @@ rows = [
 print(pd.DataFrame(rows).to_string(index=False))
 
 # %% [markdown]
-# You should see one row a step, and the positions we started from. Now one for you: the same size of
+# One row a step, and the positions we started from. Now one for you: the same size of
 # vector and of block. Decode it on paper before you look at the next cell.
 
 # %%
@@ -188,8 +198,7 @@ print(f"{exercise}   ({dimension} entries in blocks of {block})")
 
 # %%
 read_back = [found + 1 for *_, found in walk(exercise, block) if found is not None]
-print(f"counted from one: {read_back}")
-assert read_back == (hidden + 1).tolist()
+print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist()}")
 
 # %% [markdown]
 # ## The same without a loop
@@ -229,7 +238,7 @@ for size in range(1, 201):  # block sizes, powers of two and others
 print(f"{agreed} of 200 random masks: walk, core and mask agree")
 
 # %% [markdown]
-# You should see full agreement, with blocks of 1 to 200 entries.
+# Full agreement, with blocks of 1 to 200 entries.
 #
 # ## What a position costs
 #
@@ -298,7 +307,7 @@ fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", nco
 plt.show()
 
 # %% [markdown]
-# You should see the counted bits follow the formula in steps: a place takes whole bits, so between two
+# The counted bits follow the formula in steps: a place takes whole bits, so between two
 # powers of two it costs up to one bit more. (Real messages avoid the steps: `tcs.block_for` takes the
 # power of two with the shortest code.) Left, the bitmap leaves the picture at small φ; right, it comes
 # back and wins.
@@ -318,8 +327,8 @@ for name, where in heaps.items():
     print(f"{name:14s} {len(tcs.encode_positions(where, measured_dimension, 1000)):,} bits")
 
 # %% [markdown]
-# You should see the same number three times. The price: entries that cluster gain nothing. The code of
-# schemes that end in + makes use of that (notebook 10).
+# The same number three times. The price: entries that cluster gain nothing. The code of schemes that end
+# in + makes use of that ([notebook 10b](10b_fewer_bytes.ipynb)).
 #
 # ## What it is worth in a scheme
 #
@@ -343,7 +352,7 @@ names = ["TCS", "top-K", "TCS-Q5", "top-K-Q5"]
 display(Markdown(lab.markdown(pd.DataFrame([position_share(name) for name in names]))))
 
 # %% [markdown]
-# You should see the reason for both halves of the paper: once values take 5 bits, positions are most of
+# That is the reason for both halves of the paper: once values take 5 bits, positions are most of
 # top-K's budget but a small part of TCS's. A plain index hurts top-K-Q5 most.
 #
 # ## What the code does not do
@@ -363,8 +372,8 @@ for i in range(len(bits)):
 print(f"{noticed} of {len(bits)} flips are noticed, {len(bits) - noticed} give other positions")
 
 # %% [markdown]
-# You should see that some flips raise (a wrong number of block ends, entries out of order) and the
-# others silently move an entry. So a real message has a checksum around the code (notebook 10).
+# Some flips raise (a wrong number of block ends, entries out of order), the others silently move an
+# entry. So a real message has a checksum around the code ([notebook 10](10_bits_on_the_wire.ipynb)).
 #
 # ## Claim
 #
@@ -375,13 +384,19 @@ print(f"{noticed} of {len(bits)} flips are noticed, {len(bits) - noticed} give o
 #    about half of $\log_2 d$.
 
 # %%
-example = tcs.encode_positions(torch.tensor([0, 2, 9]), 12, 4).tolist()
-assert example == [int(bit) for bit in "100110001010"]
-assert tcs.decode_positions(bits, dimension, block).tolist() == positions_K.tolist()
-for power in range(2, 14):
-    exact = costs(2.0**-power)
-    assert exact["counted"] == exact["formula"] == power + 2 or measured_dimension % 2**power
-assert above.abs().max() <= 1.0, f"{above.abs().max():.3f} bits off"
+example = "".join(map(str, tcs.encode_positions(torch.tensor([0, 2, 9]), 12, 4).tolist()))
+back = tcs.decode_positions(bits, dimension, block).tolist() == positions_K.tolist()
+claim(
+    "the example is as printed in the paper, and decodes",
+    example == "100110001010" and back,
+    example,
+)
+powers = [power for power in range(2, 14) if measured_dimension % 2**power == 0]
+exact = [costs(2.0**-power)["counted"] == power + 2 for power in powers]
+claim(
+    "the formula is exact at powers of two", all(exact) if powers else None, f"{len(powers)} shares"
+)
+claim("elsewhere it is within a bit", above.abs().max() <= 1, f"{above.abs().max():.2f} bits")
 
 # %%
 sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"])
@@ -395,7 +410,8 @@ for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.i
         f"{label}, {k:,} of {d:,}: {cost:.2f}, expected {expected:.2f}, log2 d {math.log2(d):.2f}"
     )
     if d == paper_d:
-        assert abs(cost / expected - 1) < 0.005 and 0.45 < cost / math.log2(d) < 0.55
+        claim("at the paper's size within 0.5 %", abs(cost / expected - 1) < 0.005)
+        claim("there it is half of a plain index", 0.45 < cost / math.log2(d) < 0.55)
 
 # %% [markdown]
 # ## What we saw
@@ -403,13 +419,13 @@ for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.i
 # %%
 wins = zoom[~lost & (zoom["phi"] > 0.2)]["phi"]
 gap = (table["counted"] - table["entropy"])[table["phi"] < 0.1]
-print(f"holds: 1 to 4 above; the formula is met within {above.abs().max():.2f} bits")
+print(claim.summary())
 print(f"over the entropy bound: {gap.min():.2f} to {gap.max():.2f} bits a position below φ = 0.1")
 first = zoom[lost]["phi"].min()
 print(
-    f"surprised us: a bitmap already wins from φ = {first:.3f} on, though the formula crosses 1/φ"
+    f"what surprised us: a bitmap wins from φ = {first:.3f} on, though the formula crosses 1/φ at 0.25;"
 )
-print(f"at 0.25; the code is as good or better again from {wins.min():.3f} to {wins.max():.3f}")
+print(f"the code is as good or better again from {wins.min():.3f} to {wins.max():.3f}")
 
 # %% [markdown]
 # The formula says that a bitmap is cheaper above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. Blocks of 5
@@ -419,7 +435,7 @@ print(f"at 0.25; the code is as good or better again from {wins.min():.3f} to {w
 # The layout is older than federated learning: places in binary beside block numbers in unary is how
 # Elias and Fano stored sorted lists of numbers, and search engines still do.
 #
-# Next: `07_fractional_quantization`, the other half of a message: the values.
+# Next: [07_fractional_quantization](07_fractional_quantization.ipynb), the other half of a message: the values.
 
 # %%
 print(

@@ -39,9 +39,9 @@ def paired(py: Path) -> nbformat.NotebookNode:
 
 
 def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Without timings and versions, so that two runs differ only where results do."""
+    """Without timings, so that two runs differ only where results do; else as JupyterLab saves it."""
     notebook.metadata.pop("widgets", None)
-    notebook.metadata.get("language_info", {}).pop("version", None)
+    notebook.metadata.get("jupytext", {}).pop("text_representation", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     return notebook

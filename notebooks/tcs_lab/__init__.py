@@ -55,6 +55,7 @@ from tcs_lab.figures import (
     megabytes_figure,
     plain_log,
     save_figure,
+    series_style,
 )
 from tcs_lab.files import (
     cache_folder,
@@ -204,6 +205,7 @@ __all__ = [
     "save_table",
     "sensitivity_plan",
     "sensitivity_table",
+    "series_style",
     "summary",
     "synthetic_dataset",
     "traffic",

@@ -51,7 +51,7 @@ def parameter_digest(values: dict[str, Any]) -> str:
 def literals(cell: str) -> dict[str, Any] | None:
     """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
     try:
-        nodes = ast.parse(cell).body
+        nodes: list[Any] = ast.parse(cell).body
         values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
     except (SyntaxError, ValueError, AttributeError):
         return None
@@ -82,6 +82,12 @@ class Claims:
         self.words[text] = str(word)
         print(line)
         return str(word)
+
+    def summary(self) -> str:
+        """How many claims came to which word, and which did not hold."""
+        count = f"{list(self.words.values()).count(HOLDS)} of {len(self.words)} claims"
+        rest = [f"\n{word}: {text}" for text, word in self.words.items() if word != HOLDS]
+        return f"{HOLDS}: {count}" + "".join(rest)
 
 
 def decided(mean: float, half: float, least: float = 0.0) -> str:

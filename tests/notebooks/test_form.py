@@ -1,0 +1,164 @@
+"""The notebooks: pairs in sync, executed, of the house's form, parameters known; nbval runs them."""
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import jupytext
+import matplotlib
+import nbformat
+import papermill
+import pytest
+import tcs_lab as lab
+from jupytext.config import load_jupytext_config
+from tcs_lab.cells import literals, parameter_digest
+
+import tcs_core as tcs
+
+NOTEBOOKS = lab.ROOT / "notebooks"
+PY = sorted(NOTEBOOKS.glob("*.py"))
+IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
+by_name = {"ids": lambda path: path.stem}
+
+
+def committed(path):
+    """As the last commit has it: what a reader ran and saved is no business of these tests."""
+    name = f"HEAD:./{path.relative_to(lab.ROOT).as_posix()}"
+    done = subprocess.run(["git", "-C", str(lab.ROOT), "show", name], capture_output=True)
+    text = path.read_text() if done.returncode else done.stdout.decode()
+    return nbformat.reads(text, 4), text
+
+
+def code_of(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def parameters_of(notebook):
+    (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    return cell.source
+
+
+def test_every_notebook_has_its_pair():
+    assert [p.stem for p in PY] == [p.stem for p in IPYNB] != []
+
+
+@pytest.mark.parametrize("py", PY, **by_name)
+def test_the_pair_is_in_sync(py):
+    """By content: what the .ipynb would write as text is the .py."""
+    ipynb = py.with_suffix(".ipynb")
+    config = load_jupytext_config(str(ipynb))
+    text = jupytext.writes(jupytext.read(ipynb, config=config), fmt="py:percent", config=config)
+    assert text == py.read_text()
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_executed_clean_and_small(path):
+    notebook, text = committed(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    code = code_of(notebook)
+    assert [c.execution_count for c in code] == list(range(1, len(code) + 1)), "not run in order"
+    outputs = [o for c in code for o in c.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert len(text) < 1_000_000
+    assert "/root/" not in text and "/home/" not in text and 'papermill": {' not in text
+
+
+def test_all_were_executed_on_one_state_of_the_core():
+    """Says which are stale: execute them again (tests/execute_notebooks.py) and commit."""
+    on = defaultdict(list)
+    for path in IPYNB:
+        printed = re.findall(r"core ([0-9a-f]{12}) · ", committed(path)[1])
+        on[printed[-1] if printed else "none printed"].append(path.stem)
+    assert len(on) == 1, dict(on)
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_form(path):
+    """Title with the number and a claim; parameters as literals; a claim said; short cells."""
+    notebook = nbformat.read(path, 4)
+    number = path.stem.split("_")[0]
+    assert notebook.cells[0].source.startswith(f"# {number} · ")
+    assert "**Claim" in notebook.cells[0].source
+    assert literals(parameters_of(notebook))
+    code = [cell.source for cell in code_of(notebook)]
+    assert any(re.search(r"^\s*(assert |claim\()", source, re.M) for source in code)
+    for source in code:
+        functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+        assert not [f.name for f in functions if f.end_lineno - f.lineno > 12]
+    assert len(notebook.cells) <= 45, "one notebook, one question"
+    assert sum(bool(line.strip()) for source in code for line in source.splitlines()) <= 350
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_claims_are_asserted_at_the_notebooks_own_parameters(path):
+    notebook = nbformat.read(path, 4)
+    found = re.findall(
+        r'lab\.Claims\(globals\(\), "(\w*)"\)', "\n".join(c.source for c in code_of(notebook))
+    )
+    digest = parameter_digest(literals(parameters_of(notebook)))
+    assert not found or found == [digest], f'write: lab.Claims(globals(), "{digest}")'
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_ways_to_other_notebooks_are_links_and_commands_can_be_copied(path):
+    texts = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown"]
+    text = "\n".join(texts)
+    there = {p.name for p in IPYNB}
+    assert set(re.findall(r"\]\((\w+\.ipynb)\)", text)) <= there
+    names = "|".join(p.stem for p in IPYNB)
+    assert not re.findall(rf"`(?:{names})`", text), "not a link"
+    assert not re.findall(r"(?:^ {4}|`)(?:python|papermill|torchrun|pytest|jupyter) ", text, re.M)
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_the_code_it_shows_is_the_code_it_runs(path):
+    """Execute a notebook again when a function that it prints has changed."""
+    core = {line.strip() for line in Path(tcs.__file__).read_text().splitlines()}
+    for cell in code_of(nbformat.read(path, 4)):
+        if "inspect.getsource(" in cell.source:
+            shown = "".join(o.text for o in cell.outputs).splitlines()
+            assert shown and not [line for line in shown if line.strip() not in core]
+
+
+def test_an_unknown_parameter_stops_the_notebook(tmp_path):
+    source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
+    with pytest.raises(papermill.PapermillExecutionError, match="unknown parameter: epochz"):
+        papermill.execute_notebook(
+            source,
+            str(tmp_path / "out.ipynb"),
+            {"epochz": 3},
+            progress_bar=False,
+            cwd=str(tmp_path),
+        )
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_no_notebook_takes_a_parameter_that_it_does_not_know(path):
+    """Its own cells up to the check, as after papermill has put in a cell of its own."""
+    cells = code_of(nbformat.read(path, 4))
+    checked = next(n for n, cell in enumerate(cells) if "notebook_params(globals()" in cell.source)
+    (own,) = (n for n, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
+    assert checked == own + 1
+    namespace = {"In": [cells[own].source, "# Parameters\nevidenz = 'cpu'\n"]}
+    with matplotlib.rc_context():
+        for cell in cells[:checked]:
+            exec(cell.source, namespace)
+        with pytest.raises(ValueError, match="unknown parameter: evidenz"):
+            exec(cells[checked].source, namespace)
+
+
+def test_the_top_level_keeps_its_shape():
+    allowed = {
+        "pyproject.toml",
+        "README.md",
+        "notebooks",
+        "tcs_core.py",
+        "params",
+        "results",
+        "tests",
+    }
+    there = {p.name for p in Path(lab.ROOT).iterdir() if not p.name.startswith((".", "__"))}
+    assert there - {"uv.lock"} <= allowed

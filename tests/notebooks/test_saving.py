@@ -1,0 +1,56 @@
+"""Opening and saving in JupyterLab: changes nothing but what was changed by hand."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tcs_lab as lab
+from jupyter_client.kernelspec import get_kernel_spec
+from jupyter_server.services.contents.largefilemanager import LargeFileManager
+from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
+
+NOTEBOOKS = lab.ROOT / "notebooks"
+IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+def opened(ipynb, folder):
+    """The server's contents manager on a copy of a pair, and the notebook as JupyterLab gets it."""
+    (folder / "notebooks").mkdir()
+    for path in (NOTEBOOKS / "jupytext.toml", ipynb, ipynb.with_suffix(".py")):
+        shutil.copy(path, folder / "notebooks" / path.name)
+    manager = build_sync_jupytext_contents_manager_class(LargeFileManager)(root_dir=str(folder))
+    return manager, manager.get(f"notebooks/{ipynb.name}", type="notebook")
+
+
+@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
+def test_opening_and_saving_change_nothing(ipynb, tmp_path):
+    """JupyterLab writes the running kernel's name and language into a notebook that it opens."""
+    manager, model = opened(ipynb, tmp_path)
+    metadata, spec = model["content"]["metadata"], get_kernel_spec("python3")
+    metadata["kernelspec"] |= {"display_name": spec.display_name, "language": spec.language}
+    language = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"}
+    language |= {"nbconvert_exporter": "python", "pygments_lexer": "ipython3"}
+    language |= {"codemirror_mode": {"name": "ipython", "version": 3}}
+    version = metadata["language_info"].get("version")  # of the Python that ran it
+    assert re.fullmatch(r"3\.\d+\.\d+", version)
+    metadata["language_info"] = language | {"version": version}
+    manager.save(model, model["path"])
+    for path in (ipynb, ipynb.with_suffix(".py")):
+        assert (tmp_path / "notebooks" / path.name).read_text() == path.read_text()
+
+
+def test_a_change_is_saved_in_both(tmp_path):
+    manager, model = opened(NOTEBOOKS / "08_tables_and_curves.ipynb", tmp_path)
+    model["content"]["cells"][0]["source"] += "\n\nA sentence added by hand."
+    manager.save(model, model["path"])
+    text = (tmp_path / model["path"]).with_suffix(".py").read_text()
+    before = (NOTEBOOKS / "08_tables_and_curves.py").read_text()
+    assert text == before.replace("\n\n# %%\n", "\n#\n# A sentence added by hand.\n\n# %%\n", 1)
+
+
+def test_the_server_extension_that_does_so_is_enabled():
+    command = [sys.executable, "-m", "jupyter", "server", "extension", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"jupytext.*enabled", listed.stdout + listed.stderr)
