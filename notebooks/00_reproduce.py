@@ -22,6 +22,8 @@
 # *Run time*: seconds as it stands, about three minutes in `quick`. *Read before*: README.
 
 # %%
+import io
+
 import papermill
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
@@ -130,8 +132,9 @@ traffic = lab.summary(lab.recorded(lab.plan(params)).values())
 if len(traffic):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
-    lab.save_figure(lab.megabytes_figure(traffic, heading), folder / "megabytes")
-    display(Image(filename=str(folder / "megabytes.png"), width=700))
+    picture = io.BytesIO()
+    lab.megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
+    display(Image(picture.getvalue(), width=700))
 
 # %% [markdown]
 # ## Claim
