@@ -14,7 +14,7 @@ import psutil
 import pytest
 import tcs_lab as lab
 import torch
-from common import config, numbers, tiny_command
+from common import IMAGES, as_tar, config, numbers, tiny_command
 from processes import logged, start_command, until
 from tcs_lab.checkpoints import checkpoint_path
 from tcs_lab.files import alone
@@ -45,6 +45,14 @@ def test_a_number_of_jobs_that_is_none(tmp_path, jobs):
         lab.run_all(configs("TCS"), tmp_path, jobs)
 
 
+@pytest.fixture
+def few(tmp_path):
+    """Settings of runs on twelve images that workers, too, can read."""
+    path = as_tar(tmp_path / "images.tar", IMAGES)
+    sizes = {"train_samples": None, "test_samples": None, "clients": 2, "batch_size": 2}
+    return {"dataset": "folder", "data_root": str(path), "image_size": 8} | sizes
+
+
 # Workers ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -58,9 +66,9 @@ def own_scheme():
     del tcs.RULES["TCS-Mine"], tcs.FAMILIES["TCS-Mine"]
 
 
-def test_worker_processes_make_the_same_records(tmp_path, own_scheme):
-    """All synthetic images: workers have no others. A scheme of one's own is made in this process."""
-    wanted = configs(own_scheme, "TCS-L2", "top-K", "Baseline")
+def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme):
+    """A scheme of one's own is made in this process."""
+    wanted = configs(own_scheme, "TCS-L2", "top-K", "Baseline", **few)
     side_by_side = lab.run_all(wanted, tmp_path / "two", jobs=2)
     assert not multiprocessing.active_children()
     in_turn = lab.run_all(wanted, tmp_path / "one")
@@ -78,9 +86,9 @@ def test_any_backend_of_joblib_makes_the_same_records(tmp_path, small):
     assert [numbers(r) for r in threads] == [numbers(r) for r in in_turn]
 
 
-def test_a_cluster_of_two_workers_makes_the_same_records(tmp_path):
+def test_a_cluster_of_two_workers_makes_the_same_records(tmp_path, few):
     distributed = pytest.importorskip("distributed")
-    wanted = configs("TCS", "top-K", "TCS-Q5", "Baseline")
+    wanted = configs("TCS", "top-K", "TCS-Q5", "Baseline", **few)
     settings = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     with (
         distributed.LocalCluster(**settings) as cluster,
@@ -122,8 +130,8 @@ def alive(processes):
 
 
 @pytest.mark.parametrize("how", list(ENDS)[: 2 if KILLS < 50 else None])
-def test_no_worker_outlives_its_parent(tmp_path, how):
-    words = [*tiny_command(tmp_path, epochs=10000, jobs=2), "--scheme", "TCS", "--scheme", "top-K"]
+def test_no_worker_outlives_its_parent(tmp_path, few, how):
+    words = tiny_command(tmp_path, epochs=10000, jobs=2, schemes=["TCS", "top-K"], **few)
     process = start_command(words, tmp_path)
     checkpoints = tmp_path / "cache" / "checkpoints"
     until(lambda: len(list(checkpoints.glob("[!.]*.pt"))) == 2)

@@ -174,6 +174,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
     fields = TINY | {
         "schemes": ["TCS"],
         "title": "Tiny",
+        "figure": 1,
         "paper": {},
         "epochs": 60,
         "jobs": 1,
