@@ -80,7 +80,9 @@ def numbers() -> dict[str, Any]:
         f"at {table[0]:.0f} % in the paper": "params/table1.yaml",
         f"1/{theirs / ours:.0f} of the parameters": "record",
         {4.0: "a quarter of the pixels"}[pixels]: "params/cpu.yaml",
-        {True: "a quarter of the images"}[3.5 < 50_000 / cpu["train_samples"] < 4.5]: "params/cpu.yaml",
+        {True: "a quarter of the images"}[
+            3.5 < 50_000 / cpu["train_samples"] < 4.5
+        ]: "params/cpu.yaml",
         f"`short`\n({short['epochs']} epochs)": "params/short.yaml",
         f"Short trainings ({short['epochs']} epochs, profile": "params/short.yaml",
         f"lose up to {lost:.1f} points": "results/short/table1.csv",

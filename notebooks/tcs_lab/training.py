@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ class Training:
         link = _link(config, self.ranks)
         kind = SideBySide if goes_side_by_side(config) and self.ranks.size == 1 else Federation
         self.federation = kind(
-            model.to(self.device), self.feed, scheme, self._phase, loss=self._loss, link=link,
+            model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
+            loss=partial(_loss, _autocast(config)), link=link,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
         )  # fmt: skip
         everyone = config.participants == config.client_count
@@ -122,10 +124,8 @@ class Training:
             self.static = StaticRounds(self.federation, self.rounds_per_epoch)
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
-            self.federation.on_delta = self._keep_delta
-
-    def _keep_delta(self, n: int, delta_D: Tensor) -> None:
-        self.deltas_ND[self.own.index(n)].copy_(delta_D)
+            rows = dict(zip(self.own, self.deltas_ND, strict=True))
+            self.federation.on_delta = lambda n, delta_D: rows[n].copy_(delta_D)
 
     # What the federation has, by the names that notebooks use.
     theta_D = property(lambda self: self.federation.theta_D)
@@ -141,24 +141,6 @@ class Training:
     def loss_sum(self) -> Tensor:
         """All local steps' losses in this epoch so far: the clients' own sums, added up."""
         return self.ranks.rows(self.federation.losses_N).sum()
-
-    def _phase(self, t: int) -> Phase:
-        """The schedule: a round's rate, whether it is dense, how much larger its masks are."""
-        epoch, index = divmod(t, self.rounds_per_epoch)
-        config, scheme = self.config, self.config.scheme
-        eta, warm = config.learning_rate_at(epoch + index / self.rounds_per_epoch), config.warmup
-        dense = epoch < warm and scheme.dense_warmup
-        return Phase(eta, dense, scheme.warmup_masks if epoch < warm else 1)
-
-    def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        images, labels = batch
-        with self._autocast():
-            scores = model(images)
-        return F.cross_entropy(scores.float(), labels)
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        enabled = self.config.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def rounds(self, epoch: int) -> Iterator[Tensor]:
         """The rounds of one epoch (counted from 0), each as the update_D (D,) it sent to all.
@@ -211,7 +193,7 @@ class Training:
                 row["refused"] = row.get("refused", 0) + len(compressor.refused)
         steps = count * scheme.local_steps * len(self.active)
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
-        row |= {"learning_rate": self._phase(span[-1]).eta}
+        row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
         row |= {"train_loss": float(self.loss_sum) / steps}
         return row | self._mask_overlap() | (watch.row() if watch else {})
 
@@ -240,7 +222,7 @@ class Training:
         for start in (starts[i] for i in self.ranks.own(len(starts))):
             images, labels = self.feed.batches.test(slice(start, start + batch))
             pieces = images.split(batch if self.device.type == "cuda" else _CACHED_IMAGES)
-            with self._autocast():
+            with _autocast(self.config)():
                 scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
             loss = float(F.cross_entropy(scores, labels, reduction="sum"))
             found.append((loss, int((scores.argmax(1) == labels).sum())))
@@ -253,6 +235,30 @@ class Training:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.federation.load_state_dict(state)
+
+
+def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
+    """The schedule: a round's rate, whether it is dense, how much larger its masks are."""
+    epoch, index = divmod(t, rounds)
+    eta, warm = config.learning_rate_at(epoch + index / rounds), config.warmup
+    dense = epoch < warm and config.scheme.dense_warmup
+    return Phase(eta, dense, config.scheme.warmup_masks if epoch < warm else 1)
+
+
+def _autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManager]:
+    kind, enabled = config.torch_device.type, config.precision == "bf16"
+    return partial(torch.autocast, kind, torch.bfloat16, enabled=enabled)
+
+
+def _loss(
+    autocast: Callable[[], contextlib.AbstractContextManager], model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """Mean cross entropy, the passes in the configured precision."""
+    images, labels = batch
+    with autocast():
+        scores = model(images)
+    return F.cross_entropy(scores.float(), labels)
 
 
 def _link(config: RunConfig, ranks: Ranks) -> Link:
