@@ -141,15 +141,15 @@ def pages_of_a_block():
 
 
 def within_and_after(answers):
-    """In a new process, whose heap has no holes yet."""
+    """In a new process: pages of the cheapest block within a run, of the first one after it."""
     with lab.runs._memory_kept():
         within = min(pages_of_a_block() for _ in range(8))
-    answers.put((within, min(pages_of_a_block() for _ in range(8))))
+    answers.put((within, pages_of_a_block()))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
 def test_a_run_keeps_what_a_step_frees_until_it_ends():
-    """A block of 48 MB is new pages of the kernel each time, but within a run only at first."""
+    """A block of 48 MB is new pages of the kernel, but within a run only at first."""
     answers = FORKSERVER.Queue()
     FORKSERVER.Process(target=within_and_after, args=(answers,)).start()
     within, after = answers.get(timeout=90)
