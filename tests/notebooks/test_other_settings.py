@@ -13,7 +13,7 @@ SHORT = {"epochs": 3, "train_samples": 400, "test_samples": 100}
 TINY = {"dataset": "synthetic", "train_samples": 120, "test_samples": 60, "model": "resnet8", "width": 2,
         "clients": 2, "batch_size": 8, "epochs": 2, "seeds": 1, "threads": 1, "profile": "ci"}  # fmt: skip
 SETTINGS = {
-    "00": [{"tables": [2], "evidence": "cpu18"}, TINY | {"tables": [3]}],
+    "00": [{"tables": [2], "points": ["TCS"]}, TINY | {"tables": [3]}],
     "01": [SHORT | {"clients": 2, "local_steps": [1]},
            SHORT | {"clients": 1, "batch_size": 16, "local_steps": [2, 3], "seed": 3}],
     "02": [SHORT | {"phi": 0.2, "phi_local": 0.02, "clients": 2, "federation_sizes": [1, 3]},
@@ -29,7 +29,7 @@ SETTINGS = {
             "profile": "quick"}],
     "07": [SHORT | {"value_bits": 1, "compared_bits": [1, 2], "clients": 2},
            SHORT | {"value_bits": 8, "compared_bits": [8], "cut": 0.5}],
-    "08": [{"table": 3, "evidence": "cpu18"}, TINY | {"table": 2}],
+    "08": [{"table": 3}, TINY | {"table": 2}],
     "09": [{"own": ["Threshold"], "beside": ["TCS"]},
            {"own": ["TCS-Average-L4"], "beside": ["Baseline"], "seeds": 2}],
     "10": [{"clients": 2, "schemes": ["TCS-L4-Q5++", "Baseline"], "paper_warmup": 30},
@@ -41,8 +41,8 @@ SETTINGS = {
             "round_width": 2, "repeat": 2}],
     "12": [{"processes": 1, "steps": 20, "start_iter": 3},
            {"phi_global": 0.5, "phi_local": 0.3, "steps": 30, "start_iter": 25, "links": [3]}],
-    "13": [{"evidence": "short"}, {"evidence": "cpu18", "lengths": [15]}],
-    "14": [{"evidence": "cpu18"}, {"evidence": "quick"}],
+    "13": [{"lengths": [5]}, {"evidence": "quick", "lengths": [15]}],
+    "14": [{"jobs": 1}, {"evidence": "quick"}],
 }  # fmt: skip
 CASES = [(number, i) for number, settings in SETTINGS.items() for i in range(len(settings))]
 
