@@ -172,5 +172,5 @@ for t, params in plans.items():
 # %%
 made_by = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}
 print(
-    f"core {made_by['core_sha256'][:12]} · torch {made_by['torch']} · {made_by['dataset']} · n = {len(records)} records"
+    f"core {lab.core_sha256()[:12]} · torch {made_by['torch']} · {made_by['dataset']} · n = {len(records)} records"
 )

@@ -170,5 +170,5 @@ for row in summary.itertuples():
 # %%
 made = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}
 print(
-    f"core {made['core_sha256'][:12]} · torch {made['torch']} · {made['dataset']} · n = {len(records)} records"
+    f"core {lab.core_sha256()[:12]} · torch {made['torch']} · {made['dataset']} · n = {len(records)} records"
 )

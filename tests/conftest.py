@@ -58,6 +58,7 @@ def _apart(tmp_path, monkeypatch, request):
     what is promised bit for bit is promised on CPUs."""
     import torch  # not by the process that only hands out the tests
 
+    torch.set_num_threads(1)  # whatever a test before has left
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts

@@ -43,7 +43,8 @@ FITS = {  # strange as they look, these are allowed
     "warmup_epochs": {"null", "zero"}, "warmup_learning_rate": NUMBER, "drops": set(),
     "reference_batch": {"null"}, "weight_decay": {"zero", "a fraction"},
     "dirichlet_alpha": {"null", "a fraction"}, "precision": set(), "wire": {"true"}, "graph": {"true"},
-    "bad_message": set(), "threads": {"null"}, "device": set(),
+    "bad_message": set(), "threads": {"null"}, "device": set(), "crop_padding": {"zero"},
+    "side_by_side": {"null", "true"},
 }  # fmt: skip
 
 

@@ -110,6 +110,7 @@ def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, mon
 
     monkeypatch.setattr(lab.runs, "_work", noted)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # would restore the twelve
     with joblib.parallel_config(backend="threading"):
         for seeds in range(5), [0]:
             wanted = [config(seed=seed, threads=None, **BRIEF) for seed in seeds]
