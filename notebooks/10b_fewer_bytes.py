@@ -205,11 +205,8 @@ plt.show()
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 3.8), layout="constrained")
 for i, (name, part) in enumerate(zip(["shared mask", "own mask"], halves, strict=True)):
     count = 100 * torch.bincount(part, minlength=P) / len(part)
-    bars = {
-        "width": 0.4,
-        "color": lab.COLOURS[(6, 0)[i]],
-        "label": f"{name}: {entropy(part):.2f} bits",
-    }
+    bars = {"width": 0.4, "color": lab.COLOURS[(6, 0)[i]]}
+    bars["label"] = f"{name}: {entropy(part):.2f} bits"
     _ = axes[0].bar(torch.arange(P) + 0.8 + 0.4 * i, count, **bars)
 axes[0].axhline(100 / P, color=lab.COLOURS[2], ls="--", label=f"equally likely: {q - 1} bits")
 axes[0].set(xlabel="interval p (1: largest values)", ylabel="share of the values (%)")
