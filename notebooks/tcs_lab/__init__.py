@@ -115,16 +115,23 @@ from tcs_lab.tables import (
     welch_interval,
     with_interval,
 )
+from tcs_lab.text import (
+    GPT,
+    Text,
+    load_text,
+)
 from tcs_lab.training import (
     ImageFeed,
     Row,
     Training,
     Watch,
+    load_data,
 )
 
 __all__ = [
     "BOUNDS",
     "COLOURS",
+    "GPT",
     "IMAGE_FORMATS",
     "MAX_DATASET_BYTES",
     "MAX_PARAMS_BYTES",
@@ -151,6 +158,7 @@ __all__ = [
     "RunConfig",
     "Seed",
     "Share",
+    "Text",
     "Timing",
     "Training",
     "Watch",
@@ -178,7 +186,9 @@ __all__ = [
     "joined_ranks",
     "judged",
     "label_ends",
+    "load_data",
     "load_dataset",
+    "load_text",
     "markdown",
     "mean_interval",
     "megabytes_figure",

@@ -18,11 +18,10 @@ from pydantic import AfterValidator, BaseModel, Field
 
 import tcs_core
 from tcs_core import Scheme
-from tcs_lab.data import Dataset
 from tcs_lab.errors import cut, reject_unknown, validated
 from tcs_lab.settings import ROOT, RUN_KEYS, RunConfig, digest_of
 from tcs_lab.side_by_side import goes_side_by_side
-from tcs_lab.training import Row, Training
+from tcs_lab.training import Data, Row, Training
 
 RECORD_VERSION = 1
 
@@ -36,7 +35,7 @@ def results_folder(profile: str, results: str | Path | None = None) -> Path:
 
 
 def made_record(
-    config: RunConfig, training: Training, data: Dataset, rows: list[Row],
+    config: RunConfig, training: Training, data: Data, rows: list[Row],
     ways: list[dict[str, Any]], status: str, reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of a run that ended; its rows were made in these `ways` (see `rounding`)."""

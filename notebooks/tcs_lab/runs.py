@@ -25,7 +25,6 @@ from joblib.parallel import get_active_backend
 
 from tcs_core import NotFiniteError
 from tcs_lab.checkpoints import Pace, checkpoint_path, load_checkpoint, save_checkpoint
-from tcs_lab.data import Dataset, load_dataset
 from tcs_lab.files import alone, say_waiting, write_whole
 from tcs_lab.progress import Progress, rows_shown
 from tcs_lab.ranks import Ranks
@@ -37,7 +36,7 @@ from tcs_lab.records import (
     rounding,
 )
 from tcs_lab.settings import RunConfig, checked, from_outside
-from tcs_lab.training import Row, Training
+from tcs_lab.training import Data, Row, Training, load_data
 
 OnEpoch = Callable[[Row], None] | None
 _POLL_SECONDS = 0.2  # how often a waiting process looks again
@@ -76,9 +75,7 @@ def _run(
             return None
         if ranks.first(path.exists):  # perhaps made a moment ago
             return ranks.first(lambda: read_record(path, config))
-        source = (config.dataset, config.data_root, config.data_label)
-        data = ranks.in_turn(lambda: load_dataset(*source))
-        data = data.first(config.train_samples, config.test_samples).resized(config.image_size)
+        data = ranks.in_turn(lambda: load_data(config))
         with _arithmetic(config.threads), _memory_kept():
             record = _train(config, data, on_epoch, ranks)
         ranks.first(lambda: _keep_record(path, record, config))
@@ -91,7 +88,7 @@ def _keep_record(path: Path, record: dict[str, Any], config: RunConfig) -> None:
     checkpoint_path(config).unlink(missing_ok=True)
 
 
-def _train(config: RunConfig, data: Dataset, on_epoch: OnEpoch, ranks: Ranks) -> dict[str, Any]:
+def _train(config: RunConfig, data: Data, on_epoch: OnEpoch, ranks: Ranks) -> dict[str, Any]:
     git_state()  # now: the code may be edited while this runs
     training = ranks.together(lambda: Training(config, data, ranks))
     rows, ways = load_checkpoint(config, training)
@@ -222,7 +219,7 @@ def _run_apart(
         return []
     share = max(1, torch.get_num_threads() // joblib.effective_n_jobs(jobs))
     own = [dataclasses.replace(c, threads=c.threads or share) for c in configs]
-    load_dataset(own[0].dataset, own[0].data_root, own[0].data_label)  # decode once
+    load_data(own[0])  # decode once
     made, pool = set(), joblib.Parallel(min(jobs, len(own)), return_as="generator_unordered")
     with rows_shown(bar) as told:
         with _interrupts_held():  # workers do not see Ctrl-C: it is for this process

@@ -33,8 +33,12 @@ def _rising(shares: tuple[float, ...]) -> tuple[float, ...]:
     return shares
 
 
+TEXT_MODEL = "gpt"  # the model of dataset text, and of no other
+MODELS = (*STAGES, TEXT_MODEL)
+
+
 def _known_model(name: str) -> str:
-    if name not in STAGES:
+    if name not in MODELS:
         raise ValueError("unknown")
     return name
 
@@ -50,7 +54,7 @@ Drops = Annotated[
     AfterValidator(_rising),
 ]
 Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
-Model = Annotated[str, AfterValidator(_known_model), Field(description=" or ".join(STAGES))]
+Model = Annotated[str, AfterValidator(_known_model), Field(description=" or ".join(MODELS))]
 PROFILE = {"pattern": r"^[\w-]{1,64}$", "description": "up to 64 letters, digits, - and _"}
 DEVICE = {
     "pattern": r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
@@ -73,7 +77,7 @@ class RunConfig:
     learning_rate: Positive = 0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
     seed: Seed = 0  # of everything random
     profile: Annotated[str, Field(**PROFILE)] = "ci"  # folder under results/
-    dataset: Literal["synthetic", "cifar10", "folder"] = "synthetic"  # what is learned
+    dataset: Literal["synthetic", "cifar10", "folder", "text"] = "synthetic"  # what is learned
     # cifar10: download folder; folder: a folder or a tar
     data_root: Annotated[Text, Field(max_length=4000)] | None = None
     data_label: Annotated[Text, Field(max_length=200)] | None = None  # its name in tables
@@ -81,8 +85,9 @@ class RunConfig:
     test_samples: Whole | None = None
     image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels a side; null: as it is
     crop_padding: Annotated[int, Field(ge=0, le=32)] = 4  # pixels around an image, for random crops
-    model: Model = "resnet18"  # depth, Sec. III-A
-    width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first stage
+    context: Annotated[int, Field(ge=1, le=4096)] = 64  # characters a sample of a text
+    model: Model = "resnet18"  # depth, Sec. III-A; of a text: gpt
+    width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first stage, or of the gpt
     clients: Whole = 10  # N, Sec. III-A
     participation: Share = 1.0  # of the clients, drawn each round, Alg. 1
     batch_size: Whole = 64  # B, samples a local step
@@ -116,8 +121,21 @@ class RunConfig:
             raise ValueError(
                 f"warmup_epochs: got {self.warmup}, allowed: less than epochs ({self.epochs})"
             )
+        self._check_task()
         if self.bad_message != "stop" and not self.wire:
             raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
+
+    def _check_task(self) -> None:
+        """ValueError for a model, or a setting, that the data set does not go with."""
+        text = self.dataset == "text"
+        if text != (self.model == TEXT_MODEL):
+            allowed = TEXT_MODEL if text else " or ".join(STAGES)
+            got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"
+            raise ValueError(f"model: {got}")
+        images = ("train_samples", "test_samples", "image_size", "dirichlet_alpha", "graph")
+        for key in images if text else ():
+            if value := getattr(self, key):
+                raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
 
     # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
     # no warm-up, whatever the federated settings beside it say (Sec. III-B).

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 import tcs_core
 from tcs_core import ByteLink, ClientError, Federation, Link, Phase, ProcessLink, StaticRounds
-from tcs_lab.data import Batches, Dataset, Draws, generator_for, partition
+from tcs_lab.data import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.ranks import Ranks
 from tcs_lab.settings import RunConfig
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
+from tcs_lab.text import GPT, Text, TextFeed, load_text
 
 Row = dict[str, Any]  # of a record: what one epoch did
+Data = Dataset | Text
 
 # Purposes of random numbers; with seed, epoch, client they name one independent stream each, so
 # that no draw depends on the order of work, the number of processes or where a run was resumed.
@@ -27,10 +29,20 @@ _STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
 _CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
 
 
+def load_data(config: RunConfig) -> Data:
+    """The data set of a configuration, cut to its samples and pixels."""
+    if config.dataset == "text":
+        return load_text()
+    data = load_dataset(config.dataset, config.data_root, config.data_label)
+    return data.first(config.train_samples, config.test_samples).resized(config.image_size)
+
+
 class ImageFeed:
     """Batches of augmented images for the core's federation: every client passes over its own
     samples (N, M) without replacement, in an order of its own in every epoch. What an epoch's last
     round has no full batches for is left out."""
+
+    weights = None  # clients have equally many samples
 
     def __init__(self, batches: Batches, samples_NM: Tensor, config: RunConfig, own: range):
         self.batches, self.samples_NM, self.config, self.own = batches, samples_NM, config, own
@@ -42,8 +54,20 @@ class ImageFeed:
         self._held: list[Draws] | None = None  # of static rounds: tensors that stay where they are
         self._ahead: dict[int, tuple[Draws, dict[int, tuple[Tensor, Tensor]]]] = {}
 
-    def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
-        return self.batches.augmented(draws)
+    @staticmethod
+    def of(config: RunConfig, data: Dataset, ranks: Ranks, own: range) -> ImageFeed:
+        """The feed of a configuration; over several ranks each keeps its own clients' images."""
+        samples_NM = _client_samples(config, data)[own.start : own.stop]
+        batches = Batches(data, config.torch_device, config.crop_padding)
+        samples_NM = batches.keep(samples_NM) if ranks.size > 1 else samples_NM
+        return ImageFeed(batches, samples_NM, config, own)
+
+    @property
+    def tests(self) -> Tensor:
+        return self.batches.test_labels
+
+    def test(self, part: slice) -> tuple[Tensor, Tensor]:
+        return self.batches.test(part)
 
     def draws(self, epoch: int) -> list[Draws]:
         """Every own client's order of samples, crops and flips for one epoch."""
@@ -98,24 +122,25 @@ class Training:
     """
 
     def __init__(
-        self, config: RunConfig, data: Dataset, ranks: Ranks | None = None,
+        self, config: RunConfig, data: Data, ranks: Ranks | None = None,
         keep_deltas: bool = False,
     ):  # fmt: skip
         self.config, self.device, self.fingerprint = config, config.torch_device, data.fingerprint
         self.ranks, scheme = ranks or Ranks(), config.scheme
         self.own = self.ranks.own(config.client_count)
-        samples_NM = _client_samples(config, data)[self.own.start : self.own.stop]
-        batches = Batches(data, self.device, config.crop_padding)
-        samples_NM = batches.keep(samples_NM) if self.ranks.size > 1 else samples_NM
-        self.feed = ImageFeed(batches, samples_NM, config, self.own)
+        self.feed: Any = (
+            TextFeed(data, config, (_PARTITION, _SAMPLING))
+            if isinstance(data, Text)
+            else ImageFeed.of(config, data, self.ranks, self.own)
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
-            model = tcs_core.build_model(config.model, config.width, data.classes)
+            model = _model(config, data.classes)
         link = _link(config, self.ranks)
         kind = SideBySide if goes_side_by_side(config) and self.ranks.size == 1 else Federation
         self.federation = kind(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
-            loss=partial(_loss, _autocast(config)), link=link,
+            loss=partial(_loss, _autocast(config)), link=link, weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
         )  # fmt: skip
         everyone = config.participants == config.client_count
@@ -212,22 +237,23 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, batch: int = 500) -> dict[str, float]:
-        """Accuracy (0..1) and mean loss on the test images; the clients' statistics averaged. Sums
-        are over so many images as `batch` says, and ranks share them out so."""
+        """Accuracy (0..1) and mean loss on the test samples (of a text, their characters); the
+        clients' statistics averaged. Sums are over so many samples as `batch` says, and ranks share
+        them out so."""
         self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         self.flat.use(self.flat.statistics_views(average_S))
-        count = len(self.feed.batches.test_labels)
-        starts, found = range(0, count, batch), []
+        starts, found = range(0, len(self.feed.tests), batch), []
         for start in (starts[i] for i in self.ranks.own(len(starts))):
-            images, labels = self.feed.batches.test(slice(start, start + batch))
-            pieces = images.split(batch if self.device.type == "cuda" else _CACHED_IMAGES)
+            inputs, labels = self.feed.test(slice(start, start + batch))
+            pieces = inputs.split(batch if self.device.type == "cuda" else _CACHED_IMAGES)
             with _autocast(self.config)():
                 scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
+            scores, labels = scores.flatten(0, -2), labels.flatten()
             loss = float(F.cross_entropy(scores, labels, reduction="sum"))
-            found.append((loss, int((scores.argmax(1) == labels).sum())))
-        found = self.ranks.rows(torch.tensor(found, dtype=torch.float64).view(-1, 2)).tolist()
-        loss, right = (sum(column) for column in zip(*found, strict=True))
+            found.append((loss, int((scores.argmax(1) == labels).sum()), len(labels)))
+        found = self.ranks.rows(torch.tensor(found, dtype=torch.float64).view(-1, 3)).tolist()
+        loss, right, count = (sum(column) for column in zip(*found, strict=True))
         return {"accuracy": right / count, "loss": loss / count}
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,10 +281,16 @@ def _loss(
     batch: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     """Mean cross entropy, the passes in the configured precision."""
-    images, labels = batch
+    inputs, labels = batch
     with autocast():
-        scores = model(images)
-    return F.cross_entropy(scores.float(), labels)
+        scores = model(inputs)
+    return F.cross_entropy(scores.float().flatten(0, -2), labels.flatten())
+
+
+def _model(config: RunConfig, classes: int) -> nn.Module:
+    if config.dataset == "text":
+        return GPT(classes, config.width, config.context)
+    return tcs_core.build_model(config.model, config.width, classes)
 
 
 def _link(config: RunConfig, ranks: Ranks) -> Link:

@@ -49,7 +49,8 @@ def plain_sgd(federation, rounds, weight_decay, momentum=0.0):
     """The same batches through torch's own SGD and an ordinary copy of the model."""
     draws, batch = federation.feed.draws(0)[0], federation.config.batch
     samples = (
-        federation.feed.augmented(draws[i : i + batch]) for i in range(0, rounds * batch, batch)
+        federation.feed.batches.augmented(draws[i : i + batch])
+        for i in range(0, rounds * batch, batch)
     )
     eta = federation.config.learning_rate_at(0)
     return sgd_steps(federation.flat.model, samples, eta, tcs.cross_entropy, weight_decay, momentum)
