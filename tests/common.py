@@ -108,7 +108,8 @@ class HeldFeed:
     def batch(self, n, round, tau):
         if not isinstance(round, torch.Tensor):
             return self.batches_N[n][round * self.steps + tau]
-        return tuple(part[round * self.steps + tau] for part in self.held[n])
+        place = (round * self.steps + tau).view(1)  # part[place] of a 0-d tensor would look at it
+        return tuple(part.index_select(0, place)[0] for part in self.held[n])
 
     def hold(self, rounds):
         span = slice(rounds.start * self.steps, rounds.stop * self.steps)

@@ -1,0 +1,66 @@
+"""Augmentation on a GPU that is not there: see tests/core/test_fake_cuda.py."""
+
+import pytest
+import tcs_lab as lab
+import torch
+from common import config
+from tcs_lab.data import Batches, Draws
+from tcs_lab.on_paper import fake_feed, fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+
+@pytest.fixture
+def feed():
+    """Of three clients with 40 images each; samples, crops and flips are drawn on the CPU."""
+    mode, data = fake_mode(), lab.synthetic_dataset(120, 40).resized(16)
+    made = fake_feed(config("TCS-L2"), data, mode, "cuda")
+    with mode:
+        yield made
+
+
+def held_batch(feed, tau=1):
+    feed.hold(range(feed.rounds))
+    return feed.batch(2, torch.zeros((), dtype=torch.int64, device="cuda"), tau)
+
+
+def test_a_static_rounds_batch_is_made_on_the_device(feed):
+    images, labels = held_batch(feed)
+    assert images.shape == (4, 3, 16, 16) and images.is_contiguous(
+        memory_format=torch.channels_last
+    )
+    assert {images.device.type, labels.device.type} == {"cuda"}
+
+
+def test_an_eager_rounds_batch_is_made_on_the_device_too(feed):
+    images, labels = feed.batch(2, 3, 1)
+    assert images.shape == (4, 3, 16, 16) and labels.shape == (4,)
+    assert {images.device.type, labels.device.type} == {"cuda"}
+
+
+def test_held_samples_stay_where_they_are(feed):
+    held_batch(feed)
+    before = [list(vars(draws).values()) for draws in feed._held]
+    feed.hold(range(feed.rounds, 2 * feed.rounds))
+    after = [list(vars(draws).values()) for draws in feed._held]
+    assert all(a is b for one, two in zip(before, after, strict=True)
+               for a, b in zip(one, two, strict=True))  # fmt: skip
+    assert {t.device.type for tensors in after for t in tensors} == {"cuda"}
+
+
+def looks(draws):
+    return Draws(draws.samples + int(draws.crops.max()), draws.crops, draws.flips)
+
+
+def on_the_cpu(draws):
+    return Draws(draws.samples, draws.crops.cpu(), draws.flips)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "error", "says"),
+    [(looks, DataDependentOutputException, "_local_scalar_dense"), (on_the_cpu, RuntimeError, "devices")],
+)  # fmt: skip
+def test_what_does_not_belong_on_a_gpu_raises(spoiled, error, says, feed, monkeypatch):
+    plain = Batches.augmented
+    monkeypatch.setattr(Batches, "augmented", lambda self, draws: plain(self, spoiled(draws)))
+    with pytest.raises(error, match=says):
+        held_batch(feed)
