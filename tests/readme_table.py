@@ -47,7 +47,8 @@ def verdict() -> str:
     table = lab.judged(read, lab.claim_records(read, params("cpu"))).set_index("claim")
     readable = lab.readable_claims(table.loc[list(CLAIMS)].reset_index())
     written = lab.markdown(readable[list(COLUMNS)].rename(columns=COLUMNS))
-    return written.replace(" ---: |\n", " --- |\n", 1)  # the last column has words
+    written = written.replace(" ---: |\n", " --- |\n", 1)  # the last column has words
+    return written.replace("≥ ", "≥\N{NO-BREAK SPACE}")  # else a narrow page breaks the bound
 
 
 def with_table(text: str) -> str:
