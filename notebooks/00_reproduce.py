@@ -106,7 +106,12 @@ for t, params in plans.items():
     if profile:
         output = str(folder / f"table{t}.ipynb")
         papermill.execute_notebook(
-            source, output, given | {"table": t}, progress_bar=False, cwd=str(lab.ROOT)
+            source,
+            output,
+            given | {"table": t},
+            progress_bar=False,
+            cwd=str(lab.ROOT),
+            extra_arguments=["--log-level=CRITICAL"],  # else a warning of the kernel's lands here
         )
     else:
         runs = lab.plan(params)

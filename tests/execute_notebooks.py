@@ -38,12 +38,25 @@ def paired(py: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """What a cell printed in pieces is one output, as JupyterLab saves it."""
+    whole: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and whole and whole[-1].get("name") == output.name:
+            whole[-1].text += output.text
+        else:
+            whole.append(output)
+    return whole
+
+
 def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Without timings, so that two runs differ only where results do; else as JupyterLab saves it."""
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("jupytext", {}).pop("text_representation", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     return notebook
 
 

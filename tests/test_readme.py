@@ -36,6 +36,13 @@ def test_it_is_short():
     assert len(TEXT.splitlines()) <= 150
 
 
+def test_its_code_fits_the_narrowest_page():
+    """GitHub shows as few as 57 columns; a block that is wider is cut off."""
+    code = re.findall(r"```python\n(.*?)```", TEXT, re.S) + re.findall(r"^    (.+)$", TEXT, re.M)
+    lines = [line for block in code for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 57] == []
+
+
 def test_the_commands_stand_there_word_for_word():
     blocks = re.sub(r" *\\\n *", " ", TEXT)
     lines = [line.strip() for line in blocks.splitlines()]

@@ -1,10 +1,12 @@
 """Opening and saving in JupyterLab: changes nothing but what was changed by hand."""
 
+import itertools
 import re
 import shutil
 import subprocess
 import sys
 
+import nbformat
 import pytest
 import tcs_lab as lab
 from jupyter_client.kernelspec import get_kernel_spec
@@ -39,6 +41,14 @@ def test_opening_and_saving_change_nothing(ipynb, tmp_path):
     manager.save(model, model["path"])
     for path in (ipynb, ipynb.with_suffix(".py")):
         assert (tmp_path / "notebooks" / path.name).read_text() == path.read_text()
+
+
+@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
+def test_run_all_and_saving_change_nothing_but_results(ipynb):
+    """JupyterLab joins what a cell printed in pieces: so must be what is committed."""
+    cells = nbformat.read(ipynb, 4).cells
+    names = [[o.get("name") for o in cell.get("outputs", [])] for cell in cells]
+    assert not any(a and a == b for row in names for a, b in itertools.pairwise(row))
 
 
 def test_a_change_is_saved_in_both(tmp_path):
