@@ -28,7 +28,6 @@ import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import tcs_core as tcs
 
@@ -58,8 +57,8 @@ seed = 0
 # %%
 lab.check_notebook_params(globals())
 claim = lab.Claims(globals(), "000000")  # asserted for the values above, said for others
-counts = dict.fromkeys(("clients", "rounds", "batch_size", "warmup", "many_width"), lab.Count)
-lab.check_values(globals(), **counts, learning_rate=lab.Positive, tolerance=lab.Positive)
+whole = dict.fromkeys(("clients", "rounds", "batch_size", "warmup", "many_width"), lab.Count)
+lab.check_values(globals(), **whole, learning_rate=lab.Positive, tolerance=lab.Positive)
 lab.check_values(globals(), schemes=list[str], many_clients=list[lab.Count], seed=lab.Seed)
 if warmup >= rounds:
     raise ValueError(f"warmup: got {warmup}, allowed: less than rounds, which is {rounds}")
@@ -67,8 +66,8 @@ if warmup >= rounds:
 # %% [markdown]
 # ## Yours: data and model
 #
-# `own[n]` is what client n can learn from: here, noisy values of one unknown function, each client's seen from another
-# region. Client n has n times as much as client 1.
+# `own[n]` is what client n can learn from, as batches: here, noisy values of one unknown function, each client's seen from
+# another region. The last client has the most.
 
 # %%
 torch.manual_seed(seed)
@@ -77,26 +76,21 @@ teacher[0].weight.mul_(3)
 regions = torch.randn(clients, 20)
 
 
-def samples(n: int, count: int) -> TensorDataset:
+def samples(n: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(count, 20) + regions[n]
-    return TensorDataset(x, teacher(x) + 0.05 * torch.randn(count, 1))
+    return x, teacher(x) + 0.05 * torch.randn(count, 1)
 
 
-own = [samples(n, 200 * (n + 1)) for n in range(clients)]
-held_out = [samples(n, 100 * (n + 1)) for n in range(clients)]
-test = [torch.cat(parts) for parts in zip(*(s.tensors for s in held_out), strict=True)]
+counts = [200 * (n + 1) for n in range(clients)]
+own = [[t.split(batch_size) for t in samples(n, count)] for n, count in enumerate(counts)]
+own = [list(zip(*parts, strict=True)) for parts in own]  # batches: inputs and targets
+test = [torch.cat(t) for t in zip(*(samples(n, c // 2) for n, c in enumerate(counts)), strict=True)]
 
 
 # %%
 def model_of(width: int = 128) -> nn.Module:
-    layers = (
-        nn.Linear(20, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, 1),
-    )
-    return nn.Sequential(*layers)
+    first, second = nn.Linear(20, width), nn.Linear(width, width)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(width, 1))
 
 
 def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -121,20 +115,15 @@ def schedule(t: int) -> tcs.Phase:
 
 def trained(scheme: str) -> pd.DataFrame:
     torch.manual_seed(seed)
-    feed = [DataLoader(part, batch_size, shuffle=True) for part in own]
-    federation = tcs.Federation(
-        model_of(), feed, scheme, schedule, loss=loss, weights=map(len, own)
-    )
+    federation = tcs.Federation(model_of(), own, scheme, schedule, loss=loss, weights=counts)
     rows, megabytes = [], 0.0
     for t in range(1, rounds + 1):
         federation.round()
         sent = federation.compressor
         megabytes += (sent.bytes_up + clients * sent.bytes_down) / 1e6
         if t % (rounds // 20 or 1) == 0:
-            with torch.no_grad():
-                rows.append(
-                    {"round": t, "MB": megabytes, "loss": loss(federation.model, test).item()}
-                )
+            now = loss(federation.model, test).item()
+            rows.append({"round": t, "MB": megabytes, "loss": now})
     return pd.DataFrame(rows)
 
 
