@@ -70,6 +70,8 @@ jobs = None  # runs side by side
 wire = None  # True: every message becomes bytes and is decoded; the same numbers, slower
 bad_message = None  # "skip": with wire, a message that can't be accepted is left out
 side_by_side = None  # True, False: all clients in one pass, or in turns; else by their size
+client_threads = None  # True: a client a thread; the same numbers for any number of threads
+compiled = None  # True: passes by torch.compile; numbers to rounding
 graph = None  # True: sparse rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 

@@ -4,6 +4,7 @@ provenance, go to results/bench/. Every case is a few lines below; `BENCHES` nam
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from tcs_core import (
@@ -28,6 +29,7 @@ from tcs_core import (
     decode_positions,
     encode_message,
     encode_positions,
+    kept,
     positions_to_mask,
 )
 from tcs_lab.data import synthetic_dataset
@@ -85,16 +87,16 @@ class Bench:
 
 
 def _bench_federation(
-    bench: Bench, scheme: str, model: str, width: int, batch: int, graph: bool = False
+    bench: Bench, scheme: str, model: str, width: int, batch: int, **way: Any
 ) -> Training:
     """Ten clients with samples for a few rounds, eight of a small batch, one of a large one; the
-    first, dense round is made, and its differences kept."""
+    first, dense round is made, and its differences kept. `way` is a setting of how it is made."""
     scheme_ = Scheme.named(scheme)
     one = batch * scheme_.local_steps
     each = max(one, min(8 * one, 128))
     config = RunConfig(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
-        precision=cast(Any, bench.precision), device=bench.device, graph=graph,
+        precision=cast(Any, bench.precision), device=bench.device, **way,
     )  # fmt: skip
     training = Training(config, synthetic_dataset(train=10 * each, test=10), keep_deltas=True)
     training.federation.round()
@@ -102,12 +104,12 @@ def _bench_federation(
     return training
 
 
-def _round_works(training: Training) -> dict[str, Callable[[], Any]]:
-    """An epoch's rounds, and their parts by themselves."""
-    federation, feed, compressor = training.federation, training.feed, training.compressor
+def _passes(training: Training) -> Callable[[], None]:
+    """An epoch's forward and backward passes, with no federation around them."""
+    federation, feed = training.federation, training.feed
     each, ready = feed.rounds * feed.steps * feed.size, [feed.augmented(d) for d in feed.draws(0)]
 
-    def passes() -> None:
+    def work() -> None:
         federation.model.train()
         federation.flat.use(federation.statistics_views[0])
         for first in range(0, each, feed.size):
@@ -115,41 +117,108 @@ def _round_works(training: Training) -> dict[str, Callable[[], Any]]:
                 part = [tensor[first : first + feed.size] for tensor in batch]
                 federation.loss(federation.model, part).backward()
 
-    def whole() -> None:
+    return work
+
+
+def _rounds(training: Training) -> Callable[[], None]:
+    """An epoch's rounds."""
+    federation, feed = training.federation, training.feed
+
+    def work() -> None:
         federation.t = 0
         feed._ahead.clear()  # augmented anew
         for _ in range(feed.rounds):
             federation.round()
 
+    return work
+
+
+def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
+    """The same with top-K as one writes it without this package: clients in a loop, torch.topk of
+    all entries, errors kept. One local step a round."""
+    federation, feed = training.federation, training.feed
+    parameters, eta = list(model.parameters()), federation.schedule(0).eta
+    errors = [torch.zeros_like(training.theta_D) for _ in range(feed.clients)]
+    k = kept(1e-2, len(training.theta_D))
+
+    def difference(n: int, t: int) -> Tensor:
+        model.zero_grad()
+        federation.loss(model, feed.batch(n, t, 0)).backward()
+        return torch.cat([-eta * cast(Tensor, p.grad).flatten() for p in parameters])
+
+    @torch.no_grad()
+    def add(update_D: Tensor) -> None:
+        for p, part in zip(
+            parameters, update_D.split([p.numel() for p in parameters]), strict=True
+        ):
+            p.add_(part.view(p.shape))
+
+    def work() -> None:
+        feed._ahead.clear()
+        for t in range(feed.rounds):
+            update_D = torch.zeros_like(training.theta_D)
+            for n in range(feed.clients):
+                intended_D = difference(n, t) + errors[n]
+                largest_K = intended_D.abs().topk(k).indices
+                update_D[largest_K] += intended_D[largest_K] / feed.clients
+                intended_D[largest_K] = 0
+                errors[n] = intended_D
+            add(update_D)
+
+    return work
+
+
+def _parts(training: Training) -> dict[str, Callable[[], Any]]:
+    """What an epoch's rounds do beside passes, by itself."""
+    feed, each = training.feed, training.feed.rounds * training.feed.steps * training.feed.size
+
     def compression() -> None:
         for _ in range(feed.rounds):
-            compressor.step(training.deltas_ND)
+            training.compressor.step(training.deltas_ND)
 
     def augmentation() -> None:
         for draws in feed.draws(0):
             feed.augmented(draws[:each])
 
-    names = ("passes", "round", "compression", "augmentation")
-    return dict(zip(names, (passes, whole, compression, augmentation), strict=True))
+    return {"compression": compression, "augmentation": augmentation}
 
 
 def bench_round(
     bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None,
     turns: int = 1,
 ) -> None:  # fmt: skip
-    """An epoch's rounds over the same forward and backward passes with no federation around them;
-    with so many CPU `threads`, where a profile sets them for this net."""
-    training = _bench_federation(bench, scheme, model, width, batch)
-    works, rounds = _round_works(training), training.feed.rounds
-    if bench.torch_device.type == "cuda":
-        static = _bench_federation(bench, scheme, model, width, batch, graph=True).static
-        works["graph"] = lambda: static.play(range(rounds))
+    """An epoch's rounds over the same forward and backward passes with no federation around them,
+    beside plain top-K and, with several threads, a client a thread; with so many CPU `threads`,
+    where a profile sets them for this net."""
     net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
-    numbers = {"dimension": len(training.theta_D), "local_steps": training.feed.steps}
     with _arithmetic(threads), _memory_kept():
-        case = f"{net}, N 10, B {batch}, {scheme}"
+        case = scheme, model, width, batch
+        training = _bench_federation(bench, *case)
+        rounds, steps = training.feed.rounds, training.feed.steps
+        works: dict[str, Any] = {"passes": _passes(training), "round": _rounds(training)}
+        if steps == 1:
+            model_ = copy.deepcopy(training.federation.model)
+            works["plain top-K"] = _plain_rounds(training, model_.train())
+        if bench.torch_device.type == "cuda":
+            static = _bench_federation(bench, *case, graph=True).static
+            works["graph"] = lambda: static.play(range(rounds))
+        elif torch.get_num_threads() > 1:
+            works["client threads"] = _rounds(_bench_federation(bench, *case, client_threads=True))
+        numbers = {"dimension": len(training.theta_D), "local_steps": steps}
         numbers["threads"] = torch.get_num_threads()
-        bench.measure("round", case, works, rounds, turns, **numbers)
+        title = f"{net}, N 10, B {batch}, {scheme}"
+        bench.measure("round", title, works | _parts(training), rounds, turns, **numbers)
+
+
+def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
+    """Passes by torch.compile over the same ones as they are. Compiling takes minutes."""
+    with _memory_kept():
+        eager, compiled = (
+            _bench_federation(bench, "TCS", model, width, batch, compiled=way)
+            for way in (False, True)
+        )
+        works = {"passes": _passes(eager), "compiled passes": _passes(compiled)}
+        bench.measure("compiled", f"{model} width {width}, N 10, B {batch}", works)
 
 
 def _textbook_round(
@@ -274,6 +343,7 @@ BENCHES: dict[str, list[Any]] = {
         ),  # params/short.yaml
         lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1, turns=15),  # params/quick.yaml
     ],
+    "compiled": [lambda b: bench_compiled(b, "resnet18", 32, 64)],
     "step": [lambda b: bench_step(b, 11_173_962, 10)],
     "codecs": [bench_codecs],
     "growth": [lambda b, n=n: bench_step(b, 10**6, n, textbook=False) for n in _GROWTH_N]

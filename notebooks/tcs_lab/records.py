@@ -18,6 +18,8 @@ from pydantic import AfterValidator, BaseModel, Field
 
 import tcs_core
 from tcs_core import Scheme
+from tcs_lab.client_threads import goes_a_client_a_thread
+from tcs_lab.compiled import goes_compiled
 from tcs_lab.errors import cut, reject_unknown, validated
 from tcs_lab.settings import ROOT, RUN_KEYS, RunConfig, digest_of
 from tcs_lab.side_by_side import goes_side_by_side
@@ -68,21 +70,28 @@ def _content_sha256(record: dict[str, Any]) -> str:
 _REPEATS = {
     "cpu": "bit for bit, on this kind of processor with these threads and versions",
     "cuda": "within rounding: sums on a GPU have no fixed order",
+    "compiled": "within rounding: the C++ compiler decides, too",
     "mixed": "within rounding: it went on from a checkpoint that was made in another of these ways",
 }
 
 
 def rounding(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
     """What decides how sums are rounded, beside the code."""
-    device = config.torch_device
+    device, one_core = config.torch_device, goes_a_client_a_thread(config)
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "threads": config.threads or torch.get_num_threads(),
+        **({} if one_core else _threads(config)),
         "graph": config.graph,
         "side_by_side": goes_side_by_side(config) and ranks == 1,
+        "client_threads": one_core,
+        "compiled": goes_compiled(config),
     }
+
+
+def _threads(config: RunConfig) -> dict[str, int]:
+    return {"threads": config.threads or torch.get_num_threads()}
 
 
 def provenance(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
@@ -92,9 +101,10 @@ def provenance(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
         "lab_sha256": _LAB_SHA256,
         **git_state(),
         "python": platform.python_version(),
+        **_threads(config),
         **rounding(config, ranks),
         "ranks": ranks,
-        "repeats": _REPEATS[config.torch_device.type],
+        "repeats": _REPEATS["compiled" if goes_compiled(config) else config.torch_device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -155,14 +165,15 @@ def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, 
 
 def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     """The configuration that makes a record's run again, in the same way; `where` sets what
-    a record does not hold (data_root, device) or changes how it is made (threads, graph, side_by_side).
+    a record does not hold (data_root, device) or changes how it is made (threads, graph, ...).
 
     Raises ValueError if this core has no such run: a rule from outside the module, a field that it
     does not know.
     """
     given, made = dict(record["config"]), record["provenance"]
     how = {"threads": made.get("threads")}
-    how |= {way: made.get(way, False) for way in ("graph", "side_by_side")}
+    ways = ("graph", "side_by_side", "client_threads", "compiled")
+    how |= {way: made.get(way, False) for way in ways}
     scheme = Scheme(**given.pop("scheme"))
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}

@@ -62,7 +62,8 @@ DEVICE = {
 }
 
 # Where and how fast a run is made; not part of what it is.
-WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side"}
+WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side",
+              "client_threads", "compiled"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class RunConfig:
     graph: bool = False
     # all clients in one pass, for small nets; null: by their size; the same masks, to rounding
     side_by_side: bool | None = None
+    # every thread one client at a time, for larger nets; the same bits for any number of threads
+    client_threads: bool = False
+    compiled: bool = False  # passes by torch.compile, after minutes; numbers to rounding (bf16's)
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
     device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
 
@@ -124,6 +128,11 @@ class RunConfig:
         self._check_task()
         if self.bad_message != "stop" and not self.wire:
             raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
+        if self.graph and self.client_threads:
+            raise ValueError("client_threads: got True, allowed with graph: False")
+        for way in ("client_threads", "compiled"):
+            if self.side_by_side and getattr(self, way):
+                raise ValueError(f"{way}: got True, allowed with side_by_side: False")
 
     def _check_task(self) -> None:
         """ValueError for a model, or a setting, that the data set does not go with."""

@@ -25,8 +25,9 @@ MOST = 8192
 
 def goes_side_by_side(config: RunConfig) -> bool:
     """As configured; else by the sizes of net, batch and images (never by a timing: records must
-    repeat), on a CPU. Not with static rounds, which take turns."""
-    if config.graph or config.client_count == 1 or config.torch_device.type != "cpu":
+    repeat), on a CPU. Not where static rounds, threads or compiled passes take client by client."""
+    apart = config.graph or config.client_threads or config.compiled or config.client_count == 1
+    if apart or config.torch_device.type != "cpu":
         return False
     if config.side_by_side is not None:
         return config.side_by_side

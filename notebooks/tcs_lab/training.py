@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import tcs_core
 from tcs_core import ByteLink, ClientError, Federation, Link, Phase, ProcessLink, StaticRounds
+from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
+from tcs_lab.compiled import passes
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.ranks import Ranks
 from tcs_lab.settings import RunConfig
@@ -137,10 +139,10 @@ class Training:
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
         link = _link(config, self.ranks)
-        kind = SideBySide if goes_side_by_side(config) and self.ranks.size == 1 else Federation
-        self.federation = kind(
+        self.federation = self._kind()(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
-            loss=partial(_loss, _autocast(config)), link=link, weights=self.feed.weights,
+            loss=partial(_loss, _autocast(config), passes(config)), link=link,
+            weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
         )  # fmt: skip
         everyone = config.participants == config.client_count
@@ -151,6 +153,12 @@ class Training:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
             self.federation.on_delta = lambda n, delta_D: rows[n].copy_(delta_D)
+
+    def _kind(self) -> type[Federation]:
+        if goes_a_client_a_thread(self.config):
+            return ClientThreads
+        side_by_side = goes_side_by_side(self.config) and self.ranks.size == 1
+        return SideBySide if side_by_side else Federation
 
     # What the federation has, by the names that notebooks use.
     theta_D = property(lambda self: self.federation.theta_D)
@@ -243,18 +251,25 @@ class Training:
         self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         self.flat.use(self.flat.statistics_views(average_S))
-        starts, found = range(0, len(self.feed.tests), batch), []
-        for start in (starts[i] for i in self.ranks.own(len(starts))):
-            inputs, labels = self.feed.test(slice(start, start + batch))
-            pieces = inputs.split(batch if self.device.type == "cuda" else _CACHED_IMAGES)
-            with _autocast(self.config)():
-                scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
-            scores, labels = scores.flatten(0, -2), labels.flatten()
-            loss = float(F.cross_entropy(scores, labels, reduction="sum"))
-            found.append((loss, int((scores.argmax(1) == labels).sum()), len(labels)))
+        starts = range(0, len(self.feed.tests), batch)
+        parts = [slice(starts[i], starts[i] + batch) for i in self.ranks.own(len(starts))]
+        federation = self.federation
+        each = federation.each if isinstance(federation, ClientThreads) else map
+        found = list(each(self._judged, parts))
         found = self.ranks.rows(torch.tensor(found, dtype=torch.float64).view(-1, 3)).tolist()
         loss, right, count = (sum(column) for column in zip(*found, strict=True))
         return {"accuracy": right / count, "loss": loss / count}
+
+    @torch.no_grad()
+    def _judged(self, part: slice) -> tuple[float, int, int]:
+        """Of a part of the test samples: the summed loss, how many are right, of how many."""
+        inputs, labels = self.feed.test(part)
+        pieces = inputs.split(len(inputs) if self.device.type == "cuda" else _CACHED_IMAGES)
+        with _autocast(self.config)():
+            scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
+        scores, labels = scores.flatten(0, -2), labels.flatten()
+        loss = float(F.cross_entropy(scores, labels, reduction="sum"))
+        return loss, int((scores.argmax(1) == labels).sum()), len(labels)
 
     def state_dict(self) -> dict[str, Any]:
         return self.federation.state_dict()
@@ -277,13 +292,13 @@ def _autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManag
 
 
 def _loss(
-    autocast: Callable[[], contextlib.AbstractContextManager], model: nn.Module,
-    batch: tuple[Tensor, Tensor],
+    autocast: Callable[[], contextlib.AbstractContextManager], forward: Callable[..., Tensor],
+    model: nn.Module, batch: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     """Mean cross entropy, the passes in the configured precision."""
     inputs, labels = batch
     with autocast():
-        scores = model(inputs)
+        scores = forward(model, inputs)
     return F.cross_entropy(scores.float().flatten(0, -2), labels.flatten())
 
 

@@ -1,5 +1,6 @@
 """Benchmarks measure what they say. No test here measures speed."""
 
+import copy
 import json
 
 import pytest
@@ -25,15 +26,36 @@ def test_the_textbook_version_is_the_compressor():
         assert torch.equal(tcs.positions_to_mask(compressor.rule.global_mask(), 4000), mask_D)
 
 
+def test_the_plain_loop_is_top_k():
+    """Its model after two rounds, the second with errors, is that of the federation."""
+    training = lab.bench._bench_federation(lab.bench.Bench(device="cpu"), "top-K", "conv3", 2, 64)
+    federation = training.federation
+    federation.weight_decay = 0.0
+    federation.compressor.errors_ND.zero_()
+    model = copy.deepcopy(federation.model).train()
+    plain, rounds = lab.bench._plain_rounds(training, model), lab.bench._rounds(training)
+    start_D = training.theta_D.clone()
+    plain()
+    rounds()
+    assert training.feed.rounds == 2 and not torch.equal(training.theta_D, start_D)
+    for p, own in zip(model.parameters(), federation.flat.parameters, strict=True):
+        torch.testing.assert_close(p, own, rtol=1e-5, atol=1e-7)
+
+
 @pytest.fixture
 def tiny_benches(monkeypatch):
     cases = {
-        "round": [lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 2, 2)],
+        "round": [
+            lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 2, 2),
+            lambda b: lab.bench_round(b, "TCS", "conv3", 2, 2, threads=2),
+        ],
+        "compiled": [lambda b: lab.bench_compiled(b, "conv3", 2, 2)],
         "step": [lambda b: lab.bench_step(b, 3000, 2)],
         "codecs": [lambda b: lab.bench_codecs(b, 5000)],
         "growth": [lambda b: lab.bench_step(b, 3000, 2, textbook=False)],
     }
     monkeypatch.setattr(lab.bench, "BENCHES", cases)
+    monkeypatch.setenv("CXX", "no-such-compiler")  # compiling takes minutes
 
 
 def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, capsys):
@@ -44,6 +66,8 @@ def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, 
     timed = [row for row in record["rows"] if "median" in row]
     assert {row["part"] for row in timed} == set(lab.bench.BENCHES)
     assert all(0 < row["low"] <= row["median"] <= row["high"] and row["n"] == 2 for row in timed)
+    works = {row["work"] for row in timed if row["case"].endswith("B 2, TCS")}
+    assert works == {"passes", "round", "plain top-K", "client threads", "compression", "augmentation"}  # fmt: skip
     memory = [row for row in record["rows"] if row["part"] == "memory"]
     assert [row["allowed"] for row in memory] == [12 * 4 * 3000]
     assert capsys.readouterr().out.count("\n") == len(timed) + 2

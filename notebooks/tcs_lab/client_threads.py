@@ -1,0 +1,132 @@
+"""A client a core: every thread trains one client at a time and has no more threads in a pass.
+
+For larger nets. A pass on one core rounds the same on any machine of its kind, so that a record
+does not depend on the number of threads, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcs_core import Federation, FlatModel
+from tcs_lab.settings import RunConfig
+
+
+def goes_a_client_a_thread(config: RunConfig) -> bool:
+    """As configured, on a CPU; a single client has all threads to itself."""
+    cpu = config.torch_device.type == "cpu"
+    return config.client_threads and cpu and config.client_count > 1
+
+
+@contextlib.contextmanager
+def _one_core() -> Iterator[None]:
+    """What this thread does meanwhile, it does on one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Given:
+    """The feed of one client in one round: batches that are there already."""
+
+    def __init__(self, batches: list[Any]):
+        self.batches = batches
+
+    def batch(self, n: int, t: int | Tensor, tau: int) -> Any:
+        return self.batches[tau]
+
+
+class ClientThreads(Federation):
+    """A federation whose clients train on as many threads as torch has when it is made; the same
+    otherwise.
+
+    Differences are compressed in the clients' order, by the thread that plays the round, which also
+    fetches all batches: rules, links and feeds need not know of threads. Nothing depends on which
+    client is done first, but for nets that draw random numbers (dropout).
+
+    Memory: activations, and (D,) gradients, of every thread and one more; with local steps
+    parameters too.
+    """
+
+    def __init__(self, *settings: Any, **more: Any):
+        super().__init__(*settings, **more)
+        threads = torch.get_num_threads()
+        seats = [self._seat() for _ in range(threads + 1)]  # one may wait to be compressed
+        self.free, self.later = seats[:1], seats[1:]  # the very first pass may be compiled: alone
+        self.waiting = deque[int]()
+        self.training: dict[int, tuple[Federation, Future[Tensor]]] = {}
+        # its threads end when it is forgotten
+        self.pool = ThreadPoolExecutor(threads, "client", torch.set_num_threads, (1,))
+
+    def _seat(self) -> Federation:
+        """What trains one client: this federation, but for a model and gradients of its own. Its
+        parameters are this federation's, unless local steps change them."""
+        seat = copy.copy(self)
+        seat.model = copy.deepcopy(self.model).train()
+        seat.flat = FlatModel(seat.model)
+        if self.scheme.local_steps == 1:
+            seat.flat.theta_D = self.theta_D
+            views = seat.flat.views(self.theta_D)
+            for parameter, view in zip(seat.flat.parameters, views, strict=True):
+                parameter.data = view
+        seat.theta_D = seat.flat.theta_D
+        return seat
+
+    def play(
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
+    ) -> Tensor:
+        self.waiting.extend(n for n in chosen if n in self.own)
+        if self.start_D is not None:
+            self.start_D.copy_(self.theta_D)  # of all seats; each writes the same there
+        try:
+            with _one_core():
+                return super().play(chosen, t, eta, dense)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is trained any more. Only where a round went wrong is there something left."""
+        self.waiting.clear()
+        for _, task in self.training.values():
+            task.cancel()
+        wait(task for _, task in self.training.values())
+        self.free += [seat for seat, _ in self.training.values()]
+        self.training.clear()
+
+    def _local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Client n's summed gradients. Meanwhile every free seat trains one of those after it."""
+        while self.waiting and self.free:
+            self._begin(self.waiting.popleft(), t, eta)
+        seat, task = self.training[n]
+        gradient_D = task.result()
+        del self.training[n]
+        self.free += [seat, *self.later]  # at the next call: by then the difference is compressed
+        self.later.clear()
+        return gradient_D
+
+    def _begin(self, n: int, t: int | Tensor, eta: float | Tensor) -> None:
+        batches = [self.feed.batch(n, t, tau) for tau in range(self.scheme.local_steps)]
+        seat = self.free.pop()
+        seat.feed = _Given(batches)
+        self.training[n] = seat, self.pool.submit(self._train, seat, n, t, eta)
+
+    def _train(self, seat: Federation, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """On a thread of the pool."""
+        if seat.theta_D is not self.theta_D:
+            seat.theta_D.copy_(self.theta_D)
+        return Federation._local_training(seat, n, t, eta)
+
+    def each(self, work: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
+        """`work` of all parts, in their order, on the threads."""
+        return list(self.pool.map(work, parts))
