@@ -238,8 +238,9 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def from_outside(scheme: Scheme) -> list[Any]:
-    """Classes of the scheme's rule, and its quantizers, that are not the core's."""
-    parts: list[Any] = [*RULES[scheme.rule].__mro__]
+    """Classes of the scheme's rule and its own compressor, and quantizers, that are not the core's."""
+    rule = RULES[scheme.rule]
+    parts: list[Any] = [*rule.__mro__, *getattr(rule, "compressor", object).__mro__]
     parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
     return [part for part in parts if part.__module__ not in ("tcs_core", "builtins")]
 

@@ -15,6 +15,7 @@ import tcs_core
 from tcs_core import ByteLink, ClientError, Federation, Link, Phase, ProcessLink, StaticRounds
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, partition
 from tcs_lab.ranks import Ranks
+from tcs_lab.rivals import with_own_compressor
 from tcs_lab.settings import RunConfig
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
 
@@ -113,11 +114,11 @@ class Training:
             model = tcs_core.build_model(config.model, config.width, data.classes)
         link = _link(config, self.ranks)
         kind = SideBySide if goes_side_by_side(config) and self.ranks.size == 1 else Federation
-        self.federation = kind(
+        self.federation = with_own_compressor(kind(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=partial(_loss, _autocast(config)), link=link,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
-        )  # fmt: skip
+        ))  # fmt: skip
         everyone = config.participants == config.client_count
         self.static: StaticRounds | None = None
         if config.graph and everyone and StaticRounds.suits(scheme, link):
