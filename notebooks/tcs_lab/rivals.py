@@ -17,16 +17,19 @@ EF21 and DGC keep more at the clients than errors, so they have compressors of t
 Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None has a
 dense warm-up: their papers have none.
 
-Departures. STC and EF-signSGD have one magnitude for the whole model, as their text says; the
-published code has one a layer. QSGD scales by the largest magnitude, as in its paper's experiments,
-of the whole vector instead of buckets. Messages are the core's: P means travel where QSGD and
-CocktailSGD need one, a zero has a sign too, and CocktailSGD's positions are coded among all entries,
-not among the random ones. DGC does not clip gradients, and its warm-up has one step of sparsity,
-not four.
+Departures. STC and EF-signSGD have one magnitude for the whole model, as in their algorithms (STC's
+published code has one a layer). QSGD and CocktailSGD scale by the largest magnitude of all values
+that are sent, not by one a bucket, and QSGD not by the norm, which would leave most values at zero.
+CocktailSGD's clients train from one model, and what waits is added to what they send; in its
+published code each trains a model that already has it. DGC clips no gradients, and its warm-up has
+one step of sparsity, not four. Messages are the core's: P means travel where QSGD and CocktailSGD
+need one, a zero has a sign too, and CocktailSGD's positions are coded among all entries, not among
+the random ones.
 
-Left out: PowerSGD needs two all-reduces that depend on each other in every round, and messages of
+Left out: PowerSGD needs two all-reduces a round, the second of what the first gave, and messages of
 matrices; rAge-k a request from the server to each client in the middle of a round; FAIR-k and
-AgeTop-k an analogue channel.
+AgeTop-k, other masks by age, are made for an analogue channel. A running average as a mask is the
+example of notebook 09.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def stochastic_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     """QSGD's random rounding: codes (K,) int32 and means (P,) float32, E[Q(v)] = v.
 
     Magnitudes are rounded to p / (P - 1) of the largest, up or down with the chances that make it
-    unbiased (Alistarh et al., Eq. 4, with the largest magnitude for the norm). What is random
+    unbiased (Alistarh et al., Sec. 3.1, with the largest magnitude for the norm). What is random
     comes from the bits of the values, mixed as MurmurHash3 ends: the same values are rounded the
     same way in any process, and a killed run goes on as it would have. Raises ValueError for P = 1.
     """
