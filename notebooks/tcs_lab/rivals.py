@@ -12,7 +12,8 @@
 All suffixes of the core go with them where they make sense: "STC-K4" keeps 1/400, as in its paper.
 Two quantizers are new: -S<q> rounds at random, -R<q> to the nearest of evenly spaced values.
 EF21 and DGC keep more at the clients than errors, so they have compressors of their own:
-`with_own_compressor` gives it to a federation.
+`with_own_compressor` gives it to a federation. Records are named by a scheme's fields alone, as those
+of the core's schemes are: whoever changes what one of these computes gives it another name.
 
 Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None has a
 dense warm-up: their papers have none.

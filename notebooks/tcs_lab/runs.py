@@ -170,7 +170,7 @@ def run_all(
 
     `jobs` processes work side by side, or the workers of the backend that surrounds the call, as in
     `with joblib.parallel_config(backend="dask"):`; those need this package and the same results
-    folder. (Rules that were registered outside core and lab run in this process.) A run that a process
+    folder. (Rules that were registered elsewhere than in core and lab run in this process.) A run that a process
     started elsewhere is making comes last, and its record is taken. The first run that fails ends
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
     left. With several `ranks` all walk the list together, whatever `jobs` says.
@@ -186,7 +186,8 @@ def run_all(
     with Progress(todo, enabled=progress and not ranks.rank) as bar:
         for wait in (False, True):
             several = jobs != 1 and ranks.size == 1
-            apart = [c for c in todo if several and _known_to_workers(c)]
+            # what was registered in a notebook, a worker does not know
+            apart = [c for c in todo if several and not from_outside(c.scheme)]
             here = [c for c in todo if c not in apart]
             for config in [
                 *_run_apart(apart, results, jobs, wait, bar),
@@ -196,11 +197,6 @@ def run_all(
     records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
     done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
-
-
-def _known_to_workers(config: RunConfig) -> bool:
-    """They import the lab and its rivals; what was registered in a notebook, they do not know."""
-    return all(part.__module__.startswith("tcs_lab.") for part in from_outside(config.scheme))
 
 
 def _run_here(
