@@ -81,19 +81,19 @@ print(lab.rivals.__doc__)
 # %% [markdown]
 # ## The bits of one message
 #
-# One round of each on ten thousand random numbers a client. The formula is the paper's with whole numbers
+# One round of each on a hundred thousand random numbers a client. The formula is the paper's with whole numbers
 # K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
 # decoded. Codes "+" (TCS-M2-E3-W10++, STC, QSGD, CocktailSGD) need fewer bits than the formula. In the same round:
 # *left* is how far what a client meant is from what it sent and what waits, relative to what it
 # meant. (QSGD keeps no errors, and EF21 and DGC keep something else; their tests are in `tests/lab/test_rivals.py`.)
 
 # %%
-DIMENSION, CLIENTS = 10_000, 4
+DIMENSION, CLIENTS = 100_000, 4
 deltas_ND = torch.randn(CLIENTS, DIMENSION, generator=torch.Generator().manual_seed(0)) ** 3
 
 
 def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
-    """The scheme's own kind of compressor for ten thousand parameters."""
+    """The scheme's own kind of compressor, for so many parameters."""
     scheme = tcs.Scheme.named(name)
     kind = getattr(tcs.RULES[scheme.rule], "compressor", tcs.Compressor)
     return kind(scheme, [DIMENSION], CLIENTS, link=link)
@@ -216,6 +216,15 @@ def gap_of(name: str) -> tuple[float, float]:
     return lab.paired_gain([ours[s] for s in common], [theirs[s] for s in common])
 
 
+def rate_of(name: str) -> str:
+    """Its best rate; how many were tried, if not all; else whether a better one may lie beyond."""
+    tried = sum((name, rate) in first for rate in rates)
+    edge = " (edge)" * (best[name] in (min(rates), max(rates)))
+    return f"{best[name]:g}" + (
+        edge if tried == len(rates) else f" ({tried} of {len(rates)} tried)"
+    )
+
+
 # %%
 def row_of(name: str) -> list:
     """One scheme's line of the table, as numbers."""
@@ -228,14 +237,13 @@ def row_of(name: str) -> list:
 COLUMNS = ["scheme", "rate", "n", "mean", "low", "high", "gap", "half", "up", "down", "both"]
 table = pd.DataFrame([row_of(name) for name in chosen], columns=COLUMNS)
 table = table.sort_values("both", ascending=False)
-table["edge"] = [rate in (min(rates), max(rates)) for rate in table["rate"]]
 order, front, highest = table.sort_values("both"), [], -math.inf
 for row in order.itertuples():
     if row.mean > highest:
         front, highest = [*front, row.scheme], row.mean
 dense = table.set_index("scheme")["both"].get("FedAvg", math.nan)
 lines = [
-    {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": f"{r.rate:g}" + " (edge)" * r.edge,
+    {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
      "n": r.n, "Accuracy %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
      "− FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
      "MB up": f"{r.up:.3g}", "MB down": f"{r.down:.3g}", "MB both": f"{r.both:.3g}",
@@ -365,6 +373,10 @@ def cheapest(rows: pd.DataFrame) -> str:
 near = table[table["mean"] >= goal]
 stateless = table[table["scheme"].isin(["FedAvg", "QSGD"])]
 beaten = [name for name in table["scheme"] if name not in front]
+untried = sum((name, rate) not in first for name in schemes for rate in rates)
+if untried or table["n"].min() < 2:
+    print(f"Not decided yet: {untried} of {len(schemes) * len(rates)} rates have no run, "
+          f"and the smallest n is {table['n'].min()}. So far:")  # fmt: skip
 print(f"1. Fewest megabytes within {below:g} points of the best: {cheapest(near)}.")
 print(
     f"2. Slow link ({min(links):g} Mbit/s, {min(latencies):g} ms): {fastest(min(latencies), min(links))}."
@@ -413,9 +425,7 @@ claim("every rate is on the grid", used <= set(rates) and not others, f"{sorted(
 # %%
 print(claim.summary())
 for r in table.itertuples():
-    print(
-        f"{r.scheme}: {r.mean:.2f} % with {r.both:.3g} MB (η {r.rate:g}{', edge of the grid' if r.edge else ''}, n = {r.n})"
-    )
+    print(f"{r.scheme}: {r.mean:.2f} % with {r.both:.3g} MB, η {rate_of(r.scheme)}, n = {r.n}")
 missing = [f"{name} {word}" for (word, name), group in found.items() if not group]
 print("not measured:", ", ".join(missing) or "nothing")
 
