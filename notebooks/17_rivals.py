@@ -281,7 +281,7 @@ _ = axes.step(on["both"], on["mean"], where="post", color=lab.COLOURS[1], lw=1, 
 axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
 axes.set(
     ylabel="final test accuracy (%)",
-    title=f"Rivals at their best rates (blue: Pareto front)\n{scale}",
+    title=f"Rivals at the best rates tried (blue: Pareto front)\n{scale}",
 )
 axes.margins(0.15, 0.15)
 lab.plain_log(axes.xaxis)
