@@ -75,6 +75,9 @@ from tcs_lab.records import (
     record_path,
     results_folder,
 )
+from tcs_lab.rivals import (
+    with_own_compressor,
+)
 from tcs_lab.runs import (
     Progress,
     run,
@@ -222,4 +225,5 @@ __all__ = [
     "verdict",
     "welch_interval",
     "with_interval",
+    "with_own_compressor",
 ]

@@ -167,7 +167,7 @@ def run_all(
 
     `jobs` processes work side by side, or the workers of the backend that surrounds the call, as in
     `with joblib.parallel_config(backend="dask"):`; those need this package and the same results
-    folder. (Rules that were registered outside the core run in this process.) A run that a process
+    folder. (Rules that were registered elsewhere than in core and lab run in this process.) A run that a process
     started elsewhere is making comes last, and its record is taken. The first run that fails ends
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
     left. With several `ranks` all walk the list together, whatever `jobs` says.

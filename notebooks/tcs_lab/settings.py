@@ -264,11 +264,16 @@ def _defaults(cls: type) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
+_OURS = ("tcs_core", "tcs_lab.rivals", "builtins")
+
+
 def from_outside(scheme: Scheme) -> list[Any]:
-    """Classes of the scheme's rule, and its quantizers, that are not the core's."""
-    parts: list[Any] = [*RULES[scheme.rule].__mro__]
+    """Classes of the scheme's rule and its own compressor, and quantizers, that are neither the
+    core's nor among the lab's rivals: workers do not know them."""
+    rule = RULES[scheme.rule]
+    parts: list[Any] = [*rule.__mro__, *getattr(rule, "compressor", object).__mro__]
     parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
-    return [part for part in parts if part.__module__ not in ("tcs_core", "builtins")]
+    return [part for part in parts if part.__module__ not in _OURS]
 
 
 def _source(scheme: Scheme) -> dict[str, str]:

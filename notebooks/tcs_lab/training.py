@@ -17,6 +17,7 @@ from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
 from tcs_lab.compiled import passes
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.ranks import Ranks
+from tcs_lab.rivals import with_own_compressor
 from tcs_lab.settings import RunConfig
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
 from tcs_lab.text import GPT, Text, TextFeed, load_text
@@ -139,12 +140,12 @@ class Training:
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
         link = _link(config, self.ranks)
-        self.federation = self._kind()(
+        self.federation = with_own_compressor(self._kind()(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=partial(_loss, _autocast(config), passes(config)), link=link,
             weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
-        )  # fmt: skip
+        ))  # fmt: skip
         everyone = config.participants == config.client_count
         self.static: StaticRounds | None = None
         if config.graph and everyone and StaticRounds.suits(scheme, link):

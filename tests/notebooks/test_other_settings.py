@@ -43,6 +43,7 @@ SETTINGS = {
            {"phi_global": 0.5, "phi_local": 0.3, "steps": 30, "start_iter": 25, "links": [3]}],
     "13": [{"lengths": [5]}, {"evidence": "quick", "lengths": [15]}],
     "14": [{"jobs": 1}, {"evidence": "quick"}],
+    "17": [{"profile": "quick"}, {"links": [5], "latencies": [1, 20, 300], "seeds": 1, "drawn": []}],
 }  # fmt: skip
 CASES = [(number, i) for number, settings in SETTINGS.items() for i in range(len(settings))]
 

@@ -1,0 +1,438 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 17 · Compare with the rivals
+#
+# **Claim.** TCS and six schemes that came before and after it send what they mean to, in messages that
+# decode and have the bits that formulas give. Which one to use follows from accuracy against megabytes both
+# ways, and from the link.
+#
+# The paper compares TCS with top-K and centralized training. Who has to choose compares it with the rest
+# of the field, each at a rate of its own: `params/rivals.yaml` says which schemes and which rates, and was
+# written before the runs. This notebook draws the records that are there and trains nothing, unless it
+# is told to (`make`); so does the command line:
+#
+#     uv run tcs sensitivity --sweep params/rivals.yaml --params params/brief.yaml --scheme STC
+#
+# *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
+
+# %%
+import math
+from typing import Annotated
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import tcs_lab as lab
+import torch
+from annotated_types import Len
+from IPython.display import Markdown, display
+
+import tcs_core as tcs
+
+plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
+
+# %% tags=["parameters"]
+profile = "brief"  # whose records are drawn: params/<profile>.yaml, results/<profile>/
+seeds = 5  # records of seeds 0 to seeds - 1 are looked for
+below = 3.0  # points below the most accurate scheme: the target whose time is asked for
+links = [1, 10, 100]  # Mbit/s, each way
+latencies = [10, 100]  # ms a round
+drawn = [
+    "FedAvg",
+    "top-K",
+    "TCS",
+    "TCS-M2-E3-W10++",
+    "STC",
+    "EF-signSGD-D1",
+    "EF21",
+    "DGC",
+]  # times
+make = False  # True: first make the runs that have no record
+data_root = None  # make: the folder or tar of the data; None: the profile's
+
+# %%
+lab.check_notebook_params(globals())
+claim = lab.Claims(globals(), "2c406b")  # asserted for the values above, said for others
+numbers = Annotated[list[lab.Positive], Len(1)]
+lab.check_values(globals(), seeds=lab.Count, below=lab.Positive, links=numbers, latencies=numbers)
+sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"]) | {"seeds": seeds}
+sizes |= {"data_root": data_root} if data_root else {}
+sweep = lab.read_sensitivity(lab.ROOT / "params" / "rivals.yaml")
+points = lab.sensitivity_plan(sweep, sizes, "learning_rate")
+schemes = list(dict.fromkeys(name for _, name in points))
+rates = list(dict.fromkeys(float(word) for word, _ in points))
+print(f"{len(schemes)} schemes, rates {rates}, profile {profile}")
+
+# %% [markdown]
+# ## Who they are
+#
+# All are made of the core's parts: a mask rule, a quantizer, errors on both sides, a position code. What is
+# new is in one file of the lab, with its sources, where it departs from them, and who was left out:
+
+# %%
+print(lab.rivals.__doc__)
+
+# %% [markdown]
+# ## The bits of one message
+#
+# One round of each on a hundred thousand random numbers a client. The formula is the paper's with whole numbers
+# K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
+# decoded. Codes "+" (TCS-M2-E3-W10++, STC, QSGD, CocktailSGD) need fewer bits than the formula. In the same round:
+# *left* is how far what a client meant is from what it sent and what waits, relative to what it
+# meant. (QSGD keeps no errors, and EF21 and DGC keep something else; their tests are in `tests/lab/test_rivals.py`.)
+
+# %%
+DIMENSION, CLIENTS = 100_000, 4
+deltas_ND = torch.randn(CLIENTS, DIMENSION, generator=torch.Generator().manual_seed(0)) ** 3
+
+
+def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
+    """The scheme's own kind of compressor, for so many parameters."""
+    scheme = tcs.Scheme.named(name)
+    kind = getattr(tcs.RULES[scheme.rule], "compressor", tcs.Compressor)
+    return kind(scheme, [DIMENSION], CLIENTS, link=link)
+
+
+# %%
+class Listening(tcs.ByteLink):
+    """Keeps the clients' messages of a round, as they arrived."""
+
+    def begin(self, agreed) -> None:
+        super().begin(agreed)
+        self.messages = []
+
+    def send_up(self, message: tcs.Message) -> tcs.Message | None:
+        self.messages.append(super().send_up(message))
+        return self.messages[-1]
+
+
+# %%
+def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
+    """|meant - sent - waits| over |meant|, of all clients, in the round just made."""
+    left = torch.zeros(CLIENTS)
+    for n, message in enumerate(compressor.link.messages):
+        meant_D = before_ND[n] + deltas_ND[n]
+        rest_D = meant_D - compressor.errors_ND[n]
+        message.add_to_(rest_D, compressor.shared_K, -1.0)
+        left[n] = rest_D.norm() / meant_D.norm()
+    return float(left.max())
+
+
+# %%
+def one_round(name: str) -> dict:
+    """Bits of a sparse round's messages, by formula and as sent, and what is left over."""
+    compressor = compressor_of(name, Listening())
+    compressor.step(deltas_ND)  # a first, dense one gives TCS its mask
+    before_ND = compressor.errors_ND.clone()
+    compressor.step(deltas_ND)
+    scheme, (code, own) = compressor.scheme, (compressor.scheme.code, compressor.errors_ND.shape[0])
+    keeps = scheme.error_accumulation and own == CLIENTS
+    formula = DIMENSION * scheme.local_steps * tcs.bit_budget(scheme, DIMENSION)
+    bits = {"formula": formula, "sent": compressor.bits_up, "down": compressor.bits_down}
+    left = left_over(compressor, before_ND) if keeps else math.nan
+    return {"scheme": name, "code": code} | bits | {"left": left}
+
+
+# %%
+messages = pd.DataFrame([one_round(name) for name in schemes])
+shown = messages.assign(
+    formula=messages["formula"].map("{:,.0f}".format),
+    sent=messages["sent"].map("{:,.0f}".format),
+    down=messages["down"].map("{:,.0f}".format),
+    left=[("–" if math.isnan(x) else f"{x:.0e}") for x in messages["left"]],
+)
+display(
+    Markdown(lab.markdown(shown.rename(columns={"sent": "sent up, bits", "down": "sent down"})))
+)
+
+# %% [markdown]
+# ## The rates
+#
+# Final accuracy in percent with seed 0, at each rate of the grid. The best rate of each scheme is the one it is
+# compared at. A best rate at the grid's edge means that a better one may lie beyond it.
+
+# %%
+if make:
+    _ = lab.run_all([config for group in points.values() for config in group], jobs=1)
+found = {point: lab.recorded(group, diverged=True) for point, group in points.items()}
+records = {file: record for group in found.values() for file, record in group.items()}
+print(f"{len(records)} records in results/{profile}/runs/ of {len(points) * seeds} planned")
+
+
+def final(record: dict) -> float:
+    """Percent; 0 for a run that diverged."""
+    return 100 * record["rows"][-1]["accuracy"] if record["status"] == "finished" else 0.0
+
+
+# %%
+first, best = {}, {}  # (scheme, rate): accuracy with seed 0; scheme: its best rate
+for (word, name), group in found.items():
+    for record in group.values():
+        if record["config"]["seed"] == 0:
+            first[name, float(word)] = final(record)
+for name in schemes:
+    if tried := {rate: first[name, rate] for rate in rates if (name, rate) in first}:
+        best[name] = max(tried, key=tried.get)
+
+
+def cell(name: str, rate: float) -> str:
+    """Accuracy with seed 0, the best rate's in bold."""
+    if (name, rate) not in first:
+        return "–"
+    text = f"{first[name, rate]:.2f}"
+    return f"**{text}**" if best[name] == rate else text
+
+
+grid = [{"Scheme": n} | {f"η {rate:g}": cell(n, rate) for rate in rates} for n in schemes]
+display(Markdown(lab.markdown(pd.DataFrame(grid))))
+
+# %% [markdown]
+# ## One table
+#
+# Each scheme at its best rate: final accuracy with a 95 % interval over the seeds (none with one seed),
+# the difference to FedAvg, which sends everything, paired by seed, and megabytes of **one client's** messages in the whole run,
+# all overhead and warm-up in.
+
+# %%
+chosen = {
+    name: list(found[next(p for p in points if p[1] == name and float(p[0]) == rate)].values())
+    for name, rate in best.items()
+}
+
+
+def gap_of(name: str) -> tuple[float, float]:
+    """Points above FedAvg over the seeds of both, and half of the interval."""
+    ours, theirs = (
+        {record["config"]["seed"]: final(record) for record in chosen.get(one, [])}
+        for one in (name, "FedAvg")
+    )
+    common = ours.keys() & theirs.keys()
+    return lab.paired_gain([ours[s] for s in common], [theirs[s] for s in common])
+
+
+def rate_of(name: str) -> str:
+    """Its best rate; how many were tried, if not all; else whether a better one may lie beyond."""
+    tried = sum((name, rate) in first for rate in rates)
+    edge = " (edge)" * (best[name] in (min(rates), max(rates)))
+    return f"{best[name]:g}" + (
+        edge if tried == len(rates) else f" ({tried} of {len(rates)} tried)"
+    )
+
+
+# %%
+def row_of(name: str) -> list:
+    """One scheme's line of the table, as numbers."""
+    flows = pd.DataFrame([lab.traffic(record) for record in chosen[name]]).mean() / 1e6
+    known = [name, best[name], len(chosen[name]), *lab.mean_interval(map(final, chosen[name]))]
+    return [*known, *gap_of(name), flows["up"], flows["down"], flows["up"] + flows["down"]]
+
+
+# %%
+COLUMNS = ["scheme", "rate", "n", "mean", "low", "high", "gap", "half", "up", "down", "both"]
+table = pd.DataFrame([row_of(name) for name in chosen], columns=COLUMNS)
+table = table.sort_values("both", ascending=False)
+order, front, highest = table.sort_values("both"), [], -math.inf
+for row in order.itertuples():
+    if row.mean > highest:
+        front, highest = [*front, row.scheme], row.mean
+dense = table.set_index("scheme")["both"].get("FedAvg", math.nan)
+lines = [
+    {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
+     "n": r.n, "Accuracy %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
+     "− FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
+     "MB up": f"{r.up:.3g}", "MB down": f"{r.down:.3g}", "MB both": f"{r.both:.3g}",
+     "× less than FedAvg": f"{dense / r.both:.3g}"}
+    for r in table.itertuples()
+]  # fmt: skip
+display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "no record yet"))
+print("on the Pareto front:", ", ".join(front))
+
+# %% [markdown]
+# ## One picture
+#
+# On the Pareto front (the line) is a scheme that no other beats in both: more accurate, and fewer megabytes.
+
+# %%
+scale = f"profile {profile}, no record yet"
+for record in list(records.values())[:1]:
+    net = f"{record['config']['model']} with {record['dimension']:,} parameters"
+    scale = f"{record['provenance']['dataset']}, {net}, {record['config']['epochs']} epochs"
+
+
+def draw_point(axes, row) -> None:
+    """A scheme's mean and interval, named beside it; those off the front are grey."""
+    colour = lab.COLOURS[1 if row.scheme in front else 7]
+    half = row.high - row.mean if math.isfinite(row.high) else 0.0
+    axes.errorbar(row.both, row.mean, yerr=half, fmt="o", color=colour, capsize=3)
+
+
+# %%
+figure, axes = plt.subplots(figsize=(8.4, 4.8))
+for row in table.itertuples():
+    draw_point(axes, row)
+on = order[order["scheme"].isin(front)]
+_ = axes.step(on["both"], on["mean"], where="post", color=lab.COLOURS[1], lw=1, zorder=0)
+axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
+axes.set(
+    ylabel="final test accuracy (%)",
+    title=f"Rivals at the best rates tried (blue: Pareto front)\n{scale}",
+)
+axes.margins(0.15, 0.15)
+lab.plain_log(axes.xaxis)
+axes.grid(alpha=0.25)
+names = [
+    (r.scheme, r.both, r.mean, lab.COLOURS[1 if r.scheme in front else 7])
+    for r in table.itertuples()
+]
+lab.figures.label_points(axes, names)
+plt.show()
+
+# %% [markdown]
+# ## The time on a link
+#
+# Megabytes are not time. A round costs its latency too, however short its message: on a fast link with a
+# long way, all schemes take as long as they have rounds. The target is the accuracy of the most accurate scheme minus `below`
+# points; the time is that of all messages up and down until the first epoch that reaches it, with a latency a
+# round, and **no computing**. A scheme that does not get there has no line.
+
+
+# %%
+def time_to(record: dict, goal: float, rate: float, latency: float) -> float:
+    """Seconds of communication until an epoch's accuracy, in percent, is at the goal; inf if never."""
+    for count, row in enumerate(record["rows"], 1):
+        if 100 * row["accuracy"] >= goal:
+            sent = lab.traffic(record | {"rows": record["rows"][:count]})
+            rounds = sum(r["rounds"] for r in record["rows"][:count])
+            return 8 * (sent["up"] + sent["down"]) / (1e6 * rate) + rounds * latency / 1000
+    return math.inf
+
+
+goal = table["mean"].max() - below if len(table) else math.nan
+taken = [
+    [name, latency, rate, pd.Series([time_to(r, goal, rate, latency) for r in group]).mean()]
+    for name, group in chosen.items() for latency in latencies for rate in links
+]  # fmt: skip
+times = pd.DataFrame(taken, columns=["scheme", "latency", "link", "seconds"])
+arrive = [
+    name
+    for name in chosen
+    if times.loc[times["scheme"] == name, "seconds"].map(math.isfinite).all()
+]
+print(
+    f"target {goal:.2f} %; not reached by: {', '.join(n for n in chosen if n not in arrive) or 'none'}"
+)
+
+# %%
+figure, panels = plt.subplots(1, len(latencies), figsize=(10.4, 4.6), sharey=True, squeeze=False)
+shown = [name for name in drawn if name in arrive]
+for axes, latency in zip(panels[0], latencies, strict=True):
+    for i, name in enumerate(shown):
+        part = times[(times["scheme"] == name) & (times["latency"] == latency)]
+        _ = axes.plot(part["link"], part["seconds"], **lab.series_style(i), ms=5, label=name)
+    axes.set(
+        xscale="log", yscale="log", xlabel="link, Mbit/s", title=f"latency {latency:g} ms a round"
+    )
+    lab.plain_log(axes.xaxis)
+    lab.plain_log(axes.yaxis)
+    axes.grid(alpha=0.25)
+panels[0][0].set(ylabel=f"seconds of communication to {goal:.1f} %")
+handles, labels = panels[0][0].get_legend_handles_labels()
+figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+figure.suptitle(f"Time to the target on a link: {scale}", fontsize=10)
+plt.show()
+
+# %% [markdown]
+# ## What to choose
+#
+# Six lines, worked out from the records above. They hold for this data, net and length; n is in the table.
+
+
+# %%
+def fastest(latency: float, rate: float) -> str:
+    """The scheme that is first at the target there, and what the second takes longer."""
+    part = times[(times["latency"] == latency) & (times["link"] == rate)]
+    part = part[part["seconds"].map(math.isfinite)].sort_values("seconds")
+    if len(part) < 2:
+        return "not decided: fewer than two schemes reach the target"
+    one, two = part.iloc[0], part.iloc[1]
+    return f"{one['scheme']}: {one['seconds']:.3g} s; {two['scheme']} ×{two['seconds'] / one['seconds']:.2g}"
+
+
+def cheapest(rows: pd.DataFrame) -> str:
+    row = rows.sort_values("both").iloc[0] if len(rows) else None
+    return "none" if row is None else f"{row.scheme}: {row['mean']:.2f} %, {row.both:.3g} MB"
+
+
+# %%
+near = table[table["mean"] >= goal]
+stateless = table[table["scheme"].isin(["FedAvg", "QSGD"])]
+beaten = [name for name in table["scheme"] if name not in front]
+untried = sum((name, rate) not in first for name in schemes for rate in rates)
+if untried or table["n"].min() < 2:
+    print(f"Not decided yet: {untried} of {len(schemes) * len(rates)} rates have no run, "
+          f"and the smallest n is {table['n'].min()}. So far:")  # fmt: skip
+print(f"1. Fewest megabytes within {below:g} points of the best: {cheapest(near)}.")
+print(
+    f"2. Slow link ({min(links):g} Mbit/s, {min(latencies):g} ms): {fastest(min(latencies), min(links))}."
+)
+print(
+    f"3. Fast link ({max(links):g} Mbit/s, {min(latencies):g} ms): {fastest(min(latencies), max(links))}."
+)
+print(
+    f"4. Far away ({max(links):g} Mbit/s, {max(latencies):g} ms): {fastest(max(latencies), max(links))}."
+)
+print(f"5. Clients that keep nothing between rounds: {cheapest(stateless)}.")
+print(f"6. Beaten in both, here: {', '.join(beaten) or 'none'}.")
+
+# %% [markdown]
+# Line 4 is where rounds, not bytes, decide: there local steps (-L4) pay, which all of these schemes
+# take and none has here. Line 5 asks for schemes without errors: clients that come once and never again have nothing to
+# add them to.
+#
+# ## Claim
+#
+# 1. What a client sends has the bits of the formula: within 2 % with the paper's code, at most that with a shorter one.
+# 2. What was meant is what was sent and what waits, to the rounding of float32.
+# 3. No record of these schemes has a rate that is not on the grid.
+
+# %%
+ratio = (messages["sent"] / messages["formula"])[messages["scheme"] != "FedAvg"]
+plain = messages["code"] == "block"
+claim("bits sent are the formula's within 2 %", bool((ratio[plain] - 1).abs().max() < 0.02),
+      f"{ratio[plain].min():.4f} to {ratio[plain].max():.4f}")  # fmt: skip
+claim(
+    "shorter codes have at most the formula's bits",
+    bool(ratio[~plain].max() <= 1),
+    f"{ratio[~plain].max():.3f}",
+)
+worst = messages["left"].max()
+claim("what was meant is what was sent and what waits", bool(worst < 1e-6), f"{worst:.1e}")
+used = {record["config"]["learning_rate"] for record in records.values()}
+there = lab.results_folder(profile) / "runs"
+files = {tuple(path.name.rsplit("-", 3)[:2]) for path in there.glob("*.json")}
+others = {n for n, rate in files if n in schemes and float(rate) not in rates}
+claim("every rate is on the grid", used <= set(rates) and not others, f"{sorted(used)}")
+
+# %% [markdown]
+# ## What we saw
+
+# %%
+print(claim.summary())
+for r in table.itertuples():
+    print(f"{r.scheme}: {r.mean:.2f} % with {r.both:.3g} MB, η {rate_of(r.scheme)}, n = {r.n}")
+missing = [f"{name} {word}" for (word, name), group in found.items() if not group]
+print("not measured:", ", ".join(missing) or "nothing")
+
+# %% [markdown]
+# Trainings of this length have not finished: they compare speeds of optimization, and one seed decides nothing
+# between schemes a point apart. What the warm-up costs is part of it: schemes with a dense epoch pay for it here with most of their
+# bytes. Next: [13_evidence](13_evidence.ipynb), what the paper's claims come to in finished trainings.
+
+# %%
+print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")
