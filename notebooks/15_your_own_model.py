@@ -250,7 +250,8 @@ fewer = bool((sparse["MB"] < last["MB"].iloc[0]).all()) if len(sparse) else None
 claim(
     "sparse schemes send fewer bytes", fewer, f"{last['times fewer bytes'].max():.0f} times at most"
 )
-claim(f"a sparse scheme is within {tolerance:.0%} of {schemes[0]}'s loss", choice != schemes[0])
+close = choice != schemes[0] if len(sparse) else None
+claim(f"a sparse scheme is within {tolerance:.0%} of {schemes[0]}'s loss", close)
 ratio = max(took.values()) / min(took.values())
 claim(
     "a round takes as long with many clients as with few",

@@ -10,7 +10,7 @@
 # # 16 · Beyond images: a small GPT on text
 #
 # **Claim (beyond the paper).** Time correlation is a claim about training, not about ResNets. On text, with a transformer and
-# clients that differ by nature, consecutive updates share far more of their largest entries than chance gives, and the bits
+# clients that differ by nature, consecutive updates share more of their largest entries than chance gives, and the bits
 # are those of the formula. What else of the paper carries over is judged from recorded runs, further down.
 #
 # Nothing has to be downloaded: the text is `pydoc_data.topics`, the help topics that come with every Python.
@@ -70,6 +70,8 @@ params = lab.read_params(files)
 
 # %%
 config = lab.plan(params | {"schemes": ["FedAvg-Global Momentum"], "seeds": [seed]})[0]
+if config.dataset != "text":
+    raise ValueError(f"evidence: got {evidence!r}, allowed: a profile with dataset text")
 text = lab.load_text()
 training = lab.Training(config, text)
 weights = training.feed.weights
@@ -121,9 +123,8 @@ print(f"{rounds} dense rounds: {now:.1%} of the mask stay a round, {chance:.1%} 
 
 # %%
 parts = where.split(training.flat.layer_sizes)
-held = (
-    pd.Series([float(part.sum()) for part in parts], index=names).groupby(kind).sum() / where.sum()
-)
+held = pd.Series([float(part.sum()) for part in parts], index=names).groupby(kind).sum()
+held /= held.sum()
 table = pd.DataFrame({"of all parameters": share, "of the mask": held})
 table["times its share"] = table["of the mask"] / table["of all parameters"]
 shown = table.sort_values("times its share", ascending=False)
@@ -158,11 +159,17 @@ records = lab.claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence
 folder = lab.results_folder(evidence)
 
 
+def own_megabytes(record: dict) -> pd.Series:
+    """What one client sent and got, an epoch each."""
+    epochs = pd.DataFrame(record["rows"])
+    return (epochs["bytes_up"] / record["config"]["clients"] + epochs["bytes_down"]) / 1e6
+
+
 def line(name: str, found: list[dict]) -> dict[str, str]:
     """One row: how a scheme ended, over its seeds, and what one client sent and got in all."""
     ends = [record["rows"][-1] for record in found]
     losses = pd.Series([end["loss"] for end in ends]) / math.log(2)
-    megabytes = [(r["bytes_up"] / 10 + r["bytes_down"]) / 1e6 for f in found for r in f["rows"]]
+    megabytes = [own_megabytes(f).sum() for f in found]
     sent = [lab.bits_per_parameter(record)["uplink"] for record in found]
     return {"scheme": name, "n": f"{len(found)}",
             "accuracy, %": f"{100 * pd.Series([e['accuracy'] for e in ends]).mean():.2f}",
@@ -185,9 +192,8 @@ fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
 for i, (name, found) in enumerate(groups.items()):
     epochs_ = pd.DataFrame(found[0]["rows"])
     bits, style = epochs_["loss"] / math.log(2), lab.series_style(i % 8) | {"markersize": 3}
-    megabytes = (epochs_["bytes_up"] / 10 + epochs_["bytes_down"]).cumsum() / 1e6
     left.plot(epochs_["epoch"], bits, **style, label=f"{name}")
-    right.plot(megabytes, bits, **style)
+    right.plot(own_megabytes(found[0]).cumsum(), bits, **style)
 left.set(xlabel="epoch", ylabel="bits per character (test)", title="The same steps …")
 right.set(xlabel="MB of one client, both ways", xscale="log", title="… for fewer bytes")
 for axes in (left, right):
@@ -311,7 +317,7 @@ display(
 # %% [markdown]
 # ## Claim
 #
-# 1. Of the largest entries of dense updates, at least twice as many stay as chance gives.
+# 1. Of the largest entries of dense updates, more stay than chance gives, by a fifth at least.
 # 2. The mask is not spread evenly: some kind of tensor has at least 1.5 times its share.
 # 3. In the recorded runs, TCS sends at least 85 times less up than dense training.
 # 4. Under DDP, TCS's bytes a step are within a tenth of PowerSGD's.
@@ -319,7 +325,9 @@ display(
 # Which of the two ends lower there is said, not asserted: it is one short run of each.
 
 # %%
-claim("the mask stays more than by chance", now > 2 * chance, f"{now:.1%}, {chance:.1%} by chance")
+claim(
+    "the mask stays more than by chance", now > 1.2 * chance, f"{now:.1%}, {chance:.1%} by chance"
+)
 most = table["times its share"].max()
 claim(
     "the mask has favourite tensors",

@@ -43,6 +43,10 @@ SETTINGS = {
            {"phi_global": 0.5, "phi_local": 0.3, "steps": 30, "start_iter": 25, "links": [3]}],
     "13": [{"lengths": [5]}, {"evidence": "quick", "lengths": [15]}],
     "14": [{"jobs": 1}, {"evidence": "quick"}],
+    "15": [{"clients": 2, "rounds": 60, "warmup": 5, "schemes": ["FedAvg", "TCS-L2"], "many_clients": [10]},
+           {"schemes": ["FedAvg"], "rounds": 30, "warmup": 2, "many_clients": [5, 20], "seed": 3}],
+    "16": [{"rounds": 5, "ddp_steps": 20, "seed": 1},
+           {"rounds": 8, "phi_global": 0.1, "ddp_steps": 25, "ddp_rank": 2}],
     "17": [{"profile": "quick"}, {"links": [5], "latencies": [1, 20, 300], "seeds": 1, "drawn": []}],
 }  # fmt: skip
 CASES = [(number, i) for number, settings in SETTINGS.items() for i in range(len(settings))]
