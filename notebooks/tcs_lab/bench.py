@@ -188,8 +188,8 @@ def bench_round(
     turns: int = 1,
 ) -> None:  # fmt: skip
     """An epoch's rounds over the same forward and backward passes with no federation around them,
-    beside plain top-K and, with several threads, a client a thread; with so many CPU `threads`,
-    where a profile sets them for this net."""
+    beside plain top-K and a client a thread; with so many CPU `threads`, where a profile sets them
+    for this net."""
     net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
     with _arithmetic(threads), _memory_kept():
         case = scheme, model, width, batch
@@ -202,7 +202,7 @@ def bench_round(
         if bench.torch_device.type == "cuda":
             static = _bench_federation(bench, *case, graph=True).static
             works["graph"] = lambda: static.play(range(rounds))
-        elif torch.get_num_threads() > 1:
+        else:
             works["client threads"] = _rounds(_bench_federation(bench, *case, client_threads=True))
         numbers = {"dimension": len(training.theta_D), "local_steps": steps}
         numbers["threads"] = torch.get_num_threads()

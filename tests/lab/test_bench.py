@@ -47,7 +47,7 @@ def tiny_benches(monkeypatch):
     cases = {
         "round": [
             lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 2, 2),
-            lambda b: lab.bench_round(b, "TCS", "conv3", 2, 2, threads=2),
+            lambda b: lab.bench_round(b, "TCS", "conv3", 2, 2),
         ],
         "compiled": [lambda b: lab.bench_compiled(b, "conv3", 2, 2)],
         "step": [lambda b: lab.bench_step(b, 3000, 2)],
