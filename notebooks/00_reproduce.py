@@ -41,14 +41,15 @@ points = [
 ]  # of the last figure
 evidence = "short"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
-dataset = None  # synthetic, cifar10 (downloads) or folder
+dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
 data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 image_size = None  # pixels a side, smaller than the images are
 crop_padding = None  # pixels around images that are then cropped at random
-model = None  # resnet18, resnet8 or conv3
+context = None  # characters a sample of a text
+model = None  # resnet18, resnet8 or conv3; of a text: gpt
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round

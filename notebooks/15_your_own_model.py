@@ -185,21 +185,27 @@ def resident() -> float:
     )
 
 
-def crowd(count: int, played: int = 12) -> dict[str, str]:
-    """Rounds of a federation of so many clients, ten at a time."""
+def timed_rounds(count: int, played: int = 12) -> tuple[float, tcs.Federation]:
+    """The median round of a federation of so many clients, ten at a time, in ms."""
     x = torch.randn(batch_size, 20)
-    feed, before = [[(x, teacher(x))]] * count, resident()
+    feed, times = [[(x, teacher(x))]] * count, []
     federation = tcs.Federation(model_of(many_width), feed, "TCS", learning_rate, loss=loss)
-    times = []
     for t in range(played):
         start = time.perf_counter()
         federation.round(sorted({(10 * t + i) % count for i in range(10)}))
-        times.append(time.perf_counter() - start)
-    row = {"clients": f"{count:,}", "D": f"{len(federation.theta_D):,}"}
-    row["a round, ms (median)"] = f"{1e3 * pd.Series(times[2:]).median():.0f}"
-    row["errors of all, MB"] = f"{federation.compressor.errors_ND.nbytes / 1e6:,.0f}"
-    took[count] = pd.Series(times[2:]).median()
-    return row | {f"memory after {played} rounds, MB": f"{resident() - before:,.0f}"}
+        times.append(1e3 * (time.perf_counter() - start))
+    return float(pd.Series(times[2:]).median()), federation
+
+
+def crowd(count: int) -> dict[str, str]:
+    """One line of the table below."""
+    before = resident()
+    took[count], federation = timed_rounds(count)
+    errors_ND = federation.compressor.errors_ND
+    return {"clients": f"{count:,}", "D": f"{errors_ND.shape[1]:,}",
+            "a round, ms (median)": f"{took[count]:.0f}",
+            "errors of all, MB": f"{errors_ND.nbytes / 1e6:,.0f}",
+            "memory after 12 rounds, MB": f"{resident() - before:,.0f}"}  # fmt: skip
 
 
 # %%

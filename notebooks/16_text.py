@@ -150,7 +150,7 @@ display(spread.map("{:.1%}".format).to_frame("of the last layer's part of the ma
 # %% [markdown]
 # ## The recorded runs
 #
-# Momentum at the server (Alg. 3) throughout, since dense training works best with it. `bits per character` is the test loss in
+# Momentum at the server (Alg. 3), since dense training works best with it; FedAvg and TCS also without. `bits per character` is the test loss in
 # bits; accuracy, the share of next characters that were right.
 
 # %%

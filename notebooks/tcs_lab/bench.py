@@ -107,7 +107,10 @@ def _bench_federation(
 def _passes(training: Training) -> Callable[[], None]:
     """An epoch's forward and backward passes, with no federation around them."""
     federation, feed = training.federation, training.feed
-    each, ready = feed.rounds * feed.steps * feed.size, [feed.augmented(d) for d in feed.draws(0)]
+    each, ready = (
+        feed.rounds * feed.steps * feed.size,
+        [feed.batches.augmented(d) for d in feed.draws(0)],
+    )
 
     def work() -> None:
         federation.model.train()
@@ -178,7 +181,7 @@ def _parts(training: Training) -> dict[str, Callable[[], Any]]:
 
     def augmentation() -> None:
         for draws in feed.draws(0):
-            feed.augmented(draws[:each])
+            feed.batches.augmented(draws[:each])
 
     return {"compression": compression, "augmentation": augmentation}
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tcs_core import Federation, StaticRounds, build_model
+from tcs_lab.compiled import passes
 from tcs_lab.data import Batches, Dataset
 from tcs_lab.settings import RunConfig
 from tcs_lab.training import ImageFeed, _autocast, _loss
@@ -127,7 +128,10 @@ def static_round(config: RunConfig, data: Dataset) -> tuple[list[Op], list[Op]]:
     config, mode = replace(config, device="cpu"), fake_mode()
     feed = fake_feed(config, data, mode)
     with mode:
-        model, loss = build_model(config.model, config.width), partial(_loss, _autocast(config))
+        model, loss = (
+            build_model(config.model, config.width),
+            partial(_loss, _autocast(config), passes(config)),
+        )
         decay = config.weight_decay
         federation = Federation(model, feed, config.scheme, 0.1, loss=loss, weight_decay=decay)
         rounds, compressor = StaticRounds(federation, feed.rounds), federation.compressor
