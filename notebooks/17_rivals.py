@@ -283,7 +283,7 @@ axes.set(
     ylabel="final test accuracy (%)",
     title=f"Rivals at the best rates tried (blue: Pareto front)\n{scale}",
 )
-axes.margins(0.15, 0.15)
+axes.margins(0.3, 0.15)
 lab.plain_log(axes.xaxis)
 axes.grid(alpha=0.25)
 names = [
