@@ -67,8 +67,11 @@ def test_a_static_round_stays_on_its_device(name, on_cuda):
 
 @pytest.mark.parametrize("name", STATIC)
 def test_the_host_looks_at_no_value_of_a_static_round(name, on_cpu):
-    """With its backward passes."""
-    play(name)
+    """With its backward passes: to the end of the round, with values that nobody knows yet."""
+    _, rounds = play(name)
+    with pytest.raises(DataDependentOutputException):
+        bool(rounds.finite_TN.all())
+    assert rounds.host.explored is not None
 
 
 # Each of these would be noticed ───────────────────────────────────────────────────────────────────

@@ -34,7 +34,7 @@ BAD = {
 }  # fmt: skip
 
 
-def refused(path, message):
+def assert_refused(path, message):
     """One line that names the source and says so, in little memory; nothing is kept."""
     tracemalloc.start()
     with pytest.raises(ValueError, match=message) as raised:
@@ -52,13 +52,13 @@ def test_bad_sources_are_named(tmp_path, case, source):
     files, message = BAD[case]
     (tmp_path / "images").mkdir()
     target = tmp_path / ("images.tar" if source is as_tar else "images")
-    refused(source(target, files), message)
+    assert_refused(source(target, files), message)
 
 
 @pytest.mark.parametrize("name", ["../evil.png", "/etc/evil.png", "train/cat/../../../x.png"])
 def test_members_that_point_outside_are_refused(tmp_path, name):
     path = as_tar(tmp_path / "images.tar", IMAGES | {name: b"x"})
-    refused(path, "outside")
+    assert_refused(path, "outside")
 
 
 def test_links_are_refused(tmp_path):
@@ -67,7 +67,7 @@ def test_links_are_refused(tmp_path):
         member = tarfile.TarInfo("train/cat/0.png")
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(member)
-    refused(path, "link")
+    assert_refused(path, "link")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.9])
@@ -76,7 +76,7 @@ def test_a_truncated_archive_is_named(tmp_path, mode, keep):
     path = as_tar(tmp_path / "images.tar", IMAGES, mode)
     whole = path.read_bytes().rstrip(b"\0")
     path.write_bytes(whole[: int(keep * len(whole))])
-    refused(path, r"images.tar")
+    assert_refused(path, r"images.tar")
 
 
 def test_an_archive_that_ends_between_two_members_is_named(tmp_path):
@@ -85,7 +85,7 @@ def test_an_archive_that_ends_between_two_members_is_named(tmp_path):
     with tarfile.open(path) as archive:
         offset = archive.getmembers()[7].offset
     path.write_bytes(path.read_bytes()[:offset])
-    refused(path, "not a whole tar archive")
+    assert_refused(path, "not a whole tar archive")
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -146,7 +146,7 @@ BOMBS = {
 def test_a_hostile_archive_is_named_before_it_is_read(tmp_path, case):
     path = tmp_path / "images.tar"
     path.write_bytes(BOMBS[case]())
-    refused(path, "images.tar: ")
+    assert_refused(path, "images.tar: ")
 
 
 def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
