@@ -94,7 +94,8 @@ print(f"{len(configs)} runs, each twice: on messages of real bytes, and on count
 # ## One message, taken apart
 #
 # A small TCS-Q5 training, up to its last round. How messages travel is a *link*, an object that is handed
-# to the compressor; this one listens.
+# to the compressor; `lab.Listening` keeps
+# the messages of a round.
 
 # %%
 scheme = tcs.Scheme.named("TCS-Q5")
@@ -103,22 +104,7 @@ config = dataclasses.replace(
 )
 federation = lab.Training(config, data)
 compressor = federation.compressor
-
-
-class Listening(tcs.Link):
-    """Keeps the messages of the round."""
-
-    def begin(self, agreed) -> None:
-        super().begin(agreed)
-        self.messages = []
-
-    def send_up(self, message: tcs.Message) -> tcs.Message:
-        self.messages.append(message)
-        return super().send_up(message)
-
-
-# %%
-compressor.link = Listening()
+compressor.link = lab.Listening()
 for epoch in range(config.epochs):
     *_, server_D = federation.rounds(epoch)  # the last round's update
 messages, shared_K = compressor.link.messages, compressor.shared_K  # of the last round

@@ -96,22 +96,8 @@ print(f"N = {clients}, {data.label} images, {epochs} epochs of {scheme.name}")
 # The messages of a small TCS-Q5 training, heard by a link as in
 # [notebook 10](10_bits_on_the_wire.ipynb), with the mask that all sides shared:
 
-
 # %%
-class Listening(tcs.Link):
-    """Keeps the messages of the round."""
-
-    def begin(self, agreed) -> None:
-        super().begin(agreed)
-        self.messages = []
-
-    def send_up(self, message: tcs.Message) -> tcs.Message:
-        self.messages.append(message)
-        return super().send_up(message)
-
-
-# %%
-compressor.link, sent = Listening(), []
+compressor.link, sent = lab.Listening(), []
 for epoch in range(epochs):
     for _ in federation.rounds(epoch):
         if not compressor.last_dense:

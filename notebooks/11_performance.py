@@ -55,7 +55,6 @@ step_dimension = 300_000  # D of the small measurement of compression
 round_width = 8  # channels of the net in the small measurement of a round
 repeat = 5  # turns of the small measurements
 records = None  # folder that holds bench/*.json; None: results/
-device_words = None  # draw records whose device's name has these words; None: the newest of any
 wide_net = "resnet18 width 64"  # the paper's network, as the records call it
 round_targets = [1.07, 1.10]  # round / passes: that net on a CPU; all others, and on a GPU
 step_targets_ms = [30.0, 0.3]  # Compressor.step per client at the paper's D: two cores; a GPU
@@ -200,10 +199,8 @@ print(f"local masks: among {typical['local']:.1f} K; with no floor, {D / rule.k_
 
 # %%
 generator = torch.Generator().manual_seed(seed)
-small_D, taken = (
-    torch.randn(5000, generator=generator),
-    torch.rand(5000, generator=generator) < 0.01,
-)
+small_D = torch.randn(5000, generator=generator)
+taken = torch.rand(5000, generator=generator) < 0.01
 hard = [small_D, small_D.round(), torch.ones(5000), torch.zeros(5000), small_D * 1000,
         torch.zeros(5000).index_fill(0, torch.tensor([77]), 1e38),
         small_D.masked_fill(small_D > 3, float("inf"))]  # fmt: skip
@@ -265,7 +262,6 @@ print(stated(made_here))
 # %%
 paths = sorted(lab.results_folder("bench", records).glob("*.json"))
 found = [json.loads(path.read_text()) for path in paths]
-found = [r for r in found if (device_words or "") in r["provenance"]["device"]]
 found.sort(key=lambda record: record["provenance"]["finished"], reverse=True)
 for record in found:
     print(f"{stated(record)}: {', '.join(dict.fromkeys(row['part'] for row in record['rows']))}")
@@ -485,32 +481,6 @@ _ = report("growth", draw_growth), report("memory", tell_memory)
 # %% [markdown]
 # Points bend away from the line where small models fit into a cache and pay fixed costs, and large ones wait for memory.
 #
-# ## How long the paper's runs would take
-#
-# A round of the paper's size, times the rounds of an epoch, times the epochs of a run; evaluation not
-# included. With M training images, $\text{rounds an epoch} = \lfloor M / (N \cdot B \cdot H) \rfloor$.
-
-
-# %%
-def durations(rows, gpu):
-    rows = rows[(rows["work"] == "round") & rows["case"].str.startswith(wide_net)]
-    table = []
-    for _, row in rows.iterrows():
-        N, B = map(int, re.search(r"N (\d+), B (\d+)", row["case"]).groups())
-        rounds, seconds = paper_samples // N // B // int(row["local_steps"]), row["median"]
-        cells = {"scheme": row["case"].rsplit(", ", 1)[1], "rounds an epoch": rounds}
-        hours = f"{seconds * rounds * paper_epochs / 3600:.3g}"
-        cells |= {"seconds a round": f"{seconds:.3g}", f"hours, {paper_epochs} epochs": hours}
-        table.append(cells)
-    display(Markdown(lab.markdown(pd.DataFrame(table)) if table else f"no {wide_net} measured"))
-
-
-_ = report("round", durations)
-
-# %% [markdown]
-# That is what decides whether anyone can check the paper's evidence: every line of its tables is
-# several such runs.
-#
 # ## What a GPU would take at least
 #
 # **Calculated, not measured.** A static round (one CUDA graph) at the paper's size can be traced with no GPU, on *fake tensors*: they have shapes and
@@ -558,8 +528,7 @@ paper = [on_paper(name, *work) for name in paper_schemes for work in works_on_pa
 paper = pd.DataFrame(paper)
 paper["operations"] = paper["operations"].map("{:,}".format)
 paper[["TB", "TFLOP"]] = paper[["TB", "TFLOP"]].map("{:,.3g}".format)
-display(Markdown("**Calculated, not measured:** the least time, by the trace"))
-display(Markdown(lab.markdown(paper)))
+display(Markdown(f"**Calculated, not measured:**\n\n{lab.markdown(paper)}"))
 
 # %% [markdown]
 # *Needs* is the part of the peak at which the target would just be met; above 100 % no kernel meets it with these operations.

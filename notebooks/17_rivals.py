@@ -100,19 +100,6 @@ def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
 
 
 # %%
-class Listening(tcs.ByteLink):
-    """Keeps the clients' messages of a round, as they arrived."""
-
-    def begin(self, agreed) -> None:
-        super().begin(agreed)
-        self.messages = []
-
-    def send_up(self, message: tcs.Message) -> tcs.Message | None:
-        self.messages.append(super().send_up(message))
-        return self.messages[-1]
-
-
-# %%
 def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
     """|meant - sent - waits| over |meant|, of all clients, in the round just made."""
     left = torch.zeros(CLIENTS)
@@ -127,7 +114,7 @@ def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
 # %%
 def one_round(name: str) -> dict:
     """Bits of a sparse round's messages, by formula and as sent, and what is left over."""
-    compressor = compressor_of(name, Listening())
+    compressor = compressor_of(name, lab.Listening())
     compressor.step(deltas_ND)  # a first, dense one gives TCS its mask
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)

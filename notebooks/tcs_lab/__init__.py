@@ -19,6 +19,7 @@ from tcs_lab.bench import (
 from tcs_lab.cells import (
     Claims,
     Count,
+    Listening,
     Positive,
     Seed,
     Share,
@@ -155,6 +156,7 @@ __all__ = [
     "Dataset",
     "Draws",
     "ImageFeed",
+    "Listening",
     "Positive",
     "ProcessRanks",
     "Progress",

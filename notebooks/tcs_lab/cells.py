@@ -1,4 +1,5 @@
-"""What notebooks' own cells share: parameters checked, claims said, gains taken seed by seed."""
+"""What notebooks' own cells share: parameters checked, messages heard, claims said, gains taken
+seed by seed."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 from scipy import stats
+
+import tcs_core as tcs
 
 # The one vocabulary of verdicts.
 HOLDS, FAILS, UNDECIDED, UNTESTABLE = WORDS = (
@@ -37,6 +40,19 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
             place = "".join(f"[{step}]" for step in first["loc"])
             given = repr(first["input"])[:120]
             raise ValueError(f"{name}{place}: got {given}; {_lower(first['msg'])}") from None
+
+
+class Listening(tcs.ByteLink):
+    """Keeps the clients' messages of a round, as they arrived."""
+
+    def begin(self, agreed: tcs.Agreed) -> None:
+        super().begin(agreed)
+        self.messages: list[tcs.Message] = []
+
+    def send_up(self, message: tcs.Message) -> tcs.Message | None:
+        arrived = super().send_up(message)
+        self.messages += [arrived] if arrived is not None else []
+        return arrived
 
 
 def _lower(text: str) -> str:
