@@ -22,10 +22,10 @@ def test_the_table_is_generated():
     assert readme_table.with_table(TEXT) == TEXT, "run: uv run python tests/readme_table.py"
 
 
-def test_the_figure_is_generated(tmp_path):
-    lab.save_figure(readme_table.figure(), tmp_path / "figure")
-    made = (tmp_path / "figure.png").read_bytes()
-    assert made == readme_table.FIGURE.with_suffix(".png").read_bytes()
+@pytest.mark.parametrize("draw, path", readme_table.FIGURES.items())
+def test_the_figures_are_generated(draw, path, tmp_path):
+    lab.save_figure(draw(), tmp_path / "figure")
+    assert (tmp_path / "figure.png").read_bytes() == path.with_suffix(".png").read_bytes()
 
 
 def test_its_numbers_have_a_source():

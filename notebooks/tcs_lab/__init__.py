@@ -86,6 +86,7 @@ from tcs_lab.runs import (
     run_all,
 )
 from tcs_lab.sensitivity import (
+    best_values,
     read_sensitivity,
     readable_sensitivity,
     sensitivity_plan,
@@ -174,6 +175,7 @@ __all__ = [
     "bench_round",
     "bench_step",
     "bench_table",
+    "best_values",
     "bits_per_parameter",
     "cache_folder",
     "check_notebook_params",

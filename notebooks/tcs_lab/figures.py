@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,24 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
 
 
 def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Words beside each (words, x, y, colour): at the first side where they fit."""
+    """Words beside each (words, x, y, colour): at the first side, and near, where they fit."""
+    from matplotlib.transforms import Bbox
+
     axes.figure.draw_without_rendering()  # settles the layout
     taken = [text.get_window_extent() for text in axes.texts]
+    bars = [bar for drawn in axes.collections for bar in drawn.get_segments() if len(bar)]
+    for line in [*bars, *([(x, y)] for _, x, y, _ in points)]:
+        at = axes.transData.transform(line)
+        taken.append(Bbox([at.min(axis=0), at.max(axis=0)]).padded(4))
     for words, x, y, colour in points:
-        for side, up in ((1, -1), (-1, -1), (1, 1), (-1, 1)):
+        for far, up, side in product((1, 4, 7), (-1, 1), (1, -1)):
             text = axes.annotate(
-                words, (x, y), (7 * side, 5 * up), textcoords="offset points", fontsize=9,
+                words, (x, y), (7 * side, 5 * far * up), textcoords="offset points", fontsize=9,
                 color=colour, ha="left" if side > 0 else "right", va="bottom" if up > 0 else "top",
             )  # fmt: skip
             box = text.get_window_extent()
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-            if (side, up) == (-1, 1) or (inside and not any(map(box.overlaps, taken))):
+            if (far, up, side) == (7, 1, -1) or (inside and not any(map(box.overlaps, taken))):
                 break
             text.remove()
         taken.append(box)

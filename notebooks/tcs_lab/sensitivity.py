@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,6 +125,17 @@ def sensitivity_table(
         alike = _of_common_seeds(found)
         rows += [_row(name, word, scheme, group) for (word, scheme), group in alike.items()]
     return pd.DataFrame(rows)
+
+
+def best_values(found: Mapping[tuple[str, str], dict[str, dict[str, Any]]]) -> dict[str, str]:
+    """Scheme -> its value, as written, with the highest final accuracy of seed 0; of points as in
+    `sensitivity_plan`, each with its records by file. A diverged run has no accuracy."""
+    tried: dict[str, dict[str, float]] = {}
+    for (word, scheme), group in found.items():
+        for record in group.values():
+            if record["config"]["seed"] == 0 and record["status"] == "finished":
+                tried.setdefault(scheme, {})[word] = record["rows"][-1]["accuracy"]
+    return {scheme: max(words, key=words.__getitem__) for scheme, words in tried.items()}
 
 
 def _of_common_seeds(found: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
