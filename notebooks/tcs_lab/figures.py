@@ -162,7 +162,11 @@ def draw_table(
     folder: Path,
 ) -> pd.DataFrame:  # fmt: skip
     """Saves a table of the paper in the folder, table<n>.csv and .md, and, if there are records,
-    its curves, figure<m>.png and .svg; the table. `params` is what table and profile say."""
+    its curves, figure<m>.png and .svg; the table. `params` is what table and profile say.
+
+    Raises ValueError if they lack the table's number, its figure's or its title."""
+    if lacking := [key for key in ("table", "figure", "title") if params.get(key) is None]:
+        raise ValueError(f"{', '.join(lacking)}: missing, a table's file says it")
     table = summary(records, params.get("paper"), planned)
     save_table(table, folder / f"table{params['table']}", params["title"])
     if records:

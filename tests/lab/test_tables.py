@@ -152,6 +152,12 @@ def test_a_saved_table_reads_as_it_was(tmp_path):
     assert len({line.count("|") for line in lines[2:]}) == 1
 
 
+def test_a_table_without_a_title_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="figure, title: missing"):
+        lab.draw_table({"table": 1, "title": None}, [], [], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # What stands in results/ ──────────────────────────────────────────────────────────────────────────
 
 
@@ -179,7 +185,13 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
 
 
 DRAWS = lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb"
-NO_TABLE = {"claims", "sensitivity", "claims_text", "rivals"}  # read by their own functions
+NO_TABLE = {
+    "claims",
+    "sensitivity",
+    "claims_text",
+    "rivals",
+    "rivals_text",
+}  # read by their own functions
 PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
 
 
