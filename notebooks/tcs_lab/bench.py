@@ -338,8 +338,6 @@ _GROWTH_D = (10**5, 10**6, 10**7, 10**8)
 BENCHES: dict[str, list[Any]] = {
     "round": [
         lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
-        lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
-        lambda b: bench_round(b, "TCS-L4-Q5++", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS", "resnet18", 16, 64, turns=5),
         lambda b: bench_round(
             b, "TCS", "resnet8", 16, 16, threads=1, turns=15
