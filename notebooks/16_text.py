@@ -130,12 +130,10 @@ held = pd.Series([float(part.sum()) for part in parts], index=names).groupby(kin
 held /= held.sum()
 table = pd.DataFrame({"of all parameters": share, "of the mask": held})
 table["times its share"] = table["of the mask"] / table["of all parameters"]
-shown = table.sort_values("times its share", ascending=False)
-display(
-    shown.style.format(
-        {"of all parameters": "{:.1%}", "of the mask": "{:.1%}", "times its share": "{:.2f}"}
-    )
-)
+table = table.sort_values("times its share", ascending=False)
+shapes = {"of all parameters": "{:.1%}", "of the mask": "{:.1%}", "times its share": "{:.2f}"}
+shown = pd.DataFrame({name: table[name].map(shape.format) for name, shape in shapes.items()})
+display(Markdown(lab.markdown(shown.reset_index(names="tensors"))))
 
 # %% [markdown]
 # And inside the last layer, which has a row a character: are the rows of rare characters in the mask, or those of frequent
@@ -316,11 +314,9 @@ axes.legend(frameon=False)
 plt.show()
 ends = pd.DataFrame(ends).T
 ends["times fewer bytes"] = ends["bytes a step"].iloc[0] / ends["bytes a step"]
-display(
-    ends.style.format(
-        {"bytes a step": "{:,.0f}", "bits per character": "{:.3f}", "times fewer bytes": "{:.1f}"}
-    )
-)
+shapes = {"bytes a step": "{:,.0f}", "bits per character": "{:.3f}", "times fewer bytes": "{:.1f}"}
+shown = pd.DataFrame({name: ends[name].map(shape.format) for name, shape in shapes.items()})
+display(Markdown(lab.markdown(shown.reset_index(names="training"))))
 
 # %% [markdown]
 # ## Claim

@@ -87,8 +87,8 @@ class Claims:
         self.asserted = own == parameter_digest({name: namespace.get(name) for name in names})
         self.words: dict[str, str] = {}
 
-    def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> str:
-        """Prints and returns the word: for True, False or None (not testable), or a word itself.
+    def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> None:
+        """Prints the word: for True, False or None (not testable), or a word itself.
 
         Raises AssertionError, at the notebook's own parameters, unless the claim holds.
         """
@@ -97,7 +97,6 @@ class Claims:
         assert word == HOLDS or not self.asserted, line
         self.words[text] = str(word)
         print(line)
-        return str(word)
 
     def summary(self) -> str:
         """How many claims came to which word, and which did not hold."""
