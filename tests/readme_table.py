@@ -27,7 +27,6 @@ COLUMNS = {
     "n": "Our n",
     "Verdict": "Our verdict",
 }
-MOMENTUM = ("TCS", "top-K", "TCS-L4-Q5")
 RIVALS = ("FedAvg", "QSGD", "top-K", "TCS", "EF-signSGD-D1", "STC")
 DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")
 
@@ -77,16 +76,11 @@ def rivals() -> Any:
 FIGURES = {figure: ROOT / "results/cpu/megabytes", rivals: ROOT / "results/brief/rivals"}
 
 
-def text_differences() -> list[str]:
-    """Points of accuracy from dense training in profile text: TCS; with momentum TCS, top-K,
-    TCS-L4-Q5."""
-    found: list[str] = []
-    for rate, end, names in ((1.0, "", ["TCS"]), (0.1, "-Global Momentum", list(MOMENTUM))):
-        asked = params("text") | {"schemes": [n + end for n in ["FedAvg", *names]], "seeds": 1}
-        records = lab.recorded(lab.plan(asked | {"learning_rate": rate})).values()
-        ends = [100 * record["rows"][-1]["accuracy"] for record in records]
-        found += [f"{own - ends[0]:+.1f}".replace("-", "−") for own in ends[1:]]
-    return found
+def text_claims() -> dict[str, str]:
+    """Claims on text, by their names in params/claims_text.yaml: ours, with its interval."""
+    read = lab.read_claims(ROOT / "params/claims_text.yaml")
+    table = lab.judged(read, lab.claim_records(read, params("text")))
+    return dict(zip(table["claim"], lab.readable_claims(table)["Ours (interval)"], strict=True))
 
 
 def numbers() -> dict[str, Any]:
