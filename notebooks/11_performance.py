@@ -351,8 +351,9 @@ def tell_round(rows, gpu):
     table = parts[list(keep)].map("{:+.1f} %".format).reset_index()
     table["seconds a round"] = parts["seconds"].map("{:.3g}".format).to_numpy()
     times = works(rows)
-    for way in times.columns.intersection(["round", "client threads", "graph"]):
-        ratio = times[way] / times.get("plain top-K", np.nan)
+    ways = ["round", "client threads", "graph"] if "plain top-K" in times else []
+    for way in times.columns.intersection(ways):
+        ratio = times[way] / times["plain top-K"]
         table[f"{way} / plain top-K"] = ratio.map("{:.2f}".format).to_numpy()
     for case, row in parts.iterrows():
         aim(f"round / passes, {case}", 1 + row["round"] / 100, 1 + row["target"] / 100, form=".3f")

@@ -314,7 +314,8 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
         scheme = Scheme.named(name)
         compressor = Compressor(scheme, sizes, 1)
         compressor.step(deltas_ND)
-        shared_K = compressor.rule.global_mask()
+        compressor.open()
+        shared_K = compressor.shared_K
         own_K = compressor.rule.local_mask(deltas_ND[0].roll(7), shared_K)
         intended = deltas_ND[0][torch.cat([shared_K, own_K])]
         wire, message = compressor.up, Message.of(intended, own_K, scheme.value_bits)
