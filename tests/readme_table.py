@@ -93,7 +93,7 @@ def numbers() -> dict[str, Any]:
     lost = 100 * (gaps["Baseline"] - gaps[["TCS-L4", "TCS-L4-Q5"]].min())
     pixels = (32 / cpu["image_size"]) ** 2
     table = pd.Series(params("table1")["paper"]["TCS"])
-    text = "TCS ends {} points from dense training, but with global momentum {} (top-K {}, TCS-L4-Q5 {})"
+    text = text_claims()
     return {
         f"1/{budgets['TCS']:.0f} of the bits": "bit_budget",
         f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four": "bit_budget",
@@ -110,7 +110,9 @@ def numbers() -> dict[str, Any]:
         f"`short`\n({short['epochs']} epochs)": "params/short.yaml",
         f"Short trainings ({short['epochs']} epochs, profile": "params/short.yaml",
         f"lose up to {lost:.1f} points": "results/short/table1.csv",
-        text.format(*text_differences()): "results/text/runs",
+        f"from dense training by {text['cost-plain']}": "results/text/runs",
+        f"from top-K by {text['top-k-plain']}": "results/text/runs",
+        f"With global momentum it ends {text['cost']}": "results/text/runs",
         f"ends at {100 * one['rows'][-1]['accuracy']:.0f} % here": "record",
     }
 
