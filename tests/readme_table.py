@@ -6,6 +6,7 @@ writes the table between its comments, and the figures beside the records. Numbe
 in `numbers`, with the words around them and where they come from; test_readme.py compares them.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ def text_claims() -> dict[str, str]:
     return dict(zip(table["claim"], lab.readable_claims(table)["Ours (interval)"], strict=True))
 
 
+def text_bits(scheme: str) -> float:
+    """Bits per character at the end, of three seeds in profile text without momentum."""
+    asked = params("text") | {"schemes": [scheme], "learning_rate": 1.0, "seeds": 3}
+    ends = [record["rows"][-1]["loss"] for record in lab.recorded(lab.plan(asked)).values()]
+    return sum(ends) / len(ends) / math.log(2)
+
+
 def numbers() -> dict[str, Any]:
     """Words of README with a number in them: what the number should be."""
     one = evidence("Baseline")[0]
@@ -93,7 +101,7 @@ def numbers() -> dict[str, Any]:
     lost = 100 * (gaps["Baseline"] - gaps[["TCS-L4", "TCS-L4-Q5"]].min())
     pixels = (32 / cpu["image_size"]) ** 2
     table = pd.Series(params("table1")["paper"]["TCS"])
-    text = text_claims()
+    text, bits = text_claims(), [text_bits(name) for name in ("TCS", "FedAvg")]
     return {
         f"1/{budgets['TCS']:.0f} of the bits": "bit_budget",
         f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four": "bit_budget",
@@ -110,6 +118,9 @@ def numbers() -> dict[str, Any]:
         f"`short`\n({short['epochs']} epochs)": "params/short.yaml",
         f"Short trainings ({short['epochs']} epochs, profile": "params/short.yaml",
         f"lose up to {lost:.1f} points": "results/short/table1.csv",
+        "TCS ends at {:.3f} bits per character, dense training at {:.3f}".format(
+            *bits
+        ): "results/text/runs",
         f"from dense training by {text['cost-plain']}": "results/text/runs",
         f"from top-K by {text['top-k-plain']}": "results/text/runs",
         f"With global momentum it ends {text['cost']}": "results/text/runs",
