@@ -15,6 +15,9 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
         "test_samples": 40, "reference_batch": None, "threads": 1}  # fmt: skip
 
 
+READERS = ("ci", "quick")  # profiles whose results a reader makes
+
+
 def config(scheme="TCS-L2-Q5", **changes):
     return lab.RunConfig(scheme, **(TINY | changes))
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import tcs_lab as lab
+from common import READERS
 
 CLAIMS = lab.ROOT / "params" / "claims.yaml"
 
@@ -225,7 +226,6 @@ def test_gates_are_comparisons_of_dense_trainings():
     assert all(scheme.rule == "dense" for scheme in sides)
 
 
-READERS = ("ci", "quick")  # profiles whose results a reader makes
 FOLDERS = [f.parent for f in lab.ROOT.glob("results/*/claims.csv") if f.parent.name not in READERS]
 
 

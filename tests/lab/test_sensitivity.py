@@ -6,6 +6,7 @@ import math
 import pytest
 import tcs_lab as lab
 import yaml
+from common import READERS
 from tcs_lab.__main__ import main
 
 SWEEP = lab.ROOT / "params" / "sensitivity.yaml"
@@ -185,7 +186,6 @@ def test_errors_are_one_line_and_rc_2(tmp_path, files, capsys, words, message):
 # What stands in results/ ──────────────────────────────────────────────────────────────────────────
 
 
-READERS = ("ci", "quick")  # profiles whose results a reader makes
 FOLDERS = [
     f.parent for f in lab.ROOT.glob("results/*/sensitivity.csv") if f.parent.name not in READERS
 ]

@@ -10,6 +10,7 @@ import pandas as pd
 import papermill
 import pytest
 import tcs_lab as lab
+from common import READERS
 
 import tcs_core as tcs
 
@@ -161,7 +162,6 @@ def test_a_table_without_a_title_is_refused_before_anything_is_written(tmp_path)
 # What stands in results/ ──────────────────────────────────────────────────────────────────────────
 
 
-READERS = ("ci", "quick")  # profiles whose results a reader makes
 TABLES = [p for p in sorted(lab.ROOT.glob("results/*/table?.csv")) if p.parent.name not in READERS]
 EXECUTED = [path.with_suffix(".ipynb") for path in TABLES]
 
