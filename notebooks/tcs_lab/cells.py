@@ -51,7 +51,8 @@ class Listening(tcs.ByteLink):
 
     def send_up(self, message: tcs.Message) -> tcs.Message | None:
         arrived = super().send_up(message)
-        self.messages += [arrived] if arrived is not None else []
+        if arrived is not None:
+            self.messages.append(arrived)
         return arrived
 
 

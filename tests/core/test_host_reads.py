@@ -56,14 +56,8 @@ class Bucket:
     def buffer(self):
         return self.gradient_D
 
-    def gradients(self):
-        return list(self.gradient_D.split(SIZES))
-
     def parameters(self):
         return PARAMETERS
-
-    def index(self):
-        return 0
 
     def is_last(self):
         return True
