@@ -38,6 +38,7 @@ from tcs_lab.files import write_whole
 from tcs_lab.records import RECORD_VERSION, provenance, results_folder
 from tcs_lab.runs import _arithmetic, _memory_kept
 from tcs_lab.settings import RunConfig
+from tcs_lab.side_by_side import SideBySide
 from tcs_lab.training import Training
 
 Timing = dict[str, Any]  # one row of a bench record
@@ -98,7 +99,8 @@ def _bench_federation(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
         precision=cast(Any, bench.precision), device=bench.device, **way,
     )  # fmt: skip
-    training = Training(config, synthetic_dataset(train=10 * each, test=10), keep_deltas=True)
+    data = synthetic_dataset(train=10 * each, test=10).resized(config.image_size)
+    training = Training(config, data, keep_deltas=True)
     training.federation.round()
     training.federation.on_delta = None
     return training
@@ -138,15 +140,19 @@ def _rounds(training: Training) -> Callable[[], None]:
 
 def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
     """The same with top-K as one writes it without this package: clients in a loop, torch.topk of
-    all entries, errors kept. One local step a round."""
+    all entries, errors kept; images as the model's weights lie. One local step a round."""
     federation, feed = training.federation, training.feed
+    weights = next(p for p in model.parameters() if p.dim() == 4)
+    ours = weights.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if ours else torch.contiguous_format
     parameters, eta = list(model.parameters()), federation.schedule(0).eta
     errors = [torch.zeros_like(training.theta_D) for _ in range(feed.clients)]
     k = kept(1e-2, len(training.theta_D))
 
     def difference(n: int, t: int) -> Tensor:
         model.zero_grad()
-        federation.loss(model, feed.batch(n, t, 0)).backward()
+        images, labels = feed.batch(n, t, 0)
+        federation.loss(model, (images.contiguous(memory_format=layout), labels)).backward()
         return torch.cat([-eta * cast(Tensor, p.grad).flatten() for p in parameters])
 
     @torch.no_grad()
@@ -188,25 +194,33 @@ def _parts(training: Training) -> dict[str, Callable[[], Any]]:
 
 def bench_round(
     bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None,
-    turns: int = 1,
+    turns: int = 1, size: int = 32,
 ) -> None:  # fmt: skip
     """An epoch's rounds over the same forward and backward passes with no federation around them,
-    beside plain top-K and a client a thread; with so many CPU `threads`, where a profile sets them
-    for this net."""
-    net = f"{model} width {width}" + (f", threads {threads}" if threads else "")
+    beside plain top-K, also in torch's own layout, and, on a CPU, a client a thread or, if small,
+    all clients side by side; with so many CPU `threads`, where a profile sets them for this net."""
+    net = f"{model} width {width}" + (f", {size} x {size}" if size != 32 else "")
+    net += f", threads {threads}" if threads else ""
     with _arithmetic(threads), _memory_kept():
-        case = scheme, model, width, batch
-        training = _bench_federation(bench, *case)
+
+        def made(**way: Any) -> Training:
+            return _bench_federation(bench, scheme, model, width, batch, image_size=size, **way)
+
+        training = made(side_by_side=False)
         rounds, steps = training.feed.rounds, training.feed.steps
         works: dict[str, Any] = {"passes": _passes(training), "round": _rounds(training)}
         if steps == 1:
-            model_ = copy.deepcopy(training.federation.model)
-            works["plain top-K"] = _plain_rounds(training, model_.train())
+            ours = copy.deepcopy(training.federation.model).train()
+            torchs = copy.deepcopy(ours).to(memory_format=torch.contiguous_format)
+            works["plain top-K"] = _plain_rounds(training, ours)
+            works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
         if bench.torch_device.type == "cuda":
-            static = _bench_federation(bench, *case, graph=True).static
+            static = made(graph=True).static
             works["graph"] = lambda: static.play(range(rounds))
+        elif isinstance((beside := made()).federation, SideBySide):
+            works["side by side"] = _rounds(beside)
         else:
-            works["client threads"] = _rounds(_bench_federation(bench, *case, client_threads=True))
+            works["client threads"] = _rounds(made(client_threads=True))
         numbers = {"dimension": len(training.theta_D), "local_steps": steps}
         numbers["threads"] = torch.get_num_threads()
         title = f"{net}, N 10, B {batch}, {scheme}"
@@ -340,10 +354,10 @@ BENCHES: dict[str, list[Any]] = {
     "round": [
         lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS", "resnet18", 16, 64, turns=5),
-        lambda b: bench_round(
-            b, "TCS", "resnet8", 16, 16, threads=1, turns=15
-        ),  # params/short.yaml
-        lambda b: bench_round(b, "TCS", "resnet8", 8, 4, threads=1, turns=15),  # params/quick.yaml
+        lambda b: bench_round(b, "TCS", "resnet8", 32, 16, 1, turns=2, size=16),  # cpu.yaml
+        lambda b: bench_round(b, "TCS", "conv3", 8, 8, 1, turns=15, size=8),  # quick.yaml
+        lambda b: bench_round(b, "TCS", "resnet8", 8, 8, 1, turns=15, size=8),
+        lambda b: bench_round(b, "TCS", "resnet8", 4, 4, 1, turns=15, size=8),
     ],
     "compiled": [lambda b: bench_compiled(b, "resnet18", 32, 64)],
     "step": [lambda b: bench_step(b, 11_173_962, 10)],

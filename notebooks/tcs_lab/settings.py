@@ -63,7 +63,7 @@ DEVICE = {
 
 # Where and how fast a run is made; not part of what it is.
 WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side",
-              "client_threads", "compiled"}  # fmt: skip
+              "client_threads", "compiled", "errors_limit"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class RunConfig:
     # every thread one client at a time, for larger nets; the same bits for any number of threads
     client_threads: bool = False
     compiled: bool = False  # passes by torch.compile, after minutes; numbers to rounding (bf16's)
+    errors_limit: Positive | None = None  # MB of all clients' errors in memory; more: in a file
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
     device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
 

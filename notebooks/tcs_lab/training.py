@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,10 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tcs_core
-from tcs_core import ByteLink, ClientError, Federation, Link, Phase, ProcessLink, StaticRounds
+from tcs_core import (
+    ByteLink,
+    ClientError,
+    Compressor,
+    Federation,
+    Link,
+    Phase,
+    ProcessLink,
+    StaticRounds,
+)
 from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
 from tcs_lab.compiled import passes
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, load_dataset, partition
+from tcs_lab.files import cache_folder
 from tcs_lab.ranks import Ranks
 from tcs_lab.rivals import with_own_compressor
 from tcs_lab.settings import RunConfig
@@ -146,6 +158,8 @@ class Training:
             weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
         ))  # fmt: skip
+        if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
+            errors_in_file(self.compressor)
         everyone = config.participants == config.client_count
         self.static: StaticRounds | None = None
         if config.graph and everyone and StaticRounds.suits(scheme, link):
@@ -313,6 +327,24 @@ def _link(config: RunConfig, ranks: Ranks) -> Link:
     if ranks.size > 1:
         return ProcessLink(ranks.exchange, ranks.rank, ranks.size, config.bad_message)
     return ByteLink(config.bad_message) if config.wire else Link()
+
+
+def errors_in_file(compressor: Compressor) -> None:
+    """Before the first round: the clients' errors live in a file of the cache folder, mapped into
+    memory, of which the system keeps as much there as fits. The file ends with the process.
+
+    Raises ValueError on a GPU, OSError if the disk has no room.
+    """
+    errors_ND = compressor.errors_ND
+    if errors_ND.device.type != "cpu":
+        raise ValueError(f"errors_limit: allowed on a CPU, got errors on {errors_ND.device}")
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="errors-") as file:
+        if hasattr(os, "posix_fallocate"):  # else a full disk would end the process much later
+            os.posix_fallocate(file.fileno(), 0, errors_ND.nbytes)
+        mapped = torch.from_file(file.name, shared=True, size=errors_ND.numel())
+    compressor.errors_ND = mapped.view_as(errors_ND)
 
 
 class Watch:

@@ -45,6 +45,7 @@ FITS = {  # strange as they look, these are allowed
     "dirichlet_alpha": {"null", "a fraction"}, "precision": set(), "wire": {"true"}, "graph": {"true"},
     "bad_message": set(), "threads": {"null"}, "device": set(), "crop_padding": {"zero"}, "context": set(),
     "side_by_side": {"null", "true"}, "client_threads": {"true"}, "compiled": {"true"},
+    "errors_limit": {"null", "a fraction"},
 }  # fmt: skip
 
 

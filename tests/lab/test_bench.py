@@ -26,13 +26,14 @@ def test_the_textbook_version_is_the_compressor():
         assert torch.equal(tcs.positions_to_mask(compressor.rule.global_mask(), 4000), mask_D)
 
 
-def test_the_plain_loop_is_top_k():
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_the_plain_loop_is_top_k(layout):
     """Its model after two rounds, the second with errors, is that of the federation."""
     training = lab.bench._bench_federation(lab.bench.Bench(device="cpu"), "top-K", "conv3", 2, 64)
     federation = training.federation
     federation.weight_decay = 0.0
     federation.compressor.errors_ND.zero_()
-    model = copy.deepcopy(federation.model).train()
+    model = copy.deepcopy(federation.model).train().to(memory_format=layout)
     plain, rounds = lab.bench._plain_rounds(training, model), lab.bench._rounds(training)
     start_D = training.theta_D.clone()
     plain()
@@ -46,7 +47,7 @@ def test_the_plain_loop_is_top_k():
 def tiny_benches(monkeypatch):
     cases = {
         "round": [
-            lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 2, 2),
+            lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 8, 8),
             lambda b: lab.bench_round(b, "TCS", "conv3", 2, 2),
         ],
         "compiled": [lambda b: lab.bench_compiled(b, "conv3", 2, 2)],
@@ -66,8 +67,13 @@ def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, 
     timed = [row for row in record["rows"] if "median" in row]
     assert {row["part"] for row in timed} == set(lab.bench.BENCHES)
     assert all(0 < row["low"] <= row["median"] <= row["high"] and row["n"] == 2 for row in timed)
-    works = {row["work"] for row in timed if row["case"].endswith("B 2, TCS")}
-    assert works == {"passes", "round", "plain top-K", "client threads", "compression", "augmentation"}  # fmt: skip
+    parts = {"passes", "round", "compression", "augmentation"}
+    for case, more in {
+        "conv3 width 2, N 10, B 2, TCS": {"side by side", "plain top-K", "plain top-K, torch's layout"},
+        "resnet8 width 8, N 10, B 8, TCS-L2": {"client threads"},
+    }.items():  # fmt: skip
+        works = {row["work"] for row in timed if row["case"] == case}
+        assert works == parts | more
     memory = [row for row in record["rows"] if row["part"] == "memory"]
     assert [row["allowed"] for row in memory] == [12 * 4 * 3000]
     assert capsys.readouterr().out.count("\n") == len(timed) + 2
