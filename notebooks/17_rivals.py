@@ -20,6 +20,9 @@
 #
 #     uv run tcs sensitivity --sweep params/rivals.yaml --params params/brief.yaml --scheme STC
 #
+# As it stands it shows a short training on synthetic images. [The same on text](../results/text/17_rivals.ipynb), a finished training
+# of a small GPT, is this notebook with `profile = "text"` and `sweep = "rivals_text"`.
+#
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 
 # %%
@@ -236,10 +239,11 @@ print("on the Pareto front:", ", ".join(front))
 # On the Pareto front (the line) is a scheme that no other beats in both: more accurate, and fewer megabytes.
 
 # %%
-scale = f"profile {profile}, no record yet"
+scale, often = f"profile {profile}, no record yet", math.nan
 for record in list(records.values())[:1]:
     net = f"{record['config']['model']} with {record['dimension']:,} parameters"
     scale = f"{record['provenance']['dataset']}, {net}, {record['config']['epochs']} epochs"
+    often = 0.01 * sum(row["rounds"] for row in record["rows"])  # how often a 1 % mask has an entry
 
 
 def draw_point(axes, row) -> None:
@@ -403,13 +407,14 @@ claim("every rate is on the grid", used <= set(rates) and not others, f"{sorted(
 print(claim.summary())
 for r in table.itertuples():
     print(f"{r.scheme}: {r.mean:.2f} % with {r.both:.3g} MB, η {rate_of(r.scheme)}, n = {r.n}")
+finished = "finished" if often >= 60 else "not finished: speeds of optimization are compared"
+print(f"rounds × 1 %, how often a mask has an entry: {often:.0f} (the paper: 234); {finished}")
 missing = [f"{name} {word}" for (word, name), group in found.items() if not group]
 print("not measured:", ", ".join(missing) or "nothing")
 
 # %% [markdown]
-# Trainings of this length have not finished: they compare speeds of optimization, and one seed decides nothing
-# between schemes a point apart. What the warm-up costs is part of it: schemes with a dense epoch pay for it here with most of their
-# bytes. Next: [13_evidence](13_evidence.ipynb), what the paper's claims come to in finished trainings.
+# One seed decides nothing between schemes a point apart. What the warm-up costs is part of it: schemes with a dense epoch pay for it
+# here with most of their bytes. Next: [13_evidence](13_evidence.ipynb), what the paper's claims come to in finished trainings.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

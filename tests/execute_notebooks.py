@@ -6,6 +6,7 @@ run to run (timings, versions, paths). Cell ids are kept. Commit the pair.
 
 With an argument results/<profile>: 08 is executed once a table, from the finished records that are
 there, into results/<profile>/table1.ipynb and so on; the table and its figure are written beside it.
+A profile with a params/rivals_<profile>.yaml has 17 instead.
 """
 
 import hashlib
@@ -63,15 +64,19 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def tables(profile: str) -> None:
     for table in (1, 2, 3):
         params = {"table": table, "evidence": profile}
-        source = str(NOTEBOOKS / "08_tables_and_curves.ipynb")
-        target = lab.results_folder(profile) / f"table{table}.ipynb"
-        notebook = papermill.execute_notebook(source, None, params, progress_bar=False)
-        del notebook.metadata["papermill"], notebook.metadata["jupytext"]
-        for number, cell in enumerate(notebook.cells):
-            cell.id = fresh_id(number, cell)  # papermill's own cell has a new one each time
-            del cell.metadata["papermill"]
-        nbformat.write(cleaned(notebook), target)
-        print(target.relative_to(lab.ROOT), flush=True)
+        of_profile("08_tables_and_curves", params, profile, f"table{table}")
+
+
+def of_profile(name: str, params: dict, profile: str, target: str) -> None:
+    """A notebook executed with these parameters, into results/<profile>/."""
+    source, path = NOTEBOOKS / f"{name}.ipynb", lab.results_folder(profile) / f"{target}.ipynb"
+    notebook = papermill.execute_notebook(str(source), None, params, progress_bar=False)
+    del notebook.metadata["papermill"], notebook.metadata["jupytext"]
+    for number, cell in enumerate(notebook.cells):
+        cell.id = fresh_id(number, cell)  # papermill's own cell has a new one each time
+        del cell.metadata["papermill"]
+    nbformat.write(cleaned(notebook), path)
+    print(path.relative_to(lab.ROOT), flush=True)
 
 
 def execute(py: Path) -> None:
@@ -96,7 +101,11 @@ def main(names: list[str]) -> None:
         if py.stem.startswith(stems) if stems else not profiles:
             execute(py)
     for profile in profiles:
-        tables(profile)
+        sweep = f"rivals_{profile}"
+        if (lab.ROOT / f"params/{sweep}.yaml").exists():
+            of_profile("17_rivals", {"profile": profile, "sweep": sweep}, profile, "17_rivals")
+        else:
+            tables(profile)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
-from scipy import stats
 
 import tcs_core as tcs
+from tcs_lab.tables import CONFIDENCE, half_interval
 
 # The one vocabulary of verdicts.
 HOLDS, FAILS, UNDECIDED, UNTESTABLE = WORDS = (
@@ -112,14 +112,12 @@ def decided(mean: float, half: float, least: float = 0.0) -> str:
 
 
 def paired_gain(
-    ours: Iterable[float], theirs: Iterable[float], confidence: float = 0.95
+    ours: Iterable[float], theirs: Iterable[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
     """Mean of the differences, pair by pair, and half of Student's interval for it.
 
     Of one pair there is no interval: half is infinite. ValueError if the counts differ.
     """
     gains = np.array([a - b for a, b in zip(ours, theirs, strict=True)], dtype=float)
-    if len(gains) < 2:
-        return float(gains.mean()) if len(gains) else math.nan, math.inf
-    half = stats.t.ppf((1 + confidence) / 2, len(gains) - 1) * stats.sem(gains)
-    return float(gains.mean()), float(half)
+    mean = float(gains.mean()) if len(gains) else math.nan
+    return mean, half_interval(gains, confidence)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtrit  # Student's quantile; scipy.stats takes seconds to import
 
 from tcs_core import OVERHEAD_BYTES, Scheme, bit_budget, kept
 from tcs_lab.files import write_whole
@@ -98,15 +99,19 @@ def mean_interval(
     values: Iterable[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
     """Mean of the values and Student's interval for it; of one value, no interval (infinite)."""
-    from scipy import stats
-
     values = np.asarray(list(values), dtype=float)
     if not len(values):
         return NONE
-    if len(values) == 1:
-        return float(values[0]), -math.inf, math.inf
-    half = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * stats.sem(values)
-    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
+    mean, half = float(values.mean()), half_interval(values, confidence)
+    return mean, mean - half, mean + half
+
+
+def half_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
+    """Half of Student's interval for the mean; of fewer than two values it is infinite."""
+    if len(values) < 2:
+        return math.inf
+    deviation = values.std(ddof=1) / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, (1 + confidence) / 2) * deviation)
 
 
 def welch_interval(
@@ -115,11 +120,9 @@ def welch_interval(
 ) -> tuple[float, float, float]:  # fmt: skip
     """Difference of two means, each (mean, standard deviation) over so many trials, and Welch's
     interval for it: all that can be said of figures in print, which are not paired."""
-    from scipy import stats
-
     a, b = one[1] ** 2 / trials, other[1] ** 2 / trials
     freedom = (a + b) ** 2 * (trials - 1) / (a**2 + b**2) if a + b else math.nan
-    half = stats.t.ppf((1 + confidence) / 2, freedom) * math.sqrt(a + b) if a + b else 0.0
+    half = stdtrit(freedom, (1 + confidence) / 2) * math.sqrt(a + b) if a + b else 0.0
     return one[0] - other[0], float(one[0] - other[0] - half), float(one[0] - other[0] + half)
 
 
