@@ -15,7 +15,7 @@
 #
 # Nothing has to be downloaded: the text is `pydoc_data.topics`, the help topics that come with every Python.
 #
-# *Run time*: about 40 s on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
+# *Run time*: about a minute on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
 # [05_global_momentum](05_global_momentum.ipynb), [12_real_training](12_real_training.ipynb).
 
 # %%
