@@ -65,7 +65,7 @@ class ImageFeed:
         self.steps = config.scheme.local_steps
         self.rounds = samples_NM.shape[1] // self.size // self.steps  # an epoch
         self.offsets = torch.arange(self.size, device=batches.padded.device)
-        self._epoch, self._draws = -1, list[Draws]()
+        self._epoch, self._draws = -1, dict[int, Draws]()
         self._held: list[Draws] | None = None  # of static rounds: tensors that stay where they are
         self._ahead: dict[int, tuple[Draws, dict[int, tuple[Tensor, Tensor]]]] = {}
 
@@ -86,16 +86,18 @@ class ImageFeed:
 
     def draws(self, epoch: int) -> list[Draws]:
         """Every own client's order of samples, crops and flips for one epoch."""
+        return [self._draws_of(row, epoch) for row in range(len(self.own))]
+
+    def _draws_of(self, row: int, epoch: int) -> Draws:
+        """One client's: those who take no part cost nothing."""
         if epoch != self._epoch:
+            self._epoch, self._draws = epoch, {}
+        if row not in self._draws:
             need = self.rounds * self.steps * self.size
-            seeds = [(self.config.seed, _SAMPLING, epoch, n) for n in self.own]
-            pairs = zip(self.samples_NM, seeds, strict=True)
-            found = [
-                Draws.of(row_M, need, generator_for(*seed), self.batches.padding)
-                for row_M, seed in pairs
-            ]
-            self._epoch, self._draws = epoch, [d.to(self.offsets.device) for d in found]
-        return self._draws
+            generator = generator_for(self.config.seed, _SAMPLING, epoch, self.own[row])
+            found = Draws.of(self.samples_NM[row], need, generator, self.batches.padding)
+            self._draws[row] = found.to(self.offsets.device)
+        return self._draws[row]
 
     def hold(self, rounds: range) -> None:
         """From here on a tensor in the place of a round counts from the first of these, an epoch's.
@@ -114,7 +116,7 @@ class ImageFeed:
             first = (round * self.steps + tau) * self.size
             return self.batches.augmented(self._held[row].at(first + self.offsets))
         epoch, index = divmod(round, self.rounds)
-        return self._staged(row, self.draws(epoch)[row], (index * self.steps + tau) * self.size)
+        return self._staged(row, self._draws_of(row, epoch), (index * self.steps + tau) * self.size)
 
     def _staged(self, row: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
         """The batch from `first` on; many of them are augmented at a time."""

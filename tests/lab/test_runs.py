@@ -165,3 +165,11 @@ def test_two_hundred_clients(tmp_path, monkeypatch):
     lab.load_dataset.cache_clear()
     assert record["status"] == "finished" and record["rows"][-1]["rounds"] == 2
     assert record["rows"][-1]["bytes_up"] > 200 * tcs.OVERHEAD_BYTES
+
+
+def test_only_clients_who_take_part_cost_time(small):
+    """A round's work is its participants': the others' samples are not even drawn."""
+    wanted = config("TCS", clients=12, participation=0.25)
+    training = lab.Training(wanted, lab.load_data(wanted))
+    next(training.rounds(0))
+    assert len(training.active) == 3 and set(training.feed._draws) == set(training.active)
