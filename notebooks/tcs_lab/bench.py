@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from tcs_lab.files import write_whole
 from tcs_lab.records import RECORD_VERSION, provenance, results_folder
 from tcs_lab.runs import _arithmetic, _memory_kept
 from tcs_lab.settings import RunConfig
-from tcs_lab.side_by_side import SideBySide
+from tcs_lab.side_by_side import goes_side_by_side
 from tcs_lab.training import Training
 
 Timing = dict[str, Any]  # one row of a bench record
@@ -217,8 +217,8 @@ def bench_round(
         if bench.torch_device.type == "cuda":
             static = made(graph=True).static
             works["graph"] = lambda: static.play(range(rounds))
-        elif isinstance((beside := made()).federation, SideBySide):
-            works["side by side"] = _rounds(beside)
+        elif goes_side_by_side(replace(training.config, side_by_side=None)):
+            works["side by side"] = _rounds(made())
         else:
             works["client threads"] = _rounds(made(client_threads=True))
         numbers = {"dimension": len(training.theta_D), "local_steps": steps}
