@@ -5,13 +5,10 @@ TCS_KILLS=50: so many kills instead of 4, 3 s each, and papermill interrupted as
 
 import contextlib
 import dataclasses
-import errno
 import functools
-import gc
 import io
 import json
 import os
-import pathlib
 import pickle
 import random
 import re
@@ -29,9 +26,6 @@ import torch
 from common import TINY, config, numbers, tiny_command
 from processes import logged, start_command, until
 from tcs_lab.checkpoints import checkpoint_path
-from tcs_lab.training import Training, errors_in_file
-
-import tcs_core as tcs
 
 KILLS = int(os.environ.get("TCS_KILLS", 4))
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -261,42 +255,6 @@ def test_errors_in_a_file_make_the_same_record(tmp_path, small, every_epoch, sch
     stopped(tmp_path / "file", filed)
     record, epochs = resumed(tmp_path / "file", filed)
     assert epochs == [3] and numbers(record) == numbers(in_memory)
-
-
-def mapped_errors():
-    """Files of errors that this process has mapped."""
-    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "errors-" in line]
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc (Linux)")
-@pytest.mark.parametrize("share, there", [(0.99, True), (1.01, False)])
-def test_errors_above_the_limit_are_in_a_file_that_ends_with_the_training(share, there):
-    dimension = 1420  # of the tiny net
-    wanted = config(errors_limit=share * 4e-6 * 3 * dimension)
-    training = Training(wanted, lab.load_data(wanted))
-    assert len(training.theta_D) == dimension and bool(mapped_errors()) == there
-    folder = pathlib.Path(os.environ["TCS_CACHE"])
-    assert not list(folder.glob("errors-*"))  # it has no name any more
-    del training
-    gc.collect()
-    assert not mapped_errors()
-
-
-def test_errors_in_a_file_need_room_and_a_cpu(monkeypatch, tmp_path):
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [100], 2)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    before = compressor.errors_ND
-    with pytest.raises(OSError, match="No space left"):
-        errors_in_file(compressor)
-    assert compressor.errors_ND is before and not list((tmp_path / "cache").glob("errors-*"))
-    compressor.errors_ND = before.to("meta")
-    with pytest.raises(ValueError, match="allowed on a CPU, got errors on meta"):
-        errors_in_file(compressor)
 
 
 def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, small):
