@@ -734,6 +734,8 @@ def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     magnitudes_K, count = values_K.abs().double(), len(values_K)
     if not count:
         return values_K.int(), values_K.new_zeros(intervals)
+    if intervals == 1:
+        return (values_K < 0).int(), magnitudes_K.mean(0, keepdim=True).float()
     sorted_K = magnitudes_K.sort().values
     sums_K = F.pad(sorted_K.cumsum(0), (1, 0))
     shares_P = (torch.arange(intervals, device=values_K.device) + 0.5) / intervals
@@ -763,8 +765,7 @@ def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
 
 
 def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
-    magnitudes_K = means_P[codes_K.long() % len(means_P)]
-    return torch.where(codes_K >= len(means_P), -magnitudes_K, magnitudes_K)
+    return torch.cat([means_P, -means_P]).index_select(0, codes_K)
 
 
 def quantized(values_K: Tensor, intervals: int) -> Tensor:
@@ -1074,7 +1075,7 @@ def _entropy_code(message: Message, wire: Wire) -> bytes:
     own, shared = len(message.positions), len(message.values) - len(message.positions)
     if wire.intervals:
         codes = message.codes.cpu().numpy()
-        interval = (codes % wire.intervals).astype(np.uint16)
+        interval = (codes & wire.intervals - 1).astype(np.uint16)
         values = [_float_bytes(message.means), _packed([codes >= wire.intervals])]
         width = wire.value_bits - 1
         values += [_shortest(part, width) for part in (interval[:shared], interval[shared:])]
@@ -1110,15 +1111,13 @@ def _shortest(numbers: np.ndarray, width: int) -> bytes:
     """Numbers below 2^width in the shortest of three codes, with a byte that says which."""
     if not len(numbers) or not width:
         return b""
-    plain = _packed([_to_bits(numbers, width)])
-    if width > 8:
-        return b"\0" + plain
-    symbols, candidates = numbers.astype(np.uint8).tobytes(), [plain]
-    for strategy in _STRATEGIES[1:]:
-        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, strategy)
-        candidates.append(deflate.compress(symbols) + deflate.flush())
-    best = min(range(len(candidates)), key=lambda i: len(candidates[i]))
-    return bytes([best]) + candidates[best]
+    symbols, codes = numbers.astype(np.uint8).tobytes(), {}
+    for choice in (1, 2) if width <= 8 else ():
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, _STRATEGIES[choice])
+        codes[choice] = deflate.compress(symbols) + deflate.flush()
+    sizes = {0: -(-len(numbers) * width // 8)} | {key: len(code) for key, code in codes.items()}
+    best = min(sizes, key=lambda key: sizes[key])
+    return bytes([best]) + (codes[best] if best else _packed([_to_bits(numbers, width)]))
 
 
 def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
