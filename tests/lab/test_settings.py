@@ -10,7 +10,7 @@ import yaml
 import tcs_core as tcs
 
 PARAMS = Path(lab.ROOT) / "params"
-PROFILES = ("ci", "quick", "cpu", "cpu18", "gpu", "paper", "text")
+PROFILES = ("ci", "quick", "small", "cpu", "cpu18", "gpu", "paper", "text")
 
 BASE = {"schemes": ["TCS"], "epochs": 4}
 
