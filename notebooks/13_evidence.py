@@ -31,14 +31,10 @@ import tcs_core as tcs
 plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
 
 # %% tags=["parameters"]
-evidence = (
-    "small"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
-)
+evidence = "small"  # whose records are judged: params/<profile>.yaml, results/<profile>/
 short = "short"  # the profile of short trainings, set beside it
 lengths = [5, 15, 30]  # epochs of the short trainings
-larger = (
-    "cpu"  # the profile of the same trainings, four times as large in images, pixels and parameters
-)
+larger = "cpu"  # a profile four times as large in images, pixels and parameters
 large = "cpu18"  # the profile of the short runs with the paper's model
 
 # %%
@@ -163,7 +159,7 @@ else:
 # %% [markdown]
 # **Read it with the scale in mind.**
 #
-# - All learning rates follow the paper's by linear scaling with the batch; none is tuned for this network.
+# - All learning rates follow from the paper's by the size of the batch; none is tuned for this network.
 #   Where a higher rate does better, a comparison of two schemes is also one of two rates.
 # - Each claim has its own interval. Of twenty intervals one can be expected to miss the true difference, and
 #   claims that share runs err together.
@@ -220,14 +216,14 @@ paper = lab.read_params([lab.ROOT / "params/table1.yaml"])["paper"]
 printed = lab.summary([], paper, lab.plan({"schemes": ["Baseline", *compared]})).set_index("scheme")
 theirs = [f"paper_difference{end}" for end in ("", "_low", "_high")]
 last = {"training": "the paper, 300 epochs", "Baseline: %, loss": f"{paper['Baseline'][0]:.1f}, –"}
-last["rounds × φ_global"] = " / ".join(f"{300 * (78 // H) * 0.01:.0f}" for H in (1, 4))
+last["rounds × φ_global"] = " / ".join(f"{300 * 78 // H * 0.01:.0f}" for H in (1, 4))
 for scheme in compared:
     last[f"{scheme} − Baseline"] = lab.with_interval(*(100 * printed.loc[scheme, theirs]))
 display(Markdown(lab.markdown(pd.DataFrame([*rows, last]))))
 
 # %% [markdown]
-# The two numbers of rounds × $\phi_{global}$ are those of TCS and TCS-L4-Q5. From top to bottom the dense columns say what remains
-# of the gap when nothing is sparse; the others, what sparsification adds to it.
+# The two numbers of rounds × $\phi_{global}$ are those of TCS and TCS-L4-Q5. The dense columns say what remains
+# of the gap when nothing is sparse; what the sparse ones have beyond that is what sparsification costs.
 #
 # ## The paper's model, as far as two cores get
 #
@@ -270,7 +266,7 @@ else:
 # ## Which records stand behind it
 #
 # `claims.csv` names the record files of each claim, in the order of their seeds. A record names its
-# configuration, commit, versions and machine; `uv run python -m tcs_lab again <record> --set data_root=<data>` makes its
+# configuration, commit, versions and machine; `uv run tcs again <record> --set data_root=<data>` makes its
 # run once more and says whether it is the same. All that were judged here:
 
 # %%

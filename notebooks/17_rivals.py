@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 17 · Compare with the rivals
 #
-# **Claim.** TCS and six schemes that came before and after it send what they mean to, in messages that
+# **Claim.** TCS and schemes that came before and after it send what they mean to, in messages that
 # decode and have the bits that formulas give. Which one to use follows from accuracy against megabytes both
 # ways, and from the link.
 #
@@ -78,7 +78,7 @@ print(lab.rivals.__doc__)
 #
 # One round of each on a hundred thousand random numbers a client. The formula is the paper's with whole numbers
 # K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
-# decoded. Codes "+" (TCS-M2-E3-W10++, STC, QSGD, CocktailSGD) need fewer bits than the formula. In the same round:
+# decoded. Shorter codes (those of names with +, of STC, QSGD and CocktailSGD) need fewer bits than the formula. In the same round:
 # *left* is how far what a client meant is from what it sent and what waits, relative to what it
 # meant. (QSGD keeps no errors, and EF21 and DGC keep something else; their tests are in `tests/lab/test_rivals.py`.)
 
@@ -137,7 +137,7 @@ display(
 # ## The rates
 #
 # Final accuracy in percent with seed 0, at each rate of the grid. The best rate of each scheme is the one it is
-# compared at. A best rate at the grid's edge means that a better one may lie beyond it.
+# compared at. A best rate at the grid's edge means that a better one may lie beyond it; 0.00 means that the training diverged.
 
 # %%
 if make:
@@ -280,7 +280,7 @@ plt.show()
 # Megabytes are not time. A round costs its latency too, however short its message: on a fast link with a
 # long way, all schemes take as long as they have rounds. The target is the accuracy of the most accurate scheme minus `below`
 # points; the time is that of all messages up and down until the first epoch that reaches it, with a latency a
-# round, and **no computing**. A scheme that does not get there has no line.
+# round, and **no computing**. Only schemes in `drawn` that get there have a line.
 
 
 # %%
@@ -414,7 +414,7 @@ print("not measured:", ", ".join(missing) or "nothing")
 
 # %% [markdown]
 # One seed decides nothing between schemes a point apart. What the warm-up costs is part of it: schemes with a dense epoch pay for it
-# here with most of their bytes. Next: [13_evidence](13_evidence.ipynb), what the paper's claims come to in finished trainings.
+# with much of their bytes in so short a training. Next: [13_evidence](13_evidence.ipynb), what the paper's claims come to in longer trainings.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")
