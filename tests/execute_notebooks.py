@@ -10,6 +10,7 @@ A profile with a params/rivals_<profile>.yaml has 17 instead.
 """
 
 import hashlib
+import re
 import sys
 import time
 from pathlib import Path
@@ -73,6 +74,9 @@ def of_profile(name: str, params: dict, profile: str, target: str) -> None:
     notebook = papermill.execute_notebook(str(source), None, params, progress_bar=False)
     del notebook.metadata["papermill"], notebook.metadata["jupytext"]
     for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":  # links as from results/<profile>/
+            cell.source = re.sub(r"\]\((?=\w+\.ipynb)", "](../../notebooks/", cell.source)
+            cell.source = cell.source.replace("](../results/", "](../")
         cell.id = fresh_id(number, cell)  # papermill's own cell has a new one each time
         del cell.metadata["papermill"]
     nbformat.write(cleaned(notebook), path)
