@@ -15,7 +15,7 @@
 # time grows at most about in proportion.
 #
 # The first half runs here, in seconds: how the selection works, why it is exact whatever happens, and a
-# small measurement. The second half draws the records of `uv run python -m tcs_lab bench` in `results/bench/`,
+# small measurement. The second half draws the records of `uv run tcs bench` in `results/bench/`,
 # which were measured on a machine that was to do nothing else, partly at the paper's size. Quartiles tell how
 # quiet it was.
 #
@@ -256,14 +256,14 @@ print(stated(made_here))
 # ## The records
 #
 # From here on: what was measured at the paper's size. A record holds its device, so there may be several;
-# each figure draws the newest that has its part. Made by `uv run python -m tcs_lab bench` (minutes to tens of
+# each figure draws the newest that has its part. Made by `uv run tcs bench` (minutes to tens of
 # minutes; `--part`, `--device`, `--precision`, `--threads`).
 
 # %%
 paths = sorted(lab.results_folder("bench", records).glob("*.json"))
 found = [json.loads(path.read_text()) for path in paths]
 found.sort(key=lambda record: record["provenance"]["finished"], reverse=True)
-missing = "no record yet; to make one: uv run python -m tcs_lab bench"
+missing = "no record yet; to make one: uv run tcs bench"
 targets = []  # what was measured, and its target
 
 
@@ -275,17 +275,14 @@ def report(part, *tell):
         if rows:
             print(stated(record))
             table = pd.DataFrame(rows).drop_duplicates(["case", "work"])
-            return [one(table, on_gpu(record)) for one in tell]
+            gpu = re.search("NVIDIA|Tesla|GeForce|Instinct|Radeon", record["provenance"]["device"])
+            return [one(table, bool(gpu)) for one in tell]
     print(f"{missing} --part {part}")
 
 
 def works(rows, value="median"):
     """One row a case, one column a work."""
     return rows.pivot(index="case", columns="work", values=value).reindex(rows["case"].unique())
-
-
-def on_gpu(record):
-    return bool(re.search("NVIDIA|Tesla|GeForce|Instinct|Radeon", record["provenance"]["device"]))
 
 
 def aim(what, value, target, at_most=True, form=".3g"):
@@ -343,29 +340,30 @@ def finish_round(figure, axes, parts):
 
 
 # %%
+OURS = ("round", "client threads", "side by side", "graph")  # ways of making one
+
+
 def tell_round(rows, gpu):
-    parts, keep = costs(rows), ("augmentation", "compression", "rest")
-    table = parts[list(keep)].map("{:+.1f} %".format).reset_index()
+    parts, times = costs(rows), works(rows)
+    table = parts[["augmentation", "compression", "rest"]].map("{:+.1f} %".format).reset_index()
     table["seconds a round"] = parts["seconds"].map("{:.3g}".format).to_numpy()
-    times = works(rows)
-    ours = times.columns.intersection(["round", "client threads", "side by side", "graph"])
-    for way in [*ours, *(way for way in times if way.startswith("plain"))]:
+    plain = [way for way in times if way.startswith("plain")]
+    for way in [*times.columns.intersection(OURS), *plain]:
         ratios = times[way] / times["passes"]
         table[f"{way} / passes"] = [f"{r:.2f}".replace("nan", "") for r in ratios]
     display(Markdown(lab.markdown(table)))
-    if not gpu:
-        judge_rounds(times, ours)
 
 
-def judge_rounds(times, ours):
-    for case in times.index:
+def judge_round(rows, gpu):
+    times = works(rows)
+    for case, time in times.filter(OURS).min(axis=1).items():
         base, net = "plain top-K" if "resnet18" in case else "passes", case.split(",")[0]
-        if net in round_targets and base in times:
-            over = times.loc[case, ours].min() / times.loc[case, base]
+        if net in round_targets and base in times and not gpu:
+            over = time / times.loc[case, base]
             aim(f"the fastest round / {base}, {case}", over, round_targets[net], form=".2f")
 
 
-_ = report("round", draw_round, tell_round)
+_ = report("round", draw_round, tell_round, judge_round)
 
 # %% [markdown]
 # *Plain top-K* is what one would write without this package: clients in a loop, `torch.topk` of all entries, errors kept; once
@@ -405,9 +403,8 @@ def draw_step(rows, gpu):
     for y, value in enumerate(ways.values()):
         text = f"  {value:.3g} ms, {value / ways['12 bytes an entry']:.1f} × the least"
         axes.text(value, y, text, va="center")
-    finish_bars(
-        axes, f"Compression of one client, {rows['case'].iloc[0]}", 1.5 * max(ways.values())
-    )
+    title = f"Compression of one client, {rows['case'].iloc[0]}"
+    finish_bars(axes, title, 1.5 * max(ways.values()))
 
 
 def finish_bars(axes, title, most):
@@ -507,8 +504,7 @@ cards = [GPU(name, tb * 1e12, bf16 * 1e12, fp32 * 1e12) for name, (tb, bf16, fp3
 
 
 def works_on_paper(name):
-    """What a round, and a run, of a scheme makes a GPU do: operations, how often each, milliseconds
-    in a unit, and the target."""
+    """What a GPU does in a round and a run: operations, how often, ms in a unit, the target."""
     config = plans[name]
     N, H, B = config.client_count, config.scheme.local_steps, config.batch_size
     client, server = static_round(config, images.first(N * H * B, None))
@@ -533,8 +529,7 @@ def on_paper(scheme, what, parts, unit, target):
 
 
 paper = [on_paper(name, *work) for name in paper_schemes for work in works_on_paper(name)]
-paper = pd.DataFrame(paper)
-display(Markdown(f"**Calculated, not measured:**\n\n{lab.markdown(paper)}"))
+display(Markdown(f"**Calculated, not measured:**\n\n{lab.markdown(pd.DataFrame(paper))}"))
 
 # %% [markdown]
 # *Needs* is the part of the peak at which the target would just be met; above 100 % no kernel meets it with these operations.
@@ -569,14 +564,13 @@ if targets:
     display(Markdown(lab.markdown(table)))
 met = sum(row[-1] == "met" for row in targets)
 slowly = "holds" if typical["global"] < 3 else "does not hold"
-display(
-    Markdown(f"""
+summary = f"""
 - The selection with a floor is exact: **holds**, in {len(exact)} of {len(exact)} comparisons.
 - The threshold of the global mask changes slowly: **{slowly}**; the choice is made among {typical["global"]:.1f} K entries.
 - The local masks need {typical["local"]:.1f} K candidates.
 - Targets: {f"{met} of {len(targets)} met, by the records named above" if targets else missing}.
-""")
-)
+"""
+display(Markdown(summary))
 
 # %% [markdown]
 # Next: [12_real_training](12_real_training.ipynb). Try here: `clients = 2`, or a larger `phi_local`, and see what moves the candidates.

@@ -18,7 +18,7 @@
 # trains nothing, unless it is told to (`make`); so does the command line, one setting and seed at a
 # time:
 #
-#     uv run python -m tcs_lab sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
+#     uv run tcs sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
 #
 # All of it in short trainings (profile `short`, 15 epochs), which compare speeds of optimization: [13_evidence](13_evidence.ipynb) shows how
 # gaps close in longer ones.
