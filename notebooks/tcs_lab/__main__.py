@@ -222,12 +222,13 @@ def _stopped_once() -> Iterator[None]:
     """Ctrl-C and SIGTERM raise KeyboardInterrupt, the first of them; those after it are ignored to
     the end of the process, so that what has to be put away is."""
     before: dict[int, Any] = {}
+    stopped = False
 
     def stop(number: int, _: Any) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        before.clear()
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     # SIGTERM for a rank, in a collective where Python sees no signal: just ends it
     numbers = [signal.SIGINT] if world()[1] > 1 else [signal.SIGINT, signal.SIGTERM]
@@ -239,7 +240,7 @@ def _stopped_once() -> Iterator[None]:
         yield
     finally:
         for each, handler in before.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_IGN if stopped else handler)
 
 
 def _flush_output() -> None:

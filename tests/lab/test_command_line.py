@@ -139,7 +139,8 @@ def test_several_quick_signals_end_it_once(tmp_path, jobs):
     schemes = ["--scheme", "TCS", "--scheme", "top-K", "--jobs", str(jobs)]
     process = start_command([*tiny_command(tmp_path, epochs=10000), *schemes], tmp_path)
     until(lambda: len(list((tmp_path / "cache" / "checkpoints").glob("[!.]*.pt"))) == jobs)
-    for number in [signal.SIGINT, signal.SIGTERM] + 30 * [signal.SIGINT]:
+    at_once = [signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT]
+    for number in at_once + 30 * [signal.SIGINT]:
         if process.is_alive():
             os.killpg(process.pid, number)
         time.sleep(0.01)
