@@ -32,7 +32,7 @@ from IPython.display import Image, Markdown, display
 
 # %% tags=["parameters"]
 table = 1  # which table of the paper: params/table<n>.yaml
-evidence = "short"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "small"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 figure = None  # which figure its curves are
 title = None  # over the table
