@@ -68,15 +68,20 @@ def tables(profile: str) -> None:
         of_profile("08_tables_and_curves", params, profile, f"table{table}")
 
 
+def linked(source: str) -> str:
+    """A text cell whose links lead from results/<profile>/ where they led from notebooks/."""
+    source = re.sub(r"\]\((?=\w+\.ipynb)", "](../../notebooks/", source)
+    return source.replace("](../results/", "](../")
+
+
 def of_profile(name: str, params: dict, profile: str, target: str) -> None:
     """A notebook executed with these parameters, into results/<profile>/."""
     source, path = NOTEBOOKS / f"{name}.ipynb", lab.results_folder(profile) / f"{target}.ipynb"
     notebook = papermill.execute_notebook(str(source), None, params, progress_bar=False)
     del notebook.metadata["papermill"], notebook.metadata["jupytext"]
     for number, cell in enumerate(notebook.cells):
-        if cell.cell_type == "markdown":  # links as from results/<profile>/
-            cell.source = re.sub(r"\]\((?=\w+\.ipynb)", "](../../notebooks/", cell.source)
-            cell.source = cell.source.replace("](../results/", "](../")
+        if cell.cell_type == "markdown":
+            cell.source = linked(cell.source)
         cell.id = fresh_id(number, cell)  # papermill's own cell has a new one each time
         del cell.metadata["papermill"]
     nbformat.write(cleaned(notebook), path)

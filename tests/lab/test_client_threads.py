@@ -128,13 +128,18 @@ def interrupt(n, t):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
+def interrupted():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if the tests run with nohup
+    return federation(interrupt)
+
+
 @pytest.mark.parametrize(
     ("made", "error", "text"),
     [
         (lambda: federation(fail), KeyError, "own error"),
         (lambda: federation(feed=Feed(fail)), KeyError, "own error"),
         (lambda: federation(overflow), tcs.NotFiniteError, "client 4: the update is not finite"),
-        (lambda: federation(interrupt), KeyboardInterrupt, None),
+        (interrupted, KeyboardInterrupt, None),
     ],
 )
 def test_an_error_reaches_the_caller_nothing_trains_on_and_threads_end(made, error, text):
