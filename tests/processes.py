@@ -112,7 +112,7 @@ def start_command(words, folder, name="output", disturb=None):
     return process
 
 
-def until(condition, seconds=180):
+def until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"
