@@ -119,7 +119,7 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
 
     axes.figure.draw_without_rendering()  # settles the layout
     taken = [text.get_window_extent() for text in axes.texts]
-    level = [line for line in axes.lines if len(set(line.get_ydata())) == 1]
+    level = [line for line in axes.lines if list(line.get_xdata()) == [0, 1]]  # across the axes
     taken += [line.get_window_extent().padded(2) for line in level]
     bars = [bar for drawn in axes.collections for bar in drawn.get_segments() if len(bar)]
     for line in [*bars, *([(x, y)] for _, x, y, _ in points)]:

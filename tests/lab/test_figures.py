@@ -66,6 +66,16 @@ def test_megabytes_are_written_at_the_points():
     assert not lab.megabytes_figure(table.iloc[:0], "None").axes[0].lines
 
 
+@pytest.mark.parametrize("accuracy", [0.7, 0.805])  # far from the line, and just above it
+def test_labels_are_beside_their_points_and_off_the_baselines_line(accuracy):
+    records = [fake("TCS", accuracy, 0), fake("FedAvg", 0.6, 0, warmup=3), fake("Baseline", 0.8, 0)]
+    (axes,) = lab.megabytes_figure(lab.summary(records), "A title").axes
+    line = next(line for line in axes.lines if len(line.get_ydata()) == 2).get_window_extent()
+    labels = [text for text in axes.texts if "MB" in text.get_text()]
+    assert len(labels) == 2 and all(abs(label.xyann[1]) <= 20 for label in labels)
+    assert not any(label.get_window_extent().overlaps(line) for label in labels)
+
+
 def test_another_schemes_curve_has_a_colour_of_its_own():
     names = ["TCS", "Mine", "Yours"]
     colours = {lab.curve_style(name, names)["color"] for name in names}
