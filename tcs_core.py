@@ -70,6 +70,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -399,8 +400,7 @@ Array = Any  # Tensor or np.ndarray
 
 
 def _array(tensor: Tensor) -> Array:
-    """What the functions below work on: on the CPU an array, since numpy's calls cost less, if
-    numpy has the type."""
+    """On the CPU an array, since numpy's calls cost less, if numpy has the type."""
     plain = tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
     return tensor.numpy() if plain else tensor
 
@@ -408,9 +408,8 @@ def _array(tensor: Tensor) -> Array:
 def _filtered(
     vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
 ) -> tuple[Tensor, float]:
-    """S_top and the k-th magnitude. Masks and magnitudes change slowly, so a `floor` from last time
-    leaves few candidates to choose from; too few, and it is lowered, and at last all are looked at.
-    """
+    """S_top and the k-th magnitude. Magnitudes change slowly, so a `floor` from last time leaves
+    few candidates to choose from; if too few, it is lowered, and at last all are looked at."""
     values_D, outside_D = _array(vector_D), cast(Any, excluded_D)
     if outside_D is not None and isinstance(values_D, np.ndarray):
         outside_D = outside_D.numpy()
@@ -468,15 +467,21 @@ def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
 
 
 def _top(magnitudes_D: Tensor, k: int) -> Tensor:
-    return torch.as_tensor(_largest(_array(magnitudes_D), k, len(magnitudes_D))[0])
+    values_D = _array(magnitudes_D)
+    if k == 1 and isinstance(values_D, np.ndarray):  # whose argmax is the first of equals
+        return torch.tensor([int(values_D.argmax())])
+    return torch.as_tensor(_largest(values_D, k, len(values_D))[0])
 
 
 def _kth_largest(magnitudes_D: Array, k: int) -> float:
     """The k-th largest number; NaN if one of the k is NaN."""
     if isinstance(magnitudes_D, Tensor):
         return float(magnitudes_D.topk(k, sorted=False).values.min())
-    parted = magnitudes_D.copy()
-    parted.partition(len(parted) - k)
+    width = max(8 * k, 512)
+    if len(magnitudes_D) > 4 * width:  # the k-th of the columns' maxima bounds it from below
+        maxima = magnitudes_D[: len(magnitudes_D) // width * width].reshape(-1, width).max(0)
+        magnitudes_D = magnitudes_D[~(magnitudes_D < _kth_largest(maxima, k))]
+    parted = np.partition(magnitudes_D, len(magnitudes_D) - k)
     return float(parted[len(parted) - k :].min())  # NaN is last, and wins
 
 
@@ -502,13 +507,11 @@ def layerwise_top_k_positions(
     if excluded is not None:
         magnitudes_D[excluded] = -1.0
         eligible -= int(excluded.sum()) if excluded.dtype == torch.bool else len(excluded)
-    shares = [kept(phi_min, size) for size in layer_sizes]
-    starts = [sum(layer_sizes[:i]) for i in range(len(layer_sizes))]
-    layers = zip(magnitudes_D.split(layer_sizes), shares, starts, strict=True)
-    if magnitudes_D.is_cuda and magnitudes_D.isnan().any():
+    layers = zip(magnitudes_D.split(layer_sizes), accumulate(layer_sizes), strict=True)
+    if magnitudes_D.isnan().any():
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
     top = static_top_k if magnitudes_D.is_cuda else _top  # a GPU would wait every time
-    fair = torch.cat([start + top(part, k) for part, k, start in layers])
+    fair = torch.cat([end - len(p) + top(p, kept(phi_min, len(p))) for p, end in layers])
     fair = fair[magnitudes_D[fair] >= 0]
     if len(fair) >= k:
         return fair[top_k_positions(magnitudes_D[fair], k)]
@@ -693,8 +696,7 @@ def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
 
 
 def _sums_at_once(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
-    """`_sums` for a GPU, where many additions to a few places wait for each other and come in any
-    order."""
+    """`_sums` for a GPU, where additions to a place wait for each other and come in any order."""
     own_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
     parts_2K = torch.stack([magnitudes_K, (magnitudes_K > 0).double()])
     return torch.stack([torch.where(own_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
@@ -2457,8 +2459,7 @@ def _exchanged(
 
 
 def _own_message(compressor: Compressor, buffer: Tensor) -> tuple[Message, bool]:
-    """This rank's side of Alg. 2. False, and zeros, for a gradient that is not finite: its errors
-    stay as they were."""
+    """This rank's side of Alg. 2; False and zeros, all errors kept, for a not finite gradient."""
     gradient_D, finite = buffer.float(), bool(buffer.isfinite().all())
     if finite:
         try:

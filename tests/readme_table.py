@@ -77,10 +77,10 @@ def rivals() -> Any:
 FIGURES = {figure: ROOT / "results/small/megabytes", rivals: ROOT / "results/brief/rivals"}
 
 
-def text_claims() -> dict[str, str]:
-    """Claims on text, by their names in params/claims_text.yaml: ours, with its interval."""
-    read = lab.read_claims(ROOT / "params/claims_text.yaml")
-    table = lab.judged(read, lab.claim_records(read, params("text")))
+def intervals(claims: str, profile: str) -> dict[str, str]:
+    """Claims by their names in params/<claims>.yaml: ours, with its interval."""
+    read = lab.read_claims(ROOT / f"params/{claims}.yaml")
+    table = lab.judged(read, lab.claim_records(read, params(profile)))
     return dict(zip(table["claim"], lab.readable_claims(table)["Ours (interval)"], strict=True))
 
 
@@ -101,7 +101,8 @@ def numbers() -> dict[str, Any]:
     lost = 100 * (gaps["Baseline"] - gaps[["TCS-L4", "TCS-L4-Q5"]].min())
     pixels = (32 / small["image_size"]) ** 2
     table = pd.Series(params("table1")["paper"]["TCS"])
-    text, bits = text_claims(), [text_bits(name) for name in ("TCS", "FedAvg")]
+    of_images, text = intervals("claims", "small"), intervals("claims_text", "text")
+    bits = [text_bits(name) for name in ("TCS", "FedAvg")]
     return {
         f"1/{budgets['TCS']:.0f} of the bits": "bit_budget",
         f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four": "bit_budget",
@@ -118,6 +119,9 @@ def numbers() -> dict[str, Any]:
         f"`short`\n({short['epochs']} epochs)": "params/short.yaml",
         f"Short trainings ({short['epochs']} epochs, profile": "params/short.yaml",
         f"lose up to {lost:.1f} points": "results/short/table1.csv",
+        f"η 0.8, by {of_images['fair-high']}": "results/small/runs",
+        f"with momentum TCS ends {of_images['momentum-parity']}": "results/small/runs",
+        f"four dense ones end {of_images['local-steps']}": "results/small/runs",
         "TCS ends at {:.3f} bits per character, dense training at {:.3f}".format(
             *bits
         ): "results/text/runs",

@@ -4,7 +4,6 @@ have shapes, types and devices, and no values."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tcs_core import Federation, StaticRounds, build_model
-from tcs_lab.compiled import passes
 from tcs_lab.data import Batches, Dataset
 from tcs_lab.settings import RunConfig
-from tcs_lab.training import ImageFeed, _autocast, _loss
+from tcs_lab.training import CrossEntropy, ImageFeed
 
 
 class GPU(NamedTuple):
@@ -128,10 +126,7 @@ def static_round(config: RunConfig, data: Dataset) -> tuple[list[Op], list[Op]]:
     config, mode = replace(config, device="cpu"), fake_mode()
     feed = fake_feed(config, data, mode)
     with mode:
-        model, loss = (
-            build_model(config.model, config.width),
-            partial(_loss, _autocast(config), passes(config)),
-        )
+        model, loss = build_model(config.model, config.width), CrossEntropy(config)
         decay = config.weight_decay
         federation = Federation(model, feed, config.scheme, 0.1, loss=loss, weight_decay=decay)
         rounds, compressor = StaticRounds(federation, feed.rounds), federation.compressor

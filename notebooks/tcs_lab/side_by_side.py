@@ -1,4 +1,4 @@
-"""Clients side by side: all clients' local steps in one pass, for small nets (torch.func.vmap).
+"""Clients side by side: all clients' local steps in one pass, for small nets.
 
 The same masks and the same numbers to rounding as one client after another. A small net's pass is
 mostly calls, of which ten clients then share one; a large one is slower so.
@@ -17,10 +17,16 @@ from torch.func import functional_call, grad_and_value, vmap
 from tcs_core import Federation
 from tcs_lab.settings import RunConfig
 
-# Channels x samples x pixels of a first layer's output. One core, ten clients: 2.4 times as fast at
-# 4 x 4 x 8^2, 1.6 at 8 x 8 x 8^2, 1.3 at 8 x 4 x 16^2; slower at 8 x 16 x 16^2. Of a text, channels
-# x samples x characters: 2.3 at 64 x 2 x 32, 2.0 at 96 x 2 x 32.
-MOST = 8192
+# Channels x samples x pixels of a first layer's output. One core, ten clients: 7.2 times as fast at
+# 4 x 4 x 8^2, 4.1 at 8 x 8 x 8^2, 1.7 at 16 x 16 x 16^2, 1.2 at 32 x 16 x 16^2; slower at
+# 16 x 64 x 32^2.
+MOST = 131_072
+# Channels x samples x characters: 2.3 times as fast at 64 x 2 x 32, 2.0 at 96 x 2 x 32.
+MOST_OF_TEXT = 8192
+
+# Of all clients' models, the same or each its own, (N, D), and a batch of each:
+# gradients (N, D), losses (N,), and the batch norms' means and variances (N, S).
+Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 
 
 def goes_side_by_side(config: RunConfig) -> bool:
@@ -31,22 +37,104 @@ def goes_side_by_side(config: RunConfig) -> bool:
         return False
     if config.side_by_side is not None:
         return config.side_by_side
-    positions = config.context if config.dataset == "text" else (config.image_size or 32) ** 2
-    return config.width * config.batch * positions <= MOST
+    channels = config.width * config.batch
+    if config.dataset == "text":
+        return channels * config.context <= MOST_OF_TEXT
+    return channels * (config.image_size or 32) ** 2 <= MOST
 
 
-def _norm(norm: Any, seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A batch norm's forward pass that keeps its batch's mean and variance, for the running ones."""
+class Grouped:
+    """The passes of a net of images (B, 3, h, w): the clients' channels lie side by side, (B, N C,
+    h, w), and each client's are a group of every convolution, so that norms keep them apart."""
 
-    def forward(x: Tensor) -> Tensor:
-        found, mean, inverse = torch.native_batch_norm(
-            x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
-        )
-        count = x.numel() // x.shape[1]
-        seen.extend([mean, (inverse.pow(-2) - norm.eps) * (count / (count - 1))])
-        return found
+    def __init__(self, federation: Federation):
+        self.federation, self.clients = federation, 0
+        self.net = copy.deepcopy(federation.model).train()
+        self.names = [name for name, p in self.net.named_parameters() if p.requires_grad]
+        self.convolutions = [m for m in self.net.modules() if isinstance(m, nn.Conv2d)]
+        self.seen: list[Tensor] = []
+        for module in self.net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                vars(module)["forward"] = self._norm(module)
+            elif isinstance(module, nn.Linear):
+                vars(module)["forward"] = self._linear(module)
 
-    return forward
+    def __call__(self, theta: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        images, labels_NB = batch  # (N, B, 3, h, w)
+        self.clients = len(images)
+        for convolution in self.convolutions:
+            convolution.groups = self.clients
+        theta_ND = theta.expand(self.clients, -1).detach().requires_grad_()
+        parameters = dict(zip(self.names, self._parameters(theta_ND), strict=True))
+        inputs = images.transpose(0, 1).flatten(1, 2)  # (B, N 3, h, w)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+        self.seen.clear()
+        loss = cast(Any, self.federation.loss)
+        scores = loss.scores(lambda x: functional_call(self.net, parameters, (x,)), inputs)
+        scores_NBK = scores.unflatten(1, (self.clients, -1)).transpose(0, 1)
+        losses_N = loss.each(scores_NBK, labels_NB)
+        gradients_ND = torch.autograd.grad(losses_N.sum(), theta_ND)[0]
+        seen_NS = torch.cat([s.view(self.clients, -1) for s in self.seen], 1)
+        return gradients_ND, losses_N.detach(), seen_NS
+
+    def _parameters(self, theta_ND: Tensor) -> list[Tensor]:
+        """Each of the parameters of all clients, one after another along its first dimension."""
+        flat = self.federation.flat
+        parts = theta_ND.split(flat.layer_sizes, 1)
+        return [_stacked(part, p.shape) for part, p in zip(parts, flat.parameters, strict=True)]
+
+    def _norm(self, norm: Any) -> Callable[[Tensor], Tensor]:
+        """A batch norm's forward pass that keeps its batch's mean and variance."""
+
+        def forward(x: Tensor) -> Tensor:
+            found, mean, inverse = torch.native_batch_norm(
+                x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
+            )
+            count = x.numel() // x.shape[1]
+            variance = (inverse.pow(-2) - norm.eps) * (count / (count - 1))
+            self.seen.extend([mean.detach(), variance.detach()])
+            return found
+
+        return forward
+
+    def _linear(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """A linear layer's forward pass, (B, N inputs) to (B, N outputs)."""
+
+        def forward(x: Tensor) -> Tensor:
+            x_NBI = x.unflatten(1, (self.clients, -1)).transpose(0, 1)
+            weight = linear.weight.unflatten(0, (self.clients, -1)).transpose(1, 2)
+            bias = linear.bias.view(self.clients, 1, -1)
+            return torch.baddbmm(bias, x_NBI, weight).transpose(0, 1).flatten(1)
+
+        return forward
+
+
+def _stacked(part_NP: Tensor, shape: torch.Size) -> Tensor:
+    """A parameter of all clients, (N, P), along its first dimension; convolutions channels last."""
+    if len(shape) != 4:
+        return part_NP.reshape(-1, *shape[1:])
+    _, inputs, height, width = shape
+    return part_NP.reshape(-1, height, width, inputs).permute(0, 3, 1, 2)
+
+
+def vmapped(federation: Federation) -> Passes:
+    """The passes of any model without batch norms (torch.func.vmap)."""
+    model = copy.deepcopy(federation.model).train()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    def loss_of(theta_D: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        parameters = dict(zip(names, federation.flat.views(theta_D), strict=True))
+        called = cast(nn.Module, lambda x: functional_call(model, parameters, (x,)))
+        return federation.loss(called, batch)
+
+    losses = grad_and_value(loss_of)
+    ways = vmap(losses, in_dims=(None, 0)), vmap(losses, in_dims=(0, 0))
+
+    def passes(theta: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        gradients_ND, losses_N = ways[theta.dim() - 1](theta, batch)
+        return gradients_ND, losses_N.detach(), theta.new_empty(len(losses_N), 0)
+
+    return passes
 
 
 class SideBySide(Federation):
@@ -57,28 +145,8 @@ class SideBySide(Federation):
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
-        self.twin = copy.deepcopy(self.model).train()
-        self.seen: list[Tensor] = []
-        for module in self.twin.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                vars(module)["forward"] = _norm(module, self.seen)
-        self.names = [name for name, p in self.twin.named_parameters() if p.requires_grad]
-        losses = grad_and_value(self._loss_of, has_aux=True)
-        self.first = vmap(losses, in_dims=(None, 0))  # all clients start from one model
-        self.later = vmap(losses, in_dims=(0, 0))
+        self._passes = Grouped(self) if self.flat.norms else vmapped(self)
         self._rows: dict[int, Tensor] = {}
-
-    def _loss_of(self, theta_D: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """A client's loss on a batch, and its batch norms' means and variances, (S,)."""
-        self.seen.clear()
-        parameters = dict(zip(self.names, self.flat.views(theta_D), strict=True))
-
-        def model(x: Tensor) -> Tensor:
-            return functional_call(self.twin, parameters, (x,))
-
-        loss = self.loss(cast(nn.Module, model), batch)
-        seen_S = torch.cat(self.seen) if self.seen else theta_D.new_empty(0)
-        return loss, seen_S.detach()
 
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
@@ -98,11 +166,10 @@ class SideBySide(Federation):
         for tau in range(self.scheme.local_steps):
             batches = [self.feed.batch(n, t, tau) for n in mine]
             batch = tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
-            passes = self.first if theta.dim() == 1 else self.later
-            gradients_ND, (losses_N, seen_NS) = passes(theta, batch)
+            gradients_ND, losses_N, seen_NS = self._passes(theta, batch)
             gradients_ND = gradients_ND.add_(theta, alpha=decay)
             sums_ND = gradients_ND if sums_ND is None else sums_ND.add_(gradients_ND)
-            self.losses_N[rows] += losses_N.detach()
+            self.losses_N[rows] += losses_N
             self.statistics_NS[rows] = self.statistics_NS[rows].lerp(seen_NS, 0.1)
             if tau + 1 < self.scheme.local_steps:
                 theta = self.theta_D - eta * sums_ND  # line 6

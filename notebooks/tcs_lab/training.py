@@ -156,7 +156,7 @@ class Training:
         link = _link(config, self.ranks)
         self.federation = with_own_compressor(self._kind()(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
-            loss=partial(_loss, _autocast(config), passes(config)), link=link,
+            loss=CrossEntropy(config), link=link,
             weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
         ))  # fmt: skip
@@ -308,15 +308,25 @@ def _autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManag
     return partial(torch.autocast, kind, torch.bfloat16, enabled=enabled)
 
 
-def _loss(
-    autocast: Callable[[], contextlib.AbstractContextManager], forward: Callable[..., Tensor],
-    model: nn.Module, batch: tuple[Tensor, Tensor],
-) -> Tensor:  # fmt: skip
-    """Mean cross entropy, the passes in the configured precision."""
-    inputs, labels = batch
-    with autocast():
-        scores = forward(model, inputs)
-    return F.cross_entropy(scores.float().flatten(0, -2), labels.flatten())
+class CrossEntropy:
+    """A federation's loss: mean cross entropy, the passes in the configured precision."""
+
+    def __init__(self, config: RunConfig):
+        self.autocast, self.forward = _autocast(config), passes(config)
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.scores(model, inputs).flatten(0, -2), labels.flatten())
+
+    def scores(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        with self.autocast():
+            return self.forward(model, inputs).float()
+
+    @staticmethod
+    def each(scores_NBK: Tensor, labels_NB: Tensor) -> Tensor:
+        """Each client's loss, (N,), where `__call__` gives one."""
+        losses = F.cross_entropy(scores_NBK.flatten(0, 1), labels_NB.flatten(), reduction="none")
+        return losses.view_as(labels_NB).mean(1)
 
 
 def _model(config: RunConfig, classes: int) -> nn.Module:

@@ -57,6 +57,28 @@ def test_a_rule_that_remembers_thresholds_selects_as_one_that_does_not(
             assert rule.select(vector, k, None, excluded).tolist() == expected
 
 
+@pytest.mark.parametrize("k", [1, 5, 60, 400, 4999])
+@pytest.mark.parametrize("change", ["none", "ties", "zeros", "infinite", "excluded"])
+def test_a_long_vector_gives_what_a_full_sort_gives(k, change):
+    """Long ones are narrowed first by the maxima of columns."""
+    vector = torch.randn(5003, generator=torch.Generator().manual_seed(k))
+    vector = {"ties": vector.mul(3).round(), "zeros": vector * 0}.get(change, vector)
+    if change == "infinite":
+        vector[[7, 4000]] = math.inf
+    out = torch.arange(0, 5003, 2000) if change == "excluded" else None
+    allowed = [i for i in range(5003) if change != "excluded" or i % 2000]
+    expected = reference.s_top(vector.tolist(), k, allowed)
+    assert tcs.top_k_positions(vector, k, out).tolist() == expected
+
+
+@pytest.mark.parametrize("place", [0, 2500, 5002])
+def test_a_nan_in_a_long_vector_is_found(place):
+    vector = torch.randn(5003)
+    vector[place] = math.nan
+    with pytest.raises(ValueError, match="holds a NaN"):
+        tcs.top_k_positions(vector, 5)
+
+
 def test_a_shared_mask_is_excluded_for_one_round_and_from_own_masks_alone():
     rule = tcs.TCS(tcs.Scheme.named("TCS", phi_global=0.2, phi_local=0.2, phi_down=0.2), [10])
     vector, shared_K = torch.arange(10.0, 0.0, -1.0), torch.tensor([0, 1])

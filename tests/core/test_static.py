@@ -19,7 +19,8 @@ def federations(name, device="cpu", **changes):
     own = {key: changes.pop(key) for key in ("phi_local",) if key in changes}
     data = lab.synthetic_dataset(train=120, test=20).resized(16)
     settings = {"model": "resnet8", "width": 4, "clients": 3, "batch_size": 4, "epochs": 4,
-                "warmup_epochs": 1, "reference_batch": None, "device": device} | changes  # fmt: skip
+                "warmup_epochs": 1, "reference_batch": None, "device": device,
+                "side_by_side": False} | changes  # fmt: skip
     scheme = tcs.Scheme.named(name, **own)
     configs = [lab.RunConfig(scheme, 0.1, graph=graph, **settings) for graph in (False, True)]
     return [lab.Training(config, data) for config in configs]

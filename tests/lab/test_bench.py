@@ -47,7 +47,7 @@ def test_the_plain_loop_is_top_k(layout):
 def tiny_benches(monkeypatch):
     cases = {
         "round": [
-            lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 8, 8),
+            lambda b: lab.bench_round(b, "TCS-L2", "resnet8", 8, 17),
             lambda b: lab.bench_round(b, "TCS", "conv3", 2, 2),
         ],
         "compiled": [lambda b: lab.bench_compiled(b, "conv3", 2, 2)],
@@ -70,7 +70,7 @@ def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, 
     parts = {"passes", "round", "compression", "augmentation"}
     for case, more in {
         "conv3 width 2, N 10, B 2, TCS": {"side by side", "plain top-K", "plain top-K, torch's layout"},
-        "resnet8 width 8, N 10, B 8, TCS-L2": {"client threads"},
+        "resnet8 width 8, N 10, B 17, TCS-L2": {"client threads"},
     }.items():  # fmt: skip
         works = {row["work"] for row in timed if row["case"] == case}
         assert works == parts | more

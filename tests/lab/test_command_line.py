@@ -145,8 +145,10 @@ def test_several_quick_signals_end_it_once(tmp_path, jobs):
             os.killpg(process.pid, number)
         time.sleep(0.01)
     process.join(20)
-    line = "interrupted; the same command goes on where it stopped\n"
-    assert (process.exitcode, (tmp_path / "output").read_text()) == (130, line)
+    # Of two signals that wait at once a system may deliver either first.
+    word = {130: "interrupted", 143: "terminated"}.get(process.exitcode)
+    line = f"{word}; the same command goes on where it stopped\n"
+    assert word is not None and (tmp_path / "output").read_text() == line
 
 
 def test_ctrl_c_while_it_imports_ends_it_without_a_word(tmp_path):
