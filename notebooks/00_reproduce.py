@@ -19,7 +19,7 @@
 #
 # There it calls [08_tables_and_curves](08_tables_and_curves.ipynb) through papermill once for each table. The whole result is shown on one page.
 #
-# *Run time*: seconds as it stands, six minutes or more in `quick`. *Read before*: README.
+# *Run time*: seconds as it stands, five minutes or more in `quick`. *Read before*: README.
 
 # %%
 import io
@@ -39,7 +39,7 @@ points = [
     "TCS-L4",
     "TCS-L4-Q5",
 ]  # of the last figure
-evidence = "short"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "small"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder

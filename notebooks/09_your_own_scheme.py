@@ -15,7 +15,7 @@
 # Two ideas are tried: a shared mask that follows a running average of the updates, and clients that send
 # whatever stands out. A third one cheats, to show how to find that out. As it stands the runs have the size
 # of the `ci` profile, seconds each: rows and bits are right, accuracies mean nothing yet. For numbers that
-# mean something, take a larger profile (`quick`: six minutes or more), from the repository's root:
+# mean something, take a larger profile (`quick`: five minutes or more), from the repository's root:
 #
 #     uv run papermill notebooks/09_your_own_scheme.ipynb results/quick/own_schemes.ipynb -p profile quick -p seeds 2 -p jobs 2
 #
