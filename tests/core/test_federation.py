@@ -28,6 +28,19 @@ def test_the_papers_parameter_count():
     assert tcs.resnet18(width=4)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
+def test_the_shortcut_of_a_thin_net_takes_every_second_pixel_and_then_convolves():
+    """A 1x1 convolution with a stride, of fewer inputs than a register holds, can write past its
+    memory (oneDNN's issue 6035: on CPUs without AVX-512 the process dies, or gradients are wrong)."""
+    for width, thin in ((2, True), (8, True), (16, False)):
+        block = tcs.resnet8(width)[4]
+        strided = [m for m in block.modules() if isinstance(m, torch.nn.Conv2d) and m.stride[0] > 1]
+        assert [m.kernel_size[0] for m in strided] == ([3] if thin else [3, 1])
+        *_, conv, norm = block.shortcut
+        images = torch.randn(2, width, 9, 8)
+        strided = norm(torch.nn.functional.conv2d(images, conv.weight, stride=2))
+        torch.testing.assert_close(block.shortcut(images), strided)
+
+
 def test_parameters_and_gradients_are_views_of_flat_tensors():
     flat = tcs.FlatModel(tcs.resnet8(2))
     flat.use(flat.statistics_views(flat.statistics()))
