@@ -34,6 +34,7 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
 evidence = "small"  # whose records are judged: params/<profile>.yaml, results/<profile>/
 short = "short"  # the profile of short trainings, set beside it
 lengths = [5, 15, 30]  # epochs of the short trainings
+longer = 300  # epochs of the evidence's schemes once more, twice as long
 larger = "cpu"  # a profile four times as large in images, pixels and parameters
 large = "cpu18"  # the profile of the short runs with the paper's model
 
@@ -211,7 +212,8 @@ def gap(row) -> str:
 
 
 # %%
-rows = [gaps(short, epochs) for epochs in lengths] + [gaps(evidence), gaps(larger)]
+rows = [gaps(short, epochs) for epochs in lengths] + [gaps(evidence)]
+rows += [gaps(evidence, longer), gaps(larger)]
 paper = lab.read_params([lab.ROOT / "params/table1.yaml"])["paper"]
 printed = lab.summary([], paper, lab.plan({"schemes": ["Baseline", *compared]})).set_index("scheme")
 theirs = [f"paper_difference{end}" for end in ("", "_low", "_high")]
