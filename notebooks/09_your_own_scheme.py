@@ -13,7 +13,7 @@
 # ten lines: it trains, pays for every bit, and takes the suffixes -L4 and -Q5 like the paper's schemes.
 #
 # Two ideas are tried: a shared mask that follows a running average of the updates, and clients that send
-# whatever stands out. A third one cheats, to show how to find that out. As it stands the runs have the size
+# whatever stands out. A third cheats, to show how cheating is found out. As it stands the runs have the size
 # of the `ci` profile, seconds each: rows and bits are right, accuracies mean nothing yet. For numbers that
 # mean something, take a larger profile (`quick`: five minutes or more), from the repository's root:
 #

@@ -171,8 +171,8 @@ else:
 #
 # ## What short trainings do
 #
-# The same comparison in trainings of different lengths. How finished a training is shows in its loss, and in how often an
-# entry gets to be sent: rounds × $\phi_{global}$. Short trainings compare speeds of optimization, and a scheme that sends less, or
+# The same comparison in trainings of different lengths. A training's loss shows how finished it is; so does how often an
+# entry gets to be sent, rounds × $\phi_{global}$. Short trainings compare speeds of optimization, and a scheme that sends less, or
 # less often, is slower.
 
 # %%
@@ -229,10 +229,10 @@ display(Markdown(lab.markdown(pd.DataFrame([*rows, last]))))
 #
 # ## The paper's model, as far as two cores get
 #
-# The same code with ResNet-18 and all else as in the paper, but for the data (JPEG copies) and the number of
-# epochs (`params/cpu18.yaml`): one run each, of five epochs instead of 300, the first one dense. Accuracy is that of a very short
+# The same code with ResNet-18 and all else as in the paper, but for the data (JPEG copies), the number of
+# epochs and the precision (bf16; `params/cpu18.yaml`): one run each, of five epochs instead of 300, the first one dense. Accuracy is that of a very short
 # training, not of a part of a long one. Bits, masks and the time of a round are what they are at this size; *mask
-# overlap* is of the last epoch, *seconds a round* of the fastest (in bf16, on one thread, beside other work).
+# overlap* is of the last epoch, *seconds a round* of the fastest (on one thread, beside other work).
 
 
 # %%

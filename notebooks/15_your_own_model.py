@@ -170,10 +170,10 @@ if cheapest != choice:
 # ## A thousand clients
 #
 # What a client has not sent yet waits in its errors, D numbers each: `errors_ND` is the only thing that grows with the number
-# of clients. A round costs what the ten cost who take part. Memory is taken where errors are written: by those clients
+# of clients. A round costs only what its ten participants cost. Memory is taken where errors are written: by those clients
 # that have taken part so far, N · 4 · D bytes in the end. If that is too much, let a file hold them, before the
-# first round: `compressor.errors_ND = torch.from_file("errors.bin", True, N * D).view(N, D)`. In runs of params files
-# `errors_limit` does so: MB of errors in memory, of which more live in a file.
+# first round: `compressor.errors_ND = torch.from_file("errors.bin", True, N * D).view(N, D)`. In params files
+# `errors_limit` is the number of MB above which errors live in a file.
 
 
 # %%

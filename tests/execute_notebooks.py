@@ -6,7 +6,7 @@ run to run (timings, versions, paths). Cell ids are kept. Commit the pair.
 
 With an argument results/<profile>: 08 is executed once a table, from the finished records that are
 there, into results/<profile>/table1.ipynb and so on; the table and its figure are written beside it.
-A profile with a params/rivals_<profile>.yaml has 17 instead.
+Profile text has no tables; it has 17 instead.
 """
 
 import hashlib
@@ -110,9 +110,8 @@ def main(names: list[str]) -> None:
         if py.stem.startswith(stems) if stems else not profiles:
             execute(py)
     for profile in profiles:
-        sweep = f"rivals_{profile}"
-        if (lab.ROOT / f"params/{sweep}.yaml").exists():
-            of_profile("17_rivals", {"profile": profile, "sweep": sweep}, profile, "17_rivals")
+        if profile == "text":
+            of_profile("17_rivals", {"profile": profile}, profile, "17_rivals")
         else:
             tables(profile)
 

@@ -15,8 +15,8 @@ EF21 and DGC keep more at the clients than errors, so they have compressors of t
 `with_own_compressor` gives it to a federation. Records are named by a scheme's fields alone, as those
 of the core's schemes are: whoever changes what one of these computes gives it another name.
 
-Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None has a
-dense warm-up: their papers have none.
+Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None of these
+has a dense warm-up: their papers have none.
 
 Departures. STC and EF-signSGD have one magnitude for the whole model, as in their algorithms (STC's
 published code has one a layer). QSGD and CocktailSGD scale by the largest magnitude of all values

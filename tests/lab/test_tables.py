@@ -190,7 +190,7 @@ NO_TABLE = {
     "claims",
     "sensitivity",
     "claims_text",
-    "rivals",
+    "rivals_small",
     "rivals_text",
 }  # read by their own functions
 PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
