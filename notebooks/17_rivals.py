@@ -82,7 +82,7 @@ print(lab.rivals.__doc__)
 # K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
 # decoded. Shorter codes (those of STC, QSGD and CocktailSGD) need fewer bits than the formula. In the same round:
 # *left* is how far what a client meant is from what it sent and what waits, relative to what it
-# meant. (QSGD keeps no errors, and EF21 and DGC keep something else; their tests are in `tests/lab/test_rivals.py`.)
+# meant. (QSGD keeps no errors, and DGC keeps something else; their tests are in `tests/lab/test_rivals.py`.)
 
 # %%
 DIMENSION, CLIENTS = 100_000, 4
