@@ -371,7 +371,7 @@ print(
     f"4. Far away ({max(links):g} Mbit/s, {max(latencies):g} ms): {fastest(max(latencies), max(links))}."
 )
 print(f"5. Clients that keep nothing between rounds: {cheapest(stateless)}.")
-print(f"6. Beaten in both, here: {', '.join(beaten) or 'none'}.")
+print(f"6. Beaten in both, by the means: {', '.join(beaten) or 'none'}.")
 
 # %% [markdown]
 # Line 4 is where rounds, not bytes, decide: there local steps (-L4) pay, which all of these schemes
