@@ -63,13 +63,19 @@ def figure() -> Any:
     return lab.megabytes_figure(table, "CIFAR-10 (JPEG copy) at 8 × 8, ResNet-8, profile small")
 
 
-def rivals() -> Any:
-    """The same of six rivals in profile small, each at its best rate."""
+def at_best_rates() -> dict[str, list[dict[str, Any]]]:
+    """The rivals' records in profile small, of each at its best rate."""
     sweep = lab.read_sensitivity(ROOT / "params/rivals_small.yaml")
     points = lab.sensitivity_plan(sweep, params("small") | {"seeds": 5}, "learning_rate")
     found = {point: lab.recorded(group) for point, group in points.items()}
     best = lab.best_values(found)
-    records = [r for name in RIVALS for r in found[best[name], name].values()]
+    return {name: list(found[rate, name].values()) for name, rate in best.items()}
+
+
+def rivals() -> Any:
+    """The same of six rivals, each at its best rate."""
+    made = at_best_rates()
+    records = [record for name in RIVALS for record in made[name]]
     title = "Rivals at their best rates: CIFAR-10 (JPEG copy) at 8 × 8, ResNet-8"
     return lab.megabytes_figure(lab.summary(records), title)
 
@@ -103,6 +109,9 @@ def numbers() -> dict[str, Any]:
     table = pd.Series(params("table1")["paper"]["TCS"])
     of_images, text = intervals("claims", "small"), intervals("claims_text", "text")
     bits = [text_bits(name) for name in ("TCS", "FedAvg")]
+    sent = {name: lab.traffic(made[0]) for name, made in at_best_rates().items()}
+    both = {name: flows["up"] + flows["down"] for name, flows in sent.items()}
+    less = {name: both["FedAvg"] / flow for name, flow in both.items()}
     return {
         f"1/{budgets['TCS']:.0f} of the bits": "bit_budget",
         f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four": "bit_budget",
@@ -122,6 +131,7 @@ def numbers() -> dict[str, Any]:
         f"η 0.8, by {of_images['fair-high']}": "results/small/runs",
         f"with momentum TCS ends {of_images['momentum-parity']}": "results/small/runs",
         f"four dense ones end {of_images['local-steps']}": "results/small/runs",
+        f"STC {less['STC']:.0f} times, TCS {less['TCS']:.0f} times": "results/small/runs",
         f"round to round by {of_images['slowly']}": "results/small/runs",
         "TCS ends at {:.3f} bits per character, dense training at {:.3f}".format(
             *bits
