@@ -33,7 +33,7 @@ Differences from the paper
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
      3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
-        warm-up makes one dense round first.
+        warm-up makes one dense round first, but for "-NW": every client starts with its own S_top.
      4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
         float32 without quantization, and with it while sigma >= 1/2 (Sterbenz); beyond, to one
         rounding of the subtraction. Errors are in units of the model difference, as in the text;
@@ -466,11 +466,10 @@ def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
     return chosen, kth
 
 
-def _top(magnitudes_D: Tensor, k: int) -> Tensor:
-    values_D = _array(magnitudes_D)
-    if k == 1 and isinstance(values_D, np.ndarray):  # whose argmax is the first of equals
-        return torch.tensor([int(values_D.argmax())])
-    return torch.as_tensor(_largest(values_D, k, len(values_D))[0])
+def _top(magnitudes_D: Array, k: int) -> Array:
+    if k == 1 and isinstance(magnitudes_D, np.ndarray):  # whose argmax is the first of equals
+        return magnitudes_D.argmax(0, keepdims=True)
+    return _largest(magnitudes_D, k, len(magnitudes_D))[0]
 
 
 def _kth_largest(magnitudes_D: Array, k: int) -> float:
@@ -503,21 +502,22 @@ def layerwise_top_k_positions(
     Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
     of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
     """
-    magnitudes_D, eligible = vector_D.detach().abs(), len(vector_D)
+    magnitudes_D, eligible = abs(_array(vector_D.detach())), len(vector_D)
     if excluded is not None:
-        magnitudes_D[excluded] = -1.0
+        magnitudes_D[_array(excluded)] = -1.0
         eligible -= int(excluded.sum()) if excluded.dtype == torch.bool else len(excluded)
-    layers = zip(magnitudes_D.split(layer_sizes), accumulate(layer_sizes), strict=True)
-    if magnitudes_D.isnan().any():
+    if (magnitudes_D != magnitudes_D).any():
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
-    top = static_top_k if magnitudes_D.is_cuda else _top  # a GPU would wait every time
-    fair = torch.cat([end - len(p) + top(p, kept(phi_min, len(p))) for p, end in layers])
-    fair = fair[magnitudes_D[fair] >= 0]
-    if len(fair) >= k:
-        return fair[top_k_positions(magnitudes_D[fair], k)]
-    magnitudes_D[fair] = -1.0
-    rest, _ = _largest(_array(magnitudes_D), k - len(fair), eligible - len(fair))
-    return torch.cat([fair, torch.as_tensor(rest)]).sort().values
+    top = static_top_k if vector_D.is_cuda else _top  # a GPU would wait every time
+    join = torch.cat if isinstance(magnitudes_D, Tensor) else np.concatenate
+    layers = zip(layer_sizes, accumulate(layer_sizes), strict=True)
+    fair_F = join([e - d + top(magnitudes_D[e - d : e], kept(phi_min, d)) for d, e in layers])
+    fair_F = fair_F[magnitudes_D[fair_F] >= 0]
+    if len(fair_F) >= k:
+        return torch.as_tensor(fair_F[_top(magnitudes_D[fair_F], k)])
+    magnitudes_D[fair_F] = -1.0
+    rest, _ = _largest(magnitudes_D, k - len(fair_F), eligible - len(fair_F))
+    return torch.as_tensor(join([fair_F, rest])).sort().values
 
 
 def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:

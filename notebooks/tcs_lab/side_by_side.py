@@ -50,7 +50,17 @@ class Grouped:
     def __init__(self, federation: Federation):
         self.federation, self.clients = federation, 0
         self.net = copy.deepcopy(federation.model).train()
-        self.names = [name for name, p in self.net.named_parameters() if p.requires_grad]
+        which = {
+            id(p): i for i, p in enumerate(p for p in self.net.parameters() if p.requires_grad)
+        }
+        self.places = [
+            (module, name, which[id(p)])
+            for module in self.net.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if p.requires_grad
+        ]
+        for module, name, _ in self.places:
+            delattr(module, name)  # every pass puts a tensor there, of all clients
         self.convolutions = [m for m in self.net.modules() if isinstance(m, nn.Conv2d)]
         self.seen: list[Tensor] = []
         for module in self.net.modules():
@@ -65,12 +75,14 @@ class Grouped:
         for convolution in self.convolutions:
             convolution.groups = self.clients
         theta_ND = theta.expand(self.clients, -1).detach().requires_grad_()
-        parameters = dict(zip(self.names, self._parameters(theta_ND), strict=True))
+        parameters = self._parameters(theta_ND)
+        for module, name, which in self.places:
+            vars(module)[name] = parameters[which]
         inputs = images.transpose(0, 1).flatten(1, 2)  # (B, N 3, h, w)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.seen.clear()
         loss = cast(Any, self.federation.loss)
-        scores = loss.scores(lambda x: functional_call(self.net, parameters, (x,)), inputs)
+        scores = loss.scores(self.net, inputs)
         scores_NBK = scores.unflatten(1, (self.clients, -1)).transpose(0, 1)
         losses_N = loss.each(scores_NBK, labels_NB)
         gradients_ND = torch.autograd.grad(losses_N.sum(), theta_ND)[0]
@@ -161,7 +173,7 @@ class SideBySide(Federation):
 
     def _train(self, mine: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Alg. 1, l. 3 to 6, of all these clients: their summed gradients, (N, D)."""
-        rows = [self.own.index(n) for n in mine]
+        rows = slice(None) if mine == list(self.own) else [self.own.index(n) for n in mine]
         theta, sums_ND, decay = self.theta_D, None, self.weight_decay
         for tau in range(self.scheme.local_steps):
             batches = [self.feed.batch(n, t, tau) for n in mine]

@@ -367,24 +367,20 @@ class Watch:
 
     def __init__(self, layer_sizes: list[int], phi: float = 1e-2):
         self.sizes_L = torch.tensor(layer_sizes)
+        self.ends_L = self.sizes_L.cumsum(0)
         self.k = tcs_core.kept(phi, sum(layer_sizes))
-        self.before_K: Tensor | None = None
+        self.before: tuple[Tensor, Tensor] | None = None  # positions (K,), how many a layer (L,)
         self.found: list[tuple[float, float]] = []
         self.host, self.floor = tcs_core.Host(), 0.0
 
     def see(self, update_D: Tensor) -> None:
         now_K, self.floor = self.host.top_k(update_D, self.k, None, self.floor)
-        before_K, self.before_K = self.before_K, now_K
-        if before_K is not None:
-            chance = (self._layers(before_K) * self._layers(now_K) / self.sizes_L).sum()
-            self.found.append(
-                (int(tcs_core.in_common(before_K, now_K)) / self.k, float(chance) / self.k)
-            )
-
-    def _layers(self, positions_K: Tensor) -> Tensor:
-        """How many of the positions every layer has, (L,)."""
-        layers = torch.bucketize(positions_K.cpu(), self.sizes_L.cumsum(0), right=True)
-        return torch.bincount(layers, minlength=len(self.sizes_L))
+        now_L = torch.searchsorted(now_K.cpu(), self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
+        if self.before is not None:
+            before_K, before_L = self.before
+            chance = float((before_L * now_L / self.sizes_L).sum()) / self.k
+            self.found.append((int(tcs_core.in_common(before_K, now_K)) / self.k, chance))
+        self.before = now_K, now_L
 
     def row(self) -> Row:
         names = ("update_overlap", "update_overlap_chance")
