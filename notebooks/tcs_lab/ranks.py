@@ -83,6 +83,8 @@ class Ranks:
 
     def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
         """The inverse: rank 0's whole state, as the part of it that is this rank's."""
+        if self.size == 1:
+            return _on(state, device)
         parts = []
         if self.rank == 0:
             rows = _client_rows(state)
