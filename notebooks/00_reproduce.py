@@ -23,6 +23,7 @@
 
 # %%
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import papermill
 import tcs_lab as lab
@@ -106,7 +107,10 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # %%
 folder = lab.results_folder(shown)
 source = str(lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
-for t, params in plans.items():
+
+
+def draw(t: int) -> None:
+    """One table and its figure; where runs are made, by a notebook of their own."""
     if profile:
         output = str(folder / f"table{t}.ipynb")
         papermill.execute_notebook(
@@ -118,8 +122,12 @@ for t, params in plans.items():
             extra_arguments=["--log-level=CRITICAL"],  # else a warning of the kernel's lands here
         )
     else:
-        runs = lab.plan(params)
-        _ = lab.draw_table(params, list(lab.recorded(runs).values()), runs, folder)
+        runs = lab.plan(plans[t])
+        lab.draw_table(plans[t], list(lab.recorded(runs).values()), runs, folder)
+
+
+with ThreadPoolExecutor(given.get("jobs", 1)) as pool:
+    list(pool.map(draw, plans))
 made = sorted(p.name for p in folder.glob("*.*") if p.name.startswith(("table", "figure")))
 print("\n".join(made))
 

@@ -219,6 +219,8 @@ def _run_apart(
         return []
     share = max(1, torch.get_num_threads() // joblib.effective_n_jobs(jobs))
     own = [dataclasses.replace(c, threads=c.threads or share) for c in configs]
+    # the longest first, as most rounds are: else a core waits at the end
+    own.sort(key=lambda c: (not c.scheme.centralized, c.scheme.local_steps))
     load_data(own[0])  # decode once
     made, pool = set(), joblib.Parallel(min(jobs, len(own)), return_as="generator_unordered")
     with rows_shown(bar) as told:
