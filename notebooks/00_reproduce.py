@@ -113,14 +113,8 @@ def draw(t: int) -> None:
     """One table and its figure; where runs are made, by a notebook of their own."""
     if profile:
         output = str(folder / f"table{t}.ipynb")
-        papermill.execute_notebook(
-            source,
-            output,
-            given | {"table": t},
-            progress_bar=False,
-            cwd=str(lab.ROOT),
-            extra_arguments=["--log-level=CRITICAL"],  # else a warning of the kernel's lands here
-        )
+        quiet = {"progress_bar": False, "extra_arguments": ["--log-level=CRITICAL"]}
+        papermill.execute_notebook(source, output, given | {"table": t}, cwd=str(lab.ROOT), **quiet)
     else:
         runs = lab.plan(plans[t])
         lab.draw_table(plans[t], list(lab.recorded(runs).values()), runs, folder)
