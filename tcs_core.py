@@ -372,6 +372,7 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 #    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the compressor's form.
 
 
+@lru_cache
 def kept(phi: float, dimension: int) -> int:
     """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
     return max(1, math.ceil(round(phi * dimension, 9)))
@@ -1617,9 +1618,10 @@ class Compressor:
     """
 
     def __init__(
-        self, scheme: Scheme, layer_sizes: list[int], clients: int, device: Any = "cpu",
+        self, scheme: Scheme | str, layer_sizes: list[int], clients: int, device: Any = "cpu",
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
     ):  # fmt: skip
+        scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
         self.dimension, self.link = sum(layer_sizes), cast(Any, link or Link())
         self.own = self.link.clients(clients)
@@ -1629,9 +1631,8 @@ class Compressor:
             raise ValueError(f"weights: got {self.weights}, allowed: {clients} positive numbers")
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
         self.use(Host())
-        rows = 0 if scheme.dense else len(self.own)
+        rows, down = len(self.own) * (not scheme.dense), self.dimension * scheme.compresses_downlink
         self.errors_ND = torch.zeros(rows, self.dimension, device=device)
-        down = self.dimension if scheme.compresses_downlink else 0
         self.server_errors_D = torch.zeros(down, device=device)
         self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
@@ -1893,15 +1894,14 @@ class Federation:
         loss: Callable[[nn.Module, Any], Tensor] = cross_entropy, weight_decay: float = 0.0,
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
     ):  # fmt: skip
-        self.scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
         self.feed = feed if hasattr(feed, "batch") else Feed(feed)
         self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
         self.schedule = schedule if callable(schedule) else lambda t: Phase(float(schedule))
         self.flat = FlatModel(model)
         self.model, self.theta_D = model, self.flat.theta_D
         sizes, device = self.flat.layer_sizes, self.theta_D.device
-        settings = (self.scheme, sizes, self.clients, device, seed, link, weights)
-        self.compressor = Compressor(*settings)
+        self.compressor = Compressor(scheme, sizes, self.clients, device, seed, link, weights)
+        self.scheme = self.compressor.scheme
         self.compressor.rule._theta_D = self.theta_D
         self.own = self.compressor.own
         self.start_D = torch.empty_like(self.theta_D) if self.scheme.local_steps > 1 else None
@@ -1923,9 +1923,9 @@ class Federation:
         compressor.check_clients(chosen)
         if self.scheme.warmup_masks > 1:
             compressor.rule.widen(phase.masks)
-        in_gradients = self.scheme.error_unit == "gradient"  # with momentum all differences are
-        if in_gradients and self.t and self.momentum_D is None:
-            compressor.errors_ND.mul_(phase.eta / self.schedule(self.t - 1).eta)
+        if self.scheme.error_unit == "gradient" and self.t and self.momentum_D is None:
+            before = self.schedule(self.t - 1).eta  # with momentum all differences are gradients
+            compressor.errors_ND.mul_(phase.eta / before if before else 1.0)
         update_D = self.play(chosen, self.t, phase.eta, phase.dense)
         self.t += 1
         return update_D

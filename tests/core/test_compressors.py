@@ -54,7 +54,7 @@ def test_sent_plus_errors_is_what_was_intended_exactly(name):
 
 def test_nothing_is_lost_over_many_rounds_and_clients():
     """What was sent in all, plus what is still in the errors, is the sum of all deltas."""
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS-Q5"), LAYERS, CLIENTS)
+    compressor = tcs.Compressor("TCS-Q5", LAYERS, CLIENTS)  # as Scheme.named has it
     total, sent = torch.zeros(3000).double(), torch.zeros(3000).double()
     for deltas_ND in deltas_like_training(40, CLIENTS, LAYERS):
         total += deltas_ND.double().sum(0)

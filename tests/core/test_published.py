@@ -57,6 +57,13 @@ def test_when_the_rate_falls_to_a_tenth_so_do_errors_in_gradients(name):
     assert not torch.equal(seen[2], made.compressor.errors_ND[0] / 10)
 
 
+def test_a_rate_that_starts_at_zero_scales_no_errors():
+    made = federation("TCS-GE", lambda t: tcs.Phase(0.1 * t))
+    for _ in range(4):
+        made.round()
+    assert made.compressor.errors_ND.isfinite().all() and made.compressor.errors_ND.any()
+
+
 @pytest.mark.parametrize("name", ["TCS", "top-K"])
 def test_errors_in_gradients_are_compression_before_the_rate(name):
     """As the published code has it: gradients are compressed, their average times the rate."""
