@@ -383,17 +383,17 @@ def top_k_positions(
 ) -> Tensor:
     """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
 
-    Of equal magnitudes the lower index wins. `excluded` (positions) never enter. `floor`, a guess
-    of the k-th magnitude from below, only makes it faster: the result is the same with any.
-    Raises ValueError if k is not in 0..D minus the excluded, or if the vector holds a NaN.
+    Of equal magnitudes the lower index wins. `excluded`, positions or a mask, never enter. `floor`,
+    a guess of the k-th magnitude from below, makes it faster, and of numbers no other choice.
+    ValueError if k is not in 0..D minus the excluded, or for a NaN, which a floor may pass over.
     """
     return _filtered(vector_D.detach(), k, _outside(vector_D, excluded), floor)[0]
 
 
 def _outside(vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
-    """The excluded positions as a mask of the vector, on its device; None if there are none."""
-    if excluded is None or not len(excluded):
-        return None
+    """The excluded positions, or mask, as a mask on the vector's device; None if there are none."""
+    if excluded is None or not len(excluded) or excluded.dtype == torch.bool:
+        return excluded if excluded is not None and len(excluded) else None
     return positions_to_mask(excluded.to(vector_D.device), len(vector_D))
 
 
@@ -504,6 +504,8 @@ def layerwise_top_k_positions(
     of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
     """
     magnitudes_D, eligible = abs(_array(vector_D.detach())), len(vector_D)
+    if sum(layer_sizes) != eligible:
+        raise ValueError(f"layer_sizes: got {sum(layer_sizes)} in all, allowed: {eligible}")
     if excluded is not None:
         magnitudes_D[_array(excluded)] = -1.0
         eligible -= int(excluded.sum()) if excluded.dtype == torch.bool else len(excluded)
@@ -623,14 +625,13 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
-    starts_K = torch.tensor(_flag_starts(bits, width), dtype=torch.int64, device=bits.device)
+    starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
     count = len(starts_K)
     if len(bits) != (length := position_bits(count, dimension, block)):
         raise ValueError(f"bits: got {len(bits)} with {count} entries, allowed: {length}")
     block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
-    inside_K = torch.zeros_like(starts_K)
-    for offset in range(1, width + 1):
-        inside_K = 2 * inside_K + bits[starts_K + offset]
+    inside = bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)].long()
+    inside_K = (inside << torch.arange(width - 1, -1, -1, device=bits.device)).sum(1)
     if (inside_K >= block).any():
         raise ValueError(f"bits: a position of {int(inside_K.max())} inside a block of {block}")
     positions_K = block_index_K * block + inside_K
@@ -638,7 +639,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     return positions_K
 
 
-def _flag_starts(bits: Tensor, width: int) -> list[int]:
+def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
     """Where the "1" flags of the entries stand: after a flag, the next 1 beyond its position."""
     stream, starts = bits.cpu().numpy().tobytes(), []
     find, place = stream.find, stream.find(b"\x01")
@@ -647,7 +648,7 @@ def _flag_starts(bits: Tensor, width: int) -> list[int]:
         place = find(b"\x01", place + 1 + width)
     if starts and starts[-1] + width >= len(stream):
         raise ValueError("bits: the stream ends inside an entry")
-    return starts
+    return np.fromiter(starts, np.int64, len(starts))
 
 
 # ══ 4. Values on the wire: fractional quantization and the scaled sign (Sec. II-F) ════════════════
@@ -840,6 +841,9 @@ class Message:
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         codes, means = QUANTIZERS[quantizer](intended_K, _intervals(value_bits))
+        if codes.dtype != torch.int32 or means.dtype != torch.float32 or codes.dim() != 1:
+            got = f"{codes.dtype} {tuple(codes.shape)}, {means.dtype} {tuple(means.shape)}"
+            raise ValueError(f"quantizer {quantizer}: got {got}; allowed: int32 (K,), float32 (P,)")
         return Message(_dequantize(codes, means), positions, sender, round, codes, means)
 
     @staticmethod
@@ -857,10 +861,8 @@ class Message:
             sum_D.index_add_(0, places, self.values, alpha=weight)
 
     def to(self, device: Any) -> Message:
-        moved: dict[str, Any] = {
-            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **cast(Any, moved))
 
 
 @dataclass(frozen=True)  # its fields, in this order, are the tag in every message
@@ -1517,8 +1519,7 @@ class MaskRule:
         positions (k,). The threshold of last time, for the same `whose`, speeds it up."""
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        if excluded is not None and excluded.dtype != torch.bool:
-            excluded = _outside(vector_D, excluded)
+        excluded = _outside(vector_D, excluded)
         floor = self._floors.get(whose, 0.0)
         positions_K, self._floors[whose] = self._host.top_k(vector_D, k, excluded, floor)
         return positions_K
@@ -1611,10 +1612,10 @@ class Compressor:
     """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
 
     A round is `open`, then `client` for each that takes part, then `server`; `step` is all three.
-    `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none.
+    `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none. N
+    counts the clients of this process, `own`, as `link` has them (section 6); most often all.
     `server_errors_D` (D,), if the downlink is compressed, is what the clients have not.
-    `link` says how messages travel (section 6); N is the number of clients of this process, `own`.
-    `weights` (N,), if given, are the clients' shares of the average, equal without.
+    `weights`, one of each client, are their shares of the average, equal without.
     """
 
     def __init__(
@@ -1622,6 +1623,8 @@ class Compressor:
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
     ):  # fmt: skip
         scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+        if clients < 1 or not layer_sizes or min(layer_sizes) < 1:
+            raise ValueError(f"layer_sizes, clients: got {layer_sizes}, {clients}; allowed: >= 1")
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
         self.dimension, self.link = sum(layer_sizes), cast(Any, link or Link())
         self.own = self.link.clients(clients)
@@ -1711,8 +1714,8 @@ class Compressor:
             return self.link.send_up(Message.dense_of(intended_D, n, self.round))
         own_K = self._own_mask(intended_D)  # line 10: explore outside the shared mask
         how = n, self.scheme.value_bits, self.scheme.quantizer
-        places, intended, message = self._message(intended_D, own_K, *how)  # lines 11, 12
-        sent = self.link.send_up(message)
+        places, intended, message = self._message(intended_D, own_K, *how)  # line 11, and Q of 12
+        sent = self.link.send_up(message)  # line 12
         if sent is not None:
             errors_D.scatter_(0, places, intended - sent.values)  # line 13: what stays behind
         return sent
@@ -1727,8 +1730,8 @@ class Compressor:
         return places, intended, Message.of(intended, own_K, bits, sender, self.round, quantizer)
 
     def server(self, messages: Iterable[Message | None]) -> Tensor:
-        """The server's side, Alg. 2 lines 15 and 16: the average (D,) that all clients have after
-        it, and the shared mask that it gives the next round. Raises MessageError if no message was
+        """The server's side, Alg. 2 lines 15 and 16: what all clients have after it of the average,
+        (D,), from which the rule takes the next shared mask. Raises MessageError if no message was
         accepted, NotFiniteError for sums that overflow."""
         accepted = [message for message in messages if message is not None]
         update_D = self._downlink(self._average(accepted))  # line 15, line 16
@@ -1790,17 +1793,14 @@ class Compressor:
         expected = self.rule.own_count(self.shared_K)
         if expected is not None and len(own_K) != expected:
             advice = "own_count says so; let it return None if their number is open"
-            raise ValueError(
-                f"local_mask: got {len(own_K)} entries, allowed: {expected} ({advice})"
-            )
+            raise ValueError(f"local_mask: got {len(own_K)}, allowed: {expected} ({advice})")
         return own_K
 
     def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
         """What a rule returned, as positions; checked if the rule is not one of the core's."""
         ours = type(self.rule).__module__ == __name__
         if mask.dtype == torch.bool and not ours and tuple(mask.shape) != (self.dimension,):
-            shape = f"got shape {tuple(mask.shape)}, allowed: ({self.dimension},)"
-            raise ValueError(f"mask: {shape}")
+            raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
         positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
         if ours:
             return positions_K
@@ -2354,7 +2354,7 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     2. This rank's side of Alg. 2, lines 9 to 13, for the bucket's gradient: `Compressor.client`.
     3. Values on the shared mask: all_reduce, in the gradients' own type.
     4. Values and positions of its own: all_gather of one encoded message a rank.
-    5. Their average is the bucket's gradient on every rank, and gives the next shared mask (l. 15).
+    5. Their average is the bucket's gradient on every rank, and gives the next shared mask.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes

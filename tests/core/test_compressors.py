@@ -260,3 +260,9 @@ def test_a_registration_that_fails_leaves_nothing_behind():
     assert "Broken" not in tcs.RULES and "Broken" not in tcs.FAMILIES
     with pytest.raises(ValueError, match="unknown field: phi"):
         tcs.register_scheme("Broken", phi=0.1)
+
+
+@pytest.mark.parametrize(("sizes", "clients"), [([], 2), ([3, 0], 2), ([3, 4], 0)])
+def test_a_compressor_needs_entries_and_clients(sizes, clients):
+    with pytest.raises(ValueError, match=r"layer_sizes, clients: got .*; allowed: >= 1"):
+        tcs.Compressor("TCS", sizes, clients)

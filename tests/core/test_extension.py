@@ -117,6 +117,18 @@ def test_a_quantizer_registered_twice_is_the_second(uniform):
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [lambda v, n: (v, torch.ones(n)), lambda v, n: (v.int(), torch.ones(n, dtype=torch.float64)),
+     lambda v, n: (v.int()[None], torch.ones(n))],
+)  # fmt: skip
+def test_a_quantizer_that_gives_other_types_is_named(uniform, wrong):
+    tcs.register_quantizer("U", "uniform")(wrong)
+    compressor = tcs.Compressor("FedAvg-U3", [4], 1)
+    with pytest.raises(ValueError, match=r"quantizer uniform: got torch.* allowed: int32 \(K,\)"):
+        compressor.step(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
     ("name", "fields", "text"),
     [("Mine", {"phi_global": 2.0}, "phi_global: got 2.0 .*allowed: a share"),
      ("Mine", {"local_steps": 0}, "local_steps: got 0"),

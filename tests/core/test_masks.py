@@ -156,6 +156,18 @@ def test_layerwise_agrees_with_the_reference(sizes, phi_min, seed, data):
         assert torch.equal(tcs.layerwise_top_k_positions(vector, k, sizes, phi_min), found)
 
 
+def test_layer_sizes_have_to_be_those_of_the_vector():
+    with pytest.raises(ValueError, match="layer_sizes: got 5 in all, allowed: 6"):
+        tcs.layerwise_top_k_positions(torch.ones(6), 2, [2, 3], 0.1)
+
+
+def test_what_is_excluded_may_be_positions_or_a_mask():
+    vector, positions = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([0, 2])
+    for excluded in (positions, tcs.positions_to_mask(positions, 4)):
+        assert tcs.top_k_positions(vector, 2, excluded).tolist() == [1, 3]
+        assert tcs.layerwise_top_k_positions(vector, 2, [4], 0.1, excluded).tolist() == [1, 3]
+
+
 def test_every_layer_gets_its_fair_share():
     vector = torch.cat([torch.full((900,), 5.0), torch.arange(1.0, 101.0)])
     mask = tcs.layerwise_top_k_mask(vector, 150, [900, 100], 0.1)
