@@ -12,7 +12,7 @@
 # **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, the
 # tables beside the paper's own numbers.
 #
-# As it stands this notebook draws them from the records that are in the repository (profile `evidence`): no run is made and no data
+# As it stands this notebook draws them from the records that are in the repository (profile `small`): no run is made and no data
 # is needed. With a profile's file it first makes all runs of that profile that have no record yet. From the repository's root:
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
@@ -168,14 +168,8 @@ for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
 for t, params in plans.items():
     rows = lab.summary(lab.recorded(lab.plan(params)).values(), planned=lab.plan(params))
-    lacking = rows[rows["n"] == 0]["scheme"]
-    best = rows.loc[rows["accuracy"].idxmax()] if rows["accuracy"].notna().any() else None
-    text = (
-        ""
-        if best is None
-        else f"best {best.scheme} with {100 * best.accuracy:.2f} %, n = {best.n}; "
-    )
-    print(f"table {t}: {text}not measured yet (n = 0): {', '.join(lacking) or 'none'}")
+    lacking = ", ".join(rows[rows["n"] == 0]["scheme"]) or "none"
+    print(f"table {t}: {rows['n'].sum()} runs; not measured yet (n = 0): {lacking}")
 
 # %% [markdown]
 # Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07.

@@ -12,8 +12,8 @@
 # **Claim.** Every claim of the paper can be put as a number with a bound, fixed before the runs, and judged by an
 # interval over trials; where this setting can't test a claim, a gate says so.
 #
-# `params/claims.yaml` lists the claims, what is measured for each, the bound that decides and the gates; it is older than
-# the first record that it judges. This notebook finds the records that bear on them and writes the verdicts to
+# `params/claims.yaml` lists the claims, what is measured for each, the bound that decides and the gates; its bounds are older
+# than the first record that they judge. This notebook finds the records that bear on them and writes the verdicts to
 # `results/<profile>/claims.csv` and `claims.md`. It trains nothing: what has no record yet is said.
 #
 # *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
@@ -63,8 +63,8 @@ print(
 # ## The records
 #
 # Every finished record counts whose scheme and learning rate a claim names, with any seed up to 99. Runs of one scheme
-# differ in nothing but the seed. Two schemes are compared over the seeds that both have: runs with the same seed
-# share their start, the partition and the order of samples.
+# have all settings but the seed in common; processor and version of the core may differ (the table at the end). Two schemes
+# are compared over the seeds that both have: runs with the same seed share their start, the partition and the order of samples.
 
 # %%
 seeds = {side: [] for claim in read.all.values() for side in claim.sides}

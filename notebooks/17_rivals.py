@@ -21,7 +21,7 @@
 #     uv run tcs sensitivity --sweep params/rivals_small.yaml --params params/small.yaml --set data_root=... --seed 0
 #
 # With `profile = "small"` it shows a ResNet-8 on images, with `profile = "text"` [a small GPT](../results/text/17_rivals.ipynb).
-# Both are trainings that have finished. Suffixes: -Q5 is 5-bit values, -NW no dense warm-up, -D1 one bit a value on the
+# How often an entry of a mask gets to be sent there stands at the end. Suffixes: -Q5 is 5-bit values, -NW no dense warm-up, -D1 one bit a value on the
 # way down, too.
 #
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
@@ -146,7 +146,7 @@ if make:
     _ = lab.run_all([config for group in points.values() for config in group], jobs=1)
 found = {point: lab.recorded(group, diverged=True) for point, group in points.items()}
 records = {file: record for group in found.values() for file, record in group.items()}
-print(f"{len(records)} records in results/{profile}/runs/ of {len(points) * seeds} planned")
+print(f"{len(records)} records in results/{profile}/runs/")
 
 
 def final(record: dict) -> float:
@@ -238,7 +238,7 @@ print("on the Pareto front:", ", ".join(front))
 # %% [markdown]
 # ## One picture
 #
-# On the Pareto front (the line) is a scheme that no other beats in both: more accurate, and fewer megabytes.
+# On the Pareto front (the line) is a scheme that no other beats in both, by the means: more accurate, and fewer megabytes.
 
 # %%
 scale, often = f"profile {profile}, no record yet", math.nan
@@ -374,7 +374,7 @@ print(f"5. Clients that keep nothing between rounds: {cheapest(stateless)}.")
 print(f"6. Beaten in both, by the means: {', '.join(beaten) or 'none'}.")
 
 # %% [markdown]
-# Line 4 is where rounds, not bytes, decide: there local steps (-L4) pay, which all of these schemes
+# Line 4 is where rounds, not bytes, decide: there local steps (-L4) could pay, which all of these schemes
 # take and none has here. Line 5 asks for schemes without errors: clients that come once and never again have nothing to
 # add them to.
 #
@@ -409,8 +409,7 @@ claim("every rate is on the grid, or a table's", used <= papers.union(rates), f"
 print(claim.summary())
 for r in table.itertuples():
     print(f"{r.scheme}: {r.mean:.2f} % with {r.both:.3g} MB, η {rate_of(r.scheme)}, n = {r.n}")
-finished = "finished" if often >= 60 else "not finished: speeds of optimization are compared"
-print(f"rounds × 1 %, how often a mask has an entry: {often:.0f} (the paper: 234); {finished}")
+print(f"rounds × 1 %, how often a mask has an entry: {often:.0f} (the paper: 234)")
 missing = [f"{name} {word}" for (word, name), group in found.items() if not group]
 print("not measured:", ", ".join(missing) or "nothing")
 

@@ -278,7 +278,7 @@ def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -
     if math.isnan(mean):
         return "–"
     mean_, low_, high_ = (form.format(value).replace("-", "−") for value in (mean, low, high))
-    return f"{mean_} ({low_} to {high_})" if math.isfinite(low) and low < high else mean_
+    return f"{mean_} ({low_} to {high_})" if math.isfinite(low) and low_ != high_ else mean_
 
 
 def save_table(
