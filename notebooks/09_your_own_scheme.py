@@ -277,6 +277,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #   `torch.rand`: both sides must draw the same.
 # - **State** in attributes without a leading underscore is saved, so an interrupted run resumes exactly.
 # - **Declare the shares you keep.** The formula believes them; the counted bits do not.
+# - **Values of your own** are a function with `tcs.register_quantizer`; `help` on it shows one of four lines.
 #
 # ## Claim
 #
