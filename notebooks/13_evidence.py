@@ -264,8 +264,8 @@ for scheme in ("Baseline", *compared, "TCS-L4"):
     print(f"{scheme}, {longer} − {profile['epochs']} epochs: {gain}")
 
 # %% [markdown]
-# By the means, twice as long helps the sparse runs with four local steps and nobody else: at 150 epochs their entries were sent
-# too seldom. Dense training has learned its few images by then: its loss goes on falling, its accuracy does not rise.
+# By the means, twice as long helps the sparse runs, those with four local steps most: at 150 epochs their entries were sent too
+# seldom. Dense training has learned its few images by then: its loss goes on falling, its accuracy does not rise.
 #
 # ## The paper's model, as far as two cores get
 #
