@@ -113,6 +113,7 @@ def draw(t: int) -> None:
     """One table and its figure; where runs are made, by a notebook of their own."""
     if profile:
         output = str(folder / f"table{t}.ipynb")
+        # else a warning of the kernel's lands here
         quiet = {"progress_bar": False, "extra_arguments": ["--log-level=CRITICAL"]}
         papermill.execute_notebook(source, output, given | {"table": t}, cwd=str(lab.ROOT), **quiet)
     else:

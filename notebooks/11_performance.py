@@ -357,12 +357,11 @@ def tell_round(rows, gpu):
 def judge_round(rows, gpu):
     times = works(rows)
     for case, time in times.filter(OURS).min(axis=1).items():
-        net = case.split(",")[0]
-        plain = [way for way in times if way.startswith("plain")]
-        for base in plain if "resnet18" in case else ["passes"]:
-            if net in round_targets and base in times and not gpu:
+        target = round_targets.get(case.split(",")[0])
+        for base in [w for w in times if w.startswith("plain" if "resnet18" in case else "passes")]:
+            if target and not gpu:
                 over = time / times.loc[case, base]
-                aim(f"the fastest round / {base}, {case}", over, round_targets[net], form=".2f")
+                aim(f"the fastest round / {base}, {case}", over, target, form=".2f")
 
 
 _ = report("round", draw_round, tell_round, judge_round)
