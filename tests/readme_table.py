@@ -19,7 +19,7 @@ import tcs_core as tcs
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- verdict: [^\n]*-->\n).*?(<!-- end of verdict -->)", re.S)
-CLAIMS = ("parity", "x2000-parity", "top-K", "x100", "x2000", "downlink")
+CLAIMS = ("x100", "x2000", "downlink", "parity", "top-K", "x2000-parity")
 COLUMNS = {
     "The paper says": "The paper's claim",
     "Holds if": "Ours must be",
