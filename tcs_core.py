@@ -7,7 +7,8 @@ Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message -> Link
             -> server: average -> update_D -> theta_D
 
-Alg. 2 is `Compressor.client` (lines 9 to 13) and `.server` (15, 16); schedules: see `Phase`.
+Alg. 2 is `TCS.observe` (line 5), `Federation.play` (6) and `.difference` (7), `Compressor.client`
+(lines 9 to 13; Alg. 3, 10 to 14) and `.server` (15, 16; Alg. 3, 16, 17); schedules: see `Phase`.
 
 Contents
      1 schemes                           7 the compressor (Alg. 2)
@@ -39,7 +40,8 @@ Differences from the paper
         rounding of the subtraction. Errors are in units of the model difference, as in the text;
         the authors' published code has them in units of gradients ("-GE" in a scheme's name).
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
-        algorithm box puts beta on the wrong term, and the text has a plus before eta.
+        algorithm box puts beta on the wrong term, and the text has a plus before eta. A round ends
+        with the server's step, at its own rate; in the boxes the next round begins with it.
      6. Layer-wise fairness: phi^max with ">=" in the paper means phi^min. A layer is one parameter
         tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win. The
         published code takes the fair shared mask from the weights ("-WLF", "-WPLF").
@@ -106,7 +108,7 @@ def _between(low: float, high: float, *kinds: type) -> Callable[[Any], bool]:
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "name": ("1 to 100 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 100),
     "rule": ("a registered rule", lambda v: isinstance(v, str) and v in RULES),
-    "share": ("a share in (0, 1], or null for none", lambda v: v is None or _between(1e-12, 1)(v)),
+    "share": ("a share from 1e-12 to 1, or null", lambda v: v is None or _between(1e-12, 1)(v)),
     "count": ("a whole number >= 1", _between(1, 10**9, int)),
     "bits": ("1 to 16, or 32 for float32", lambda v: type(v) is int and (1 <= v <= 16 or v == 32)),
     "beta": ("a number in [0, 1)", lambda v: _between(0, 1)(v) and v < 1),
@@ -143,9 +145,7 @@ class Scheme:
     error_accumulation: bool = _field(True, "flag", "Sec. II-B")
     centralized: bool = _field(False, "flag", "one client, no traffic")
     quantizer: str = _field("fractional", "quantizer", "of the clients' values")
-    code: str = _field(
-        "block", "code", "Alg. 4 and fixed-width values, or both shorter (section 5)"
-    )
+    code: str = _field("block", "code", "Alg. 4 and fixed-width values, or both shorter (sec. 5)")
     down_value_bits: int = _field(32, "bits", "of a value from the server")
     down_quantizer: str = _field("fractional", "quantizer", "of the server's values")
     phi_down: float | None = _field(None, "share", "of the server's own mask; null: all that came")
@@ -158,7 +158,7 @@ class Scheme:
         for key, known in ((f.name, f.metadata["allowed"]) for f in dataclasses.fields(self)):
             value, (allowed, fits) = getattr(self, key), _ALLOWED[known]
             if not fits(value):
-                listed = {"rule": f"{', '.join(RULES)}", "quantizer": f"{', '.join(QUANTIZERS)}"}
+                listed = {"rule": ", ".join(RULES), "quantizer": ", ".join(QUANTIZERS)}
                 got = f"{key}: got {_shown(value)} ({type(value).__name__})"
                 raise ValueError(f"{got}, allowed: {listed.get(known, allowed)}")
             if known in ("share", "beta") and value is not None:
@@ -179,7 +179,7 @@ class Scheme:
     @property
     def dense(self) -> bool:
         """Every entry is sent as it is, in 32 bits."""
-        return self.rule == "dense" and not self.intervals
+        return self.rule == "dense" and not (self.intervals or self.compresses_downlink)
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
@@ -225,13 +225,11 @@ def _shares(fields: dict) -> tuple[float | None, float | None]:
     return tuple(fields.get(key, getattr(Scheme, key)) for key in ("phi_global", "phi_local"))
 
 
-_DOWN_SHARE = 0.4  # of phi_global: with 2-bit values, a message about as long as TCS-Q5's uplink
-
-
 def _down_fields(fields: dict, bits: int) -> dict:
-    """Few bits a value leave room for more positions of the server's own than one client has."""
+    """Few bits a value leave room for more positions of the server's own than one client has: with
+    0.4 of phi_global and 2-bit values, a message is about as long as TCS-Q5's uplink."""
     shared, own = _shares(fields)
-    phi_down = _DOWN_SHARE * shared if shared and own else own
+    phi_down = 0.4 * shared if shared and own else own
     return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
 
 
@@ -289,8 +287,7 @@ def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
         raise ValueError(f"scheme {_shown(name)}: {what}")
     if suffix is None or not _suits(suffix.needs, fields):
         raise ValueError(f"scheme {_shown(name)}: {_shown(part)} is unknown; {_known_schemes()}")
-    seen = fields | suffixed if part.startswith("+") else fields
-    set_ = suffix.fields(seen, int(match[1]) if match.groups() and match[1] else 0)
+    set_ = suffix.fields(fields, int(match[1]) if match.groups() and match[1] else 0)
     if part == "++" and suffixed.get("warmup_masks"):
         set_.pop("dense_warmup")
     return set_
@@ -319,14 +316,18 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are those of Scheme. Registering a name again replaces it; the core's can't be taken.
+    `fields` are those of Scheme. A name of your own is replaced; one that is known can't be taken.
     """
-    taken = FAMILIES.get(name, {"rule": name}).get("rule", "TCS") != name
-    if taken or RULES.get(name, object).__module__ == __name__:
+    again = name in RULES and RULES[name].__module__ != __name__
+    try:
+        known = bool(Scheme.named(name))
+    except ValueError:
+        known = name in RULES or name.endswith("+")
+    if known and not again:
         raise ValueError(f"scheme {name!r} is one of the core's own: choose another name")
-    known = sorted({f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"})
-    if unknown := sorted(fields.keys() - set(known)):
-        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {', '.join(known)}")
+    allowed = sorted({f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"})
+    if unknown := sorted(fields.keys() - set(allowed)):
+        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
 
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
@@ -349,7 +350,7 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
     It maps finite values (K,) float32 and P = 2^(q-1) to codes (K,) int32, which interval and plus
     P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0. In static rounds
-    the host may look at none of its values. Raises ValueError for a letter or name that is taken.
+    the host may look at none of its values. ValueError for a letter taken or a name of the core's.
     """  # fmt: skip
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
@@ -392,8 +393,8 @@ def top_k_positions(
 
 def _outside(vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
     """The excluded positions, or mask, as a mask on the vector's device; None if there are none."""
-    if excluded is None or not len(excluded) or excluded.dtype == torch.bool:
-        return excluded if excluded is not None and len(excluded) else None
+    if excluded is None or excluded.dtype == torch.bool:
+        return excluded
     return positions_to_mask(excluded.to(vector_D.device), len(vector_D))
 
 
@@ -421,8 +422,7 @@ def _filtered(
         if len(near) >= k:
             chosen, kth = _largest(abs(values_D[near]), k, len(near))
             return torch.as_tensor(near[chosen]), kth
-    magnitudes_D = abs(values_D)
-    eligible = len(values_D)
+    magnitudes_D, eligible = abs(values_D), len(values_D)
     if outside_D is not None:
         magnitudes_D[outside_D] = -1.0
         eligible -= int(outside_D.sum())
@@ -509,6 +509,8 @@ def layerwise_top_k_positions(
     if excluded is not None:
         magnitudes_D[_array(excluded)] = -1.0
         eligible -= int(excluded.sum()) if excluded.dtype == torch.bool else len(excluded)
+    if not 0 <= k <= eligible:
+        raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
     if (magnitudes_D != magnitudes_D).any():
         raise ValueError("the vector holds a NaN: its largest entries are not defined")
     top = static_top_k if vector_D.is_cuda else _top  # a GPU would wait every time
@@ -717,9 +719,6 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
 
-_LLOYD_ROUNDS = 15
-
-
 def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """Lloyd's and Max's quantizer of the magnitudes: codes and means as of `fractional_quantize`.
 
@@ -746,7 +745,7 @@ def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     roots_K = sorted_K.sqrt().cumsum(0)
     start_P = torch.searchsorted(roots_K, shares_P * roots_K[-1]).clamp_(max=count - 1)
     means_P = sorted_K[start_P]  # ascending
-    for _ in range(_LLOYD_ROUNDS):
+    for _ in range(15):
         edges = (means_P[1:] + means_P[:-1]) / 2
         cuts = F.pad(torch.searchsorted(sorted_K, edges, right=True), (1, 0))
         cuts = F.pad(cuts, (0, 1), value=count)
@@ -796,11 +795,10 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
-    means = 0.0
+    means = 32 * scheme.intervals / dimension if dimension else 0.0
     if dimension is not None:
         phis = (kept(phi, dimension) / dimension if phi else 0.0 for phi in (phi_global, phi_local))
         phi_global, phi_local = phis
-        means = 32 * scheme.intervals / dimension
     values = scheme.value_bits * (phi_global + phi_local)
     positions = phi_local * (math.log2(1 / phi_local) + 2) if phi_local else 0.0
     return (values + means + positions) / scheme.local_steps
@@ -809,8 +807,7 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
 SERVER = 0xFFFF  # the sender of a downlink message
 MESSAGE_VERSION = 1  # to be raised with any change of what stands in a message
 _AGREED, _DENSE, _PLAIN = range(3)  # kinds: in the code agreed on, dense, in code "block"
-# Little-endian: version, kind, sender, round, what was agreed on (Wire.tag), own
-# positions; the code; a CRC-32 of all before it.
+# Little-endian: version, kind, sender, round, Wire.tag, own positions; the code; their CRC-32.
 _HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
 OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
 
@@ -841,9 +838,10 @@ class Message:
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         codes, means = QUANTIZERS[quantizer](intended_K, _intervals(value_bits))
-        if codes.dtype != torch.int32 or means.dtype != torch.float32 or codes.dim() != 1:
-            got = f"{codes.dtype} {tuple(codes.shape)}, {means.dtype} {tuple(means.shape)}"
-            raise ValueError(f"quantizer {quantizer}: got {got}; allowed: int32 (K,), float32 (P,)")
+        got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
+        fit = torch.int32, tuple(intended_K.shape), torch.float32, (_intervals(value_bits),)
+        if got != fit:
+            raise ValueError(f"quantizer {quantizer}: got {got}; allowed: {fit}, codes and means")
         return Message(_dequantize(codes, means), positions, sender, round, codes, means)
 
     @staticmethod
@@ -913,7 +911,7 @@ def encode_message(message: Message, wire: Wire) -> bytes:
     """The message as bytes: header, code, checksum.
 
     8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
-    Raises ValueError for a message that can't be decoded again (see `decode_message`).
+    Raises ValueError for NaN, infinity, or a sender, round or position out of range.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -922,8 +920,7 @@ def encode_message(message: Message, wire: Wire) -> bytes:
         raise ValueError("values: NaN or infinity can't be sent")
     _check_positions(message.positions, wire.dimension)
     kind, code = _code(message, wire)
-    numbers = (who, when, wire.tag, len(message.positions))
-    data = _HEADER.pack(MESSAGE_VERSION, kind, *numbers) + code
+    data = _HEADER.pack(MESSAGE_VERSION, kind, who, when, wire.tag, len(message.positions)) + code
     return data + _CHECKSUM.pack(zlib.crc32(data))
 
 
@@ -953,7 +950,8 @@ def decode_message(
     version, kind, who, when, own = _checked_header(data, wire)
     plain = kind == _PLAIN and wire.entropy
     found = (version, _AGREED if plain else kind, who, when, own)
-    wanted = (MESSAGE_VERSION, int(shared_K is None), sender, round, count)
+    dense = shared_K is None
+    wanted = (MESSAGE_VERSION, int(dense), sender, round, 0 if dense else count)
     names = ("version", "kind", "sender", "round", "own positions")
     for name, got, expected in zip(names, found, wanted, strict=True):
         if expected is not None and got != expected:
@@ -969,8 +967,6 @@ def decode_message(
         message = dataclasses.replace(read(code, len(shared_K), own, wire), sender=who, round=when)
         if torch.isin(message.positions, shared_K).any():
             raise ValueError("message: positions of the shared mask, allowed: only others")
-    if shared_K is None and own:
-        raise ValueError(f"message: got {own} positions in a dense message, allowed: 0")
     if not message.values.isfinite().all():
         raise ValueError("message: a value is NaN or infinity")
     return message
@@ -1280,6 +1276,9 @@ class ClientError(ValueError):
         super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
         self.client = client
 
+    def __reduce__(self) -> Any:  # by pickle, from another process
+        return ValueError.__new__, (type(self), *self.args), vars(self)
+
 
 class NotFiniteError(ClientError):
     """An update holds NaN or infinity: a client's or, by a sum that overflows, the server's."""
@@ -1525,12 +1524,17 @@ class MaskRule:
         return positions_K
 
     def state_dict(self) -> dict[str, Any]:
-        saved = (Tensor, int, float)
-        state = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        return {k: v for k, v in state.items() if isinstance(v, saved)}
+        kinds = (Tensor, int, float)
+        return {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, kinds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update({k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()})
+        for key, value in self.state_dict().items():
+            if key not in state:
+                delattr(self, key)  # a rule that had seen less did not have it
+            elif key[:2] == "k_" and value != state[key] and self._scheme.warmup_masks == 1:
+                raise ValueError(f"{key}: got {state[key]}, allowed: {value} (another scheme)")
+        for key, value in state.items():
+            vars(self)[key] = value.to(self._device, copy=True) if torch.is_tensor(value) else value
 
 
 class Dense(MaskRule):
@@ -1602,7 +1606,7 @@ class TCS(MaskRule):
         now = self.select(update_D, self.k_global, fair)  # line 5 of the next round
         if self._scheme.warmup_masks > 1:
             self.magnitudes = update_D[now].abs()
-        if before is not None and len(before) == len(now):
+        if self._scheme.shared_from == "update" and before is not None and len(before) == len(now):
             self.shared[0] += in_common(before, now)
             self.shared[1] += len(now)
         self.positions = self._host.stored(before, now)
@@ -1647,11 +1651,6 @@ class Compressor:
         """Rounds have this host from here on (section 9); returns the one before."""
         before, self.host, self.rule._host = self.rule._host, host, host
         return before
-
-    @property
-    def refused(self) -> list[int]:
-        """Clients whose message was left out of the last round."""
-        return self.link.refused
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -1702,8 +1701,8 @@ class Compressor:
     def client(self, n: int, delta_D: Tensor) -> Message | None:
         """Client n's side of a round, Alg. 2 lines 9 to 13: its difference (D,) to its message.
 
-        What is returned is the message as the server has it, None if it was refused; what it does
-        not hold stays in the client's errors. Raises NotFiniteError for sums that overflow.
+        Returned is what the server has, None if it was refused; the rest stays in the client's
+        errors (of a dense round all, until `server`). Raises NotFiniteError for sums that overflow.
         """
         if self.scheme.dense:  # nothing is ever left to send
             return self.link.send_up(Message.dense_of(delta_D.clone(), n, self.round))
@@ -1714,7 +1713,7 @@ class Compressor:
             return self.link.send_up(Message.dense_of(intended_D, n, self.round))
         own_K = self._own_mask(intended_D)  # line 10: explore outside the shared mask
         how = n, self.scheme.value_bits, self.scheme.quantizer
-        places, intended, message = self._message(intended_D, own_K, *how)  # line 11, and Q of 12
+        places, intended, message = self._message(intended_D, own_K, *how)  # line 11; Q: Sec. II-F
         sent = self.link.send_up(message)  # line 12
         if sent is not None:
             errors_D.scatter_(0, places, intended - sent.values)  # line 13: what stays behind
@@ -1742,7 +1741,7 @@ class Compressor:
 
     def _average(self, messages: list[Message]) -> Tensor:
         if not messages:
-            raise MessageError(SERVER, f"no message was accepted, of clients {self.refused}")
+            raise MessageError(SERVER, f"no message was accepted, of clients {self.link.refused}")
         update_D, total = torch.zeros(self.dimension, device=self._explored_D.device), 0.0
         self._explored_D.zero_()
         for message in messages:
@@ -1766,6 +1765,7 @@ class Compressor:
         if self.scheme.compresses_downlink:
             message = self._compressed_down(update_D)
         elif (own_K := self.host.places(self._explored_D)) is None:
+            self.host.check_finite(update_D, SERVER)
             return update_D
         else:
             _, _, message = self._message(update_D, own_K, SERVER)
@@ -1845,7 +1845,7 @@ class Phase(NamedTuple):
 
     eta: float
     dense: bool = False
-    masks: int = 1
+    masks: int = 1  # of a scheme with -W<n> alone: n in its warm-up
 
 
 class Feed:
@@ -1885,6 +1885,7 @@ class Federation:
 
     `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
     process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds made, are the state.
+    Evaluate with all clients' statistics: flat.use(flat.statistics_views(statistics_NS.mean(0))).
     Raises ValueError for a model or feed that can't be used.
     """
 
@@ -1921,11 +1922,14 @@ class Federation:
         phase, compressor = self.schedule(self.t), self.compressor
         chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
         compressor.check_clients(chosen)
+        if self.flat.parameters[0].data_ptr() != self.theta_D.data_ptr():
+            raise ValueError("model: it was moved, or is in another federation by now")
         if self.scheme.warmup_masks > 1:
             compressor.rule.widen(phase.masks)
         if self.scheme.error_unit == "gradient" and self.t and self.momentum_D is None:
             before = self.schedule(self.t - 1).eta  # with momentum all differences are gradients
-            compressor.errors_ND.mul_(phase.eta / before if before else 1.0)
+            for errors in (compressor.errors_ND, compressor.server_errors_D):
+                errors.mul_(phase.eta / before if before else 1.0)
         update_D = self.play(chosen, self.t, phase.eta, phase.dense)
         self.t += 1
         return update_D
@@ -1968,15 +1972,17 @@ class Federation:
         self.flat.use(self.statistics_views[row])
         if steps > 1:
             self.start_D.copy_(theta_D)  # line 3
-        for tau in range(steps):
-            loss = self.loss(self.model, self.feed.batch(n, t, tau))
-            loss.backward()  # line 5; adds to gradient_D
-            self.losses_N[row].add_(loss.detach())
-            if tau + 1 < steps:
-                _descend(self.start_D, gradient_D, eta, out=theta_D)  # line 6
-                gradient_D.add_(theta_D, alpha=self.weight_decay)
-        if steps > 1:
-            theta_D.copy_(self.start_D)
+        try:
+            for tau in range(steps):
+                loss = self.loss(self.model, self.feed.batch(n, t, tau))
+                loss.backward()  # line 5; adds to gradient_D
+                self.losses_N[row].add_(loss.detach())
+                if tau + 1 < steps:
+                    _descend(self.start_D, gradient_D, eta, out=theta_D)  # line 6
+                    gradient_D.add_(theta_D, alpha=self.weight_decay)
+        finally:
+            if steps > 1:
+                theta_D.copy_(self.start_D)
         return gradient_D
 
     def state_dict(self) -> dict[str, Any]:
@@ -2047,7 +2053,7 @@ class StaticRounds:
         self.index = torch.zeros((), dtype=torch.int64, device=device)
         self.eta = torch.zeros((), device=device)
         self.explored_T = torch.zeros(most, dtype=torch.int64, device=device)
-        shape = (most, federation.clients)
+        shape = (most, federation.clients + 1)  # the last is the server
         self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
         self.graph: Any = None
         self.held: list[Tensor | None] = []  # what the graph was captured with
@@ -2072,12 +2078,13 @@ class StaticRounds:
         Raises NotFiniteError, with the round as `error.round`, after the last; the state is void.
         """
         federation, before = self.federation, self.compressor.round
+        self.compressor.rule.widen(1)
         federation.feed.hold(rounds)
         for index, t in enumerate(rounds):
             self._play(index, federation.schedule(t).eta)
         federation.t, self.compressor.round = rounds.stop, before + len(rounds)
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
-            error = NotFiniteError(n)
+            error = NotFiniteError(n if n < federation.clients else SERVER)
             error.round = rounds[index]
             raise error
         return self.explored_T[: len(rounds)].tolist()
@@ -2111,8 +2118,8 @@ class StaticRounds:
             federation.play(everyone, self.index, self.eta)
         finally:
             self.compressor.use(eager)
-        now, finite_N = self.index.view(1), [self.host.finite[n] for n in everyone]
-        self.finite_TN.index_copy_(0, now, torch.stack(finite_N).view(1, -1))
+        now, finite = self.index.view(1), [self.host.finite[n] for n in (*everyone, SERVER)]
+        self.finite_TN.index_copy_(0, now, torch.stack(finite).view(1, -1))
         self.explored_T.index_copy_(0, now, self.host.explored.view(1))
 
     def _masks(self) -> list[Tensor | None]:
@@ -2241,8 +2248,7 @@ class FlatModel:
 def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
     if len(shape) != 4:
         return part.view(shape)
-    outputs, inputs, height, width = shape
-    return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+    return part.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
 
 
 # ══ 11. A communication hook for PyTorch's DistributedDataParallel ════════════════════════════════
@@ -2272,14 +2278,10 @@ class TCSState:
     """  # fmt: skip
 
     def __init__(
-        self,
-        process_group: Any = None,
-        phi_global: float | None = 1e-2,
-        phi_local: float | None = 1e-3,
-        start_iter: int = 10,
-        error_accumulation: bool = True,
-    ):
-        if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 1:
+        self, process_group: Any = None, phi_global: float | None = 1e-2,
+        phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
+    ):  # fmt: skip
+        if type(start_iter) is not int or start_iter < 1:
             raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
         self.process_group, self.start_iter, self.iter = process_group, start_iter, 0
         self.scheme = Scheme(
@@ -2399,10 +2401,7 @@ def _reduced(
 
 
 # DDP compares annotations with the types themselves; here they are text (PEP 563).
-tcs_hook.__annotations__ |= {
-    "bucket": dist.GradBucket,
-    "return": torch.futures.Future[Tensor],
-}
+tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 _SIGNS = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
 
@@ -2414,8 +2413,9 @@ class _CastLink(Link):
 
     def send_up(self, message: Message) -> Message:
         shared, values = len(self.agreed.shared_K), message.values
-        cast = torch.cat([values[:shared].to(self.dtype).float(), values[shared:]])
-        return dataclasses.replace(message, values=cast)
+        most = torch.finfo(self.dtype).max  # of float16, 65504
+        cast = values[:shared].clamp(-most, most).to(self.dtype).float()
+        return dataclasses.replace(message, values=torch.cat([cast, values[shared:]]))
 
 
 def _exchanged(

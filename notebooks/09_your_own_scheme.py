@@ -118,7 +118,7 @@ for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
 #
 # Nothing shared at all: a client sends every entry that is more than four standard deviations away from
 # zero, however many those are: `own_count` says that their number is open. A method may return a mask of
-# booleans, which is easier to write than positions. `phi_local` is then a *guess* of the share: it sets the block size of the position code.
+# booleans, which is easier to write than positions. `phi_local` is then a *guess* of the share, for the formula alone.
 
 
 # %%
@@ -299,8 +299,9 @@ for suffix in ("", "-L4-Q5"):
     claim(
         f"{pair[0]} sends the bits of {pair[1]}", up.nunique() == 1 if there >= set(pair) else None
     )
-    claim(f"{pair[0]}: the formula at this size within 3 %", pair[0] in there and abs(up.iloc[0] / at_size - 1) < 0.03
-          if pair[0] in there else None, f"{up.iloc[0]:.4f} sent, {at_size:.4f}")  # fmt: skip
+    near = abs(up.iloc[0] / at_size - 1) < 0.03 if pair[0] in there else None
+    sizes = f"{up.iloc[0]:.4f} sent, {at_size:.4f}"
+    claim(f"{pair[0]}: the formula at this size within 3 %", near, sizes)
 honest = {name: bool(rounds["known"].all()) for name, rounds in followed.items()}
 right = {"TCS": True, "TCS-Average": True, "Threshold": True, "TCS-Peek": False}
 claim("the replay accepts the honest rules and rejects the cheat", honest == right)

@@ -75,14 +75,8 @@ paper_steps = 78  # local steps an epoch: 50,000 images, 10 clients, batches of 
 # %%
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Claims(globals(), "ba9c38")  # asserted for the values above, said for others
-own = (
-    "message_width",
-    "message_samples",
-    "paper_epochs",
-    "paper_clients",
-    "paper_warmup",
-    "paper_steps",
-)
+own = ("message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
+       "paper_steps")  # fmt: skip
 lab.check_values(globals(), **dict.fromkeys(own, lab.Count))
 configs = [c for c in lab.plan(params) if not c.scheme.centralized]
 configs = [dataclasses.replace(c, wire=True) for c in configs]
@@ -354,7 +348,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # The last column is the modest one: four local steps save a factor of four in dense training, too.
-# Short values and local steps shorten the way up only; what is left of the sum is the way down and the
+# Short values shorten the way up only; what is left of the sum is the way down and the
 # warm-up, and both can be had shorter: that is [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 #
 # ## Claim

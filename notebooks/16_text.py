@@ -209,7 +209,7 @@ plt.show()
 #
 # ## Which claims carry over
 #
-# Judged like those on images ([13_evidence](13_evidence.ipynb)), by `params/claims_text.yaml`, which is older than the records.
+# Judged like those on images ([13_evidence](13_evidence.ipynb)), by `params/claims_text.yaml`, whose head says what was known then.
 # A difference of accuracies is decided by its 95 % interval over seeds; with one seed none is.
 
 # %%
@@ -263,9 +263,9 @@ def train(hook, phi_global=0.01):
         losses.append(loss.detach())
     losses = torch.stack(losses)
     dist.all_reduce(losses)
-    sparse = given["ddp_steps"] - start
-    step = {"plain": 4 * size, "TCS": (sum(state.bytes_sent.values()) - 4 * start * size) / sparse
-            if hook == "TCS" else 0, "PowerSGD": 0}[hook]
+    step, sparse = 4 * size, given["ddp_steps"] - start
+    if hook == "TCS":
+        step = (sum(state.bytes_sent.values()) - 4 * start * size) / sparse
     if hook == "PowerSGD":
         step = 4 * state.compression_stats()[2] / sparse
     return {"losses": (losses / dist.get_world_size()).tolist(), "bytes a step": step, "size": size}

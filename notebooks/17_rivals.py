@@ -115,22 +115,18 @@ def one_round(name: str) -> dict:
     compressor.step(deltas_ND)  # a first, dense one gives TCS its mask
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
-    scheme, (code, own) = compressor.scheme, (compressor.scheme.code, compressor.errors_ND.shape[0])
-    keeps = scheme.error_accumulation and own == CLIENTS
+    scheme = compressor.scheme
+    keeps = scheme.error_accumulation and len(compressor.errors_ND) == CLIENTS
     formula = DIMENSION * scheme.local_steps * tcs.bit_budget(scheme, DIMENSION)
     bits = {"formula": formula, "sent": compressor.bits_up, "down": compressor.bits_down}
     left = left_over(compressor, before_ND) if keeps else math.nan
-    return {"scheme": name, "code": code} | bits | {"left": left}
+    return {"scheme": name, "code": scheme.code} | bits | {"left": left}
 
 
 # %%
 messages = pd.DataFrame([one_round(name) for name in schemes])
-shown = messages.assign(
-    formula=messages["formula"].map("{:,.0f}".format),
-    sent=messages["sent"].map("{:,.0f}".format),
-    down=messages["down"].map("{:,.0f}".format),
-    left=[("–" if math.isnan(x) else f"{x:.0e}") for x in messages["left"]],
-)
+bits = messages[["formula", "sent", "down"]].map("{:,.0f}".format)
+shown = messages.assign(**bits, left=messages["left"].map("{:.0e}".format).replace("nan", "–"))
 display(
     Markdown(lab.markdown(shown.rename(columns={"sent": "sent up, bits", "down": "sent down"})))
 )
@@ -182,10 +178,7 @@ display(Markdown(lab.markdown(pd.DataFrame(grid))))
 # all overhead and warm-up in.
 
 # %%
-chosen = {
-    name: list(found[next(p for p in points if p[1] == name and float(p[0]) == rate)].values())
-    for name, rate in best.items()
-}
+chosen = {name: list(found[word, name].values()) for name, word in lab.best_values(found).items()}
 
 
 def gap_of(name: str) -> tuple[float, float]:
@@ -256,7 +249,7 @@ def draw_point(axes, row) -> None:
 
 
 # %%
-figure, axes = plt.subplots(figsize=(8.4, 4.8))
+figure, axes = plt.subplots(figsize=(10.4, 4.8))
 for row in table.itertuples():
     draw_point(axes, row)
 on = order[order["scheme"].isin(front)]
@@ -266,7 +259,7 @@ axes.set(
     ylabel="final test accuracy (%)",
     title=f"Rivals at the best rates tried (blue: Pareto front)\n{scale}",
 )
-axes.margins(0.3, 0.15)
+axes.margins(0.15, 0.15)
 lab.plain_log(axes.xaxis)
 axes.grid(alpha=0.25)
 names = [

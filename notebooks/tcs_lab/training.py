@@ -240,7 +240,7 @@ class Training:
                 row[key] += getattr(compressor, key)
             row["dense_rounds"] += compressor.last_dense
             if self.config.bad_message == "skip":  # messages left out
-                row["refused"] = row.get("refused", 0) + len(compressor.refused)
+                row["refused"] = row.get("refused", 0) + len(compressor.link.refused)
         steps = count * scheme.local_steps * len(self.active)
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}

@@ -248,21 +248,32 @@ def test_a_rule_that_returns_nonsense_is_told_so(mask, message):
         del tcs.RULES["Nonsense"], tcs.FAMILIES["Nonsense"]
 
 
-@pytest.mark.parametrize("name", ["TCS", "top-K", "FedAvg", "Baseline", "dense"])
-def test_the_cores_names_cannot_be_taken(name):
-    with pytest.raises(ValueError, match="own"):
-        tcs.register_scheme(name)(type("Mine", (tcs.TCS,), {}))
-
-
-def test_a_registration_that_fails_leaves_nothing_behind():
-    with pytest.raises(ValueError, match=r"phi_local: got 2\.0"):
-        tcs.register_scheme("Broken", phi_local=2.0)(type("Mine", (tcs.TCS,), {}))
-    assert "Broken" not in tcs.RULES and "Broken" not in tcs.FAMILIES
-    with pytest.raises(ValueError, match="unknown field: phi"):
-        tcs.register_scheme("Broken", phi=0.1)
-
-
 @pytest.mark.parametrize(("sizes", "clients"), [([], 2), ([3, 0], 2), ([3, 4], 0)])
 def test_a_compressor_needs_entries_and_clients(sizes, clients):
     with pytest.raises(ValueError, match=r"layer_sizes, clients: got .*; allowed: >= 1"):
         tcs.Compressor("TCS", sizes, clients)
+
+
+def test_a_restored_rule_has_what_was_saved_and_no_more():
+    fresh, used = (tcs.Compressor("TCS", LAYERS, 2) for _ in range(2))
+    for deltas_ND in deltas_like_training(3, 2, LAYERS):
+        used.step(deltas_ND)
+    used.load_state_dict(fresh.state_dict())
+    first, again = fresh.step(deltas_ND), used.step(deltas_ND)
+    assert fresh.last_dense and used.last_dense and torch.equal(first, again)
+    with pytest.raises(ValueError, match=r"^k_global: got \d+, allowed: \d+ \(another scheme\)$"):
+        tcs.Compressor("TCS-K10", LAYERS, 2).load_state_dict(used.state_dict())
+    elsewhere = tcs.Compressor("TCS", LAYERS, 2, device="meta")
+    elsewhere.load_state_dict(used.state_dict())
+    assert elsewhere.rule.positions.device.type == "meta"
+
+
+def test_a_dense_uplink_may_have_a_compressed_downlink():
+    compressor = tcs.Compressor("FedAvg-D2", [1000], 2)
+    deltas_ND = torch.randn(2, 1000)
+    for _ in range(3):
+        before_D = compressor.server_errors_D.clone()
+        update_D = compressor.step(deltas_ND)
+        meant_D = deltas_ND.mean(0) + before_D
+        torch.testing.assert_close(update_D + compressor.server_errors_D, meant_D)
+    assert compressor.bits_up == 32000 and compressor.bits_down == 2 * 1000 + 32 * 2

@@ -119,12 +119,13 @@ def test_a_quantizer_registered_twice_is_the_second(uniform):
 @pytest.mark.parametrize(
     "wrong",
     [lambda v, n: (v, torch.ones(n)), lambda v, n: (v.int(), torch.ones(n, dtype=torch.float64)),
-     lambda v, n: (v.int()[None], torch.ones(n))],
+     lambda v, n: (v.int()[None], torch.ones(n)), lambda v, n: (v.int(), torch.ones(n + 1)),
+     lambda v, n: (v.int()[:1], torch.ones(n))],
 )  # fmt: skip
-def test_a_quantizer_that_gives_other_types_is_named(uniform, wrong):
+def test_a_quantizer_that_gives_other_types_or_sizes_is_named(uniform, wrong):
     tcs.register_quantizer("U", "uniform")(wrong)
     compressor = tcs.Compressor("FedAvg-U3", [4], 1)
-    with pytest.raises(ValueError, match=r"quantizer uniform: got torch.* allowed: int32 \(K,\)"):
+    with pytest.raises(ValueError, match=r"quantizer uniform: got .*; allowed: .* \(4,\)"):
         compressor.step(torch.ones(1, 4))
 
 
@@ -137,7 +138,8 @@ def test_a_quantizer_that_gives_other_types_is_named(uniform, wrong):
      ("Mine", {"phi": 0.1}, "unknown field: phi; allowed: centralized, code"),
      ("Mine", {"rule": "TCS"}, "unknown field: rule"), ("", {}, "name: got ''"),
      ("TCS", {}, "core's own"), ("top-K", {}, "core's own"), ("Baseline", {}, "core's own"),
-     ("dense", {}, "core's own")],
+     ("dense", {}, "core's own"), ("tcs", {}, "core's own"), ("TCS-L4", {}, "core's own"),
+     ("TCS+", {}, "core's own"), ("Mine+", {}, "core's own")],
 )  # fmt: skip
 def test_a_scheme_with_something_wrong_leaves_nothing_behind(registry, name, fields, text):
     before = registry()

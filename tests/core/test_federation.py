@@ -203,3 +203,33 @@ def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them(data):
         assert torch.equal(run.compressor.rule.positions, tcs.top_k_positions(update_D, plain))
         assert run.compressor.rule.k_local == tcs.kept(1e-3, dimension)
     assert torch.equal(next(one.rounds(1)), next(other.rounds(1)))
+
+
+def linear_federation(model, batches, scheme="TCS"):
+    return tcs.Federation(model, [batches] * 2, scheme, 0.1)
+
+
+def test_a_model_that_another_federation_took_over_is_refused():
+    model, batch = torch.nn.Linear(6, 3), (torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+    first = linear_federation(model, [batch])
+    first.round()
+    second = linear_federation(model, [batch])
+    with pytest.raises(ValueError, match=r"^model: it was moved, or is in another federation"):
+        first.round()
+    second.round()
+
+
+def test_a_local_step_that_fails_leaves_the_model_where_it_was():
+    batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    made = linear_federation(torch.nn.Linear(6, 3), [batch], "TCS-L2")
+    made.round()
+    before_D, loss, calls = made.theta_D.clone(), made.loss, []
+
+    def fails_later(model, batch):
+        calls.append(1)
+        return loss(model, batch) if len(calls) % 2 else loss(model, None)
+
+    made.loss = fails_later
+    with pytest.raises(TypeError):
+        made.round()
+    assert torch.equal(made.theta_D, before_D)

@@ -351,3 +351,17 @@ def test_on_a_gpu_with_nccl(monkeypatch):
             torch.testing.assert_close(out, flat(p.grad for p in plain.parameters()))
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_shorter_type_cannot_hold_stays_behind():
+    link = tcs._CastLink()
+    link.dtype = torch.float16
+    compressor = tcs.Compressor("TCS", [1000], 1, link=link)
+    compressor.rule.positions = torch.arange(10)
+    compressor.open()
+    gradient_D = torch.full((1000,), 8e4)
+    message = compressor.client(0, gradient_D)
+    assert message.values[:10].tolist() == [torch.finfo(torch.float16).max] * 10
+    sent_D = torch.zeros(1000)
+    message.add_to_(sent_D, compressor.shared_K)
+    assert torch.equal(sent_D + compressor.errors_ND[0], gradient_D)

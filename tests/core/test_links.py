@@ -1,5 +1,7 @@
 """Sections 6 and 7: sent + errors == intended, to the bit, whatever the link does to a message."""
 
+import pickle
+
 import pytest
 import torch
 from common import deltas_like_training
@@ -64,7 +66,7 @@ def test_a_refused_message_stays_with_its_client_whole(name):
     compressor = tcs.Compressor(tcs.Scheme.named(name), LAYERS, CLIENTS, link=link)
     kept_D = torch.zeros(sum(LAYERS))
     for t, (messages, intended_ND) in enumerate(rounds(compressor, 12, dense=(6,))):
-        assert messages[1] is None and compressor.refused == [1] and len(link.up) == 2
+        assert messages[1] is None and compressor.link.refused == [1] and len(link.up) == 2
         sent_ND = torch.stack([placed(messages[n], compressor.shared_K) for n in (0, 2)])
         assert torch.equal(compressor.errors_ND[1], intended_ND[1])
         update_D = compressor.server(messages)
@@ -100,3 +102,10 @@ def test_without_skip_a_broken_message_stops_the_round():
 def test_a_link_that_is_none():
     with pytest.raises(ValueError, match="on_bad: got 'ignore', allowed: stop or skip"):
         tcs.ByteLink(on_bad="ignore")
+
+
+@pytest.mark.parametrize("error", [tcs.NotFiniteError(3), tcs.MessageError(tcs.SERVER, "late")])
+def test_an_error_comes_back_from_another_process(error):
+    error.round = 5
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error) and str(back) == str(error) and vars(back) == vars(error)

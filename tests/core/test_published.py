@@ -97,6 +97,7 @@ def test_the_fair_shared_mask_may_come_from_the_weights(name):
         assert bool((update_D != 0)[mask_D].all())
         of_update_D = tcs.layerwise_top_k_mask(update_D, 2, SIZES, 1e-3)
         assert not torch.equal(of_update_D, mask_D)
+    assert not made.compressor.rule.shared.any()  # those of updates are no masks here
 
 
 def test_a_compressor_alone_has_no_weights_to_take_a_mask_from():

@@ -161,3 +161,28 @@ def test_a_round_on_a_gpu_never_waits_for_the_host():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not torch.equal(static.theta_D, before)
+
+
+def test_wide_masks_of_a_warm_up_end_with_it():
+    eager, static = small_federation("TCS-W4"), small_federation("TCS-W4")
+    for made in (eager, static):
+        made.schedule = lambda t: tcs.Phase(0.1, masks=4 if t < 3 else 1)
+        for _ in range(3):
+            made.round()
+    rounds = tcs.StaticRounds(static, 4)
+    assert not rounds.ready(range(2, 6)) and rounds.ready(range(3, 7))
+    rounds.count(rounds.play(range(3, 7))[-1])
+    for _ in range(4):
+        eager.round()
+    assert static.compressor.bits_up == eager.compressor.bits_up
+    torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-5, atol=1e-7)
+
+
+def test_a_sum_that_overflows_at_the_server_is_named_there():
+    for played in ("eager", "static"):
+        made = small_federation("TCS")
+        made.round()
+        shared_K = made.compressor.rule.global_mask()
+        made.compressor.errors_ND[:, shared_K[:1]] = 3e38
+        with pytest.raises(tcs.NotFiniteError, match=r"^server: "):
+            made.round() if played == "eager" else tcs.StaticRounds(made, 1).play(range(1, 2))
