@@ -187,8 +187,7 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# On the right, larger H gets further with the same number of messages (after some
-# twenty of them), and on the left it ends lower after the same passes: so short a run has too few
+# On the right, larger H gets further with the same number of messages, and on the left it ends lower after the same passes: so short a run has too few
 # rounds left. (With H = 4 a tenth of a pass is left out besides: it fills no round.) In the paper, at 300
 # epochs, TCS loses nothing at H = 2 and 4.
 #
@@ -253,8 +252,8 @@ print(f"differences of models against the core's sums of gradients: {gap_deltas:
 # Two small numbers: both forms of Eq. 3 are the same.
 #
 # Without compression the choice is free. With it, it is not: an entry left out of a *difference*
-# leaves that parameter as it was; an entry left out of a *model* sets it to zero. Below, the server
-# receives only the largest tenth of the entries of one or the other.
+# leaves that parameter as it was; an entry left out of a *model* sets it to zero. Below, only
+# the largest tenth of the average of one or the other is kept.
 
 # %%
 k = tcs.kept(0.1, dimension)

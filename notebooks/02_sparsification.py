@@ -284,7 +284,7 @@ print(f"differences below {noise:.1f} % are within the noise of {test_samples} t
 #
 # ## The way down
 #
-# The server sends back the sum of what it got. With rand-K that has K entries. With top-K it has every
+# The server sends back the average of what it got. With rand-K that has K entries. With top-K it has every
 # entry that *any* client chose; TCS sends a shared mask and a small one for each client. So the share
 # of entries on the way down is at most
 #

@@ -131,8 +131,7 @@ plt.show()
 
 # %% [markdown]
 # The share of the weights falls by orders of magnitude from the first convolution to the
-# last ones, as the paper says, and then jumps up in the last linear layer, of which the paper says
-# nothing. The peaks between belong to the 1×1 shortcuts. In entries:
+# last ones, as the paper says, and then jumps up in the last linear layer, against what it says. The peaks between belong to the 1×1 shortcuts. In entries:
 
 # %%
 blocks = [int(name.split(".")[0]) for name in names]
@@ -251,11 +250,8 @@ def draw(which, uniform, title):
 draw(MASK, phi_global, "Global mask: share of each layer, mean over rounds")
 
 # %%
-draw(
-    EXPLORED,
-    clients * phi_local,
-    "Explored by all clients together: share of each layer, mean over rounds",
-)
+title = "Explored by all clients together: share of each layer, mean over rounds"
+draw(EXPLORED, clients * phi_local, title)
 
 # %%
 for n in schemes:
@@ -319,14 +315,8 @@ for (name, eta), group in runs.items():
     gains = [f"{theirs - paper.get((schemes[0], eta), math.nan):+.2f}"]
     gains += [f"{points:+.1f} ± {interval:.1f}"]
     rows.append(row + (gains if name != schemes[0] else ["–", "–"]))
-head = [
-    "scheme",
-    "η",
-    "paper, %",
-    "ours, %",
-    "paper, gain",
-    "ours, gain ± half of its 95 % interval",
-]
+head = ["scheme", "η", "paper, %", "ours, %", "paper, gain"]
+head += ["ours, gain ± half of its 95 % interval"]
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %%
@@ -350,18 +340,15 @@ plt.show()
 # About the global masks the claim is exact: under PLF and LF every layer has its minimum in every single round
 # (of the first run of each) and the total is K; under TCS layers go without. That top-K is uneven is asserted with a factor of 10
 # between the most and the least favoured weights (we see far more). Accuracy is reported, not asserted:
-# at this scale seeds differ about as much as schemes.
+# at this scale seeds differ more than schemes.
 
 # %%
 minimum_L = torch.tensor([tcs.kept(phi_min_global, size) for size in layer_sizes])
 fits = int(minimum_L.sum()) <= k_global  # else the K largest of the minimum shares win
 for name in schemes:
     masks_TL = seen[name][:, MASK]
-    claim(
-        f"{name}: the global mask has K places",
-        bool((masks_TL.sum(1) == k_global).all()),
-        f"{k_global}",
-    )
+    whole = bool((masks_TL.sum(1) == k_global).all())
+    claim(f"{name}: the global mask has K places", whole, f"{k_global}")
     if name.endswith("LF"):
         ok = bool((masks_TL >= minimum_L).all()) if fits else None
         claim(f"{name}: every layer has its minimum", ok, f"{len(masks_TL)} rounds")

@@ -87,7 +87,7 @@ code = "".join(map(str, bits.tolist()))
 print(f"positions {positions} of {dimension} -> {code}, {len(code)} bits")
 
 # %% [markdown]
-# The paper's string, without its spaces: three entries of three bits, and three block ends.
+# The paper's string, without its colours: three entries of three bits, and three block ends.
 #
 # ## The code in colour
 #
@@ -259,11 +259,8 @@ def costs(phi: float) -> dict[str, float]:
     stream = tcs.encode_positions(order[:k].sort().values, measured_dimension, round(1 / phi))
     entropy = -(phi * math.log2(phi) + (1 - phi) * math.log2(1 - phi)) / phi
     counted = {"phi": phi, "counted": len(stream) / k, "formula": math.log2(1 / phi) + 2}
-    return counted | {
-        "log2_d": math.log2(measured_dimension),
-        "bitmap": 1 / phi,
-        "entropy": entropy,
-    }
+    yardsticks = {"log2_d": math.log2(measured_dimension), "bitmap": 1 / phi, "entropy": entropy}
+    return counted | yardsticks
 
 
 # %%
@@ -386,11 +383,8 @@ print(f"{noticed} of {len(bits)} flips are noticed, {len(bits) - noticed} give o
 # %%
 example = "".join(map(str, tcs.encode_positions(torch.tensor([0, 2, 9]), 12, 4).tolist()))
 back = tcs.decode_positions(bits, dimension, block).tolist() == positions_K.tolist()
-claim(
-    "the example is as printed in the paper, and decodes",
-    example == "100110001010" and back,
-    example,
-)
+claim("the example is as printed in the paper, and decodes",
+      example == "100110001010" and back, example)  # fmt: skip
 powers = [power for power in range(2, 14) if measured_dimension % 2**power == 0]
 exact = [costs(2.0**-power)["counted"] == power + 2 for power in powers]
 claim(

@@ -313,7 +313,6 @@ plt.show()
 # %%
 short = result[result["q"].isin({2, 3, 5, 8} | {value_bits})].copy()
 short["name"] = short["method"].str.replace("_", " ") + ", q = " + short["q"].astype(str)
-columns = {"bits": "bits per value", "vector": "vector error %", "tail": "95 % of values within %"}
 text = pd.DataFrame({"quantizer": short["name"]})
 text["bits per value"] = short["bits"].map("{:.2f}".format)
 text["vector error %"] = (100 * short["vector"]).map("{:.1f}".format)
@@ -330,7 +329,7 @@ display(Markdown(lab.markdown(text)))
 #
 # ## One small value sets all intervals
 #
-# σ depends on the smallest value alone. What if values below `cut` times the largest were treated as
+# σ depends on the two extreme values alone. What if values below `cut` times the largest were treated as
 # zeros? The intervals get narrower; what is dropped stays in the client's errors.
 
 # %%
@@ -411,11 +410,8 @@ limit, sure = checked["gamma"] * (1 + 1e-6), int((checked["sigma"].iloc[-clients
 bounded = (checked["one value"] <= limit).all() and (checked["vector"] <= limit).all()
 claim("every value of every message keeps the bound", bool(bounded), f"{len(all_sent)} messages")
 claim("the bound is tight", 0.998 < tight <= 1 + 1e-6, f"{tight:.3f} of it")
-claim(
-    "sent + errors = intended",
-    rounded and exact >= sure,
-    f"exactly for {exact} of {clients} clients",
-)
+claim("sent + errors = intended", rounded and exact >= sure,
+      f"exactly for {exact} of {clients} clients")  # fmt: skip
 claim("the budget of TCS-LF-Q5 is the paper's", round(tcs.bit_budget("TCS-LF-Q5"), 3) == 0.067)
 alike = torch.allclose(fractional(u, 1)[0], tcs.scaled_sign(u))
 claim("one interval is the scaled sign", alike or (u == 0).any().item())
