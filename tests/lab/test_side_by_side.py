@@ -12,11 +12,9 @@ from tcs_lab.training import Training, load_data
 NET = {"train_samples": 60, "clients": 5, "batch_size": 3, "width": 4}
 
 
-def played(side_by_side, scheme, changes):
-    """A training after two epochs, and its rows."""
+def made(side_by_side, scheme, changes):
     of = config(scheme, **(NET | changes), side_by_side=side_by_side)
-    training = Training(of, load_data(of))
-    return training, [training.epoch(0), training.epoch(1)]
+    return Training(of, load_data(of))
 
 
 @pytest.mark.parametrize("model", ["conv3", "resnet8"])
@@ -30,20 +28,28 @@ def played(side_by_side, scheme, changes):
     ],
 )
 def test_it_is_the_same_to_rounding(small, model, scheme, changes):
+    """After one epoch. In the second, rounding may put a ReLU on the other side of its kink: there
+    the way that the model went is compared, of which a client mixed up would leave nothing alike."""
     changes = changes | {"model": model}
-    (turns, rows), (together, found) = (played(way, scheme, changes) for way in (False, True))
+    turns, together = (made(way, scheme, changes) for way in (False, True))
     assert isinstance(together.federation, SideBySide)
     assert not isinstance(turns.federation, SideBySide)
-    assert torch.allclose(together.theta_D, turns.theta_D, atol=1e-4)
-    assert torch.allclose(together.statistics_NS, turns.statistics_NS, rtol=1e-3, atol=1e-4)
-    assert torch.allclose(together.federation.losses_N, turns.federation.losses_N, rtol=1e-3)
-    assert found[1]["bits_up"] == rows[1]["bits_up"]
+    start_D = turns.theta_D.clone()
+    for epoch, near in enumerate((1e-5, 5e-2)):
+        rows, found = turns.epoch(epoch), together.epoch(epoch)
+        moved_D, off_D = turns.theta_D - start_D, together.theta_D - turns.theta_D
+        assert off_D.norm() < near * moved_D.norm()
+        off_NS = together.statistics_NS - turns.statistics_NS
+        assert off_NS.norm() < near * turns.statistics_NS.norm()
+        losses_N = turns.federation.losses_N
+        assert torch.allclose(together.federation.losses_N, losses_N, rtol=near)
+        assert found["bits_up"] == rows["bits_up"]
 
 
 def test_half_precision_is_near(small):
     changes = {"model": "resnet8", "precision": "bf16"}
-    (_, rows), (_, found) = (played(way, "TCS", changes) for way in (False, True))
-    assert found[0]["train_loss"] == pytest.approx(rows[0]["train_loss"], rel=2e-2)
+    losses = [made(way, "TCS", changes).epoch(0)["train_loss"] for way in (False, True)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
 def test_the_sizes_choose():
