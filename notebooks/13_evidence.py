@@ -14,7 +14,7 @@
 #
 # `params/claims.yaml` lists the claims, what is measured for each, the bound that decides and the gates; its bounds are older
 # than the first record that they judge. This notebook finds the records that bear on them and writes the verdicts to
-# `results/<profile>/claims.csv` and `claims.md`. It trains nothing: what has no record yet is said.
+# `results/<profile>/claims.csv` and `claims.md` (of the longer runs `claims_300`). It trains nothing: what has no record yet is said.
 #
 # *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
 
@@ -258,8 +258,11 @@ display(Markdown(lab.markdown(pd.DataFrame([*rows, last]))))
 
 # %%
 prolonged = lab.judged(read, lab.claim_records(read, profile | {"epochs": longer}))
-prolonged = prolonged[(prolonged["measure"] == "accuracy") & (prolonged["n"] > 0)]
-display(Markdown(f"**After {longer} epochs**\n\n{lab.markdown(lab.readable_claims(prolonged))}"))
+prolonged = prolonged[prolonged["n"] > 0]
+long_title = f"After {longer} epochs, profile {evidence}"
+if len(prolonged):
+    lab.save_table(prolonged, folder / f"claims_{longer}", long_title, lab.readable_claims)
+display(Markdown(f"**{long_title}**\n\n{lab.markdown(lab.readable_claims(prolonged))}"))
 for scheme in ("Baseline", *compared, "TCS-L4"):
     gain = difference(ends(scheme), ends(scheme, epochs=longer))
     print(f"{scheme}, {longer} − {profile['epochs']} epochs: {gain}")
