@@ -92,7 +92,7 @@ for precision in ("bf16", "fp32"):
 
 # %% [markdown]
 # What the authors' published code does otherwise than the text: errors in units of gradients (`-GE`), which shrink with the
-# rate, or the fair shared mask from the weights (`-WLF`).
+# rate, or the fair shared mask from the weights (`-WLF`, `-WPLF`).
 
 
 # %%
@@ -110,7 +110,7 @@ def difference(one: dict[int, float], other: dict[int, float]) -> str:
     return f"{said} points, n = {len(gaps_S)}" if gaps_S else "not measured"
 
 
-for text, code in (("TCS", "TCS-GE"), ("TCS-LF", "TCS-WLF")):
+for text, code in (("TCS", "TCS-GE"), ("TCS-LF", "TCS-WLF"), ("TCS-PLF", "TCS-WPLF")):
     print(f"{code} − {text}: {difference(ends(text), ends(code))}")
 
 # %% [markdown]

@@ -43,16 +43,24 @@ def test_at_a_constant_rate_the_unit_of_errors_is_the_same_to_the_bit(name):
     assert plain.compressor.errors_ND.any()
 
 
-@pytest.mark.parametrize("name", ["TCS-GE", "TCS"])
+@pytest.mark.parametrize("name", ["TCS-GE-D2", "TCS-D2"])
 def test_when_the_rate_falls_to_a_tenth_so_do_errors_in_gradients(name):
     made = federation(name, falling)
     for _ in range(DROP):
         made.round()
-    before, seen = made.compressor.errors_ND.clone(), []
-    made.on_delta = lambda n, _: seen.append(made.compressor.errors_ND[n].clone())
+    compressor, seen, down = made.compressor, [], []
+    before, before_D = compressor.errors_ND.clone(), compressor.server_errors_D.clone()
+
+    def look(n, _):
+        seen.append(compressor.errors_ND[n].clone())
+        down.append(compressor.server_errors_D.clone())
+
+    made.on_delta = look
     made.round()
-    expected = before * (0.05 / 0.5 if name == "TCS-GE" else 1.0)
-    torch.testing.assert_close(torch.stack(seen), expected, rtol=1e-6, atol=0)
+    less = 0.05 / 0.5 if "GE" in name else 1.0
+    torch.testing.assert_close(torch.stack(seen), before * less, rtol=1e-6, atol=0)
+    torch.testing.assert_close(down[0], before_D * less, rtol=1e-6, atol=0)
+    assert before.any() and before_D.any()
     made.round()  # only once
     assert not torch.equal(seen[2], made.compressor.errors_ND[0] / 10)
 
