@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 
 from tcs_lab.bench import BENCHES, bench_table, run_benches
+from tcs_lab.checkpoints import checkpoint_path
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
 from tcs_lab.ranks import RankError, joined_ranks, world
 from tcs_lab.records import config_of, differences, read_record, record_path
@@ -149,6 +150,7 @@ def _again(arguments: argparse.Namespace) -> int:
     record, where = read_record(arguments.record), _set_params(arguments.set)
     reject_unknown(where, _WHERE, "place to run")
     config = config_of(record, **where)
+    checkpoint_path(config).unlink(missing_ok=True)  # of a run that other code had begun
     with contextlib.ExitStack() as stack:
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
         if (there := record_path(config, folder)).exists():

@@ -28,7 +28,8 @@ from tcs_lab.files import alone, cache_folder, write_whole
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is their sha256."""
+    """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is the sha256 of
+    all of them, also of those that `first` leaves out."""
 
     label: str
     train_images: Tensor
@@ -246,13 +247,17 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
     """Regular files of an archive, any compression; nothing is unpacked to disk."""
     try:
         with tarfile.open(path, tarinfo=_Member) as archive:
+            seen = set()
             for member in archive:
                 if member.isdir():
                     continue
+                if (name := member.name.removeprefix("./")) in seen:
+                    raise ValueError(f"{name!r} stands in it twice")
+                seen.add(name)
                 if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
                     raise ValueError(f"{member.name!r} is a link or points outside")
                 _check_size(member.name, member.size)  # what an extended header says of it
-                yield member.name.removeprefix("./"), archive.extractfile(member).read()
+                yield name, archive.extractfile(member).read()
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(1 << 20)  # reading on to the end checks a compressed stream
             if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):

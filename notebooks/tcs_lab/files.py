@@ -32,7 +32,7 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
     What killed processes left in the folder an hour ago or earlier is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(".*.part"):
+    for old in path.parent.glob(f".*-{'[0-9a-f]' * 8}.part"):
         with contextlib.suppress(OSError):  # somebody else removed it
             if time.time() - old.stat().st_mtime > 3600:
                 old.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import time
@@ -241,9 +240,9 @@ def joined_ranks(timeout: float | None = None) -> Iterator[Ranks]:
 def _timeout(given: float | None) -> float:
     text = os.environ.get("TCS_TIMEOUT", TIMEOUT) if given is None else given
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= 1e9:
             return float(text)
-    raise ValueError(f"timeout: got {text!r}, allowed: a positive number of seconds")
+    raise ValueError(f"timeout: got {text!r}, allowed: a number of seconds, 0 < s <= 1e9")
 
 
 def _common_store(rank: int, size: int, wait: timedelta) -> dist.Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import platform
@@ -174,6 +175,8 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     how = {"threads": made.get("threads")}
     ways = ("graph", "side_by_side", "client_threads", "compiled")
     how |= {way: made.get(way, False) for way in ways}
+    known = (field.name for field in dataclasses.fields(Scheme))
+    reject_unknown(given["scheme"], known, "field of a record's scheme")
     scheme = Scheme(**given.pop("scheme"))
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}

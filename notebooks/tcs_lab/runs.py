@@ -192,6 +192,10 @@ def run_all(
             ]:
                 todo.remove(config)
     records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
+    data = {(r["config"]["dataset"], r["provenance"]["fingerprint"]) for r in records}
+    if len(data) > len({dataset for dataset, _ in data}):
+        folders = ", ".join(sorted({str(path.parent) for path in wanted}))
+        raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
     done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
 

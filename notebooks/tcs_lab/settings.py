@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -120,12 +121,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         if isinstance(self.scheme, str):
             object.__setattr__(self, "scheme", Scheme.named(self.scheme))
+        if not isinstance(self.scheme, Scheme):
+            raise ValueError(f"scheme: got {shown(self.scheme)}, allowed: a Scheme or its name")
         for key in ("seed", *sorted(RUN_KEYS)):
             object.__setattr__(self, key, checked(key, getattr(self, key)))
         if self.warmup > max(1, self.epochs - 1):
-            raise ValueError(
-                f"warmup_epochs: got {self.warmup}, allowed: less than epochs ({self.epochs})"
-            )
+            allowed = f"less than epochs ({self.epochs})"
+            raise ValueError(f"warmup_epochs: got {self.warmup}, allowed: {allowed}")
         self._check_task()
         if self.bad_message != "stop" and not self.wire:
             raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
@@ -198,7 +200,7 @@ class RunConfig:
         if epoch < self.warmup and self.scheme.dense_warmup:
             start = self.warmup_learning_rate
             return self.scale * (start + (self.eta - start) * epoch / self.warmup)
-        passed = sum(epoch >= share * self.epochs for share in self.drops)
+        passed = sum(epoch >= round(share * self.epochs, 9) for share in self.drops)
         return self.scale * self.eta * 0.1**passed
 
     def identity(self) -> dict[str, Any]:
@@ -292,11 +294,15 @@ def _source(scheme: Scheme) -> dict[str, str]:
 
 def _member_source(name: str, value: Any) -> str:
     """A method as its source (a class in a notebook has none as a whole), anything else as text."""
+    if isinstance(value, property | staticmethod | classmethod | cached_property):
+        parts = (getattr(value, key, None) for key in ("fget", "fset", "__func__", "func"))
+        return "\n".join(_member_source(name, part) for part in parts if part)
     try:
-        return inspect.getsource(value) if inspect.isfunction(value) else f"{name} = {value!r}"
+        text = inspect.getsource(value) if inspect.isfunction(value) else f"{name} = {value!r}"
     except OSError:
         code = value.__code__
-        return f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
+        text = f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where a thing lies differs from run to run
 
 
 # What a table says of itself, beside fields of RunConfig.
@@ -436,7 +442,8 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     fields = {k: v for k, v in params.items() if k in RUN_KEYS}
     schemes = [named_with(name, params) for name in names]
     each = range(seeds) if isinstance(seeds, int) else seeds
-    return [RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in each]
+    runs = (RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in each)
+    return list(dict.fromkeys(runs))  # what is named twice is one run
 
 
 def named_with(name: str, params: dict[str, Any]) -> Scheme:
@@ -459,16 +466,15 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{cut(twice[0])} stands twice", node.start_mark
-            )
+            what = f"{cut(twice[0])} stands twice"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # constructors of tags raise many kinds
         raise ValueError(f"{source}: not readable as YAML: {one_line(error)}") from error
 
 
@@ -487,8 +493,7 @@ def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
             raise ValueError(f"{path}: not readable as YAML: {error}") from error
         loaded = read_yaml(text, str(path))
         if not isinstance(loaded, dict):
-            raise ValueError(
-                f"{path}: got {type(loaded).__name__}, allowed: a mapping of parameters"
-            )
+            got = f"{path}: got {type(loaded).__name__}"
+            raise ValueError(f"{got}, allowed: a mapping of parameters")
         merged |= loaded
     return merged

@@ -1,6 +1,7 @@
 """Bad data: folders, archives and caches that are damaged, hostile or of another kind."""
 
 import gzip
+import io
 import random
 import tarfile
 import tracemalloc
@@ -59,6 +60,17 @@ def test_bad_sources_are_named(tmp_path, case, source):
 def test_members_that_point_outside_are_refused(tmp_path, name):
     path = as_tar(tmp_path / "images.tar", IMAGES | {name: b"x"})
     assert_refused(path, "outside")
+
+
+def test_a_member_that_stands_there_twice_is_refused(tmp_path):
+    path = tmp_path / "images.tar"
+    again = [("./" + name, content) for name, content in IMAGES.items()][:1]
+    with tarfile.open(path, "w") as archive:
+        for name, content in [*IMAGES.items(), *again]:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    assert_refused(path, "stands in it twice")
 
 
 def test_links_are_refused(tmp_path):

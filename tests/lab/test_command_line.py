@@ -62,6 +62,17 @@ def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, small,
     assert f"{kept} exists" in capsys.readouterr().err
 
 
+def test_again_starts_from_nothing(tmp_path, capsys, monkeypatch, small):
+    """Not from a checkpoint that other code may have left."""
+    lab.run(config(), tmp_path)
+    path = lab.record_path(config(), tmp_path)
+    left = lab.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(b"of other code")
+    assert main(["again", str(path)]) == 0
+    assert "the same" in capsys.readouterr().out and not left.exists()
+
+
 def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monkeypatch, small):
     record = lab.run(config(), tmp_path)
     other = copy.deepcopy(record)
@@ -88,7 +99,8 @@ def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
     error = capsys.readouterr().err
     assert error.startswith("error: unknown place to run: epochs") and error.count("\n") == 1
     own = record["config"]
-    for foreign in own | {"scheme": own["scheme"] | {"rule": "red"}}, own | {"red": 1}:
+    schemes = [own["scheme"] | change for change in ({"rule": "red"}, {"red": 1})]
+    for foreign in [own | {"scheme": scheme} for scheme in schemes] + [own | {"red": 1}]:
         with pytest.raises(ValueError, match="red"):
             lab.config_of(record | {"config": foreign})
 

@@ -39,6 +39,17 @@ def test_runs_are_shared_and_keep_their_order(tmp_path, monkeypatch, small):
     assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "Baseline", "TCS"]
 
 
+def test_records_of_two_data_sets_are_never_one_table(tmp_path):
+    more = IMAGES | {"train/cat/9.png": next(iter(IMAGES.values()))}
+    roots = {"TCS": as_tar(tmp_path / "a.tar", IMAGES), "top-K": as_tar(tmp_path / "b.tar", more)}
+    same = BRIEF | {"dataset": "folder", "train_samples": 2, "test_samples": 2, "batch_size": 1,
+                    "clients": 1}  # fmt: skip
+    one, two = (config(name, **same, data_root=str(root)) for name, root in roots.items())
+    lab.run_all([one], tmp_path)
+    with pytest.raises(ValueError, match="records of different data, allowed: a folder for each"):
+        lab.run_all([one, two], tmp_path)
+
+
 @pytest.mark.parametrize("jobs", [0, -1, 1.5, True, "2"])
 def test_a_number_of_jobs_that_is_none(tmp_path, jobs):
     with pytest.raises(ValueError, match="jobs: got "):

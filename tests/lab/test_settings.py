@@ -180,3 +180,36 @@ def test_only_the_cell_before_papermills_holds_the_notebooks_own_parameters():
     with pytest.raises(ValueError, match="unknown parameter: epochz"):
         lab.notebook_params({"In": cells})
     assert lab.notebook_params({}) == lab.notebook_params({"In": ["%matplotlib inline"]}) == {}
+
+
+def test_what_is_named_twice_is_one_run():
+    found = lab.plan({"schemes": ["TCS", "TCS"], "seeds": [0, 1, 0]})
+    assert [config.seed for config in found] == [0, 1]
+
+
+def test_a_drop_comes_with_its_epoch_whatever_the_share():
+    run = paper("TCS", drops=(0.07, 0.75), epochs=100)
+    assert run.learning_rate_at(7.0) == pytest.approx(0.1 * run.scale * run.eta)
+
+
+@pytest.mark.parametrize("scheme", [None, 5, {"name": "TCS"}])
+def test_a_scheme_that_is_none(scheme):
+    with pytest.raises(ValueError, match=r"scheme: got .*, allowed: a Scheme or its name"):
+        lab.RunConfig(scheme)
+
+
+def test_members_of_a_rule_are_its_source_whatever_wraps_them():
+    from functools import cached_property
+
+    from tcs_lab.settings import _member_source
+
+    def two(self):
+        return [x for x in (1, 2)]
+
+    plain = _member_source("two", two)
+    for wrap in (property, staticmethod, classmethod, cached_property):
+        assert _member_source("two", wrap(two)) == plain
+    assert " at 0x" not in _member_source("a", object())
+    nested = {}
+    exec("def three(self):\n    return sum(x for x in (1, 2))", nested)
+    assert " at 0x" not in _member_source("three", nested["three"])
