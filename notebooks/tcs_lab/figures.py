@@ -90,7 +90,7 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
     bars are one standard deviation. Baseline, which sends nothing, is a line."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.6, 4.4), layout="constrained")
     axes = figure.subplots()
     points = []
     for row in table[table["accuracy"].notna()].itertuples():
@@ -98,7 +98,7 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
         sent = row.megabytes_up + row.megabytes_down
         if pd.isna(sent):
             axes.axhline(mean, color=colour, linestyle="--", linewidth=1)
-            axes.text(0.01, mean, f"{row.scheme}, centralized (n = {row.n})", color=colour,
+            axes.text(0.01, mean, f"{row.scheme} (n = {row.n})", color=colour,
                       transform=axes.get_yaxis_transform(), fontsize=9, va="bottom")  # fmt: skip
         else:
             axes.errorbar(sent, mean, yerr=100 * row.accuracy_std, fmt="o", color=colour, capsize=3)
@@ -106,7 +106,7 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
             points.append((f"{row.scheme}\n{size} MB, n = {row.n}", sent, mean, colour))
     axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
     axes.set(ylabel="final test accuracy (%)", title=title)
-    axes.margins(0.2, 0.2)
+    axes.margins(0.3, 0.2)
     plain_log(axes.xaxis)
     axes.grid(alpha=0.25)
     label_points(axes, points)

@@ -61,7 +61,7 @@ def test_megabytes_are_written_at_the_points():
     (axes,) = figure.axes
     both = float(table["megabytes_up"][0] + table["megabytes_down"][0])
     assert f"TCS\n{both:.3g} MB, n = 1" in texts(figure)
-    assert "Baseline, centralized (n = 1)" in texts(figure)
+    assert "Baseline (n = 1)" in texts(figure)
     assert axes.get_xscale() == "log" and "log" in axes.get_xlabel()
     assert not lab.megabytes_figure(table.iloc[:0], "None").axes[0].lines
 
