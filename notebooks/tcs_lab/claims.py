@@ -32,7 +32,8 @@ def _dense_overlap(record: Record) -> float:
 def _own_share(record: Record) -> float:
     """The share of a client's message that is outside the shared mask."""
     scheme = record["config"]["scheme"]
-    shared, own = (kept(scheme[phi], record["dimension"]) for phi in ("phi_global", "phi_local"))
+    phis = (scheme[key] for key in ("phi_global", "phi_local"))
+    shared, own = (kept(phi, record["dimension"]) if phi else 0 for phi in phis)
     return own / (shared + own)
 
 
@@ -84,7 +85,8 @@ class Claim(BaseModel, extra="forbid"):
         if self.measure == "accuracy" and not self.second:
             raise ValueError("second: an accuracy is claimed against another scheme's")
         for name, _ in self.sides:
-            Scheme.named(name)
+            if (known := Scheme.named(name).name) != name:
+                raise ValueError(f"got {name!r}, allowed: {known!r}, as records have it")
         return self
 
 

@@ -103,6 +103,10 @@ class Grouped:
                 x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
             )
             count = x.numel() // x.shape[1]
+            if count < 2:
+                raise ValueError(
+                    "batch_size, image_size: got 1 value a channel, allowed: 2 or more"
+                )
             variance = (inverse.pow(-2) - norm.eps) * (count / (count - 1))
             self.seen.extend([mean.detach(), variance.detach()])
             return found

@@ -41,7 +41,7 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     """Measured traffic of a run, in bits per parameter per local iteration.
 
     "uplink" and "downlink" leave the warm-up out, as the paper does; "... with warm-up" do not. nan
-    for centralized training, which sends nothing.
+    for centralized training, which sends nothing, or where nothing comes after the warm-up.
     """
     scheme, dimension = record["config"]["scheme"], record["dimension"]
     names = ("uplink", "downlink")
@@ -54,7 +54,7 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
         sparse = sum(r[key] for r in after) - 32 * dimension * dense
         sparse_rounds = sum(r["rounds"] for r in after) - dense
         total, rounds = (sum(r[k] for r in record["rows"]) for k in (key, "rounds"))
-        values[name] = sparse / (unit * sparse_rounds) if sparse_rounds else 0
+        values[name] = sparse / (unit * sparse_rounds) if sparse_rounds else math.nan
         values[f"{name} with warm-up"] = total / (unit * rounds)
     return values
 
@@ -89,7 +89,8 @@ def _wide_epoch(config: dict[str, Any], row: Row) -> bool:
 
 
 def _always_dense(scheme: dict[str, Any]) -> bool:
-    return scheme["rule"] == "dense" and scheme["value_bits"] == 32
+    plain = scheme["value_bits"] == scheme.get("down_value_bits", 32) == 32
+    return scheme["rule"] == "dense" and plain and scheme.get("phi_down") is None
 
 
 # Intervals ────────────────────────────────────────────────────────────────────────────────────────
@@ -165,7 +166,7 @@ def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
     finished = [r for r in records if r["status"] == "finished"]
     final = pd.Series(_finals(records), dtype=float)
     losses = [r["rows"][-1].get("train_loss", math.nan) for r in finished]
-    sent = pd.DataFrame([_sent(record) for record in records], columns=SENT).mean()
+    sent = pd.DataFrame([_sent(record) for record in finished], columns=SENT).mean()
     return {
         "scheme": config["scheme"]["name"],
         "eta": config["learning_rate"],

@@ -130,14 +130,19 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """A small GPT: (B, T) characters to the scores (B, T, classes) of the next one each.
 
-    Two blocks of `width` channels in heads of 16; T is at most `context`.
+    Two blocks of `width` channels in width // 16 heads, or one; T is at most `context`. Raises
+    ValueError for a width that its heads can't share.
     """
 
     def __init__(self, classes: int, width: int, context: int, blocks: int = 2):
         super().__init__()
+        if width % (heads := max(1, width // 16)):
+            raise ValueError(
+                f"width: got {width}, allowed of a gpt: a multiple of its {heads} heads"
+            )
         self.characters = nn.Embedding(classes, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[_Block(width, max(1, width // 16)) for _ in range(blocks)])
+        self.blocks = nn.Sequential(*[_Block(width, heads) for _ in range(blocks)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
         for parameter in self.parameters():
             if parameter.dim() > 1:

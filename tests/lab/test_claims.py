@@ -108,6 +108,10 @@ def test_the_own_share_of_a_message_is_by_construction():
     """K_global = 10 and K_local = 1 of 1,000."""
     row = judge({"measure": "own_share", "at_most": 0.1, "n": 1}, record("TCS", 0, 0.5))
     assert (row.measured, row.verdict) == (1 / 11, "holds")
+    made = record("top-K", 0, 0.5)
+    made["config"]["scheme"] |= {"phi_global": None, "phi_local": 0.01}
+    row = judge({"measure": "own_share", "first": ["top-K", 0.5], "at_most": 0.1, "n": 1}, made)
+    assert (row.measured, row.verdict) == (1.0, "does not hold")
 
 
 GATE = {"dense": {"first": ["FedAvg", 0.5], "second": ["TCS", 0.5], "at_least": -0.5}}
@@ -180,6 +184,7 @@ MORE = "confidence: 0.95\nclaims: {{a: {{{}}}}}".format
         (MORE(GOOD.replace("uplink", "accuracy")), "second"),
         (MORE(GOOD.replace("[TCS, 0.5]", "TCS")), "first: got 'TCS'"),
         (MORE(GOOD.replace("TCS", "TCX")), "'TCX' is unknown"),
+        (MORE(GOOD.replace("TCS", "tcs")), "got 'tcs', allowed: 'TCS'"),
         (MORE(GOOD) + "\nclams: {}", "clams: got {}"),
     ],
 )

@@ -48,12 +48,14 @@ def test_nothing_half_written_if_writing_fails(tmp_path):
 
 
 def test_what_killed_processes_left_is_removed_but_not_what_another_writes(tmp_path):
-    dead, alive = tmp_path / ".record.json-1.part", tmp_path / ".other.json-2.part"
-    for part in (dead, alive):
+    names = ".record.json-0123abcd.part", ".other.json-4567abcd.part", ".film.mkv.part"
+    dead, alive, foreign = (tmp_path / name for name in names)
+    for part in (dead, alive, foreign):
         part.write_text("half")
-    os.utime(dead, (0, time.time() - 4000))
+    for old in (dead, foreign):
+        os.utime(old, (0, time.time() - 4000))
     lab.files.write_whole(tmp_path / "record.json", lambda file: file.write(b"{}"))
-    assert sorted(os.listdir(tmp_path)) == [alive.name, "record.json"]
+    assert sorted(os.listdir(tmp_path)) == sorted([alive.name, foreign.name, "record.json"])
 
 
 def test_without_a_home_folder_the_cache_has_to_be_named(monkeypatch):

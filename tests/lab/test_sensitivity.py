@@ -101,6 +101,7 @@ PHI, BITS = ("settings", "phi_local"), ("settings", "value_bits")
         (changed(*PHI, "value", to=[1]), "phi_local: value: got [1]"),
         (changed(*PHI, "values", to=...), "either values or named"),
         (changed(*PHI, "named", to={5: "TCS-Q5"}), "either values or named"),
+        (changed(*PHI, "values", to=[]), "got [], allowed: two or more, each once"),
         (changed(*PHI, "values", to=[0.1]), "got ['0.1'], allowed: two or more, each once"),
         (changed(*PHI, "values", to=[0.001, 7]), "phi_local 7: phi_local: got 7 (int), allowed: "),
         (changed(*PHI, "values", to=[0.1, None]), "got None, allowed: numbers, or word: value"),

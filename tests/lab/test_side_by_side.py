@@ -46,6 +46,12 @@ def test_it_is_the_same_to_rounding(small, model, scheme, changes):
         assert found["bits_up"] == rows["bits_up"]
 
 
+def test_one_value_a_channel_is_said_as_in_turns(small):
+    alone = made(True, "TCS", {"model": "resnet8", "batch_size": 1, "image_size": 4})
+    with pytest.raises(ValueError, match="image_size: got 1 value a channel, allowed: 2 or more"):
+        alone.epoch(0)
+
+
 def test_half_precision_is_near(small):
     changes = {"model": "resnet8", "precision": "bf16"}
     losses = [made(way, "TCS", changes).epoch(0)["train_loss"] for way in (False, True)]

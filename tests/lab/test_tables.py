@@ -92,6 +92,23 @@ def test_dense_fedavg_costs_32_bits():
     assert bits["uplink"] == bits["downlink"] == bits["uplink with warm-up"] == pytest.approx(32)
 
 
+def test_a_dense_scheme_with_a_compressed_downlink_has_a_warm_up_of_its_own():
+    bits = lab.bits_per_parameter(fake("FedAvg-D2", 0.5, 0))
+    assert bits["downlink"] == pytest.approx(0.8)
+    assert bits["downlink with warm-up"] == pytest.approx((320_000 + 2 * 8_000) / 30 / 1000)
+
+
+def test_where_nothing_is_sparse_no_traffic_is_said():
+    bits = lab.bits_per_parameter(fake("TCS", 0.5, 0, warmup=3))
+    assert math.isnan(bits["uplink"]) and bits["uplink with warm-up"] == pytest.approx(32)
+
+
+def test_megabytes_of_a_whole_run_are_those_of_finished_ones():
+    stopped = fake("TCS", 0.1, 1, status="diverged") | {"rows": []}
+    both, one = lab.summary([fake("TCS", 0.5, 0), stopped]), lab.summary([fake("TCS", 0.5, 0)])
+    assert both["megabytes_up"].iloc[0] == one["megabytes_up"].iloc[0] > 0
+
+
 def test_summary_means_deviations_and_the_papers_figures():
     records = [fake("TCS", a, s) for s, a in enumerate((0.80, 0.82, 0.84))]
     table = lab.summary([*records, fake("top-K", 0.7, 0)], {"TCS": [92.44, 0.143, 0.363]})

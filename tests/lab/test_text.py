@@ -63,6 +63,11 @@ def test_test_windows_are_held_out_text_each_character_asked_for_once(text):
     assert torch.equal(seen[0], held_out[:16])
 
 
+def test_a_width_that_the_heads_cannot_share():
+    with pytest.raises(ValueError, match=r"width: got 50, .* a multiple of its 3 heads"):
+        lab.GPT(10, 50, 8)
+
+
 def test_the_gpt_sees_no_character_before_it_comes():
     torch.manual_seed(0)
     model = lab.GPT(classes=11, width=32, context=8)
