@@ -87,7 +87,7 @@ if start_iter > steps - 2:
 
 # %%
 SCRIPT = """
-import json, sys, time
+import json, os, sys, time
 import torch, torch.distributed as dist, torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 import tcs_core, tcs_lab as lab
@@ -133,6 +133,7 @@ results = {"plain": train(False), "TCS": train(True)}
 if rank == 0:
     json.dump(results, open(target, "w"))
 dist.destroy_process_group()
+os._exit(0)  # a thread of gloo may outlive Python and abort
 """
 
 # %% [markdown]

@@ -227,7 +227,7 @@ display(
 
 # %%
 SCRIPT = """
-import datetime, json, sys
+import datetime, json, os, sys
 import torch, torch.distributed as dist, torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
@@ -276,6 +276,7 @@ results["TCS"] = train("TCS", min(share, 0.5))
 if rank == 0:
     json.dump(results, open(f"{folder}/results.json", "w"))
 dist.destroy_process_group()
+os._exit(0)  # a thread of gloo may outlive Python and abort
 """
 
 # %%
