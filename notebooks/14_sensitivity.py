@@ -168,7 +168,8 @@ def write_names(upper, lower, curves: dict[str, pd.DataFrame], words: list[str])
     lab.plain_log(lower.yaxis)
     upper.grid(alpha=0.25)
     lower.grid(alpha=0.25)
-    ends = [end_of(scheme, curve, words, list(curves)) for scheme, curve in curves.items()]
+    drawn = {s: curve for s, curve in curves.items() if curve["accuracy"].notna().any()}
+    ends = [end_of(scheme, curve, words, list(curves)) for scheme, curve in drawn.items()]
     lab.label_ends(upper, ends)
 
 

@@ -24,22 +24,10 @@ settings.register_profile("search", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-LONG = (
-    "04_",
-    "10_",
-    "03_",
-    "05_",
-    "02_",
-    "test_resume",
-    "test_many_runs",
-    "test_determinism",
-    "01_",
-    "12_",
-    "11_",
-    "00_",
-    "test_ranks",
-    "test_command_line",
-)
+LONG = [
+    "04_", "10_", "03_", "05_", "02_", "test_resume", "test_many_runs", "test_determinism", "01_",
+    "12_", "11_", "00_", "test_ranks", "test_command_line",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

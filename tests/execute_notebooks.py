@@ -2,7 +2,7 @@
 
 For every notebooks/*.py (or those whose name starts with an argument): the .ipynb takes its cells,
 is executed from top to bottom in the notebooks folder, and is written without what changes from
-run to run (timings, versions, paths). Cell ids are kept. Commit the pair.
+run to run (timings, widgets). Cell ids are kept. Commit the pair.
 
 With an argument results/<profile>: 08 is executed once a table, from the finished records that are
 there, into results/<profile>/table1.ipynb and so on; the table and its figure are written beside it.

@@ -207,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        kept = "nothing is kept" if arguments.main is _bench else f"{_GOES_ON} where it stopped"
+        afresh = arguments.main in (_bench, _again)
+        kept = "nothing is kept" if afresh else f"{_GOES_ON} where it stopped"
         print(f"{how}; {kept}", file=sys.stderr)
         return code
 

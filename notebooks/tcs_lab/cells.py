@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 import tcs_core as tcs
+from tcs_lab.errors import validated
 from tcs_lab.tables import CONFIDENCE, half_interval
 
 # The one vocabulary of verdicts.
@@ -33,13 +34,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
     """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type)."""
     for name, kind in kinds.items():
-        try:
-            TypeAdapter(kind).validate_python(namespace[name], strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = "".join(f"[{step}]" for step in first["loc"])
-            given = repr(first["input"])[:120]
-            raise ValueError(f"{name}{place}: got {given}; {_lower(first['msg'])}") from None
+        validated(kind, namespace[name], name, strict=True)
 
 
 class Listening(tcs.ByteLink):
@@ -54,10 +49,6 @@ class Listening(tcs.ByteLink):
         if arrived is not None:
             self.messages.append(arrived)
         return arrived
-
-
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]
 
 
 def parameter_digest(values: dict[str, Any]) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-Model = TypeVar("Model", bound=BaseModel)
+from pydantic import TypeAdapter, ValidationError
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
@@ -41,10 +39,11 @@ def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> Non
         raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
 
 
-def validated(model: type[Model], given: Any, source: object) -> Model:
-    """`given` as a pydantic model; ValueError in one line: the source, the place, what is wrong."""
+def validated(kind: Any, given: Any, source: object, strict: bool | None = None) -> Any:
+    """`given` as a pydantic model or type; ValueError in one line: the source, the place, what is
+    wrong."""
     try:
-        return model.model_validate(given)
+        return TypeAdapter(kind).validate_python(given, strict=strict)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     place = "".join(f"{cut(str(step))}: " for step in first["loc"])

@@ -26,12 +26,12 @@ class PaperSize:
     paper's code depends on the number of its values only; in the "+" code on their distribution too.
     """
 
-    def __init__(self, clients: int = 10, seed: int = 0):
+    def __init__(self, clients: int):
         self.clients = clients
         with torch.device("meta"):
             self.layer_sizes = [p.numel() for p in resnet18().parameters()]
         self.dimension = sum(self.layer_sizes)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(0)
         layers_L = torch.exp(0.5 * self._normal(len(self.layer_sizes)))
         scale_D = layers_L.repeat_interleave(torch.tensor(self.layer_sizes))
         scale_D *= torch.exp(self._normal(self.dimension))

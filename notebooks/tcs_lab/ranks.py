@@ -75,30 +75,11 @@ class Ranks:
 
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
         """A federation's state with all clients' rows on rank 0; elsewhere as it is."""
-        parts = self._gathered(_client_rows(state))
-        if not parts:
-            return state
-        return _with_client_rows(state, {k: torch.cat([p[k] for p in parts]) for k in parts[0]})
+        return state
 
     def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
         """The inverse: rank 0's whole state, as the part of it that is this rank's."""
-        if self.size == 1:
-            return _on(state, device)
-        parts = []
-        if self.rank == 0:
-            rows = _client_rows(state)
-            for own in (self.own(clients, rank) for rank in range(self.size)):
-                part = {key: value[own.start : own.stop].clone() for key, value in rows.items()}
-                parts.append(_with_client_rows(state, part))
-        return _on(self._scattered(parts), device)
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, on rank 0; elsewhere nothing."""
-        return [value]
-
-    def _scattered(self, values: list[Any]) -> Any:
-        """This rank's one of rank 0's values."""
-        return values[0]
+        return _on(state, device)
 
 
 class ProcessRanks(Ranks):
@@ -123,17 +104,24 @@ class ProcessRanks(Ranks):
             raise _first_error(failed, self.rank, error)
         return [value for _, value in parts]
 
-    def _gathered(self, value: Any) -> list[Any]:
-        parts = None if self.rank else [None] * self.size
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        parts: list[Any] = [] if self.rank else [None] * self.size
         with self._waiting():
-            dist.gather_object(_on(value, "cpu"), parts)
-        return parts or []
+            dist.gather_object(_on(_client_rows(state), "cpu"), parts or None)
+        if not parts:
+            return state
+        return _with_client_rows(state, {k: torch.cat([p[k] for p in parts]) for k in parts[0]})
 
-    def _scattered(self, values: list[Any]) -> Any:
-        own = [None]
+    def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
+        parts, own_part = [], [None]
+        if self.rank == 0:
+            rows = _client_rows(state)
+            for own in (self.own(clients, rank) for rank in range(self.size)):
+                part = {key: value[own.start : own.stop].clone() for key, value in rows.items()}
+                parts.append(_with_client_rows(state, part))
         with self._waiting():
-            dist.scatter_object_list(own, _on(values, "cpu") or None)
-        return own[0]
+            dist.scatter_object_list(own_part, _on(parts, "cpu") or None)
+        return _on(own_part[0], device)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

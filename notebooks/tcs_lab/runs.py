@@ -192,8 +192,11 @@ def run_all(
             ]:
                 todo.remove(config)
     records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
-    data = {(r["config"]["dataset"], r["provenance"]["fingerprint"]) for r in records}
-    if len(data) > len({dataset for dataset, _ in data}):
+    part = ("dataset", "train_samples", "test_samples", "image_size")
+    data = {
+        (tuple(r["config"].get(k) for k in part), r["provenance"]["fingerprint"]) for r in records
+    }
+    if len(data) > len({which for which, _ in data}):
         folders = ", ".join(sorted({str(path.parent) for path in wanted}))
         raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
     done = dict(zip(wanted, records, strict=True))

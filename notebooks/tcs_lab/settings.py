@@ -125,8 +125,8 @@ class RunConfig:
             raise ValueError(f"scheme: got {shown(self.scheme)}, allowed: a Scheme or its name")
         for key in ("seed", *sorted(RUN_KEYS)):
             object.__setattr__(self, key, checked(key, getattr(self, key)))
-        if self.warmup > max(1, self.epochs - 1):
-            allowed = f"less than epochs ({self.epochs})"
+        if self.warmup > (most := max(1, self.epochs - 1)):
+            allowed = f"at most {most} of {self.epochs} epochs"
             raise ValueError(f"warmup_epochs: got {self.warmup}, allowed: {allowed}")
         self._check_task()
         if self.bad_message != "stop" and not self.wire:
@@ -207,13 +207,10 @@ class RunConfig:
         """What makes two runs the same run: JSON types only. Where and how fast is left out."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values = {k: v for k, v in fields.items() if k not in {"scheme", *WHERE_KEYS}}
-        values["drops"] = list(self.drops)
         values |= {
-            "learning_rate": self.eta,
-            "clients": self.client_count,
-            "batch_size": self.batch,
-        }
-        values["warmup_epochs"] = self.warmup
+            "drops": list(self.drops), "learning_rate": self.eta, "clients": self.client_count,
+            "batch_size": self.batch, "warmup_epochs": self.warmup,
+        }  # fmt: skip
         if self.scheme.centralized:
             values |= {"participation": 1.0, "dirichlet_alpha": None, "warmup_learning_rate": None}
             if self.reference_batch is not None:
@@ -485,8 +482,8 @@ def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
     """YAML files merged, the later over the earlier. ValueError names a file that is no mapping."""
     merged: dict[str, Any] = {}
     for path in map(Path, paths):
-        if path.is_file() and path.stat().st_size > MAX_PARAMS_BYTES:
-            raise ValueError(f"{path}: allowed: at most {MAX_PARAMS_BYTES} bytes of parameters")
+        if path.is_file() and (size := path.stat().st_size) > MAX_PARAMS_BYTES:
+            raise ValueError(f"{path}: got {size} bytes, allowed: at most {MAX_PARAMS_BYTES}")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

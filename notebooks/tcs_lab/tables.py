@@ -107,7 +107,7 @@ def mean_interval(
     return mean, mean - half, mean + half
 
 
-def half_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
+def half_interval(values: np.ndarray, confidence: float) -> float:
     """Half of Student's interval for the mean; of fewer than two values it is infinite."""
     if len(values) < 2:
         return math.inf
@@ -209,10 +209,10 @@ def _gaps(records: list[Record], base: dict[int, float]) -> dict[str, float]:
 
 def _printed(name: str, paper: dict[str, list]) -> dict[str, float]:
     """The paper's figures for a scheme, accuracies 0..1, and their difference to its Baseline."""
-    mean, deviation, bits = (math.nan if v is None else v for v in paper.get(name, [None] * 3))
-    gap = NONE
-    if name != "Baseline" and name in paper and "Baseline" in paper:
-        gap = welch_interval((mean, deviation), tuple(paper["Baseline"][:2]))
+    (mean, deviation, bits), base = (
+        [math.nan if v is None else v for v in paper.get(n, NONE)] for n in (name, "Baseline")
+    )
+    gap = NONE if name == "Baseline" else welch_interval((mean, deviation), (base[0], base[1]))
     return {
         "paper_accuracy": mean / 100,
         "paper_accuracy_std": deviation / 100,

@@ -134,7 +134,7 @@ class GPT(nn.Module):
     ValueError for a width that its heads can't share.
     """
 
-    def __init__(self, classes: int, width: int, context: int, blocks: int = 2):
+    def __init__(self, classes: int, width: int, context: int):
         super().__init__()
         if width % (heads := max(1, width // 16)):
             raise ValueError(
@@ -142,7 +142,7 @@ class GPT(nn.Module):
             )
         self.characters = nn.Embedding(classes, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[_Block(width, heads) for _ in range(blocks)])
+        self.blocks = nn.Sequential(*[_Block(width, heads) for _ in range(2)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
         for parameter in self.parameters():
             if parameter.dim() > 1:

@@ -73,6 +73,11 @@ def test_a_member_that_stands_there_twice_is_refused(tmp_path):
     assert_refused(path, "stands in it twice")
 
 
+def test_a_folder_may_hold_other_files_of_any_size(tmp_path):
+    as_folder(tmp_path, IMAGES | {"train/labels.csv": b"0" * (1 << 21)})
+    assert len(load_images(tmp_path).train_labels) == 8
+
+
 def test_links_are_refused(tmp_path):
     path = tmp_path / "images.tar"
     with tarfile.open(path, "w") as archive:

@@ -62,6 +62,18 @@ def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, small,
     assert f"{kept} exists" in capsys.readouterr().err
 
 
+def test_a_stopped_command_says_whether_it_goes_on(tmp_path, capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tcs_lab.__main__.run_all", stop)
+    path = next((lab.ROOT / "results/small/runs").glob("TCS-0.5-0-*.json"))
+    assert main(["again", str(path), "--set", "data_root=nowhere"]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing is kept\n"
+    assert main([*tiny_command(tmp_path), "--scheme", "TCS"]) == 130
+    assert "the same command goes on where it stopped" in capsys.readouterr().err
+
+
 def test_again_starts_from_nothing(tmp_path, capsys, monkeypatch, small):
     """Not from a checkpoint that other code may have left."""
     lab.run(config(), tmp_path)

@@ -50,6 +50,16 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
         lab.run_all([one, two], tmp_path)
 
 
+def test_parts_of_one_data_set_may_stand_side_by_side(tmp_path):
+    """A sweep over the size of the images, or over their number."""
+    source = as_tar(tmp_path / "a.tar", IMAGES)
+    same = {"dataset": "folder", "data_root": str(source), "test_samples": 2, "batch_size": 1,
+            "clients": 1, "epochs": 1}  # fmt: skip
+    parts = [{"train_samples": 2}, {"train_samples": 3}, {"train_samples": 2, "image_size": 4}]
+    records = lab.run_all([config("Baseline", **same, **part) for part in parts], tmp_path)
+    assert len({record["provenance"]["fingerprint"] for record in records}) == 2
+
+
 @pytest.mark.parametrize("jobs", [0, -1, 1.5, True, "2"])
 def test_a_number_of_jobs_that_is_none(tmp_path, jobs):
     with pytest.raises(ValueError, match="jobs: got "):

@@ -149,6 +149,13 @@ def test_differences_are_paired_by_seed_and_the_papers_are_welchs():
     assert math.isnan(lab.summary(ours + lost)["difference"][0])
 
 
+def test_the_paper_may_print_no_deviation_or_nothing():
+    paper = {"TCS": [92.44, 0.143, None], "top-K": [None] * 3, "Baseline": [92.228, None, None]}
+    rows = [fake(name, 0.5, 0) for name in ("TCS", "top-K", "Baseline")]
+    text = lab.readable(lab.summary(rows, paper))
+    assert list(text["Paper − Baseline, points"]) == ["+0.21", "–", "–"]
+
+
 def test_what_is_planned_and_not_recorded_has_a_row_that_says_so():
     planned = lab.plan({"schemes": ["TCS", "top-K", "Baseline"], "epochs": 3, "seeds": 3})
     table = lab.summary([fake("top-K", 0.7, 0)], PAPER, planned)
