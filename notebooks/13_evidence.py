@@ -301,8 +301,9 @@ display(Markdown(f"**{large_title}**\n\n{lab.markdown(lab.readable_claims(measur
 # Nothing here contradicts 150 epochs of the smaller profile, and nothing about accuracy confirms its 300: TCS ends below
 # top-K, and dense training with four local steps too far below centralized training to judge the sparse runs with as many. Yet an entry gets to be sent as
 # often here as there after 300 (the table of lengths), and the Baseline's training loss is lower here. So we don't know what
-# closes the gap there and not here. This size has not been trained for longer. It also differs in more than size: bf16, twice
-# the batch, wider crops (`params/cpu.yaml`).
+# closes the gap there and not here. The curves (`results/cpu/figure3.png`) give a hint: those with four local steps still rise
+# when the rate is lowered for the first time, and gain little from that; the Baseline's does not rise any more, and gains. This
+# size has not been trained for longer. It also differs in more than size: bf16, twice the batch, wider crops (`params/cpu.yaml`).
 #
 # ## The paper's model, as far as two cores get
 #
