@@ -3,7 +3,7 @@
     uv run python tests/readme_table.py
 
 writes the table between its comments, and the figures beside the records. Numbers in sentences stand
-in `numbers`, with the words around them and where they come from; test_readme.py compares them.
+in `numbers`, with the words around them, by where they come from; test_readme.py compares them.
 """
 
 import math
@@ -143,66 +143,82 @@ def text_bits(scheme: str) -> float:
     return sum(ends) / len(ends) / math.log(2)
 
 
-def numbers() -> dict[str, Any]:
-    """Words of README with a number in them: what the number should be."""
-    one = evidence("Baseline")[0]
-    budgets = {name: 32 / tcs.bit_budget(name) for name in ("TCS", "TCS-L4-Q5")}
+def of_settings() -> list[str]:
+    """From params files, and from one record the size of its net."""
     paper, small, short = params("paper"), params("small"), params("short")
-    ours, theirs = one["dimension"], 11_173_962
-    gaps = pd.read_csv(ROOT / "results/short/table1.csv").set_index("scheme")["difference"]
-    lost = -100 * gaps[["TCS-L4", "TCS-L4-Q5"]].min()
-    pixels = (32 / small["image_size"]) ** 2
-    table = pd.Series(params("table1")["paper"]["TCS"])
-    of_images, text = intervals("claims", "small"), intervals("claims_text", "text")
-    longer = intervals("claims", "small", epochs=EPOCHS)
-    bits = [text_bits(name) for name in ("TCS", "FedAvg")]
+    ours, theirs = evidence("Baseline")[0]["dimension"], 11_173_962
+    pixels, images = (32 / small["image_size"]) ** 2, round(50_000 / small["train_samples"])
+    level = params("table1")["paper"]["TCS"][0]
+    return [
+        f"with {ours:,} parameters",
+        f"first {small['train_samples']:,} images",
+        f"at {small['image_size']} × {small['image_size']}, {EPOCHS} epochs",
+        f"CIFAR-10, {paper['epochs']} epochs, n = {paper['seeds']}",
+        f"at {level:.0f} % in the paper",
+        f"{theirs / ours:.0f} times the parameters",
+        {16: "sixteen times the images"}[images] + {16.0: " at sixteen times the pixels"}[pixels],
+        f"`short` ({short['epochs']} epochs)",
+        f"Short trainings ({short['epochs']} epochs, profile",
+        f"had planned {small['epochs']} epochs",
+    ]
+
+
+def of_bytes() -> list[str]:
+    """From formulas, and from what the records of profile small sent."""
+    budgets = {name: 32 / tcs.bit_budget(name) for name in ("TCS", "TCS-L4-Q5")}
+    sent = intervals("claims", "small", epochs=EPOCHS)
     less = bytes_less({name: made[0] for name, made in at_best_rates().items()})
-    less_long = bytes_less({name: evidence(name)[0] for name in ("FedAvg", "TCS", "TCS-L4-Q5")})
-    exact, rounded = (
-        final("TCS", profile="cpu", epochs=150, seeds=1, precision=p) for p in ("fp32", "bf16")
-    )
+    longer = bytes_less({name: evidence(name)[0] for name in ("FedAvg", "TCS", "TCS-L4-Q5")})
+    return [
+        f"1/{budgets['TCS']:.0f} of the bits",
+        f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four",
+        f"it sends 1/{float(sent['x100'][1:]):.0f} and 1/{sent['x2000'][1:]}",
+        f"sends {sent['x2000-whole']} less, not {sent['x2000']}",
+        f"TCS takes {longer['TCS']:.0f} times",
+        f"TCS-L4-Q5 {longer['TCS-L4-Q5']:.0f} times",
+        f"STC {less['STC']:.0f} times, TCS {less['TCS']:.0f} times",
+    ]
+
+
+def of_images() -> list[str]:
+    """From the records of profiles small, cpu and short: accuracies and masks."""
+    half, whole = intervals("claims", "small"), intervals("claims", "small", epochs=EPOCHS)
+    gaps = pd.read_csv(ROOT / "results/short/table1.csv").set_index("scheme")["difference"]
     gained = {name: final(name) - final(name, epochs=150) for name in ("Baseline", "TCS")}
-    return {
-        f"1/{budgets['TCS']:.0f} of the bits": "bit_budget",
-        f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four": "bit_budget",
-        f"it sends 1/{float(longer['x100'][1:]):.0f} and 1/{longer['x2000'][1:]}": "results/small/runs",
-        f"with {ours:,} parameters": "record",
-        f"first {small['train_samples']:,} images": "params/small.yaml",
-        f"at {small['image_size']} × {small['image_size']}, {EPOCHS} epochs": "params/small.yaml",
-        f"CIFAR-10, {paper['epochs']} epochs, n = {paper['seeds']}": "params/paper.yaml",
-        f"at {table[0]:.0f} % in the paper": "params/table1.yaml",
-        f"{theirs / ours:.0f} times the parameters": "record",
-        {16.0: "sixteen times the pixels"}[pixels]: "params/small.yaml",
-        {16: "sixteen times the images"}[
-            round(50_000 / small["train_samples"])
-        ]: "params/small.yaml",
-        f"`short` ({short['epochs']} epochs)": "params/short.yaml",
-        f"Short trainings ({short['epochs']} epochs, profile": "params/short.yaml",
-        f"lose up to {lost:.1f} points": "results/short/table1.csv",
-        f"η 0.8 ({of_images['fair-high']} points)": "results/small/runs",
-        f"momentum does to TCS ({of_images['momentum']})": "results/small/runs",
-        f"TCS-Q5 sends {of_images['top-K-q5-bits']} less": "results/small/runs",
-        f"steady them: {longer['observes-better']}": "results/small/runs",
-        f"a run of TCS by {abs(exact - rounded):.2f} points": "results/cpu/runs",
-        f"With momentum TCS ends {of_images['momentum-parity']}": "results/small/runs",
-        f"had planned {small['epochs']} epochs": "params/small.yaml",
-        f"Baseline falls by {-gained['Baseline']:.2f} points": "results/small/runs",
-        f"TCS gains {gained['TCS']:.2f}": "results/small/runs",
-        f"TCS takes {less_long['TCS']:.0f} times": "results/small/runs",
-        f"TCS-L4-Q5 {less_long['TCS-L4-Q5']:.0f} times": "results/small/runs",
-        f"TCS-L4 ends {longer['local-4']} points": "results/small/runs",
-        f"sends {longer['x2000-whole']} less, not {longer['x2000']}": "results/small/runs",
-        f"STC {less['STC']:.0f} times, TCS {less['TCS']:.0f} times": "results/small/runs",
-        f"largest overlap by {longer['slowly']}": "results/small/runs",
-        "TCS ends at {:.3f} bits per character, dense training at {:.3f}".format(
-            *bits
-        ): "results/text/runs",
-        f"accuracy is {text['cost-plain']} points from dense training": "results/text/runs",
-        f"TCS-L4-Q5's {text['cost-4-q5-plain']}": "results/text/runs",
-        f"local steps cost {text['local-steps-plain'].split()[0]}.": "results/text/runs",
-        f"With global momentum TCS ends {text['cost']}": "results/text/runs",
-        f"ends at {100 * one['rows'][-1]['accuracy']:.0f} % here": "record",
-    }
+    asked = {"profile": "cpu", "epochs": 150, "seeds": 1}
+    exact, rounded = (final("TCS", precision=p, **asked) for p in ("fp32", "bf16"))
+    return [
+        f"lose up to {-100 * gaps[['TCS-L4', 'TCS-L4-Q5']].min():.1f} points",
+        f"η 0.8 ({half['fair-high']} points)",
+        f"momentum does to TCS ({half['momentum']})",
+        f"With momentum TCS ends {half['momentum-parity']}",
+        f"TCS-Q5 sends {half['top-K-q5-bits']} less",
+        f"steady them: {whole['observes-better']}",
+        f"TCS-L4 ends {whole['local-4']} points",
+        f"largest overlap by {whole['slowly']}",
+        f"Baseline falls by {-gained['Baseline']:.2f} points",
+        f"TCS gains {gained['TCS']:.2f}",
+        f"a run of TCS by {abs(exact - rounded):.2f} points",
+        f"ends at {final('Baseline'):.0f} % here",
+    ]
+
+
+def of_text() -> list[str]:
+    """From the records of profile text."""
+    gaps = intervals("claims_text", "text")
+    bits = "TCS ends at {:.3f} bits per character, dense training at {:.3f}"
+    return [
+        bits.format(*map(text_bits, ("TCS", "FedAvg"))),
+        f"accuracy is {gaps['cost-plain']} points from dense training",
+        f"TCS-L4-Q5's {gaps['cost-4-q5-plain']}",
+        f"local steps cost {gaps['local-steps-plain'].split()[0]}.",
+        f"With global momentum TCS ends {gaps['cost']}",
+    ]
+
+
+def numbers() -> list[str]:
+    """Words of README with a number in them, as they should be."""
+    return [*of_settings(), *of_bytes(), *of_images(), *of_text()]
 
 
 if __name__ == "__main__":
