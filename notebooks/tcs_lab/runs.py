@@ -192,15 +192,18 @@ def run_all(
             ]:
                 todo.remove(config)
     records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
-    part = ("dataset", "train_samples", "test_samples", "image_size")
-    data = {
-        (tuple(r["config"].get(k) for k in part), r["provenance"]["fingerprint"]) for r in records
-    }
+    data = {(_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}
     if len(data) > len({which for which, _ in data}):
         folders = ", ".join(sorted({str(path.parent) for path in wanted}))
         raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
     done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
+
+
+def _source(config: dict[str, Any]) -> tuple:
+    """What a fingerprint is of: a data set, or what was cut from it to be resized."""
+    cut = ("train_samples", "test_samples", "image_size") if config.get("image_size") else ()
+    return (config["dataset"], *(config[key] for key in cut))
 
 
 def _run_here(
