@@ -189,21 +189,22 @@ class Scheme:
         `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
         Raises ValueError for an unknown name or a suffix that makes no sense.
         """
-        text = re.sub(r"-\s+", "-", name.strip())
+        text = re.sub(r"-\s+", "-", str(name).strip())
         stem = re.sub(r"\+{1,2}$", "", text)
         families = sorted(FAMILIES, key=len, reverse=True)
         family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", stem, re.I)), None)
         if family is None:
             raise ValueError(f"scheme {_shown(name)} is unknown; {_known_schemes()}")
         fields, suffixed = dict(FAMILIES[family]), dict[str, Any]()
-        plus = text[len(stem) :]
-        for part in [*stem[len(family) :].split("-")[1:], *([plus] if plus else [])]:
+        parts, plus = stem[len(family) :].split("-")[1:], text[len(stem) :]
+        for part in [*parts, *([plus] if plus else [])]:
             found = _suffix_fields(name, part, fields, suffixed)
             if suffixed.keys() & found.keys():
                 raise ValueError(f"scheme {_shown(name)}: {part!r} sets what another suffix sets")
             suffixed |= found
         fields = _with_smaller_masks(fields | suffixed)
-        return Scheme(name=family + stem[len(family) :] + plus, **(fields | changes))
+        spelt = "-".join([family, *(_spelt(part, fields) for part in parts)]) + plus
+        return Scheme(name=spelt, **(fields | changes))
 
 
 def _intervals(value_bits: int) -> int:
@@ -291,6 +292,13 @@ def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
     if part == "++" and suffixed.get("warmup_masks"):
         set_.pop("dense_warmup")
     return set_
+
+
+def _spelt(part: str, fields: dict) -> str:
+    """A suffix as names of records have it, however it was typed."""
+    if part.lower().endswith("momentum"):
+        return "Momentum" if fields.get("centralized") else "Global Momentum"
+    return part.upper().replace("PFL", "PLF")
 
 
 def _known_schemes() -> str:
@@ -680,15 +688,11 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
     intervals have mean 0. Raises ValueError for values that are not finite, or intervals < 1.
     """
-    _check_quantizable(values_K, intervals)
-    return _fractional(values_K, intervals)
-
-
-def _check_quantizable(values_K: Tensor, intervals: int) -> None:
     if intervals < 1:
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
     if not values_K.isfinite().all():
         raise ValueError("values: NaN or infinity can't be quantized")
+    return _fractional(values_K, intervals)
 
 
 def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
@@ -719,21 +723,15 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
 
+@register_quantizer("M", "lloyd")
 def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """Lloyd's and Max's quantizer of the magnitudes: codes and means as of `fractional_quantize`.
 
     Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
     values share one of them; these are placed for a small squared error: an edge goes halfway
     between two means and a mean to the middle of its values, a fixed number of times (S. Lloyd,
-    1982; J. Max, 1960). Raises ValueError as `fractional_quantize` does.
+    1982; J. Max, 1960). The values have to be finite; the host looks at none.
     """
-    _check_quantizable(values_K, intervals)
-    return _lloyd_max(values_K, intervals)
-
-
-@register_quantizer("M", "lloyd")
-def _lloyd_max(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """`lloyd_max_quantize`, the values never looked at by the host."""
     magnitudes_K, count = values_K.abs().double(), len(values_K)
     if not count:
         return values_K.int(), values_K.new_zeros(intervals)
@@ -771,13 +769,6 @@ def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     return torch.cat([means_P, -means_P]).index_select(0, codes_K)
 
 
-def quantized(values_K: Tensor, intervals: int) -> Tensor:
-    """What the receiver sees of the values: themselves if `intervals` is 0 (32 bits each)."""
-    if not intervals or not len(values_K):
-        return values_K
-    return _dequantize(*fractional_quantize(values_K, intervals))
-
-
 # ══ 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2) ═══════════
 #    Bits are counted three ways, kept apart: by the paper's formula, as the exact length of a
 #    message's code, and as bytes that really decode: the code in whole bytes, and OVERHEAD_BYTES.
@@ -791,7 +782,7 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
     nan for centralized training: nothing is sent.
     """
-    scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+    scheme = scheme if isinstance(scheme, Scheme) else Scheme.named(scheme)
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
@@ -873,11 +864,11 @@ class Wire:
 
     @staticmethod
     def up(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
-        return Wire(scheme.value_bits, scheme.code == "entropy", tuple(layer_sizes))
+        return Wire(scheme.value_bits, scheme.code == "entropy", tuple(map(int, layer_sizes)))
 
     @staticmethod
     def down(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
-        return Wire(scheme.down_value_bits, scheme.code == "entropy", tuple(layer_sizes))
+        return Wire(scheme.down_value_bits, scheme.code == "entropy", tuple(map(int, layer_sizes)))
 
     @cached_property
     def dimension(self) -> int:
@@ -1444,7 +1435,7 @@ class Host:
 
     def check_finite(self, values: Tensor, client: int) -> None:
         """NotFiniteError unless all are finite: sums of finite numbers can overflow."""
-        if not math.isfinite(float(values.sum())) and not values.isfinite().all():
+        if not math.isfinite(values.sum().item()) and not values.isfinite().all():
             raise NotFiniteError(client)
 
     def places(self, mask_D: Tensor) -> Tensor | None:
@@ -1524,15 +1515,18 @@ class MaskRule:
         return positions_K
 
     def state_dict(self) -> dict[str, Any]:
+        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(self).items()}
         kinds = (Tensor, int, float)
-        return {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, kinds)}
+        return {k: v for k, v in plain.items() if k[0] != "_" and isinstance(v, kinds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, value in self.state_dict().items():
-            if key not in state:
-                delattr(self, key)  # a rule that had seen less did not have it
-            elif key[:2] == "k_" and value != state[key] and self._scheme.warmup_masks == 1:
-                raise ValueError(f"{key}: got {state[key]}, allowed: {value} (another scheme)")
+        own, ours = self.state_dict(), type(self).__module__ == __name__
+        sizes = ("k_global", "k_local", "k_down") if self._scheme.warmup_masks == 1 and ours else ()
+        for key in sizes:
+            if own[key] != state[key]:
+                raise ValueError(f"{key}: got {state[key]}, allowed: {own[key]} (another scheme)")
+        for key in own.keys() - state.keys():
+            delattr(self, key)  # a rule that had seen less did not have it
         for key, value in state.items():
             vars(self)[key] = value.to(self._device, copy=True) if torch.is_tensor(value) else value
 
@@ -1626,7 +1620,7 @@ class Compressor:
         self, scheme: Scheme | str, layer_sizes: list[int], clients: int, device: Any = "cpu",
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
     ):  # fmt: skip
-        scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+        scheme = scheme if isinstance(scheme, Scheme) else Scheme.named(scheme)
         if clients < 1 or not layer_sizes or min(layer_sizes) < 1:
             raise ValueError(f"layer_sizes, clients: got {layer_sizes}, {clients}; allowed: >= 1")
         self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
@@ -1682,10 +1676,9 @@ class Compressor:
 
     def check_clients(self, chosen: list[int]) -> None:
         """ValueError unless these can take part in a round."""
-        if not chosen or sorted(set(chosen)) != sorted(chosen):
-            raise ValueError(f"clients: got {chosen}, allowed: one or more, each once")
-        if not 0 <= min(chosen) <= max(chosen) < self.clients:
-            raise ValueError(f"clients: got {chosen}, allowed: 0 to {self.clients - 1}")
+        if not chosen or len(set(chosen)) != len(chosen) or set(chosen) - set(range(self.clients)):
+            allowed = f"one or more of 0 to {self.clients - 1}, each once"
+            raise ValueError(f"clients: got {chosen}, allowed: {allowed}")
 
     def open(self, dense: bool = False) -> None:
         """A round begins: all sides know its shared mask, or that it is dense."""
@@ -1704,6 +1697,7 @@ class Compressor:
         Returned is what the server has, None if it was refused; the rest stays in the client's
         errors (of a dense round all, until `server`). Raises NotFiniteError for sums that overflow.
         """
+        delta_D = delta_D.detach()
         if self.scheme.dense:  # nothing is ever left to send
             return self.link.send_up(Message.dense_of(delta_D.clone(), n, self.round))
         errors_D, accumulate = self.errors_ND[self.own.index(n)], self.scheme.error_accumulation
@@ -1734,6 +1728,7 @@ class Compressor:
         accepted, NotFiniteError for sums that overflow."""
         accepted = [message for message in messages if message is not None]
         update_D = self._downlink(self._average(accepted))  # line 15, line 16
+        self.link.up = self.link.up or [_size(self.up.bits(m)) for m in accepted]  # from elsewhere
         self.count()
         self.rule.observe(update_D)
         self.round += 1
@@ -1821,18 +1816,21 @@ class Compressor:
         return state | {"rule": self.rule.state_dict(), "round": self.round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key in ("errors_ND", "server_errors_D"):
-            restore_(getattr(self, key), state[key], key)
-        self.rule.load_state_dict(state["rule"])
+        own = {"errors_ND": self.errors_ND, "server_errors_D": self.server_errors_D}
+        restore_(own, state, lambda: self.rule.load_state_dict(state["rule"]))
         self.round = int(state["round"])
 
 
-def restore_(own: Tensor, saved: Tensor, key: str) -> None:
-    """`saved` into `own`; ValueError, naming the key, unless their shapes are the same."""
-    if saved.shape != own.shape:
-        got, allowed = tuple(saved.shape), tuple(own.shape)
-        raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
-    own.copy_(saved)
+def restore_(own: dict[str, Tensor], state: dict[str, Any], inner: Callable[[], None]) -> None:
+    """A state's tensors into `own`, after `inner`, what lies inside; ValueError, with nothing
+    changed, names one that has another shape, or is missing."""
+    for key, tensor in own.items():
+        got, allowed = tuple(getattr(state.get(key), "shape", ())), tuple(tensor.shape)
+        if got != allowed:
+            raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
+    inner()
+    for key, tensor in own.items():
+        tensor.copy_(state[key])
 
 
 # ══ 8. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
@@ -1879,8 +1877,8 @@ class Federation:
     """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
 
     `model` is any module with float32 parameters; `feed` a list of one iterable a client, or a
-    `Feed`; `loss(model, batch)` a scalar. `schedule` gives a round's `Phase`, or is a constant
-    learning rate. `weights` are the clients' shares of the average, equal without; `link` says how
+    `Feed`; `loss(model, batch)` a scalar. `schedule` is the learning rate, or gives that of a round
+    or its `Phase`. `weights` are the clients' shares of the average, equal without; `link` says how
     messages travel. `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
 
     `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
@@ -1891,13 +1889,13 @@ class Federation:
 
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme | str,
-        schedule: float | Callable[[int], Phase], *,
+        schedule: float | Callable[[int], Phase | float], *,
         loss: Callable[[nn.Module, Any], Tensor] = cross_entropy, weight_decay: float = 0.0,
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
     ):  # fmt: skip
         self.feed = feed if hasattr(feed, "batch") else Feed(feed)
         self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
-        self.schedule = schedule if callable(schedule) else lambda t: Phase(float(schedule))
+        self._schedule = schedule
         self.flat = FlatModel(model)
         self.model, self.theta_D = model, self.flat.theta_D
         sizes, device = self.flat.layer_sizes, self.theta_D.device
@@ -1912,6 +1910,11 @@ class Federation:
         self.losses_N = torch.zeros(len(self.own), device=device)  # sums over local steps
         self.active, self.t = list(range(self.clients)), 0
         self.on_delta: Callable[[int, Tensor], None] | None = None
+
+    def schedule(self, t: int) -> Phase:
+        """Round t's phase."""
+        found = self._schedule(t) if callable(self._schedule) else self._schedule
+        return found if isinstance(found, Phase) else Phase(float(found))
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
         """One round with all clients, or with these: local training, compression, the server's
@@ -1991,12 +1994,10 @@ class Federation:
         return state if self.momentum_D is None else state | {"momentum_D": self.momentum_D}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key in ("theta_D", "statistics_NS"):
-            restore_(getattr(self, key), state[key], key)
+        own = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS}
+        own |= {} if self.momentum_D is None else {"momentum_D": self.momentum_D}
+        restore_(own, state, lambda: self.compressor.load_state_dict(state["compressor"]))
         self.active, self.t = list(state["active"]), int(state["t"])
-        self.compressor.load_state_dict(state["compressor"])
-        if self.momentum_D is not None:
-            restore_(self.momentum_D, state["momentum_D"], "momentum_D")
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
@@ -2177,6 +2178,8 @@ class BasicBlock(nn.Module):
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
     """A net for (B, 3, h, w) images: stages of blocks, each twice as wide at half the size."""
+    if name not in STAGES:
+        raise ValueError(f"model: got {_shown(name)}, allowed: {', '.join(STAGES)}")
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
     inputs = width
     for stage, blocks in enumerate(STAGES[name]):
@@ -2194,11 +2197,6 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
     return build_model("resnet18", width, classes)
 
 
-def resnet8(width: int = 16, classes: int = 10) -> nn.Module:
-    """The small relative: one block in each of three stages; 78,042 parameters at width 16."""
-    return build_model("resnet8", width, classes)
-
-
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -2212,6 +2210,8 @@ class FlatModel:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters or any(p.dtype != torch.float32 for p in self.parameters):
             raise ValueError("model: allowed: one with parameters to train, all of them float32")
+        if any(isinstance(m, _NORMS) and m.momentum is None for m in model.modules()):
+            raise ValueError("model: a batch norm's momentum: got None, allowed: a number")
         self.layer_sizes = [p.numel() for p in self.parameters]
         self.norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.track_running_stats]
         self.theta_D = torch.empty(sum(self.layer_sizes), device=self.parameters[0].device)

@@ -23,7 +23,9 @@
 
 # %%
 import io
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import papermill
 import tcs_lab as lab
@@ -89,7 +91,8 @@ device = None  # auto, cpu or cuda
 
 # %%
 given = lab.given_notebook_params(globals())
-base = {} if profile else lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]) | {"seeds": 100}
+sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
+base = lab.read_params([sizes] if sizes.is_file() else []) | ({} if profile else {"seeds": 100})
 plans = {t: lab.read_params([lab.ROOT / f"params/table{t}.yaml"]) | base | given for t in tables}
 configs = {config.record_name: config for params in plans.values() for config in lab.plan(params)}
 if profile:
@@ -102,10 +105,12 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # %% [markdown]
 # ## All tables and figures
 #
-# Where runs are made, the executed notebooks stay beside what they made, in `results/<profile>/`.
+# Where runs are made, the executed notebooks stay beside what they made, in `results/<profile>/`. Records drawn with settings
+# that are not the profile's leave its tables alone: they are drawn in a temporary folder.
 
 # %%
-folder = lab.results_folder(shown)
+changed = not profile and given.keys() - {"tables", "points", "evidence"}
+folder = Path(tempfile.mkdtemp()) if changed else lab.results_folder(shown)
 source = str(lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
 
 

@@ -211,10 +211,15 @@ plt.show()
 
 
 # %%
+def quantized(u, intervals: int):
+    """What the receiver sees of the values."""
+    return tcs.fractional_dequantize(*tcs.fractional_quantize(u, intervals))
+
+
 def worst(u) -> dict[str, float]:
     """Sigma, gamma, the largest relative error of a value, and of the whole vector."""
     sigma = float(tcs.interval_edges(u, P)[1])
-    error = (tcs.quantized(u, P) - u).abs()
+    error = (quantized(u, P) - u).abs()
     rest = u != 0
     one, whole = (error[rest] / u[rest].abs()).max(), error.norm() / u.norm()
     gamma = (1 - sigma) / sigma
@@ -241,7 +246,7 @@ for copies in (1, 10, 100, 1000):
     crowd = torch.full((copies,), 2.0**-15 * (1 - 1e-6))
     tricky = torch.cat([torch.tensor([1.0, 2.0**-16]), crowd])
     _, share = tcs.interval_edges(tricky, 16)
-    off_by = abs(float(tcs.quantized(tricky, 16)[1]) - 2.0**-16) / 2.0**-16
+    off_by = abs(float(quantized(tricky, 16)[1]) - 2.0**-16) / 2.0**-16
     tight = off_by / float((1 - share) / share)
     print(f"{copies:5d} values above: {tight:.3f} of the bound")
 
@@ -259,7 +264,7 @@ for copies in (1, 10, 100, 1000):
 
 # %%
 def fractional(u, q: int) -> tuple:
-    return tcs.quantized(u, 2 ** (q - 1)), q * len(u) + 32 * 2 ** (q - 1)
+    return quantized(u, 2 ** (q - 1)), q * len(u) + 32 * 2 ** (q - 1)
 
 
 def uniform(u, q: int) -> tuple:
@@ -336,7 +341,7 @@ display(Markdown(lab.markdown(text)))
 rows = []
 for u_n in all_sent[-clients:]:
     trimmed = torch.where(u_n.abs() < cut * u_n.abs().max(), 0.0, u_n)
-    got = torch.where(trimmed == 0, 0.0, tcs.quantized(trimmed, P))
+    got = torch.where(trimmed == 0, 0.0, quantized(trimmed, P))
     rows.append(
         {"as in the paper": worst(u_n)["vector"], "trimmed": float((got - u_n).norm() / u_n.norm())}
     )
@@ -360,11 +365,11 @@ cases = {"zeros only": [0, 0, 0], "a zero": [0, 4, -1], "equal": [3, -3, 3], "on
          "33 decades": [1e18, -1e-15], "a NaN": [1, nan]}  # fmt: skip
 for name, values in cases.items():
     try:
-        got = tcs.quantized(torch.tensor(values, dtype=torch.float32), 16)
+        got = quantized(torch.tensor(values, dtype=torch.float32), 16)
         print(f"{name:12s}{values} -> {[float(f'{x:.4g}') for x in got.tolist()]}")
     except ValueError as error:
         print(f"{name:12s}{values} -> ValueError: {error}")
-one = tcs.quantized(torch.tensor([1.0, 2.0, -6.0]), 1)
+one = quantized(torch.tensor([1.0, 2.0, -6.0]), 1)
 print(f"{'P = 1':12s}[1, 2, -6] -> {one.tolist()}")
 
 # %% [markdown]
@@ -384,7 +389,7 @@ print(f"{'P = 1':12s}[1, 2, -6] -> {one.tolist()}")
 exact, rounded, average_D = 0, True, torch.zeros(D)
 for n, (intended_D, where) in enumerate(messages):
     sent_D = torch.zeros(D)
-    sent_D[where] = tcs.quantized(intended_D[where], P)
+    sent_D[where] = quantized(intended_D[where], P)
     left_D = compressor.errors_ND[n]
     rest_D = (sent_D + left_D - intended_D).abs()
     rounded &= bool((rest_D <= 2.0**-23 * (intended_D.abs() + left_D.abs())).all())  # a float's

@@ -20,6 +20,9 @@
 # *Run time*: seconds here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
 
 # %%
+import tempfile
+from pathlib import Path
+
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
@@ -82,7 +85,8 @@ device = None  # auto, cpu or cuda
 #
 # Table and profile together name a list of runs, one for every scheme and seed. A run leaves one JSON
 # record under `results/<profile>/runs/`; a record that is already there is used, so tables share
-# runs and an interrupted table goes on where it stopped.
+# runs and an interrupted table goes on where it stopped. Records drawn with settings that are not the profile's leave its
+# table alone: it is drawn in a temporary folder.
 
 # %%
 given = lab.given_notebook_params(globals())
@@ -90,7 +94,8 @@ own = lab.ROOT / f"params/table{table}.yaml"
 sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
 files = [file for file in (own, sizes) if file.is_file()]
 params = lab.read_params(files) | given
-configs, folder = lab.plan(params), lab.results_folder(params["profile"])
+configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
+folder = Path(tempfile.mkdtemp()) if changed else lab.results_folder(params["profile"])
 every_seed = configs if profile or seeds else lab.plan(params | {"seeds": 100})
 print(
     f"{len(configs)} runs of {configs[0].epochs} epochs; records in results/{params['profile']}/runs/"

@@ -102,7 +102,7 @@ batches = lab.Batches(data, torch.device("cpu"))
 
 def train(hooked):
     torch.manual_seed(given["seed"])
-    model = DistributedDataParallel(tcs_core.resnet8(given["width"]))
+    model = DistributedDataParallel(tcs_core.build_model("resnet8", given["width"]))
     shares = {key: given[key] for key in ("phi_global", "phi_local", "start_iter")}
     state = tcs_core.TCSState(**shares)
     if hooked:

@@ -1,5 +1,6 @@
 """README: its table and numbers are the records', its commands, links and code are real."""
 
+import math
 import re
 
 import pytest
@@ -71,14 +72,5 @@ def test_its_python_runs(name):
     finally:
         tcs.FAMILIES.pop("TCS-Average", None)
         tcs.RULES.pop("TCS-Average", None)
-    before = tcs.cross_entropy(torch_like(namespace), namespace["feed"][0][0]).item()
     after = tcs.cross_entropy(namespace["model"], namespace["feed"][0][0]).item()
-    assert after < before
-
-
-def torch_like(namespace):
-    """The README's model with the weights that it began with, or others like them."""
-    layers = [type(layer)(*shape) if shape else layer for layer, shape in (
-        (namespace["model"][0], (20, 64)), (namespace["model"][1], ()), (namespace["model"][2], (64, 2)),
-    )]  # fmt: skip
-    return namespace["nn"].Sequential(*layers)
+    assert after < 0.9 * math.log(2)  # two classes

@@ -200,8 +200,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}{hint}", file=sys.stderr, flush=True)
         return 3 if lost else 2
     except (MemoryError, RuntimeError) as error:
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not full and ("memory" not in str(error) or "illegal" in str(error)):
+        full = any(words in str(error) for words in ("out of memory", "allocate memory"))
+        if not full and not isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
         print(f"error: not enough memory: {cut(one_line(error))}", file=sys.stderr)
         return 2

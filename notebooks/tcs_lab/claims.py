@@ -19,6 +19,7 @@ from tcs_lab.tables import Record, bits_per_parameter, mean_interval, recorded, 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
 VERDICTS = (*WORDS, "not measured")
+OPENS = {"holds": "gate: open, by its mean", "does not hold": "gate: shut, by its mean"}
 
 
 def _dense_overlap(record: Record) -> float:
@@ -208,19 +209,30 @@ def holds_if(row: dict[str, Any]) -> str:
     return f"{BOUNDS[row['bound']]} {row['bound_value']:g}".replace("-", "−")
 
 
+def _form(row: dict[str, Any], *ends: float) -> str:
+    """How its numbers are written: with a digit more where rounding would move an end over the
+    bound."""
+    form, keeps, bound = MEASURES[row["measure"]][1], KEEPS[row["bound"]], row["bound_value"]
+    if row["measure"] not in DIFFERENCES:
+        return form
+    moved = [keeps(end, bound) != keeps(float(form.format(end)), bound) for end in ends]
+    return form.replace(".2f", ".3f") if any(moved) else form
+
+
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     """The judged claims, or gates, as a person reads them."""
 
     def text(row: dict[str, Any], *keys: str) -> str:
         mean, low, high = (row[key] for key in keys)
-        return with_interval(mean, low, high, MEASURES[row["measure"]][1])
+        return with_interval(mean, low, high, _form(row, low, high))
 
     rows = [
         {"The paper says": row["says"], "Where": row["where"], "Holds if": holds_if(row),
          "Paper (interval)": text(row, "paper", "paper_low", "paper_high"),
          "Ours (interval)": text(row, "measured", "low", "high"), "n": str(row["n"]),
          "Planned n": str(row["planned"]),
-         "Verdict": row["verdict"] + (f" ({row['reason']})" if row["reason"] else "")}
+         "Verdict": (OPENS if row["gate"] else {}).get(row["verdict"], row["verdict"])
+         + (f" ({row['reason']})" if row["reason"] else "")}
         for row in table.fillna({"reason": "", "where": ""}).to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)

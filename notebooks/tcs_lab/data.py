@@ -184,7 +184,7 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
     if not path.exists():
         raise FileNotFoundError(f"data_root: {path} does not exist")
     cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
-    label = label or path.name.split(".")[0]
+    label = label or path.resolve().name.lstrip(".").split(".")[0]
     if found := _read_cached(cached, label):
         return found
     with alone(cached, f"the images in {path}"):
@@ -217,7 +217,7 @@ def _source_key(path: Path) -> str:
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
     sha, inside = hashlib.sha256(), path.resolve()
-    for file in sorted(path.rglob("*")):
+    for file in sorted(file for part in PARTS for file in (path / part).rglob("*")):
         if not file.exists() or not file.resolve().is_relative_to(inside):
             raise ValueError(f"{path}: {file.name!r} is a link that leads nowhere, or outside")
         status = file.stat()
@@ -227,7 +227,7 @@ def _source_key(path: Path) -> str:
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    for file in sorted(root.glob("t*/*/*")):  # of train/ and test/, see _decoded
+    for file in sorted(file for part in PARTS for file in (root / part).glob("*/**/*")):
         if file.is_file():
             _check_size(str(file), file.stat().st_size)
             yield file.relative_to(root).as_posix(), file.read_bytes()
@@ -295,8 +295,10 @@ def _decoded(
     bar = {"desc": f"decoding {source.name}", "unit": " images", "leave": False}
     for name, content in tqdm(files, **bar, disable=not sys.stderr.isatty()):
         part, *rest = name.split("/")
-        if part not in PARTS or len(rest) != 2 or rest[1].startswith("."):
+        if part not in PARTS or len(rest) < 2 or rest[-1].startswith("."):
             continue
+        if len(rest) > 2:
+            raise ValueError(f"{source}: {name}: allowed: {part}/<class>/<image>, no deeper")
         pixels = _decode_image(f"{source}: {name}", content)
         shape = shape or pixels.shape
         if pixels.shape != shape:

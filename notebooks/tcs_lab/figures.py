@@ -28,13 +28,14 @@ def series_style(i: int) -> dict[str, Any]:
 def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
     """Colour, dashes and marker of a scheme's curve, the same in all figures for the paper's.
 
-    Another name takes what none of the `others` in the figure has.
+    Another name takes what none of the `others` in the figure has; black is the Baseline's.
     """
     if name in _DRAWN:
         place = _DRAWN.index(name)
     else:
-        free = [i for i, drawn in enumerate(_DRAWN) if drawn not in others] or list(range(8))
-        unknown = [other for other in others if other not in _DRAWN] or [name]
+        others = [*others, name]
+        free = [i for i in range(1, 8) if _DRAWN[i] not in others] or list(range(8))
+        unknown = [other for other in others if other not in _DRAWN]
         place = free[unknown.index(name) % len(free)]
     return series_style(place)
 
@@ -81,7 +82,8 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
         axes.annotate(
             name, (x, y), (1.06, at), textcoords="axes fraction", color=colour, fontsize=9,
             va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3,
+                        "relpos": (0, 0.5)},
         )  # fmt: skip
 
 
@@ -105,7 +107,7 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
             size = f"{sent:,.0f}" if sent >= 100 else f"{sent:.3g}"
             points.append((f"{row.scheme}\n{size} MB, n = {row.n}", sent, mean, colour))
     axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
-    axes.set(ylabel="final test accuracy (%)", title=title)
+    axes.set(ylabel="final test accuracy (%), bars ± one std", title=title)
     axes.margins(0.3, 0.2)
     plain_log(axes.xaxis)
     axes.grid(alpha=0.25)
@@ -155,8 +157,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "tcs", "svg.fonttype": "none"}):
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
             look = {"format": suffix[1:], "dpi": 150, "metadata": metadata}
-            target = Path(path).with_suffix(suffix)
-            write_whole(target, partial(figure.savefig, **look))
+            write_whole(Path(f"{path}{suffix}"), partial(figure.savefig, **look))
 
 
 def draw_table(
@@ -167,12 +168,15 @@ def draw_table(
     its curves, figure<m>.png and .svg; the table. `params` is what table and profile say.
 
     Raises ValueError if they lack the table's number, its figure's or its title."""
-    if lacking := [key for key in ("table", "figure", "title") if params.get(key) is None]:
-        raise ValueError(f"{', '.join(lacking)}: missing, a table's file says it")
+    needed = ("table", "figure", "title", "profile")
+    if lacking := [key for key in needed if params.get(key) is None]:
+        raise ValueError(f"{', '.join(lacking)}: missing, a table's or a profile's file says it")
     table = summary(records, params.get("paper"), planned)
-    save_table(table, folder / f"table{params['table']}", params["title"])
+    setting = f"profile {params['profile']}"
     if records:
-        data = records[0]["provenance"]["dataset"]
-        title = f"Fig. {params['figure']}: test accuracy, {data}, profile {params['profile']}"
+        made, epochs = records[0]["provenance"], records[0]["config"]["epochs"]
+        setting += f", {made['dataset']}, {epochs} epochs"
+        title = f"Fig. {params['figure']}: {setting}, bands ± one std"
         save_figure(accuracy_figure(records, title), folder / f"figure{params['figure']}")
+    save_table(table, folder / f"table{params['table']}", f"{params['title']}: {setting}")
     return table

@@ -25,6 +25,7 @@ from joblib.parallel import get_active_backend
 
 from tcs_core import NotFiniteError
 from tcs_lab.checkpoints import Pace, checkpoint_path, load_checkpoint, save_checkpoint
+from tcs_lab.data import _user_path
 from tcs_lab.files import alone, say_waiting, write_whole
 from tcs_lab.progress import Progress, rows_shown
 from tcs_lab.ranks import Ranks
@@ -74,12 +75,30 @@ def _run(
         if not ranks.first(lambda: path.exists() or until.enter_context(lock)):
             return None
         if ranks.first(path.exists):  # perhaps made a moment ago
-            return ranks.first(lambda: read_record(path, config))
+            return ranks.first(lambda: _read_again(path, config))
+        ranks.first(lambda: _check_folder(path.parent))
         data = ranks.in_turn(lambda: load_data(config))
         with _arithmetic(config.threads), _memory_kept():
             record = _train(config, data, on_epoch, ranks)
         ranks.first(lambda: _keep_record(path, record, config))
         return record
+
+
+def _read_again(path: Path, config: RunConfig) -> dict[str, Any]:
+    """The record that is there; ValueError if the images that are given are not those it saw."""
+    record, root = read_record(path, config), config.data_root
+    there = config.dataset == "folder" and root and _user_path(root).exists()
+    if there and load_data(config).fingerprint != record["provenance"]["fingerprint"]:
+        other = "allowed: its own, or another results folder or profile"
+        raise ValueError(f"data_root: got {root}, other images than those of {path}; {other}")
+    return record
+
+
+def _check_folder(path: Path) -> None:
+    """ValueError, before hours of work, if no record could be written there."""
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ValueError(f"results: got {there}, allowed: a folder that can be written")
 
 
 def _keep_record(path: Path, record: dict[str, Any], config: RunConfig) -> None:
@@ -191,13 +210,23 @@ def run_all(
                 *_run_here(here, results, wait, bar, ranks),
             ]:
                 todo.remove(config)
-    records = ranks.first(lambda: [read_record(path, c) for path, c in wanted.items()])
+    records = ranks.first(lambda: _records_of(wanted))
     data = {(_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}
     if len(data) > len({which for which, _ in data}):
         folders = ", ".join(sorted({str(path.parent) for path in wanted}))
         raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
     done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
+
+
+def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:
+    """Their records; images are looked at once for each way of cutting them."""
+    seen, records = set[tuple](), []
+    for path, config in wanted.items():
+        source = (config.data_root, *_source(config.identity()))
+        records.append((read_record if source in seen else _read_again)(path, config))
+        seen.add(source)
+    return records
 
 
 def _source(config: dict[str, Any]) -> tuple:

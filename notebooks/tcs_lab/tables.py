@@ -140,6 +140,7 @@ def summary(
     `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
     where the paper has none). A scheme with a diverged seed has no mean: `diverged` counts them.
     Differences are paired by seed, over `difference_n` common seeds; the paper's are Welch's.
+    Raises ValueError for two runs of one scheme and seed: they are of different settings.
     """
     configs = {config.scheme.name: config.identity() for config in planned}
     groups: dict[str, list[Record]] = {name: [] for name in configs}
@@ -149,6 +150,8 @@ def summary(
     base, paper = _finals(groups.get("Baseline", [])), paper or {}
     rows = []
     for name, group in groups.items():
+        if len({record["config"]["seed"] for record in group}) < len(group):
+            raise ValueError(f"{name}: got two runs of one seed, allowed: one (a table a setting)")
         gaps = _gaps(group, base) if name != "Baseline" else NO_GAP
         rows.append(_measured(configs[name], group) | gaps | _printed(name, paper))
     return pd.DataFrame(rows)
@@ -233,6 +236,11 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 OURS, PAPERS = "Ours − Baseline, points", "Paper − Baseline, points"
+NOTE = (
+    "Differences have 95 % intervals: ours over the seeds that scheme and Baseline have in common, the "
+    "paper's from the means and deviations it prints. Accuracies: mean ± one standard deviation over n "
+    "seeds. Bits: per parameter and local iteration. MB: one client's whole run, warm-up included."
+)
 
 
 def _readable_row(r: Any) -> dict[str, str]:
@@ -288,9 +296,10 @@ def save_table(
 ) -> None:  # fmt: skip
     """The summary as .csv (numbers) and .md (as a person reads it, by `reader`)."""
     csv = table.to_csv(index=False, lineterminator="\n")
-    write_whole(Path(path).with_suffix(".csv"), lambda f: f.write(csv.encode()))
+    write_whole(Path(f"{path}.csv"), lambda f: f.write(csv.encode()))
     text = f"**{title}**\n\n{markdown(reader(table))}\n"
-    write_whole(Path(path).with_suffix(".md"), lambda f: f.write(text.encode()))
+    text += f"\n{NOTE}\n" if reader is readable else ""
+    write_whole(Path(f"{path}.md"), lambda f: f.write(text.encode()))
 
 
 def markdown(table: pd.DataFrame) -> str:

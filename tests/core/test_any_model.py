@@ -140,6 +140,23 @@ def test_a_model_with_nothing_to_train_or_of_another_type(model):
         tcs.Federation(model, [batches(1, 0)], "TCS", 0.1, loss=mse)
 
 
+def test_a_batch_norm_that_counts_its_batches():
+    """It would count those of all clients together."""
+    model = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, momentum=None))
+    with pytest.raises(ValueError, match=r"^model: a batch norm's momentum: got None"):
+        tcs.Federation(model, [batches(1, 0)], "TCS", 0.1, loss=mse)
+
+
+def test_a_schedule_gives_a_rate_or_a_phase():
+    made = [
+        tcs.Federation(mlp(), [batches(3, 0)], "TCS", schedule, loss=mse)
+        for schedule in (0.1, lambda t: 0.1, lambda t: tcs.Phase(0.1))
+    ]
+    for _ in range(3):
+        updates = [federation.round() for federation in made]
+        assert all(torch.equal(update_D, updates[0]) for update_D in updates)
+
+
 def test_frozen_parameters_stay():
     model = mlp()
     model[0].weight.requires_grad_(False)

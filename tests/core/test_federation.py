@@ -24,7 +24,7 @@ def federation(scheme, data, keep_deltas=False, **changes):
 def test_the_papers_parameter_count():
     """11,173,962 trainable parameters (Sec. III-A); the small relative has 78,042."""
     assert sum(p.numel() for p in tcs.resnet18().parameters()) == 11_173_962
-    assert sum(p.numel() for p in tcs.resnet8().parameters()) == 78_042
+    assert sum(p.numel() for p in tcs.build_model("resnet8", 16).parameters()) == 78_042
     assert tcs.resnet18(width=4)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
@@ -32,7 +32,7 @@ def test_the_shortcut_of_a_thin_net_takes_every_second_pixel_and_then_convolves(
     """A 1x1 convolution with a stride, of fewer inputs than a register holds, can write past its
     memory (oneDNN's issue 6035: on CPUs without AVX-512 the process dies, or gradients are wrong)."""
     for width, thin in ((2, True), (8, True), (16, False)):
-        block = tcs.resnet8(width)[4]
+        block = tcs.build_model("resnet8", width)[4]
         strided = [m for m in block.modules() if isinstance(m, torch.nn.Conv2d) and m.stride[0] > 1]
         assert [m.kernel_size[0] for m in strided] == ([3] if thin else [3, 1])
         *_, conv, norm = block.shortcut
@@ -41,8 +41,13 @@ def test_the_shortcut_of_a_thin_net_takes_every_second_pixel_and_then_convolves(
         torch.testing.assert_close(block.shortcut(images), strided)
 
 
+def test_a_net_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"^model: got 'resnet50', allowed: resnet18, resnet8"):
+        tcs.build_model("resnet50", 16)
+
+
 def test_parameters_and_gradients_are_views_of_flat_tensors():
-    flat = tcs.FlatModel(tcs.resnet8(2))
+    flat = tcs.FlatModel(tcs.build_model("resnet8", 2))
     flat.use(flat.statistics_views(flat.statistics()))
     before = [p.detach().clone() for p in flat.parameters]
     flat.model(torch.randn(2, 3, 32, 32)).sum().backward()

@@ -120,7 +120,7 @@ def measured(ranks, folder):
     handed, originals = [], (dist.all_reduce, dist.all_gather)
     dist.all_reduce = lambda t, **k: handed.append(t.nbytes) or originals[0](t, **k)
     dist.all_gather = lambda ts, t, **k: handed.append(t.nbytes) or originals[1](ts, t, **k)
-    model = DistributedDataParallel(tcs.resnet8(8))
+    model = DistributedDataParallel(tcs.build_model("resnet8", 8))
     state = tcs.TCSState(start_iter=2)
     model.register_comm_hook(state, tcs.tcs_hook)
     for _ in range(5):
@@ -303,7 +303,10 @@ def trained(ranks, folder, phis, seed, batch=32, steps=100):
     data = lab.synthetic_dataset(1600, 500).resized(16)
     batches, size = lab.Batches(data, torch.device("cpu")), ranks.size
     torch.manual_seed(seed)
-    model, state = tcs.resnet8(8), tcs.TCSState(start_iter=steps // 10, **(phis or {}))
+    model, state = (
+        tcs.build_model("resnet8", 8),
+        tcs.TCSState(start_iter=steps // 10, **(phis or {})),
+    )
     model = DistributedDataParallel(model) if size > 1 else model
     if phis is not None:
         model.register_comm_hook(state, tcs.tcs_hook)

@@ -91,14 +91,6 @@ def test_what_was_refused_goes_with_the_next_message():
     assert not compressor.errors_ND.any()
 
 
-def test_without_skip_a_broken_message_stops_the_round():
-    link = tcs.ByteLink(channel=Network(2))
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), LAYERS, CLIENTS, link=link)
-    with pytest.raises(tcs.MessageError, match=r"^client 2: message: ") as raised:
-        compressor.step(torch.ones(CLIENTS, sum(LAYERS)))
-    assert raised.value.client == 2
-
-
 def test_a_link_that_is_none():
     with pytest.raises(ValueError, match="on_bad: got 'ignore', allowed: stop or skip"):
         tcs.ByteLink(on_bad="ignore")

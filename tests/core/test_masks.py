@@ -195,7 +195,6 @@ def test_mostly_zeros_and_excluded_entries(values, data):
     free = [i for i in range(dimension) if i not in excluded]
     expected = sorted(sorted(free, key=lambda i: (-abs(values[i]), i))[:k])
     vector = torch.tensor(values)
-    assert tcs.top_k_positions(vector, k, torch.tensor(excluded).long()).tolist() == expected
     compressed = tcs.layerwise_top_k_positions(
         vector, k, [dimension], 1e-9, torch.tensor(excluded).long()
     )

@@ -55,8 +55,13 @@ def test_smaller_masks_are_all_smaller_whatever_else_the_name_says():
 
 
 def test_a_name_is_read_in_any_case_and_kept_in_one_form():
-    assert tcs.Scheme.named("tcs- Global Momentum").name == "TCS-Global Momentum"
     assert tcs.Scheme.named("TOP-K").name == "top-K"
+    forms = {"tcs- global momentum": "TCS-Global Momentum", "TCS-momentum": "TCS-Global Momentum",
+             "tcs-l4-q5++": "TCS-L4-Q5++", "baseline-MOMENTUM": "Baseline-Momentum",
+             "tcs-pfl": "TCS-PLF", "tcs-wplf": "TCS-WPLF"}  # fmt: skip
+    for typed, kept in forms.items():
+        assert tcs.Scheme.named(typed) == tcs.Scheme.named(kept)
+        assert tcs.Scheme.named(typed).name == kept
 
 
 def test_q5_is_a_sign_and_sixteen_intervals():
@@ -65,7 +70,7 @@ def test_q5_is_a_sign_and_sixteen_intervals():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5", "TCS-L2-L4", "TCS-LF-PLF",
+    "name", ["", 5, None, "TC", "TCS-", "TCSL4", "TCS-L0", "TCS-X", "rand-K-LF", "top-K-PLF", "Baseline-L4", "Baseline-Q5", "TCS-L2-L4", "TCS-LF-PLF",
              "TCS-L4-", "TCS-Q5-M2", "TCS-M0", "top-K-E3", "FedAvg-E3", "TCS-E0", "FedAvg-K2", "Baseline-K2", "TCS-K0"]
 )  # fmt: skip
 def test_names_that_mean_nothing_are_refused_with_what_exists(name):

@@ -32,6 +32,7 @@ BAD = {
     "class missing in test": ({k: v for k, v in IMAGES.items() if "test/dog" not in k}, "test/"),
     "nothing": ({}, "two or more"),
     "other layout": ({"a.png": image_bytes((1, 2, 3))}, "train/<class>"),
+    "deeper": (replaced("train/cat/more/9.png", image_bytes((1, 2, 3))), "train/cat/more/9.png: allowed: .*no deeper"),
 }  # fmt: skip
 
 
@@ -74,7 +75,9 @@ def test_a_member_that_stands_there_twice_is_refused(tmp_path):
 
 
 def test_a_folder_may_hold_other_files_of_any_size(tmp_path):
-    as_folder(tmp_path, IMAGES | {"train/labels.csv": b"0" * (1 << 21)})
+    others = ("train/labels.csv", "tools/build/model.bin")
+    as_folder(tmp_path, IMAGES | {name: b"0" * (1 << 21) for name in others})
+    (tmp_path / "tools" / "latest").symlink_to("/tmp")
     assert len(load_images(tmp_path).train_labels) == 8
 
 

@@ -156,6 +156,27 @@ def test_what_a_person_reads_has_bound_and_planned_n_beside_every_verdict():
     assert text["Ours (interval)"][1] == "×80"
 
 
+@pytest.mark.parametrize(
+    ("low", "shown"), [(-0.501, "−0.501"), (-0.499, "−0.50"), (-0.51, "−0.51")]
+)
+def test_a_rounded_end_never_says_another_verdict(low, shown):
+    accuracies = [(low - 0.1) / 100, (low + 0.1) / 100]  # some interval; its low end is replaced
+    runs = [record("TCS", s, 0.5 + a) for s, a in enumerate(accuracies)]
+    runs += [record("top-K", s, 0.5) for s in range(2)]
+    read = claims(it={"measure": "accuracy", "second": ["top-K", 0.5], "at_least": -0.5})
+    table = lab.judged(read, {f"{i}.json": one for i, one in enumerate(runs)})
+    table["low"] = low
+    assert f"({shown} to " in lab.readable_claims(table)["Ours (interval)"][0]
+
+
+@pytest.mark.parametrize(("base", "said"), [(0.6, "open"), (0.7, "shut")])
+def test_a_gate_is_open_or_shut(base, said):
+    runs = [record("FedAvg", s, a) for s, a in enumerate((0.6, 0.7))]
+    runs += [record("TCS", s, base) for s in (0, 1)]
+    table = lab.judged(claims(GATE, acc=NEEDS), {f"{i}.json": one for i, one in enumerate(runs)})
+    assert lab.readable_claims(table)["Verdict"][0] == f"gate: {said}, by its mean"
+
+
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
 

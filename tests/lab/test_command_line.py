@@ -92,11 +92,8 @@ def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monke
     del other["rows"][2]
     monkeypatch.setattr(lab.__main__, "run_all", lambda *_: [other])
     assert main(["again", str(lab.record_path(config(), tmp_path))]) == 1
-    was = record["rows"][1]
-    assert f"epoch 2: train_loss 9.0, was {was['train_loss']!r}" in capsys.readouterr().out
-    accuracy = f"epoch 2: accuracy 0.5, was {was['accuracy']!r}"
-    assert lab.differences(record, other)[1:] == [accuracy, "2 epochs, were 3"]
-    assert lab.differences(record, record) == []
+    was = record["rows"][1]["train_loss"]
+    assert f"epoch 2: train_loss 9.0, was {was!r}" in capsys.readouterr().out
 
 
 def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
@@ -105,16 +102,11 @@ def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
     assert main(["again", str(path)]) == 2
     error = capsys.readouterr().err
     assert "notes.md: not a readable record" in error and "delete" not in error
-    record = lab.run(config(), tmp_path)
+    lab.run(config(), tmp_path)
     words = ["again", str(lab.record_path(config(), tmp_path)), "--set", "epochs=9"]
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: unknown place to run: epochs") and error.count("\n") == 1
-    own = record["config"]
-    schemes = [own["scheme"] | change for change in ({"rule": "red"}, {"red": 1})]
-    for foreign in [own | {"scheme": scheme} for scheme in schemes] + [own | {"red": 1}]:
-        with pytest.raises(ValueError, match="red"):
-            lab.config_of(record | {"config": foreign})
 
 
 # How it ends ──────────────────────────────────────────────────────────────────────────────────────

@@ -81,4 +81,8 @@ def test_another_schemes_curve_has_a_colour_of_its_own():
     colours = {lab.curve_style(name, names)["color"] for name in names}
     assert len(colours) == 3
     assert lab.curve_style("TCS") == lab.curve_style("TCS", names)
+    not_named = lab.curve_style("Mine", ["TCS", "Yours"])["color"]
+    assert not_named != lab.curve_style("Yours", ["TCS", "Yours"])["color"]
+    baseline = lab.curve_style("Baseline")["color"]
+    assert baseline not in {lab.curve_style(f"Mine{i}", [f"Mine{i}"])["color"] for i in range(9)}
     assert pd.Series(lab.COLOURS).is_unique

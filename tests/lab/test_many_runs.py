@@ -46,6 +46,12 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
                     "clients": 1}  # fmt: skip
     one, two = (config(name, **same, data_root=str(root)) for name, root in roots.items())
     lab.run_all([one], tmp_path)
+    for again in (lambda c: lab.run_all([c], tmp_path), lambda c: lab.run(c, tmp_path)):
+        assert again(dataclasses.replace(one, data_root=str(tmp_path / "gone.tar")))  # not there
+        with pytest.raises(
+            ValueError, match=r"^data_root: got .*b\.tar, other images than those of"
+        ):
+            again(dataclasses.replace(one, data_root=two.data_root))
     fewer = dataclasses.replace(two, train_samples=1)
     for other in (two, fewer):
         with pytest.raises(ValueError, match="records of different data, allowed: a folder"):

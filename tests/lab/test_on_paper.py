@@ -77,15 +77,3 @@ def test_the_arithmetic_of_a_clients_round_is_that_of_its_passes():
     assert not any(op.waits for op in client + server)
     two, _ = paper_round("TCS-L2")
     assert sum(op.flops for op in two) == 2 * counter.get_total_flops()
-
-
-@pytest.mark.parametrize("clients", [1, 4])
-def test_how_often_the_host_waits_in_an_eager_sparse_round(clients, monkeypatch, random):
-    """As on a GPU, where the core does not use numpy. Notebook 11 tells the number."""
-    monkeypatch.setattr(tcs, "_array", lambda tensor: tensor)
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [5000], clients)
-    deltas_ND = torch.randn(clients, 5000, generator=random)
-    for _ in range(3):
-        compressor.step(deltas_ND)
-    waits = [op.name for op in traced(lambda: compressor.step(deltas_ND)) if op.waits]
-    assert len(waits) == 6 * clients + 5, waits

@@ -150,13 +150,11 @@ def test_every_committed_record_reads_and_names_its_run():
 
 def test_what_this_core_has_no_run_for_is_named(finished):
     record = json.loads(finished)
-    foreign = copy.deepcopy(record)
-    foreign["config"]["scheme"]["rule"] = "my own"
-    with pytest.raises(ValueError, match="my own"):
-        lab.config_of(foreign)
-    foreign["config"] = record["config"] | {"colour": "red"}
-    with pytest.raises(ValueError, match="colour"):
-        lab.config_of(foreign)
+    own = record["config"]
+    schemes = [own["scheme"] | change for change in ({"rule": "red"}, {"red": 1})]
+    for foreign in [own | {"scheme": scheme} for scheme in schemes] + [own | {"red": 1}]:
+        with pytest.raises(ValueError, match="red"):
+            lab.config_of(record | {"config": foreign})
 
 
 def test_differences(finished):

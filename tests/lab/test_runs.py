@@ -36,6 +36,13 @@ def test_an_existing_record_is_used(tmp_path, monkeypatch, small):
     assert lab.run(config(), tmp_path) == first
 
 
+def test_a_results_folder_that_is_none_is_told_before_the_training(tmp_path, monkeypatch, small):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(lab.runs, "_train", None)
+    with pytest.raises(ValueError, match=r"^results: got .*file, allowed: a folder that can be"):
+        lab.run(config(), tmp_path / "file")
+
+
 def test_images_of_fewer_pixels_are_another_run(tmp_path, small):
     record = lab.run(config(image_size=8), tmp_path)
     assert record["config"]["image_size"] == 8 and record["digest"] != config().digest

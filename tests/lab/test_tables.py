@@ -174,12 +174,27 @@ def test_a_saved_table_reads_as_it_was(tmp_path):
     lab.save_table(table, tmp_path / "table1", "A title")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
     lines = (tmp_path / "table1.md").read_text().splitlines()
-    assert lines[0] == "**A title**" and len(lines) == 6
-    assert len({line.count("|") for line in lines[2:]}) == 1
+    assert lines[0] == "**A title**" and len(lines) == 8
+    assert len({line.count("|") for line in lines[2:6]}) == 1 and "95 % intervals" in lines[7]
+
+
+def test_a_dot_in_a_name_is_part_of_it(tmp_path):
+    table = lab.summary([fake("TCS", 0.8, 0)])
+    for name in ("eta0.5", "eta0.8"):
+        lab.save_table(table, tmp_path / name, "A title")
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"eta0.{n}.{s}" for n in "58" for s in ("csv", "md")
+    }
+
+
+def test_two_runs_of_one_seed_are_never_one_row():
+    runs = [fake("TCS", 0.8, 0), fake("TCS", 0.7, 0)]
+    with pytest.raises(ValueError, match="TCS: got two runs of one seed"):
+        lab.summary(runs)
 
 
 def test_a_table_without_a_title_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="figure, title: missing"):
+    with pytest.raises(ValueError, match="figure, title, profile: missing"):
         lab.draw_table({"table": 1, "title": None}, [], [], tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -204,6 +219,17 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
     rebuilt = [f for f in tmp_path.iterdir() if tested or f.suffix in (".csv", ".md")]
     assert len(rebuilt) == (4 if tested else 2)
     assert not [f.name for f in rebuilt if (path.parent / f.name).read_bytes() != f.read_bytes()]
+
+
+@pytest.mark.parametrize("path", sorted(lab.ROOT.glob("results/*/table1_*.md")))
+def test_the_table_of_longer_runs_is_rebuilt_from_the_records(path):
+    params = lab.read_params(
+        [lab.ROOT / f"params/{name}.yaml" for name in ("table1", path.parent.name)]
+    )
+    params |= {"epochs": int(path.stem.partition("_")[2])}
+    records = lab.recorded(lab.plan(params | {"seeds": 100})).values()
+    table = lab.summary(records, params["paper"], lab.plan(params))
+    assert lab.markdown(lab.readable(table[table["n"] > 0])) in path.read_text()
 
 
 # The notebooks that draw them ─────────────────────────────────────────────────────────────────────
