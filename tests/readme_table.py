@@ -232,6 +232,7 @@ def of_images() -> list[str]:
         f"ends {half['top-K']} points from top-K after 150, {brief['top-K']} in `short`",
         f"shut by {shut:.2f} points",
         f"TCS-L4 ends {large['cost-4']} points from FedAvg-L4",
+        f"centralized training, by {large['momentum-baseline']} points",
         f"{judged['not decided']} are not decided, {judged['not testable here']} not testable",
         f"a run of TCS by {abs(exact - rounded):.2f} points",
         f"ends at {final('Baseline'):.0f} % here",
