@@ -75,7 +75,7 @@ def _run(
         if not ranks.first(lambda: path.exists() or until.enter_context(lock)):
             return None
         if ranks.first(path.exists):  # perhaps made a moment ago
-            return ranks.first(lambda: _read_again(path, config))
+            return ranks.first(lambda: _reused(path, config))
         ranks.first(lambda: _check_folder(path.parent))
         data = ranks.in_turn(lambda: load_data(config))
         with _arithmetic(config.threads), _memory_kept():
@@ -84,7 +84,7 @@ def _run(
         return record
 
 
-def _read_again(path: Path, config: RunConfig) -> dict[str, Any]:
+def _reused(path: Path, config: RunConfig) -> dict[str, Any]:
     """The record that is there; ValueError if the images that are given are not those it saw."""
     record, root = read_record(path, config), config.data_root
     there = config.dataset == "folder" and root and _user_path(root).exists()
@@ -224,7 +224,7 @@ def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:
     seen, records = set[tuple](), []
     for path, config in wanted.items():
         source = (config.data_root, *_source(config.identity()))
-        records.append((read_record if source in seen else _read_again)(path, config))
+        records.append((read_record if source in seen else _reused)(path, config))
         seen.add(source)
     return records
 
