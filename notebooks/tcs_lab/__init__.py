@@ -28,6 +28,7 @@ from tcs_lab.cells import (
 from tcs_lab.claims import (
     VERDICTS,
     claim_records,
+    claims_beside,
     holds_if,
     judged,
     read_claims,

@@ -219,20 +219,44 @@ def _form(row: dict[str, Any], *ends: float) -> str:
     return form.replace(".2f", ".3f") if any(moved) else form
 
 
+def _numbers(row: dict[str, Any], *keys: str) -> str:
+    """Its mean with the ends of the interval, as a person reads them."""
+    mean, low, high = (row[key] for key in keys)
+    return with_interval(mean, low, high, _form(row, low, high))
+
+
+def _stated_texts(row: dict[str, Any]) -> dict[str, str]:
+    """What the paper says, and what decides."""
+    return {"The paper says": row["says"], "Where": row["where"], "Holds if": holds_if(row),
+            "Paper (interval)": _numbers(row, "paper", "paper_low", "paper_high")}  # fmt: skip
+
+
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     """The judged claims, or gates, as a person reads them."""
-
-    def text(row: dict[str, Any], *keys: str) -> str:
-        mean, low, high = (row[key] for key in keys)
-        return with_interval(mean, low, high, _form(row, low, high))
-
     rows = [
-        {"The paper says": row["says"], "Where": row["where"], "Holds if": holds_if(row),
-         "Paper (interval)": text(row, "paper", "paper_low", "paper_high"),
-         "Ours (interval)": text(row, "measured", "low", "high"), "n": str(row["n"]),
-         "Planned n": str(row["planned"]),
-         "Verdict": (OPENS if row["gate"] else {}).get(row["verdict"], row["verdict"])
-         + (f" ({row['reason']})" if row["reason"] else "")}
+        _stated_texts(row)
+        | {"Ours (interval)": _numbers(row, "measured", "low", "high"), "n": str(row["n"]),
+           "Planned n": str(row["planned"]),
+           "Verdict": (OPENS if row["gate"] else {}).get(row["verdict"], row["verdict"])
+           + (f" ({row['reason']})" if row["reason"] else "")}
         for row in table.fillna({"reason": "", "where": ""}).to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def claims_beside(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """The same claims judged in several trainings, a column each by its title: verdict (of a gate
+    whether it is open), our numbers and n; – where nothing is measured."""
+
+    def cell(row: dict[str, Any]) -> str:
+        words = {"holds": "open", "does not hold": "shut"} if row["gate"] else {}
+        verdict = words.get(row["verdict"], row["verdict"])
+        ours = _numbers(row, "measured", "low", "high")
+        return f"{verdict}: {ours}, n = {row['n']}" if row["n"] else "–"
+
+    rows = {title: table.to_dict("records") for title, table in tables.items()}
+    stated = [_stated_texts(row) for row in next(iter(rows.values()))]
+    for text, row in zip(stated, next(iter(rows.values())), strict=True):
+        text["The paper says"] = ("Gate: " if row["gate"] else "") + row["says"]
+    judged = {title: [cell(row) for row in found] for title, found in rows.items()}
+    return pd.DataFrame(stated).assign(**judged)
