@@ -246,17 +246,23 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
 
 def claims_beside(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """The same claims judged in several trainings, a column each by its title: verdict (of a gate
-    whether it is open), our numbers and n; – where nothing is measured."""
-
-    def cell(row: dict[str, Any]) -> str:
-        words = {"holds": "open", "does not hold": "shut"} if row["gate"] else {}
-        verdict = words.get(row["verdict"], row["verdict"])
-        ours = _numbers(row, "measured", "low", "high")
-        return f"{verdict}: {ours}, n = {row['n']}" if row["n"] else "–"
-
+    whether it is open) and our numbers; – where nothing is measured. n stands in the title, or in
+    every cell where it differs."""
     rows = {title: table.to_dict("records") for title, table in tables.items()}
     stated = [_stated_texts(row) for row in next(iter(rows.values()))]
     for text, row in zip(stated, next(iter(rows.values())), strict=True):
-        text["The paper says"] = ("Gate: " if row["gate"] else "") + row["says"]
-    judged = {title: [cell(row) for row in found] for title, found in rows.items()}
-    return pd.DataFrame(stated).assign(**judged)
+        text["Claim"] = ("Gate: " if row["gate"] else "") + text.pop("The paper says")
+    table = pd.DataFrame(stated)[["Claim", "Where", "Holds if", "Paper (interval)"]]
+    for title, found in rows.items():
+        ns = {row["n"] for row in found if row["n"]}
+        cells = [
+            _cell(row) + (f", n = {row['n']}" if row["n"] and len(ns) > 1 else "") for row in found
+        ]
+        table[f"{title}, n = {ns.pop()}" if len(ns) == 1 else title] = cells
+    return table
+
+
+def _cell(row: dict[str, Any]) -> str:
+    words = {"holds": "open", "does not hold": "shut"} if row["gate"] else {}
+    verdict = words.get(row["verdict"], row["verdict"])
+    return f"{verdict}: {_numbers(row, 'measured', 'low', 'high')}" if row["n"] else "–"

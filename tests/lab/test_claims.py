@@ -186,10 +186,12 @@ def test_trainings_beside_each_other():
     found = {t: {f"{i}.json": one for i, one in enumerate(runs)} for t, runs in found.items()}
     read = claims(GATE, acc=NEEDS)
     table = lab.claims_beside({title: lab.judged(read, runs) for title, runs in found.items()})
-    assert list(table.columns[-2:]) == ["short", "long"]
-    assert table["short"][0] == "shut: −10.00, n = 2" and table["long"][0].startswith("open: ")
-    assert table["short"][1] == "–"
-    assert table["long"][1] == "does not hold: +0.00, n = 2"
+    assert list(table["Claim"]) == ["Gate: dense", "acc"]
+    assert list(table["short, n = 2"]) == ["shut: −10.00", "–"]
+    assert list(table["long, n = 2"]) == ["open: −0.05 (−0.69 to +0.59)", "does not hold: +0.00"]
+    found["long"] |= {"one.json": record("FedAvg", 2, 0.5), "two.json": record("TCS", 2, 0.5)}
+    table = lab.claims_beside({title: lab.judged(read, runs) for title, runs in found.items()})
+    assert list(table["long"])[1] == "does not hold: +0.00, n = 2"
 
 
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
