@@ -198,7 +198,7 @@ def of_text() -> list[str]:
         bits.format(*map(text_bits, ("TCS", "FedAvg"))),
         f"accuracy is {gaps['cost-plain']} points from dense training",
         f"TCS-L4-Q5's {gaps['cost-4-q5-plain']}",
-        f"local steps cost {gaps['local-steps-plain'].split()[0]}.",
+        f"local steps alone make {gaps['local-steps-plain'].split()[0]}.",
         f"{gaps['top-k-plain']} on text",
         f"With global momentum TCS ends {gaps['cost']}",
     ]
