@@ -19,7 +19,6 @@ from tcs_lab.cells import (
     Count,
     Listening,
     Positive,
-    Seed,
     Share,
     check_values,
     decided,
@@ -29,7 +28,6 @@ from tcs_lab.claims import (
     VERDICTS,
     claim_records,
     claims_beside,
-    holds_if,
     judged,
     read_claims,
     readable_claims,
@@ -55,12 +53,8 @@ from tcs_lab.figures import (
     save_figure,
     series_style,
 )
-from tcs_lab.files import (
-    cache_folder,
-)
-from tcs_lab.ranks import (
-    joined_ranks,
-)
+from tcs_lab.files import cache_folder
+from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (
     config_of,
     core_sha256,
@@ -69,14 +63,8 @@ from tcs_lab.records import (
     record_path,
     results_folder,
 )
-from tcs_lab.rivals import (
-    with_own_compressor,
-)
-from tcs_lab.runs import (
-    Progress,
-    run,
-    run_all,
-)
+from tcs_lab.rivals import with_own_compressor
+from tcs_lab.runs import Progress, run, run_all
 from tcs_lab.sensitivity import (
     best_values,
     read_sensitivity,
@@ -89,6 +77,7 @@ from tcs_lab.settings import (
     ROOT,
     RUN_KEYS,
     RunConfig,
+    Seed,
     check_notebook_params,
     digest_of,
     given_notebook_params,
@@ -108,12 +97,5 @@ from tcs_lab.tables import (
     welch_interval,
     with_interval,
 )
-from tcs_lab.text import (
-    GPT,
-    load_text,
-)
-from tcs_lab.training import (
-    Training,
-    Watch,
-    load_data,
-)
+from tcs_lab.text import GPT, load_text
+from tcs_lab.training import Training, Watch, load_data

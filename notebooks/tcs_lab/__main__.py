@@ -150,15 +150,19 @@ def _again(arguments: argparse.Namespace) -> int:
     record, where = read_record(arguments.record), _set_params(arguments.set)
     reject_unknown(where, _WHERE, "place to run")
     config = config_of(record, **where)
-    checkpoint_path(config).unlink(missing_ok=True)  # of a run that other code had begun
+    left = checkpoint_path(config)
+    left.unlink(missing_ok=True)  # of a run that other code had begun
     with contextlib.ExitStack() as stack:
+        stack.callback(left.unlink, missing_ok=True)  # of this one, if it is stopped
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
         if (there := record_path(config, folder)).exists():
             raise ValueError(f"--results: {there} exists, allowed: a folder without this record")
         (made,) = run_all([config], folder)
     found = differences(record, made)
-    name = Path(arguments.record).name
-    print(f"{name}: {found[0]}" if found else f"{name}: the same in all {len(made['rows'])} epochs")
+    data = {one["provenance"]["fingerprint"] for one in (record, made)}
+    other = " (on other data)" if len(data) > 1 else ""
+    same = f"the same in all {len(made['rows'])} epochs"
+    print(f"{Path(arguments.record).name}: {found[0] + other if found else same}")
     return 1 if found else 0
 
 

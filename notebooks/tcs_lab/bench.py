@@ -109,15 +109,12 @@ def _bench_federation(
 def _passes(training: Training) -> Callable[[], None]:
     """An epoch's forward and backward passes, with no federation around them."""
     federation, feed = training.federation, training.feed
-    each, ready = (
-        feed.rounds * feed.steps * feed.size,
-        [feed.batches.augmented(d) for d in feed.draws(0)],
-    )
+    ready = [feed.batches.augmented(draws) for draws in feed.draws(0)]
 
     def work() -> None:
         federation.model.train()
         federation.flat.use(federation.statistics_views[0])
-        for first in range(0, each, feed.size):
+        for first in range(0, len(ready[0][1]), feed.size):
             for batch in ready:
                 part = [tensor[first : first + feed.size] for tensor in batch]
                 federation.loss(federation.model, part).backward()
@@ -179,7 +176,7 @@ def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
 
 def _parts(training: Training) -> dict[str, Callable[[], Any]]:
     """What an epoch's rounds do beside passes, by itself."""
-    feed, each = training.feed, training.feed.rounds * training.feed.steps * training.feed.size
+    feed = training.feed
 
     def compression() -> None:
         for _ in range(feed.rounds):
@@ -187,7 +184,7 @@ def _parts(training: Training) -> dict[str, Callable[[], Any]]:
 
     def augmentation() -> None:
         for draws in feed.draws(0):
-            feed.batches.augmented(draws[:each])
+            feed.batches.augmented(draws)
 
     return {"compression": compression, "augmentation": augmentation}
 
@@ -215,8 +212,8 @@ def bench_round(
             works["plain top-K"] = _plain_rounds(training, ours)
             works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
         if bench.torch_device.type == "cuda":
-            static = made(graph=True).static
-            works["graph"] = lambda: static.play(range(rounds))
+            graphed = made(graph=True)  # its static rounds hold the federation weakly
+            works["graph"] = lambda: graphed.static.play(range(rounds))
         elif goes_side_by_side(replace(training.config, side_by_side=None)):
             works["side by side"] = _rounds(made())
         else:

@@ -28,7 +28,6 @@ HOLDS, FAILS, UNDECIDED, UNTESTABLE = WORDS = (
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
@@ -102,13 +101,11 @@ def decided(mean: float, half: float, least: float = 0.0) -> str:
     return HOLDS if mean - half > least else FAILS if mean + half < least else UNDECIDED
 
 
-def paired_gain(
-    ours: Iterable[float], theirs: Iterable[float], confidence: float = CONFIDENCE
-) -> tuple[float, float]:
+def paired_gain(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float]:
     """Mean of the differences, pair by pair, and half of Student's interval for it.
 
     Of one pair there is no interval: half is infinite. ValueError if the counts differ.
     """
     gains = np.array([a - b for a, b in zip(ours, theirs, strict=True)], dtype=float)
     mean = float(gains.mean()) if len(gains) else math.nan
-    return mean, half_interval(gains, confidence)
+    return mean, half_interval(gains, CONFIDENCE)

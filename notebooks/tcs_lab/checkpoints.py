@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tcs_lab.errors import cut, one_line
+from tcs_lab.errors import cut, one_line, validated
 from tcs_lab.files import cache_folder, write_whole
 from tcs_lab.ranks import RankError
-from tcs_lab.records import check_rows
+from tcs_lab.records import Rows
 from tcs_lab.settings import RunConfig
 from tcs_lab.training import Row, Training
 
@@ -95,7 +95,7 @@ def _read_checkpoint(
             print(f"{path}: checkpoint not used, {why}", file=sys.stderr, flush=True)
             return [], []
     rows = json.loads(state["rows"])
-    check_rows(rows)
+    validated(Rows, rows, "its rows")
     if not rows:
         raise ValueError("it has no rows")
     return rows, json.loads(state["ways"])

@@ -187,7 +187,8 @@ def _verdict(claim: Claim, row: dict[str, Any], rows: dict[str, dict[str, Any]])
     and a claim whose gates fail can't be tested."""
     for gate in (rows[name] for name in claim.needs):
         if gate["verdict"] == "does not hold":
-            got = f"{gate['measured']:+.2f}, needs {holds_if(gate)}".replace("-", "−")
+            mean = _form(gate, gate["measured"]).format(gate["measured"])
+            got = f"{mean}, needs {holds_if(gate)}".replace("-", "−")
             return "not testable here", f"gate {gate['claim']}: {got}"
     if not row["n"]:
         return "not measured", row["reason"]
@@ -210,19 +211,23 @@ def holds_if(row: dict[str, Any]) -> str:
 
 
 def _form(row: dict[str, Any], *ends: float) -> str:
-    """How its numbers are written: with a digit more where rounding would move an end over the
+    """How its numbers are written: with more digits where rounding would move an end over the
     bound."""
     form, keeps, bound = MEASURES[row["measure"]][1], KEEPS[row["bound"]], row["bound_value"]
     if row["measure"] not in DIFFERENCES:
         return form
-    moved = [keeps(end, bound) != keeps(float(form.format(end)), bound) for end in ends]
-    return form.replace(".2f", ".3f") if any(moved) else form
+    for digits in range(int(form[-3]), 10):
+        form = f"{form[:-3]}{digits}f}}"
+        if all(keeps(end, bound) == keeps(float(form.format(end)), bound) for end in ends):
+            break
+    return form
 
 
 def _numbers(row: dict[str, Any], *keys: str) -> str:
     """Its mean with the ends of the interval, as a person reads them."""
     mean, low, high = (row[key] for key in keys)
-    return with_interval(mean, low, high, _form(row, low, high))
+    ends = (low, high, mean) if row["gate"] else (low, high)  # a gate's mean decides
+    return with_interval(mean, low, high, _form(row, *ends))
 
 
 def _stated_texts(row: dict[str, Any]) -> dict[str, str]:
@@ -239,7 +244,7 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
            "Planned n": str(row["planned"]),
            "Verdict": (OPENS if row["gate"] else {}).get(row["verdict"], row["verdict"])
            + (f" ({row['reason']})" if row["reason"] else "")}
-        for row in table.fillna({"reason": "", "where": ""}).to_dict("records")
+        for row in table.to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)
 

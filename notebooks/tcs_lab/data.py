@@ -395,11 +395,8 @@ class Draws:
         crops = torch.randint(0, 2 * padding + 1, (need, 2), generator=generator)
         return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
 
-    def __getitem__(self, part: slice) -> Draws:
-        return Draws(self.samples[part], self.crops[part], self.flips[part])
-
-    def at(self, where: Tensor) -> Draws:
-        return Draws(self.samples[where], self.crops[where], self.flips[where])
+    def __getitem__(self, which: slice | Tensor) -> Draws:
+        return Draws(self.samples[which], self.crops[which], self.flips[which])
 
     def to(self, device: torch.device) -> Draws:
         return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))

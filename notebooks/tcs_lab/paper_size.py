@@ -62,11 +62,9 @@ class PaperSize:
         known_K = rule.global_mask()
         rule.begin(known_K)
         own_K = (rule.server_mask if compressed else rule.local_mask)(self.new_D, known_K)
-        up, back = (
-            (scheme.value_bits, scheme.quantizer),
-            (scheme.down_value_bits, scheme.down_quantizer),
-        )
-        bits, quantizer = back if down else up
+        bits, quantizer = scheme.value_bits, scheme.quantizer
+        if down:
+            bits, quantizer = scheme.down_value_bits, scheme.down_quantizer
         values = self.new_D[torch.cat([known_K, own_K])]
         return Message.of(values, own_K, bits, quantizer=quantizer), known_K
 

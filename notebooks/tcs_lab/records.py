@@ -230,22 +230,17 @@ def _in_order(rows: list[_Row]) -> list[_Row]:
     return rows
 
 
-class _Rows(BaseModel):
-    rows: Annotated[list[_Row], AfterValidator(_in_order)]
+Rows = Annotated[list[_Row], AfterValidator(_in_order)]  # of epochs 1, 2, 3, ...
 
 
-class _Record(_Rows):
+class _Record(BaseModel):
+    rows: Rows
     version: Literal[1]
     digest: str
     status: Literal["finished", "diverged"]
     config: dict[str, Any]
     dimension: Annotated[int, Field(strict=True, ge=1)]
     provenance: dict[str, Any]
-
-
-def check_rows(rows: Any) -> None:
-    """ValueError unless they are the rows of epochs 1, 2, 3, ..."""
-    validated(_Rows, {"rows": rows}, "it")
 
 
 def _check_record(record: Any, path: str | Path, config: RunConfig | None) -> None:

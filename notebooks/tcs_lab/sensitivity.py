@@ -117,7 +117,7 @@ def sensitivity_table(
     seed all values of the setting have, so that none is compared with luckier seeds.
 
     Accuracy over seeds is 0..1; a value with a diverged seed has no mean. Megabytes are one
-    client's in the whole run, mean over seeds, "warmup" the dense part of both ways.
+    client's in the whole run, mean over seeds, "warmup" what its warm-up took of both ways.
     """
     rows = []
     for name in sweep.settings if names is None else names:

@@ -323,10 +323,9 @@ _TABLE = {
 }
 _PHIS = ("phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local")
 
-TABLE_KEYS = set(_TABLE)
 SCHEME_KEYS = set(_PHIS)
 RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
-PARAMETERS = TABLE_KEYS | SCHEME_KEYS | RUN_KEYS
+PARAMETERS = set(_TABLE) | SCHEME_KEYS | RUN_KEYS
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # true is no 1, and "3" no 3
 _KINDS = (
@@ -377,7 +376,7 @@ def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[st
     papermill only warns of unknown parameters: here a name that it injected raises ValueError if
     it is neither a parameter of runs nor in the notebook's own cell of parameters. So does, unless
     `complete` is false, a profile that leaves out a key for which the notebook's own default, made
-    for profile ci, is not the core's.
+    for profile ci, is not RunConfig's.
     """
     injected, own = _papermill_names(namespace)
     reject_unknown(injected, PARAMETERS | own, "parameter")

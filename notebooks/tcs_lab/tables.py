@@ -47,7 +47,7 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     names = ("uplink", "downlink")
     if scheme["centralized"] or not record["rows"]:
         return dict.fromkeys([n + w for n in names for w in ("", " with warm-up")], math.nan)
-    after = [r for r in record["rows"] if not _wide_epoch(record["config"], r)] or record["rows"]
+    after = [r for r in record["rows"] if not _wide_epoch(record["config"], r)]
     dense = 0 if _always_dense(scheme) else sum(r["dense_rounds"] for r in after)
     values, unit = {}, dimension * scheme["local_steps"]
     for name, key in zip(names, ("bits_up", "bits_down"), strict=True):
@@ -116,14 +116,13 @@ def half_interval(values: np.ndarray, confidence: float) -> float:
 
 
 def welch_interval(
-    one: tuple[float, float], other: tuple[float, float], trials: int = PAPER_TRIALS,
-    confidence: float = CONFIDENCE,
-) -> tuple[float, float, float]:  # fmt: skip
-    """Difference of two means, each (mean, standard deviation) over so many trials, and Welch's
+    one: tuple[float, float], other: tuple[float, float]
+) -> tuple[float, float, float]:
+    """Difference of two means, each (mean, standard deviation) over PAPER_TRIALS, and Welch's
     interval for it: all that can be said of figures in print, which are not paired."""
-    a, b = one[1] ** 2 / trials, other[1] ** 2 / trials
-    freedom = (a + b) ** 2 * (trials - 1) / (a**2 + b**2) if a + b else math.nan
-    half = stdtrit(freedom, (1 + confidence) / 2) * math.sqrt(a + b) if a + b else 0.0
+    a, b = one[1] ** 2 / PAPER_TRIALS, other[1] ** 2 / PAPER_TRIALS
+    freedom = (a + b) ** 2 * (PAPER_TRIALS - 1) / (a**2 + b**2) if a + b else math.nan
+    half = stdtrit(freedom, (1 + CONFIDENCE) / 2) * math.sqrt(a + b) if a + b else 0.0
     return one[0] - other[0], float(one[0] - other[0] - half), float(one[0] - other[0] + half)
 
 

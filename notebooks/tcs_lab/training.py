@@ -114,7 +114,7 @@ class ImageFeed:
         row = self.own.index(n)
         if isinstance(round, Tensor):
             first = (round * self.steps + tau) * self.size
-            return self.batches.augmented(self._held[row].at(first + self.offsets))
+            return self.batches.augmented(self._held[row][first + self.offsets])
         epoch, index = divmod(round, self.rounds)
         return self._staged(row, self._draws_of(row, epoch), (index * self.steps + tau) * self.size)
 

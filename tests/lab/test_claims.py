@@ -124,6 +124,7 @@ NEEDS = AGAINST_TOP_K | {"more_than": 0, "needs": ["dense"]}
         ([0.001, -0.001, 0.002], "holds", ""),
         ([-0.02, 0.02], "holds", ""),  # the mean counts, not the interval
         ([-0.006, -0.0064], "not testable here", "gate dense: −0.62, needs ≥ −0.5"),
+        ([-0.005, -0.00506], "not testable here", "gate dense: −0.503, needs ≥ −0.5"),
         ([-0.006], "not measured", "gate dense: not decided yet"),  # one seed decides no gate
         ([], "not measured", "gate dense: not measured yet"),
     ],
@@ -157,7 +158,8 @@ def test_what_a_person_reads_has_bound_and_planned_n_beside_every_verdict():
 
 
 @pytest.mark.parametrize(
-    ("low", "shown"), [(-0.501, "−0.501"), (-0.499, "−0.50"), (-0.51, "−0.51")]
+    ("low", "shown"),
+    [(-0.501, "−0.501"), (-0.5004, "−0.5004"), (-0.499, "−0.50"), (-0.51, "−0.51")],
 )
 def test_a_rounded_end_never_says_another_verdict(low, shown):
     accuracies = [(low - 0.1) / 100, (low + 0.1) / 100]  # some interval; its low end is replaced

@@ -63,13 +63,17 @@ def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, small,
 
 
 def test_a_stopped_command_says_whether_it_goes_on(tmp_path, capsys, monkeypatch):
+    path = next((lab.ROOT / "results/small/runs").glob("TCS-0.5-0-*.json"))
+    left = lab.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
+
     def stop(*_, **__):
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"as far as it came")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tcs_lab.__main__.run_all", stop)
-    path = next((lab.ROOT / "results/small/runs").glob("TCS-0.5-0-*.json"))
     assert main(["again", str(path), "--set", "data_root=nowhere"]) == 130
-    assert capsys.readouterr().err == "interrupted; nothing is kept\n"
+    assert capsys.readouterr().err == "interrupted; nothing is kept\n" and not left.exists()
     assert main([*tiny_command(tmp_path), "--scheme", "TCS"]) == 130
     assert "the same command goes on where it stopped" in capsys.readouterr().err
 
@@ -89,11 +93,12 @@ def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monke
     record = lab.run(config(), tmp_path)
     other = copy.deepcopy(record)
     other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9}
+    other["provenance"]["fingerprint"] = "of others"
     del other["rows"][2]
     monkeypatch.setattr(lab.__main__, "run_all", lambda *_: [other])
     assert main(["again", str(lab.record_path(config(), tmp_path))]) == 1
     was = record["rows"][1]["train_loss"]
-    assert f"epoch 2: train_loss 9.0, was {was!r}" in capsys.readouterr().out
+    assert f"epoch 2: train_loss 9.0, was {was!r} (on other data)" in capsys.readouterr().out
 
 
 def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):

@@ -101,6 +101,9 @@ def test_a_dense_scheme_with_a_compressed_downlink_has_a_warm_up_of_its_own():
 def test_where_nothing_is_sparse_no_traffic_is_said():
     bits = lab.bits_per_parameter(fake("TCS", 0.5, 0, warmup=3))
     assert math.isnan(bits["uplink"]) and bits["uplink with warm-up"] == pytest.approx(32)
+    wide = fake("TCS-W10", 0.5, 0, warmup=0)
+    wide["config"]["warmup_epochs"] = 3
+    assert math.isnan(lab.bits_per_parameter(wide)["uplink"])
 
 
 def test_megabytes_of_a_whole_run_are_those_of_finished_ones():
