@@ -185,7 +185,10 @@ def of_images() -> list[str]:
         f"Momentum helps TCS in `cpu`, by {ours['momentum']} points",
         f"lose up to {-100 * gaps[['TCS-L4', 'TCS-L4-Q5']].min():.1f} points",
         f"TCS-Q5 sends {half['top-K-q5-bits']} less",
-        f"steady them: {whole['observes-better']}",
+        f"steady important entries: {whole['observes-better']}",
+        f"ends above η 0.5, by {ours['eta']} points",
+        f"does not help there, either: {ours['fair-partly-high']}",
+        f"fairness of both masks at η 0.8 ({ours['fair-high']} points",
         f"largest overlap by {ours['slowly']}",
     ]
 
