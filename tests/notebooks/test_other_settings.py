@@ -41,7 +41,7 @@ SETTINGS = {
             "round_width": 2, "repeat": 2}],
     "12": [{"processes": 1, "steps": 20, "start_iter": 3},
            {"phi_global": 0.5, "phi_local": 0.3, "steps": 30, "start_iter": 25, "links": [3]}],
-    "13": [{"lengths": [5]}, {"evidence": "quick", "lengths": [15]}],
+    "13": [{"lengths": [5]}, {"trainings": [["quick", 100]], "lengths": [15]}],
     "14": [{"jobs": 1}, {"evidence": "quick"}],
     "15": [{"clients": 2, "rounds": 60, "warmup": 5, "schemes": ["FedAvg", "TCS-L2"], "many_clients": [10]},
            {"schemes": ["FedAvg"], "rounds": 30, "warmup": 2, "many_clients": [5, 20], "seed": 3}],
