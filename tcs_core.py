@@ -8,7 +8,8 @@ Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
             -> server: average -> update_D -> theta_D
 
 Alg. 2 is `TCS.observe` (line 5), `Federation.play` (6) and `.difference` (7), `Compressor.client`
-(lines 9 to 13; Alg. 3, 10 to 14) and `.server` (15, 16; Alg. 3, 16, 17); schedules: see `Phase`.
+(lines 9 to 13; Alg. 3, 10 to 14), in it `MaskRule.local_mask` (10), and `.server` (15, 16; Alg. 3,
+16, 17); schedules: see `Phase`.
 
 Contents
      1 schemes                           7 the compressor (Alg. 2)
@@ -45,8 +46,8 @@ Differences from the paper
      6. Layer-wise fairness: phi^max with ">=" in the paper means phi^min. A layer is one parameter
         tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win. The
         published code takes the fair shared mask from the weights ("-WLF", "-WPLF").
-     7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max]; u_min is the smallest
-        NON-ZERO magnitude; zeros take the last interval's code and do not enter its mean.
+     7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max], the last with u_min,
+        the smallest NON-ZERO magnitude; zeros take its code and do not enter its mean.
      8. The position code's blocks hold not 1/phi entries but a power of two near it, the one with
         the shortest code: ceil(log2(1/phi)) bits inside a block of 1/phi would waste up to one.
      9. Batch norm's running statistics never influence training; the clients' are averaged only
@@ -71,7 +72,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -356,9 +357,11 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
             means_P = edge * (torch.arange(intervals, device=edge.device) + 0.5)
             return (interval_K + intervals * (values_K < 0)).int(), means_P
 
-    It maps finite values (K,) float32 and P = 2^(q-1) to codes (K,) int32, which interval and plus
-    P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0. In static rounds
-    the host may look at none of its values. ValueError for a letter taken or a name of the core's.
+    It maps finite values (K,) float32, one or more, and P = 2^(q-1) to codes (K,) int32, which
+    interval and plus P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0.
+    In static rounds the host may look at none of its values. The suffix is for what clients send;
+    the field `down_quantizer` for what the server sends. ValueError for a letter taken or a name of
+    the core's.
     """  # fmt: skip
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
@@ -828,9 +831,12 @@ class Message:
         """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
-        codes, means = QUANTIZERS[quantizer](intended_K, _intervals(value_bits))
+        intervals = _intervals(value_bits)
+        codes, means = intended_K.int(), intended_K.new_zeros(intervals)
+        if len(intended_K):
+            codes, means = QUANTIZERS[quantizer](intended_K, intervals)
         got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
-        fit = torch.int32, tuple(intended_K.shape), torch.float32, (_intervals(value_bits),)
+        fit = torch.int32, tuple(intended_K.shape), torch.float32, (intervals,)
         if got != fit:
             raise ValueError(f"quantizer {quantizer}: got {got}; allowed: {fit}, codes and means")
         return Message(_dequantize(codes, means), positions, sender, round, codes, means)
@@ -1341,7 +1347,8 @@ class ByteLink(Link):
     """Every message becomes bytes and is decoded before it is used.
 
     A client's message that can't be accepted raises MessageError or, with `on_bad` "skip", is left
-    out: the average is over the others, and the client keeps all that it meant to send.
+    out: the average is over the others, and the client keeps all that it meant to send (of a dense
+    scheme, which keeps no errors, it is lost).
     `channel(sender, data)` is what the network makes of the bytes: a transport, or an attack.
     """
 
@@ -1491,7 +1498,8 @@ class MaskRule:
     def own_count(self, shared_K: Tensor) -> int | None:
         """How many positions `local_mask` gives, which both sides know; None if that is open.
         Where nothing is shared yet, a client sends k_global more."""
-        return self.k_local + (0 if len(shared_K) else self.k_global)
+        wanted = self.k_local + (0 if len(shared_K) else self.k_global)
+        return min(wanted, self._dimension - len(shared_K))  # of a small DDP bucket all is shared
 
     def server_mask(self, intended_D: Tensor, shared_K: Tensor) -> Tensor:
         """The server's own mask in the downlink, for a scheme with a phi_down."""
@@ -1579,8 +1587,11 @@ class TCS(MaskRule):
         """Of a mask that has become too large, the entries that were largest stay."""
         super().widen(times)
         if self.positions is not None and len(self.positions) > self.k_global:
-            largest = top_k_positions(self.magnitudes, self.k_global)
-            self.positions, self.magnitudes = self.positions[largest], self.magnitudes[largest]
+            last_D = torch.zeros(self._dimension, device=self._device)
+            last_D[self.positions] = self.magnitudes
+            fair = self._scheme.phi_min_global
+            self.positions = self.select(last_D, self.k_global, fair, None, "widen")
+            self.magnitudes = last_D[self.positions]
 
     def global_mask(self) -> Tensor | None:
         sparse_start = self.positions is None and not self._scheme.dense_warmup
@@ -1610,6 +1621,8 @@ class Compressor:
     """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
 
     A round is `open`, then `client` for each that takes part, then `server`; `step` is all three.
+    `layer_sizes` are the numbers of entries of the parameter tensors, D in all; `device` is where
+    differences come from and state lies; all sides give the same `seed`, for rand-K's masks.
     `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none. N
     counts the clients of this process, `own`, as `link` has them (section 6); most often all.
     `server_errors_D` (D,), if the downlink is compressed, is what the clients have not.
@@ -1633,7 +1646,7 @@ class Compressor:
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
         self.use(Host())
         rows, down = len(self.own) * (not scheme.dense), self.dimension * scheme.compresses_downlink
-        self.errors_ND = torch.zeros(rows, self.dimension, device=device)
+        self.errors_ND = _zeros(rows, self.dimension, device)
         self.server_errors_D = torch.zeros(down, device=device)
         self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
@@ -1654,8 +1667,8 @@ class Compressor:
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
         dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
-        changed, for deltas or clients that can't be used. In the middle of a round, which can't go
-        on then: NotFiniteError for sums that overflow, MessageError for messages.
+        changed in this process, for deltas or clients that can't be used. In the middle of a round,
+        which can't go on then: NotFiniteError for sums that overflow, MessageError for messages.
 
         Of this last round `bits_up` is one client's average message and `bits_down` the server's,
         in bits of code; `bytes_up`, of all clients, and `bytes_down` have the overhead too.
@@ -1695,7 +1708,8 @@ class Compressor:
         """Client n's side of a round, Alg. 2 lines 9 to 13: its difference (D,) to its message.
 
         Returned is what the server has, None if it was refused; the rest stays in the client's
-        errors (of a dense round all, until `server`). Raises NotFiniteError for sums that overflow.
+        errors (of a dense round all, until `server`). A difference has to be finite: `step` and
+        `Federation` see to that. Raises NotFiniteError for sums that overflow.
         """
         delta_D = delta_D.detach()
         if self.scheme.dense:  # nothing is ever left to send
@@ -1821,12 +1835,19 @@ class Compressor:
         self.round = int(state["round"])
 
 
+def _zeros(rows: int, dimension: int, device: Any) -> Tensor:
+    """(rows, dimension); on a CPU memory is taken only where it is written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(rows, dimension, device=device)
+    return torch.from_numpy(np.zeros((rows, dimension), np.float32))
+
+
 def restore_(own: dict[str, Tensor], state: dict[str, Any], inner: Callable[[], None]) -> None:
     """A state's tensors into `own`, after `inner`, what lies inside; ValueError, with nothing
     changed, names one that has another shape, or is missing."""
     for key, tensor in own.items():
         got, allowed = tuple(getattr(state.get(key), "shape", ())), tuple(tensor.shape)
-        if got != allowed:
+        if got != allowed or state.get(key) is None:
             raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
     inner()
     for key, tensor in own.items():
@@ -1876,14 +1897,20 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Federation:
     """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
 
-    `model` is any module with float32 parameters; `feed` a list of one iterable a client, or a
-    `Feed`; `loss(model, batch)` a scalar. `schedule` is the learning rate, or gives that of a round
-    or its `Phase`. `weights` are the clients' shares of the average, equal without; `link` says how
-    messages travel. `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
+    `model` is any module with float32 parameters; it is trained in place, its parameters become
+    views of `theta_D`. `feed` is a list of one iterable a client, or a `Feed`; its batches have to
+    be on the model's device. `loss(model, batch)` is a scalar. Local steps are those of plain SGD;
+    `schedule` is their learning rate, or gives that of a round or its `Phase`, and `weight_decay`
+    times the parameters is added to each gradient. `weights` are the clients' shares of the
+    average, equal without; `seed` is for rand-K's masks; `link` says how messages travel.
+    `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
 
     `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
     process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds made, are the state.
-    Evaluate with all clients' statistics: flat.use(flat.statistics_views(statistics_NS.mean(0))).
+    Other buffers than batch norm's are the model's: clients share them, one after the other.
+    Evaluate after `model.eval()`, with the statistics of the clients of the last round averaged:
+    flat.use(flat.statistics_views(statistics_NS[active].mean(0))); `round` undoes both. (Where
+    clients live in several processes, `statistics_NS` has the rows of these here, `own`, alone.)
     Raises ValueError for a model or feed that can't be used.
     """
 
@@ -1988,15 +2015,18 @@ class Federation:
                 theta_D.copy_(self.start_D)
         return gradient_D
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the state, but for the compressor's."""
+        own = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS} | self.flat.buffers()
+        return own if self.momentum_D is None else own | {"momentum_D": self.momentum_D}
+
     def state_dict(self) -> dict[str, Any]:
-        state = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS, "t": self.t}
-        state |= {"active": self.active, "compressor": self.compressor.state_dict()}
-        return state if self.momentum_D is None else state | {"momentum_D": self.momentum_D}
+        state = self.tensors() | {"t": self.t, "active": self.active}
+        return state | {"compressor": self.compressor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS}
-        own |= {} if self.momentum_D is None else {"momentum_D": self.momentum_D}
-        restore_(own, state, lambda: self.compressor.load_state_dict(state["compressor"]))
+        inner = partial(self.compressor.load_state_dict, state["compressor"])
+        restore_(self.tensors(), state, inner)
         self.active, self.t = list(state["active"]), int(state["t"])
 
 
@@ -2029,7 +2059,7 @@ class StaticHost(Host):
         return static_top_k(magnitudes_D, k), 0.0
 
     def check_finite(self, values: Tensor, client: int) -> None:
-        finite = values.sum().isfinite()
+        finite = values.sum(dtype=torch.float64).isfinite()  # no sum of float32 overflows that
         self.finite[client] = self.finite[client] & finite if client in self.finite else finite
 
     def places(self, mask_D: Tensor) -> None:
@@ -2223,8 +2253,9 @@ class FlatModel:
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
         """(D,) as tensors of the parameters' shapes, sharing memory; convolutions channels last."""
-        parts = flat_D.split(self.layer_sizes)
-        return [_as_shape(part, p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        kernels = {id(m.weight) for m in self.model.modules() if type(m) is nn.Conv2d}
+        parts = zip(flat_D.split(self.layer_sizes), self.parameters, strict=True)
+        return [_as_shape(part, p.shape, id(p) in kernels) for part, p in parts]
 
     def statistics_views(self, statistics_S: Tensor) -> list[Tensor]:
         """(S,) as mean and variance of every batch norm in turn, sharing memory."""
@@ -2239,14 +2270,21 @@ class FlatModel:
         for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
             norm._buffers["running_mean"], norm._buffers["running_var"] = next(views), next(views)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """What a model's state has besides parameters and batch norms'; clients share it."""
+        norms = {id(b) for m in self.norms for b in m.buffers()}
+        named = {f"buffer {k}": b for k, b in self.model.state_dict(keep_vars=True).items()}
+        others = {k: b for k, b in named.items() if not isinstance(b, nn.Parameter)}
+        return {k: b for k, b in others.items() if isinstance(b, Tensor) and id(b) not in norms}
+
     def statistics(self) -> Tensor:
         """The model's batch-norm running means and variances, (S,)."""
         parts = [s for m in self.norms for s in (m.running_mean, m.running_var)]
         return torch.cat([self.theta_D.new_empty(0), *parts])
 
 
-def _as_shape(part: Tensor, shape: torch.Size) -> Tensor:
-    if len(shape) != 4:
+def _as_shape(part: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
+    if not channels_last:
         return part.view(shape)
     return part.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
 
@@ -2272,8 +2310,10 @@ class TCSState:
     `state_dict`; load it before the first step, into the same model with the same bucket_cap_mb.
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
-    bf16_compress_wrapper(tcs_hook) halves the bits. A gradient that is not finite becomes NaN on
-    every rank, so that all GradScalers skip the step; errors and masks stay as they were.
+    bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
+    finite becomes NaN on every rank, so that all GradScalers skip the step; its bucket's errors and
+    mask stay as they were. Errors are in the units of the gradients that DDP hands over: where a
+    GradScaler changes its scale, they count by the old one.
     Raises ValueError for a share, or start_iter, that is none.
     """  # fmt: skip
 
@@ -2412,9 +2452,10 @@ class _CastLink(Link):
     dtype = torch.float32
 
     def send_up(self, message: Message) -> Message:
-        shared, values = len(self.agreed.shared_K), message.values
-        most = torch.finfo(self.dtype).max  # of float16, 65504
-        cast = values[:shared].clamp(-most, most).to(self.dtype).float()
+        shared = len(self.agreed.shared_K)
+        most = min(torch.finfo(kind).max for kind in (self.dtype, torch.float32))  # float16: 65504
+        values = message.values.clamp(-most, most)
+        cast = values[:shared].to(self.dtype).float()
         return dataclasses.replace(message, values=torch.cat([cast, values[shared:]]))
 
 

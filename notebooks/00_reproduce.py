@@ -19,7 +19,7 @@
 #
 # There it calls [08_tables_and_curves](08_tables_and_curves.ipynb) through papermill once for each table. The whole result is shown on one page.
 #
-# *Run time*: seconds as it stands, five minutes or more in `quick`. *Read before*: README.
+# *Run time*: seconds as it stands, three to seven minutes in `quick` on two cores. *Read before*: README.
 
 # %%
 import io

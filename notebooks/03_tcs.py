@@ -131,7 +131,7 @@ print(inspect.getsource(tcs.Compressor._average))
 # %% [markdown]
 # And the two masks: the next shared one from every update, and $S_{top}$ itself. For a local mask
 # `excluded_D` is $m_{global}$, whose places are out of the running, so the two never overlap. (`floor`,
-# from the round before, is for speed only.)
+# from the round before, is for speed only; `warmup_masks` and `shared_from` belong to other schemes.)
 
 # %%
 print(inspect.getsource(tcs.TCS.observe))
@@ -277,9 +277,8 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# The measured line is far above $K/D$ in every round: masks are correlated in time. That
-# important places hardly change, as the paper assumes, is more than we see: most of the mask is new in
-# nearly every round. And the second line follows the first, somewhat below it.
+# The measured line is far above $K/D$ in every round. But $K/D$ is beaten by any two masks with the same layers: what counts as
+# correlation in time is how far the measured line is above the second one. And most of the mask is new in nearly every round.
 # At this scale most of the overlap says *which layers* hold the large entries ([notebook 04](04_layerwise_fairness.ipynb) shows them), a smaller part says *which entries*.
 #
 # ## What the local mask finds, round by round
@@ -481,13 +480,13 @@ explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
 print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the mask {others:.1f}")
 
 # %% [markdown]
-# On average a client has several times the round's difference waiting at a place that somebody explores,
+# On average a client has a few times the round's difference waiting at a place that somebody explores,
 # still so at the mask's newcomers, where all clients now send it, and by construction nothing where the
 # mask has been for longer (unless values are quantized): such a place has only one round's difference to
 # send, is outdone by the next piles, and falls out. Where, as in the paper, $N K_{local} = K_{global}$,
 # the clients together can propose a whole new mask in every round.
 #
-# So $m_{local}$ does mostly the second of the two jobs that the paper gives it (Sec. I-E): it
+# So in this run $m_{local}$ does much of the second of the two jobs that the paper gives it (Sec. I-E): it
 # picks up places that are important *for the moment*, because their error has grown. Exploration and the
 # emptying of errors share the same few positions.
 #
@@ -495,8 +494,7 @@ print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the m
 #
 # Exact, for any parameters: the bound on the server's message, clients explore at most $N K_{local}$ places, and without
 # a local mask there is one mask for ever. Measured, with wide margins because training differs a little
-# between machines: dense masks overlap at least 5 times more than chance (not testable where chance is a
-# fifth or more), and full TCS ends with a training loss lower by more than 0.02 than without either part.
+# between machines: dense masks overlap more than their layers explain, and full TCS ends with a training loss lower by more than 0.02 than without either part.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -505,8 +503,8 @@ claim("the server's message keeps its bound", largest["TCS"] <= bound,
       f"at most {largest['TCS']} of {bound} entries")  # fmt: skip
 claim("clients explore at most N · K_local places", int(explored_T.max()) <= clients * k_local)
 claim("without a local mask there is one mask for ever", places == k_global, f"{places} places")
-claim("dense masks overlap 5 times more than chance", measured > 5 * chance if chance < 0.2 else None,
-      f"{measured:.2f}, chance {chance:.2f}")  # fmt: skip
+claim("dense masks share more than their layers explain", measured > float(by_layer_T.mean()),
+      f"{measured:.2f}, layers known {by_layer_T.mean():.2f}")  # fmt: skip
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,
           f"{final['TCS']:.2f} against {final[name]:.2f}")  # fmt: skip
@@ -517,20 +515,18 @@ for name in ("no local mask", "no error accumulation"):
 # %%
 at_two, quiet = (float(overlaps(masks[n], 2).mean()) for n in ("TCS", "no error accumulation"))
 ratio = float(shares["top-K"].mean() / shares["TCS"].mean())
-slow = lab.decided(at_two - 0.5, 0)  # most of a mask still there two rounds later
-noise = 2 * (0.5 / test_samples) ** 0.5  # two standard errors of a difference, at most
-gap = {n: lab.decided(runs["TCS"]["accuracy"] - runs[n]["accuracy"], noise)
-       for n in ("dense (FedAvg)", "top-K")}  # fmt: skip
 by_layer = float(by_layer_T.mean()) / measured
+often = (len(masks["TCS"]) - 1) * k_global / dimension
 display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
-- Important positions are correlated in time: dense masks share {measured:.0%} of their places
-  with the round before, chance would give {chance:.0%}.
+- Dense masks share {measured:.0%} of their places with the round before. Masks with the same layers would share
+  {by_layer_T.mean():.0%} by chance, any two masks {chance:.0%}.
 - The server's message has at most {bound} entries in every round; top-K's is {ratio:.1f} times as large on average.
-- **{slow}:** the mask of TCS changes slowly. {turnover:.0%} of it is new in a round on average, and masks two
-  rounds apart share {at_two:.0%}; without error accumulation they share {quiet:.0%}.
-- **{gap["dense (FedAvg)"]}:** dense accuracy at this φ; **{gap["top-K"]}:** more than top-K's. TCS ends at
-  {runs["TCS"]["accuracy"]:.0%}, top-K at {runs["top-K"]["accuracy"]:.0%}, dense training at
-  {dense["accuracy"]:.0%}, after {len(masks["TCS"]) - 1} sparse rounds (one run of each, noise {noise:.0%}).
+- Of TCS's own mask {turnover:.0%} is new in a round, and masks two rounds apart share {at_two:.0%}; without error
+  accumulation they share {quiet:.0%}. That says nothing about the paper's assumption: where $N K_{{local}}$ is as
+  large as $K_{{global}}$, errors alone can exchange the mask. [13_evidence](13_evidence.ipynb) judges it on dense updates.
+- TCS ended at {runs["TCS"]["accuracy"]:.0%}, top-K at {runs["top-K"]["accuracy"]:.0%}, dense training at
+  {dense["accuracy"]:.0%}: one run of each, which decides nothing. In {len(masks["TCS"]) - 1} sparse rounds an entry got to be
+  sent {often:.1f} times on average (rounds × φ_global); in the paper it is 234. So this says how fast a scheme starts.
 - What surprised us: with the layers known, chance already gives {by_layer:.0%} of the overlap; that much of the
   correlation in time is a correlation by layer.
 """))  # fmt: skip

@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
 import torch
-from annotated_types import Ge, Le, Len
+from annotated_types import Ge, Le, Len, Lt
 from IPython.display import Markdown, display
 
 import tcs_core as tcs
@@ -57,7 +57,8 @@ seed = 0  # of the random positions
 # %%
 lab.check_notebook_params(globals())
 claim = lab.Claims(globals(), "ad2c29")  # asserted for the values above, said for others
-kinds = dict.fromkeys(("phi", "phi_smallest", "phi_largest"), lab.Share) | {"dimension": lab.Count}
+counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Share, Lt(1)])
+kinds = {"phi": lab.Share, "dimension": lab.Count} | counted
 kinds |= {"measured_dimension": Annotated[int, Ge(1000)], "phi_steps": Annotated[int, Ge(2)]}
 lab.check_values(globals(), **kinds, seed=lab.Seed)
 inside = Annotated[list[Annotated[int, Ge(1), Le(dimension)]], Len(1)]  # counted from one
@@ -349,7 +350,7 @@ names = ["TCS", "top-K", "TCS-Q5", "top-K-Q5"]
 display(Markdown(lab.markdown(pd.DataFrame([position_share(name) for name in names]))))
 
 # %% [markdown]
-# That is the reason for both halves of the paper: once values take 5 bits, positions are most of
+# That is why the paper's shared mask and its 5-bit values go together: once values take 5 bits, positions are most of
 # top-K's budget but a small part of TCS's. A plain index hurts top-K-Q5 most.
 #
 # ## What the code does not do

@@ -127,8 +127,8 @@ for function in (tcs.interval_edges, tcs._fractional, tcs._sums):  # in tcs.frac
     print(inspect.getsource(function))
 
 # %% [markdown]
-# Two departures from the paper's text: intervals are half open, so that each value has exactly one,
-# and $u_{min}$ is the smallest magnitude that is not zero, because a zero would make $\sigma=0$.
+# Two departures from the paper's text: intervals are half open, and the last one holds $u_{min}$ too, so that each value has
+# exactly one; and $u_{min}$ is the smallest magnitude that is not zero, because a zero would make $\sigma=0$.
 
 # %%
 codes, means = tcs.fractional_quantize(u, P)
@@ -327,8 +327,9 @@ display(Markdown(lab.markdown(text)))
 # %% [markdown]
 # There are two different winners. For the message as a whole (left), *uniform* is ahead from two bits on: the
 # large values carry nearly all of the norm, and it cuts them finely. For the small values (right)
-# fractional quantization is ahead, because uniform intervals swallow everything below the first step;
-# natural quantization is the worst with one or two bits, as good as fractional with four or five, and stops
+# fractional quantization is ahead with two or three bits a value, and again from about six on; uniform intervals swallow everything
+# below the first step. In between natural quantization does as well or better for its bits: these messages are short, so that the
+# means of fractional quantization weigh. Natural quantization is the worst with one or two bits, and stops
 # improving once its powers of two cover the range. At q = 1 there is one interval: fractional quantization
 # *is* the scaled sign.
 #
@@ -352,7 +353,7 @@ print((100 * trim).round(1).astype(str).add(" %").to_string())
 
 # %% [markdown]
 # A smaller error at the price of a few values. (A real code would need a symbol for
-# "zero"; here it only shows what one outlier costs.)
+# "zero"; here it only shows what a few very small values cost.)
 #
 # ## Edge cases
 #
@@ -440,7 +441,7 @@ for q in sorted({3, value_bits} & set(compared_bits)):
 # %% [markdown]
 # The bound holds and cannot be improved. It does not make this quantizer the best one: at equal bits a
 # plain uniform quantizer leaves a smaller error of the whole message on these values, while fractional
-# quantization keeps the *small* values in proportion, which is what the paper asks for (fairness among
+# quantization (and, from four bits on, natural) keeps the *small* values in proportion, which is what the paper asks for (fairness among
 # layers). Which of the two trains better is a question for a long run, not for this notebook; error
 # accumulation repairs a good part of either error.
 #

@@ -156,7 +156,8 @@ class Peek(tcs.TCS):
 # %% [markdown]
 # It trains, and its bits look like TCS's, but they are wrong: the secret was never paid for. The test is
 # a **replay**. A copy of the rule, made before the first round, is shown the updates and nothing else,
-# like a server or a client that joins. If it knows the mask in every round, nothing is hidden.
+# like a server or a client that joins. If it knows the mask in every round, the shared mask needs nothing hidden. (It can't see what
+# one client's `local_mask` learns from another client.)
 
 
 # %%
@@ -168,14 +169,20 @@ def federation_of(name: str) -> lab.Training:
 
 
 # %%
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Of a mask that a rule gave, as booleans or as positions."""
+    return (tcs.mask_to_positions(mask) if mask.dtype == torch.bool else mask).cpu()
+
+
 def follow(name: str) -> pd.DataFrame:
     """Per round: does a copy that sees only updates know the mask; how much of it stays."""
     federation, rows, last = federation_of(name), [], torch.empty(0)
     compressor, outsider = federation.compressor, copy.deepcopy(federation.compressor.rule)
+    outsider._theta_D = compressor.rule._theta_D  # the weights, which all sides have
     for epoch in range(federation.config.warmup + 1):
         for update_D in federation.rounds(epoch):
             outsider.observe(update_D)
-            mask, guess = (rule.global_mask().cpu() for rule in (compressor.rule, outsider))
+            mask, guess = (positions(rule.global_mask()) for rule in (compressor.rule, outsider))
             row = {"dense": compressor.last_dense, "known": torch.equal(mask, guess)}
             rows.append(row | {"stay": 100 * torch.isin(mask, last).float().mean().item()})
             last = mask
@@ -216,7 +223,7 @@ plt.show()
 #
 # From here on it is notebook 08: plan, run, summary, figure. A record is reused if its configuration is
 # the same, and for an own scheme the code of its methods is part of that: edit the class, and its runs
-# are made again.
+# are made again. What a method calls outside its class is *not* part of it: put it into the class, or rename the scheme.
 
 # %%
 configs = lab.plan(params | {"schemes": own + beside})
@@ -269,13 +276,14 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## What to keep in mind
 #
 # - **No hidden information.** The shared mask may depend on updates, a seed and the round number, on nothing
-#   that a client keeps. Run `follow` on every new rule.
+#   that a client keeps. Run `follow` on every new rule; it tests the shared mask.
 # - **One object serves all clients.** What `local_mask` stores is seen by the next client: a leak.
 # - **Local and global masks must not overlap**: the core refuses entries that would be sent twice.
 #   `select(…, excluded=…)` takes care; a mask of booleans needs `mask[shared_K] = False`.
 # - **Random masks** are drawn from `self._seed` and a counter, as `tcs.RandK` does, never from
 #   `torch.rand`: both sides must draw the same.
-# - **State** in attributes without a leading underscore is saved, so an interrupted run resumes exactly.
+# - **State**: tensors and numbers in attributes without a leading underscore are saved, so an interrupted run resumes exactly. Lists,
+#   dicts and generators are not: keep a history as a tensor, and random draws as a counter.
 # - **Declare the shares you keep.** The formula believes them; the counted bits do not.
 # - **Values of your own** are a function with `tcs.register_quantizer`; `help` on it shows one of four lines.
 #
@@ -330,8 +338,8 @@ for name in ("TCS", "TCS-Average"):
 # counts on masks that change slowly, and how calm it gets with one line of memory. Whether calm is better
 # is another question: try the command at the top.
 #
-# Next: put a family of your own into `schemes` of [notebook 08](08_tables_and_curves.ipynb), in any table
-# and profile; [00_reproduce](00_reproduce.ipynb) makes the rest of the paper.
+# For another table or profile change `files` and `profile` above; for [notebook 08](08_tables_and_curves.ipynb) copy the class into a
+# cell of it, since a name is known only where it was registered. Next: [00_reproduce](00_reproduce.ipynb) makes the rest of the paper.
 
 # %%
 made = records[0]["provenance"]

@@ -22,9 +22,9 @@
 # | `-M<q>` | Lloyd and Max's quantizer with q bits, in the place of `-Q<q>` | |
 # | `-E<n>` | a client's own mask has n thousandths of all entries | |
 # | `-K<n>` | all masks n times smaller | |
-# | `-D<q>` | the way down masked like one client's way up, in q bits, with errors kept at the server | |
+# | `-D<q>` | the way down has the shared mask and one of the server's own (0.4 φ_global), in q bits by Lloyd and Max, errors kept at the server | |
 # | `-NW`, `-W<n>` | no dense warm-up; one with masks n times as large | |
-# | `++` | `-D2`, `-NW` and `+` together | |
+# | `++` | `-D2` and `+`, and `-NW` unless the name has `-W` | |
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*:
 # [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
@@ -449,6 +449,7 @@ plt.show()
 # Runs with the same seed share their start, partition and order of samples, so differences are taken
 # seed by seed, with Student's 95 % interval for the *mean* difference. *No loss* holds if the whole
 # interval is above minus half a point (`no_loss`); *not decided* means that the seeds at hand cannot tell.
+# No loss is against the paper's shortest scheme alone, which itself ends below dense training (FedAvg) in trainings as short as these.
 # The last columns: megabytes until `target` is reached, and what they take on each link.
 
 

@@ -216,8 +216,8 @@ print(f"{sum(case['same'] for case in cases + jumps)} of {len(cases + jumps)} id
       f"found at the floor, at half of it, among all: {np.bincount([j['tried'] for j in jumps])}")  # fmt: skip
 
 # %% [markdown]
-# Downward jumps end among all entries, upward ones among many candidates: slower, and never wrong. The
-# new threshold is the next floor, so one jump costs one slow selection.
+# Small downward jumps are found at half of the floor, larger ones among all entries, upward ones among many candidates: slower, and
+# never wrong. The new threshold is the next floor, so one jump costs one slow selection.
 #
 # ## A small measurement
 #
@@ -373,8 +373,7 @@ _ = report("round", draw_round, tell_round, judge_round)
 #
 # What no part explains fills the bar up to the black mark. A mark left of its
 # bar's end is a negative rest: that round took less time than its parts by themselves. A rest of either
-# sign says little where it is no larger than what the same passes differ by from case to case: a tenth, in the
-# record of two cores.
+# sign says little where it is smaller than the whiskers, which span the quartiles.
 #
 # ## Compression against the memory
 #
@@ -539,8 +538,8 @@ display(Markdown(f"**Calculated, not measured:**\n\n{lab.markdown(pd.DataFrame(p
 # between kernels (the CUDA graph hides most); evaluation; and that the warm-up is dense.
 #
 # That is a static round, which never stops for the host: fake tensors hold it in the tests. An *eager* sparse round of TCS does so
-# 6 times a client (is it finite? which are the candidates?) and 5 times at the server, each time with an empty queue; a step of the
-# DDP hook 11 times a bucket, and 5 times and once a rank for its messages' bytes. `tests/core/test_host_reads.py` counts them.
+# 6 times a client (is it finite? which are the candidates?) and 5 times at the server, each time with an empty queue. A step of
+# the DDP hook looks at values 11 times a bucket; and it copies bytes to the host 5 times, and once more for every rank. `tests/core/test_host_reads.py` counts them.
 #
 # ## Claim
 #

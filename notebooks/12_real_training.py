@@ -316,7 +316,8 @@ print(f"the runs themselves, on one machine: {took}")
 # errors, and the selection. Where bytes cost nothing, as on one machine, there is nothing to gain.
 #
 # The federation of the other notebooks runs on real processes too: `uv run torchrun --nproc-per-node 4 -m
-# tcs_lab run …` gives the same records, bit for bit. Next: [13_evidence](13_evidence.ipynb), what of the
+# tcs_lab run …` gives the same records: bit for bit if one process lets its clients take turns, too (`--set side_by_side=false`; large
+# nets always do), else to rounding. Next: [13_evidence](13_evidence.ipynb), what of the
 # paper holds.
 
 # %%

@@ -58,7 +58,7 @@ folder = lab.results_folder(evidence)
 #
 # For each setting, every value with everything else as in the profile. The value that is the base's
 # own is the same run in all settings, and is made once; where a table of the paper has the same run,
-# its record is used. A record counts whatever its seed, up to 99.
+# its record is used. Seeds up to 99 are looked for; a row counts those that every value of its setting has.
 
 # %%
 if make:
@@ -233,7 +233,7 @@ draw("clients")
 # still serve clients whose data differ? The size of what a client sends cannot depend on it; what the
 # server sends can, being the union of all that the clients found.
 #
-# What is lost is not TCS's alone: every client normalizes with its own batches' statistics, and one with
+# What is lost need not be TCS's alone: every client normalizes with its own batches' statistics, and one with
 # few classes has others than the averaged model is tested with. Dense federated averaging was not run
 # beside it, so how much of a loss is sparsification's cannot be told from this figure.
 
@@ -346,8 +346,7 @@ display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "nothing to cho
 # *Points* and *MB* compare the value that is chosen (or the worst) with the most accurate one. The
 # rule counts bytes alone: more epochs cost computing, too. Values of a setting are compared over the seeds
 # that all of them have. Where the most accurate value is the last one tried ($\phi_{local}$, $\phi_{global}$, η,
-# few clients), the best may lie beyond; and the largest masks here send more than plain top-K does for the
-# same accuracy. Mind n: with one trial a value can be best
+# few clients), the best may lie beyond. Mind n: with one trial a value can be best
 # by luck, and even with three the best of four is a little flattered. Each setting was varied alone:
 # two choices together were not tried.
 #

@@ -59,7 +59,8 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
         band = mean - deviation, mean + deviation
         axes.fill_between(mean.index, *band, color=style["color"], alpha=0.12, linewidth=0)
         ends += [(name, mean.index[-1], mean.iloc[-1], style["color"])] if len(mean) else []
-    axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
+    figure.suptitle(title)  # of all the width: names stand beside the axes
+    axes.set(xlabel="epoch", ylabel="test accuracy (%)")
     axes.grid(alpha=0.25)
     axes.locator_params(axis="x", integer=True)
     label_ends(axes, ends)

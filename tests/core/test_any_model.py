@@ -1,5 +1,6 @@
 """Section 8 with what a user brings: any model, any loss, batches from anywhere."""
 
+import copy
 import math
 
 import pytest
@@ -215,6 +216,48 @@ def test_a_restored_federation_goes_on_the_same(scheme):
         assert torch.equal(one.round(), two.round())
     assert torch.equal(one.theta_D, two.theta_D)
     assert torch.equal(one.statistics_NS, two.statistics_NS)
+
+
+def with_buffers():
+    torch.manual_seed(1)
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16))
+    return nn.Sequential(first, nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def test_buffers_that_are_not_batch_norms_are_restored_too():
+    """Spectral norm goes on from vectors of its own."""
+    feed = [batches(3, seed) for seed in range(2)]
+    one, two = (tcs.Federation(with_buffers(), feed, "TCS", 0.05, loss=mse) for _ in range(2))
+    for _ in range(3):
+        one.round()
+    saved = {key: copy.deepcopy(value) for key, value in one.state_dict().items()}
+    assert sum(key.startswith("buffer ") for key in saved) == 2
+    for _ in range(3):
+        one.round()
+    two.load_state_dict(saved)
+    for _ in range(3):
+        two.round()
+    assert torch.equal(one.theta_D, two.theta_D)
+    theta_D = two.theta_D.clone()
+    with pytest.raises(ValueError, match=r"buffer 0\.parametrizations\.weight\.0\._u: got shape"):
+        two.load_state_dict({key: v for key, v in saved.items() if not key.endswith("_u")})
+    assert torch.equal(two.theta_D, theta_D)
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x):
+        rows = self.weight.view(self.weight.size(0), -1)  # what channels last would not allow
+        weight = (rows - rows.mean(1, keepdim=True)).view_as(self.weight)
+        return self._conv_forward(x, weight, self.bias)
+
+
+def test_a_kernel_that_is_looked_at_as_rows_stays_as_it_was():
+    torch.manual_seed(1)
+    model = nn.Sequential(Standardized(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    batch = torch.randn(2, 3, 6, 6), torch.tensor([0, 3])
+    made = tcs.Federation(model, [[batch]], "TCS", 0.1)
+    made.round()
+    assert model[0].weight.is_contiguous() and torch.equal(made.theta_D[108:], model[0].bias)
 
 
 def test_the_trained_model_loads_into_an_ordinary_one():

@@ -1,5 +1,8 @@
 """Section 7: the compressor against an independent slow reference, and its invariants."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -323,3 +326,18 @@ def test_a_dense_uplink_may_have_a_compressed_downlink():
         meant_D = deltas_ND.mean(0) + before_D
         torch.testing.assert_close(update_D + compressor.server_errors_D, meant_D)
     assert compressor.bits_up == 32000 and compressor.bits_down == 2 * 1000 + 32 * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc, which is Linux's")
+def test_errors_take_memory_only_where_they_are_written():
+    """A thousand clients of which few take part need the errors of these few."""
+
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    compressor = tcs.Compressor("TCS-NW", [500_000], 300)  # 600 MB
+    compressor.step(torch.ones(1, 500_000).expand(300, -1), clients=[7])
+    assert compressor.errors_ND.nbytes == 600_000_000 and resident() - before < 150_000_000
+    assert compressor.errors_ND[7].any() and not compressor.errors_ND[6].any()

@@ -116,6 +116,20 @@ def test_a_quantizer_registered_twice_is_the_second(uniform):
     assert len(tcs.SUFFIXES) == suffixes and tcs.QUANTIZERS["uniform"] is other
 
 
+def test_a_quantizer_of_ones_own_never_sees_an_empty_message(uniform):
+    class Nothing(tcs.TopK):
+        def own_count(self, shared_K):
+            return None
+
+        def local_mask(self, intended_D, shared_K):
+            return torch.empty(0, dtype=torch.int64)
+
+    tcs.register_scheme("Nothing", phi_global=None)(Nothing)
+    compressor = tcs.Compressor("Nothing-U3", [4], 1, link=tcs.ByteLink())
+    assert compressor.step(torch.ones(1, 4)).tolist() == [0.0] * 4
+    assert compressor.errors_ND.tolist() == [[1.0] * 4] and compressor.bits_up == 4 * 32
+
+
 @pytest.mark.parametrize(
     "wrong",
     [lambda v, n: (v, torch.ones(n)), lambda v, n: (v.int(), torch.ones(n, dtype=torch.float64)),

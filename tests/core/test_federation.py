@@ -210,6 +210,19 @@ def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them(data):
     assert torch.equal(next(one.rounds(1)), next(other.rounds(1)))
 
 
+def test_the_masks_that_stay_after_a_wide_warm_up_are_fair_to_layers():
+    """Every layer keeps its minimum, though all large entries are in one."""
+    scheme = tcs.Scheme.named("TCS-LF-W8", phi_min_global=0.005)
+    rule = tcs.TCS(scheme, [300, 200, 500])
+    rule.widen(8)
+    update_D = torch.linspace(-1, 2, 1000)
+    rule.observe(update_D)
+    rule.widen(1)
+    mask_D = tcs.positions_to_mask(rule.positions, 1000)
+    assert [int(part.sum()) for part in mask_D.split([300, 200, 500])] == [2, 1, 7]
+    assert torch.equal(rule.magnitudes, update_D[rule.positions].abs())
+
+
 def linear_federation(model, batches, scheme="TCS"):
     return tcs.Federation(model, [batches] * 2, scheme, 0.1)
 

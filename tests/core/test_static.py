@@ -197,3 +197,14 @@ def test_a_sum_that_overflows_at_the_server_is_named_there():
         made.compressor.errors_ND[:, shared_K[:1]] = 3e38
         with pytest.raises(tcs.NotFiniteError, match=r"^server: "):
             made.round() if played == "eager" else tcs.StaticRounds(made, 1).play(range(1, 2))
+
+
+def test_large_differences_whose_sum_overflows_are_finite():
+    """Eager and static alike: nothing of a client's is infinite."""
+    for played in ("eager", "static"):
+        made = small_federation("TCS")
+        made.round()
+        made.on_delta, numbers = None, torch.full_like(made.theta_D, 1e38)
+        host = tcs.StaticHost() if played == "static" else tcs.Host()
+        host.check_finite(numbers, 0)
+        assert played == "eager" or bool(host.finite[0])

@@ -86,3 +86,13 @@ def test_another_schemes_curve_has_a_colour_of_its_own():
     baseline = lab.curve_style("Baseline")["color"]
     assert baseline not in {lab.curve_style(f"Mine{i}", [f"Mine{i}"])["color"] for i in range(9)}
     assert pd.Series(lab.COLOURS).is_unique
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Global Momentum"])
+def test_a_long_title_lies_inside_the_figure(name):
+    title = "Fig. 5: profile cpu, CIFAR-10 (JPEG copy), 16 x 16, 150 epochs, bands ± one std"
+    figure = lab.accuracy_figure([fake(name, 0.8, 0)], title)
+    figure.draw_without_rendering()
+    (text,) = figure.findobj(lambda artist: getattr(artist, "get_text", str)() == title)
+    box = text.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
