@@ -199,12 +199,10 @@ def test_a_sum_that_overflows_at_the_server_is_named_there():
             made.round() if played == "eager" else tcs.StaticRounds(made, 1).play(range(1, 2))
 
 
-def test_large_differences_whose_sum_overflows_are_finite():
-    """Eager and static alike: nothing of a client's is infinite."""
-    for played in ("eager", "static"):
-        made = small_federation("TCS")
-        made.round()
-        made.on_delta, numbers = None, torch.full_like(made.theta_D, 1e38)
-        host = tcs.StaticHost() if played == "static" else tcs.Host()
-        host.check_finite(numbers, 0)
-        assert played == "eager" or bool(host.finite[0])
+@pytest.mark.parametrize(("last", "finite"), [(3e38, True), (torch.inf, False), (torch.nan, False)])
+def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite):
+    values, static = torch.tensor([3e38] * 40 + [last]), tcs.StaticHost()
+    static.check_finite(values, 0)
+    assert bool(static.finite[0]) == finite
+    with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError):
+        tcs.Host().check_finite(values, 0)
