@@ -226,8 +226,8 @@ rows = [
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# In both trainings of 150 epochs this gate is shut, in `cpu` by a few hundredths of a point; by the mean of more epochs it would be
-# open there. The rule stays as it was before the runs. Were the gate of `cpu` open, TCS-L4-Q5 would lose accuracy there: its whole
+# In both trainings of 150 epochs this gate is shut, by about a tenth of a point; by the mean of the last 50 epochs it would be open in
+# `cpu`. The rule stays as it was before the runs. Were the gate of `cpu` open, TCS-L4-Q5 would lose accuracy there: its whole
 # interval lies below the bound.
 #
 # ## What short trainings do
