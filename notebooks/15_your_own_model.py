@@ -136,10 +136,9 @@ def trained(name: str, **changes) -> pd.DataFrame:
     scheme = tcs.Scheme.named(name, **changes)
     schedule = schedule_of(scheme)
     federation = tcs.Federation(model_of(), own, scheme, schedule, loss=loss, weights=counts)
-    rows, megabytes = [], 0.0
+    rows, megabytes, sent = [], 0.0, federation.compressor
     for t in range(1, rounds + 1):
         federation.round()
-        sent = federation.compressor
         megabytes += (sent.bytes_up + len(own) * sent.bytes_down) / 1e6
         if t % (rounds // 20 or 1) == 0 or t == rounds:
             rows.append({"round": t, "MB": megabytes, "loss": tested(federation)})
