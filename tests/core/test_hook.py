@@ -227,59 +227,6 @@ def test_the_state_of_another_model_is_refused(tmp_path):
         assert "TCSState: got parameters of" in said
 
 
-def in_small_buckets(ranks, folder):
-    """The mask comes from one bucket; of those after it, the smallest lies in it whole."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3))
-    layers[1].weight.data.mul_(0.01)
-    state, full = tcs.TCSState(phi_global=0.2, start_iter=1), []
-    model = DistributedDataParallel(layers, bucket_cap_mb=0.001)
-    model.register_comm_hook(state, _noting_full_masks(full))
-    for _ in range(4):
-        model(100 * torch.randn(8, 100)).square().mean().backward()
-    return any(full), state.iter
-
-
-def _noting_full_masks(full):
-    def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        positions = state._compressor(bucket).rule.positions
-        full.append(positions is not None and len(positions) == bucket.buffer().numel())
-        return tcs.tcs_hook(state, bucket)
-
-    return hook
-
-
-def test_a_bucket_that_lies_in_the_shared_mask_whole_has_nothing_to_explore(tmp_path):
-    assert start(2, tmp_path, in_small_buckets) == [(True, 4)] * 2
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1000, dtype=torch.float16))
-
-    def forward(self, x):
-        return (self.weight * x).sum()
-
-
-def near_the_largest(ranks, folder):
-    """Gradients of float16 whose accumulated errors are beyond it, explored ones too."""
-    model = DistributedDataParallel(Scaled())
-    model.register_comm_hook(tcs.TCSState(start_iter=1), tcs.tcs_hook)
-    x = torch.full((1000,), 20000.0, dtype=torch.float16)
-    x[:10] = 40000.0
-    finite = []
-    for _ in range(8):
-        model.zero_grad()
-        model(x).backward()
-        finite.append(bool(model.module.weight.grad.isfinite().all()))
-    return finite
-
-
-def test_finite_gradients_of_float16_stay_finite(tmp_path):
-    assert start(2, tmp_path, near_the_largest) == [[True] * 8] * 2
-
-
 # What goes wrong ──────────────────────────────────────────────────────────────────────────────────
 
 
