@@ -98,11 +98,13 @@ def rows_shown(bar: Progress) -> Iterator[Path]:
 
     def follow() -> None:
         with told.open() as file:
-            ended = False
+            ended, half = False, ""
             while not ended:
                 ended = done.wait(0.2)
-                for line in file:
-                    bar.epoch(*json.loads(line))
+                *lines, half = (half + file.read()).split("\n")  # a row may be there in part
+                for line in lines:
+                    with contextlib.suppress(json.JSONDecodeError):  # its worker was killed
+                        bar.epoch(*json.loads(line))
 
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "rows"

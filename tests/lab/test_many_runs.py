@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
+from types import SimpleNamespace
 
 import joblib
 import psutil
@@ -194,6 +196,18 @@ def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
         bar.ended(one.digest)
         bar.epoch(one.digest, row)
         assert bar.left == {} and bar.bar.total == 1
+
+
+def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
+    """As one does that crosses a page of its file; of a row whose worker was killed, nothing."""
+    seen, failed = [], []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with lab.progress.rows_shown(SimpleNamespace(epoch=lambda *row: seen.append(row))) as told:
+        for part in '["a", {"epoch": 1', '}]\n["b", {"ep', '["c", {}]\n["d", {"epoch": 2}]\n':
+            with told.open("a") as file:
+                file.write(part)
+            time.sleep(0.5)  # the thread looks five times a second
+    assert seen == [("a", {"epoch": 1}), ("d", {"epoch": 2})] and not failed
 
 
 def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, small):
