@@ -66,7 +66,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import reprlib
 import struct
 import weakref
 import zlib
@@ -74,6 +73,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
+from reprlib import repr as shorten
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -84,14 +84,6 @@ from torch import Tensor, nn
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
 #    Defaults are the paper's (Sec. III-B). `SUFFIXES` is the one table of what a name can say.
-
-
-def _shown(value: Any) -> str:
-    """repr for an error message: short, whatever the value is."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python prints no int of more than 4300 digits
-        return "a number of thousands of digits"
 
 
 # What lives in other sections, by name: `register_scheme` and `register_quantizer` fill them.
@@ -160,7 +152,7 @@ class Scheme:
             value, (allowed, fits) = getattr(self, key), _ALLOWED[known]
             if not fits(value):
                 listed = {"rule": ", ".join(RULES), "quantizer": ", ".join(QUANTIZERS)}
-                got = f"{key}: got {_shown(value)} ({type(value).__name__})"
+                got = f"{key}: got {shorten(value)} ({type(value).__name__})"
                 raise ValueError(f"{got}, allowed: {listed.get(known, allowed)}")
             if known in ("share", "beta") and value is not None:
                 object.__setattr__(self, key, float(value))
@@ -195,13 +187,13 @@ class Scheme:
         families = sorted(FAMILIES, key=len, reverse=True)
         family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", stem, re.I)), None)
         if family is None:
-            raise ValueError(f"scheme {_shown(name)} is unknown; {_known_schemes()}")
+            raise ValueError(f"scheme {shorten(name)} is unknown; {_known_schemes()}")
         fields, suffixed = dict(FAMILIES[family]), dict[str, Any]()
         parts, plus = stem[len(family) :].split("-")[1:], text[len(stem) :]
         for part in [*parts, *([plus] if plus else [])]:
             found = _suffix_fields(name, part, fields, suffixed)
             if suffixed.keys() & found.keys():
-                raise ValueError(f"scheme {_shown(name)}: {part!r} sets what another suffix sets")
+                raise ValueError(f"scheme {shorten(name)}: {part!r} sets what another suffix sets")
             suffixed |= found
         fields = _with_smaller_masks(fields | suffixed)
         spelt = "-".join([family, *(_spelt(part, fields) for part in parts)]) + plus
@@ -285,10 +277,10 @@ def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
     found = ((s, re.fullmatch(s.pattern, part.lower())) for s in SUFFIXES)
     suffix, match = next(((s, m) for s, m in found if m), (None, None))
     if fields.get("centralized") and (suffix is None or "anything" not in suffix.needs):
-        what = f"{_shown(part)} makes no sense in centralized training"
-        raise ValueError(f"scheme {_shown(name)}: {what}")
+        what = f"{shorten(part)} makes no sense in centralized training"
+        raise ValueError(f"scheme {shorten(name)}: {what}")
     if suffix is None or not _suits(suffix.needs, fields):
-        raise ValueError(f"scheme {_shown(name)}: {_shown(part)} is unknown; {_known_schemes()}")
+        raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
     set_ = suffix.fields(fields, int(match[1]) if match.groups() and match[1] else 0)
     if part == "++" and suffixed.get("warmup_masks"):
         set_.pop("dense_warmup")
@@ -337,7 +329,6 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     allowed = sorted({f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"})
     if unknown := sorted(fields.keys() - set(allowed)):
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
     def register(cls: type[MaskRule]) -> type[MaskRule]:
@@ -448,17 +439,13 @@ def _at_least(values_D: Array, floor: float) -> Array:
     """Positions of magnitudes >= floor, ascending; of an array piece by piece, each read once."""
     if isinstance(values_D, Tensor) or len(values_D) <= _PIECE:
         return _places(abs(values_D) >= floor)
-    found = []
-    for start in range(0, len(values_D), _PIECE):
-        found.append(_places(abs(values_D[start : start + _PIECE]) >= floor) + start)
-    return np.concatenate(found)
+    starts = range(0, len(values_D), _PIECE)
+    return np.concatenate([_places(abs(values_D[s : s + _PIECE]) >= floor) + s for s in starts])
 
 
 def _places(mask_D: Array) -> Array:
     """Positions of a mask's ones, ascending."""
-    if isinstance(mask_D, Tensor):
-        return mask_D.nonzero().squeeze(1)
-    return mask_D.nonzero()[0]
+    return (mask_D.nonzero(as_tuple=True) if isinstance(mask_D, Tensor) else mask_D.nonzero())[0]
 
 
 def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
@@ -556,14 +543,6 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
     """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
     return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
-
-
-def layerwise_top_k_mask(
-    vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float
-) -> Tensor:
-    """`layerwise_top_k_positions` as a (D,) bool mask."""
-    positions = layerwise_top_k_positions(vector_D, k, layer_sizes, phi_min)
-    return positions_to_mask(positions, len(vector_D))
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
@@ -675,9 +654,7 @@ def scaled_sign(values_K: Tensor) -> Tensor:
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20, 21)."""
     magnitudes_K = values_K.abs().double()
-    u_max = torch.cat([magnitudes_K, magnitudes_K.new_zeros(1)]).max()
-    nonzero = torch.where(magnitudes_K > 0, magnitudes_K, math.inf)
-    u_min = torch.cat([nonzero, nonzero.new_full((1,), math.inf)]).min()
+    u_max, u_min = magnitudes_K.max(), torch.where(magnitudes_K > 0, magnitudes_K, math.inf).min()
     sigma = torch.where(u_max > 0, u_min / u_max, 1.0) ** (1.0 / intervals)
     powers = torch.arange(intervals - 1, 0, -1, device=magnitudes_K.device)
     return u_max * sigma**powers, sigma
@@ -689,12 +666,12 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus
     P for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
     stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
-    intervals have mean 0. Raises ValueError for values that are not finite, or intervals < 1.
+    intervals have mean 0. ValueError for no value, one that is not finite, or intervals < 1.
     """
     if intervals < 1:
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
-    if not values_K.isfinite().all():
-        raise ValueError("values: NaN or infinity can't be quantized")
+    if not len(values_K) or not values_K.isfinite().all():
+        raise ValueError("values: got none, NaN or infinity, allowed: finite numbers")
     return _fractional(values_K, intervals)
 
 
@@ -733,11 +710,9 @@ def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor
     Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
     values share one of them; these are placed for a small squared error: an edge goes halfway
     between two means and a mean to the middle of its values, a fixed number of times (S. Lloyd,
-    1982; J. Max, 1960). The values have to be finite; the host looks at none.
+    1982; J. Max, 1960). One value or more, all finite; the host looks at none.
     """
     magnitudes_K, count = values_K.abs().double(), len(values_K)
-    if not count:
-        return values_K.int(), values_K.new_zeros(intervals)
     if intervals == 1:
         return (values_K < 0).int(), magnitudes_K.mean(0, keepdim=True).float()
     sorted_K = magnitudes_K.sort().values
@@ -1646,7 +1621,8 @@ class Compressor:
         self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
         self.use(Host())
         rows, down = len(self.own) * (not scheme.dense), self.dimension * scheme.compresses_downlink
-        self.errors_ND = _zeros(rows, self.dimension, device)
+        lazy_ND = np.zeros((rows, self.dimension), np.float32)  # memory only where it is written
+        self.errors_ND = torch.from_numpy(lazy_ND).to(device)
         self.server_errors_D = torch.zeros(down, device=device)
         self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
@@ -1719,7 +1695,8 @@ class Compressor:
         if self.shared_K is None:
             self.host.check_finite(intended_D, n)
             return self.link.send_up(Message.dense_of(intended_D, n, self.round))
-        own_K = self._own_mask(intended_D)  # line 10: explore outside the shared mask
+        mask, count = self.rule.local_mask(intended_D, self.shared_K), self.link.agreed.own
+        own_K = self._positions(mask, self.shared_K, count)  # line 10: explore outside the shared
         how = n, self.scheme.value_bits, self.scheme.quantizer
         places, intended, message = self._message(intended_D, own_K, *how)  # line 11; Q: Sec. II-F
         sent = self.link.send_up(message)  # line 12
@@ -1797,25 +1774,21 @@ class Compressor:
         intended_D.scatter_(0, places, intended - message.values)
         return message
 
-    def _own_mask(self, intended_D: Tensor) -> Tensor:
-        own_K = self._positions(self.rule.local_mask(intended_D, self.shared_K), self.shared_K)
-        expected = self.rule.own_count(self.shared_K)
-        if expected is not None and len(own_K) != expected:
-            advice = "own_count says so; let it return None if their number is open"
-            raise ValueError(f"local_mask: got {len(own_K)}, allowed: {expected} ({advice})")
-        return own_K
-
-    def _positions(self, mask: Tensor, taken_K: Tensor | None = None) -> Tensor:
+    def _positions(
+        self, mask: Tensor, taken_K: Tensor | None = None, count: int | None = None
+    ) -> Tensor:
         """What a rule returned, as positions; checked if the rule is not one of the core's."""
-        ours = type(self.rule).__module__ == __name__
-        if mask.dtype == torch.bool and not ours and tuple(mask.shape) != (self.dimension,):
-            raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
         positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
-        if ours:
+        if type(self.rule).__module__ == __name__:
             return positions_K
+        if mask.dtype == torch.bool and tuple(mask.shape) != (self.dimension,):
+            raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
         _check_positions(positions_K, self.dimension)
         if taken_K is not None and torch.isin(positions_K, taken_K).any():
             raise ValueError("own mask: entries of the shared mask, allowed: only others")
+        if count is not None and len(positions_K) != count:
+            advice = "own_count says so; let it return None if their number is open"
+            raise ValueError(f"local_mask: got {len(positions_K)}, allowed: {count} ({advice})")
         return positions_K
 
     def count(self) -> None:
@@ -1830,27 +1803,20 @@ class Compressor:
         return state | {"rule": self.rule.state_dict(), "round": self.round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {"errors_ND": self.errors_ND, "server_errors_D": self.server_errors_D}
-        restore_(own, state, lambda: self.rule.load_state_dict(state["rule"]))
+        restore_(self.state_dict(), state, lambda: self.rule.load_state_dict(state["rule"]))
         self.round = int(state["round"])
 
 
-def _zeros(rows: int, dimension: int, device: Any) -> Tensor:
-    """(rows, dimension); on a CPU memory is taken only where it is written."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(rows, dimension, device=device)
-    return torch.from_numpy(np.zeros((rows, dimension), np.float32))
-
-
-def restore_(own: dict[str, Tensor], state: dict[str, Any], inner: Callable[[], None]) -> None:
-    """A state's tensors into `own`, after `inner`, what lies inside; ValueError, with nothing
-    changed, names one that has another shape, or is missing."""
-    for key, tensor in own.items():
+def restore_(own: dict[str, Any], state: dict[str, Any], inner: Callable[[], None]) -> None:
+    """A state's tensors into those of `own`, after `inner`, what lies inside; ValueError, with
+    nothing changed, names one that has another shape, or is missing."""
+    tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+    for key, tensor in tensors.items():
         got, allowed = tuple(getattr(state.get(key), "shape", ())), tuple(tensor.shape)
         if got != allowed or state.get(key) is None:
             raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
     inner()
-    for key, tensor in own.items():
+    for key, tensor in tensors.items():
         tensor.copy_(state[key])
 
 
@@ -1909,9 +1875,8 @@ class Federation:
     process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds made, are the state.
     Other buffers than batch norm's are the model's: clients share them, one after the other.
     Evaluate after `model.eval()`, with the statistics of the clients of the last round averaged:
-    flat.use(flat.statistics_views(statistics_NS[active].mean(0))); `round` undoes both. (Where
-    clients live in several processes, `statistics_NS` has the rows of these here, `own`, alone.)
-    Raises ValueError for a model or feed that can't be used.
+    flat.use(flat.statistics_views(statistics_NS[active].mean(0))); `round` undoes both. (A process
+    with some of the clients has only their rows.) ValueError for a model or feed of no use.
     """
 
     def __init__(
@@ -2015,18 +1980,14 @@ class Federation:
                 theta_D.copy_(self.start_D)
         return gradient_D
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Those of the state, but for the compressor's."""
-        own = {"theta_D": self.theta_D, "statistics_NS": self.statistics_NS} | self.flat.buffers()
-        return own if self.momentum_D is None else own | {"momentum_D": self.momentum_D}
-
     def state_dict(self) -> dict[str, Any]:
-        state = self.tensors() | {"t": self.t, "active": self.active}
-        return state | {"compressor": self.compressor.state_dict()}
+        keys = ("theta_D", "statistics_NS", "momentum_D", "t", "active")
+        state = {key: vars(self)[key] for key in keys if vars(self)[key] is not None}
+        return state | self.flat.buffers() | {"compressor": self.compressor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         inner = partial(self.compressor.load_state_dict, state["compressor"])
-        restore_(self.tensors(), state, inner)
+        restore_(self.state_dict(), state, inner)
         self.active, self.t = list(state["active"]), int(state["t"])
 
 
@@ -2209,7 +2170,7 @@ class BasicBlock(nn.Module):
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
     """A net for (B, 3, h, w) images: stages of blocks, each twice as wide at half the size."""
     if name not in STAGES:
-        raise ValueError(f"model: got {_shown(name)}, allowed: {', '.join(STAGES)}")
+        raise ValueError(f"model: got {shorten(name)}, allowed: {', '.join(STAGES)}")
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
     inputs = width
     for stage, blocks in enumerate(STAGES[name]):
@@ -2254,8 +2215,12 @@ class FlatModel:
     def views(self, flat_D: Tensor) -> list[Tensor]:
         """(D,) as tensors of the parameters' shapes, sharing memory; convolutions channels last."""
         kernels = {id(m.weight) for m in self.model.modules() if type(m) is nn.Conv2d}
-        parts = zip(flat_D.split(self.layer_sizes), self.parameters, strict=True)
-        return [_as_shape(part, p.shape, id(p) in kernels) for part, p in parts]
+        views = []
+        for part, p in zip(flat_D.split(self.layer_sizes), self.parameters, strict=True):
+            if id(p) in kernels:
+                part = part.view(len(p), *p.shape[2:], p.shape[1]).permute(0, 3, 1, 2)
+            views.append(part.view(p.shape))
+        return views
 
     def statistics_views(self, statistics_S: Tensor) -> list[Tensor]:
         """(S,) as mean and variance of every batch norm in turn, sharing memory."""
@@ -2281,12 +2246,6 @@ class FlatModel:
         """The model's batch-norm running means and variances, (S,)."""
         parts = [s for m in self.norms for s in (m.running_mean, m.running_var)]
         return torch.cat([self.theta_D.new_empty(0), *parts])
-
-
-def _as_shape(part: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
-    if not channels_last:
-        return part.view(shape)
-    return part.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
 
 
 # ══ 11. A communication hook for PyTorch's DistributedDataParallel ════════════════════════════════

@@ -100,7 +100,7 @@ print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoc
 # | 6 | $\theta \leftarrow \theta + \Delta\theta_{t-1}$ | `play`: `theta_D.add_`, one round earlier |
 # | 7 | $H$ local steps give client $n$'s difference $\Delta\theta_n$ | `play`: `difference` (notebook 01) |
 # | 9 | what it means to send: $\bar\Delta\theta_n = \Delta\theta_n + e_n$ | `client`: `errors_D.add_(delta_D)` |
-# | 10 | $m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$ | `client`: `_own_mask`; `MaskRule.local_mask`; `_filtered` |
+# | 10 | $m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$ | `client`: `MaskRule.local_mask`; `_filtered` |
 # | 11 | what it sends: $\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$ | `_message`: `index_select` |
 # | 12 | send it, quantized if $q < 32$ | `_message`: `Message.of`; `client`: `send_up` |
 # | 13 | what stays behind: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$ | `client`: `errors_D.scatter_`; of a dense round `_average`: `zero_` |

@@ -173,10 +173,11 @@ print(inspect.getsource(tcs.layerwise_top_k_positions))
 # %% tags=["nbval-check-output"]
 toy_sizes = [4, 6, 10]
 toy = torch.tensor([9.0, 8, 7, 6, 5, 1, 1, 2, 1, 1, 0.1, 0.4, 0.2, 0.1, 0.3, 0, 0, 0, 0, 0])
-for name, mask in {
-    "S_top    ": tcs.top_k_mask(toy, 5),
-    "with min.": tcs.layerwise_top_k_mask(toy, 5, toy_sizes, phi_min=0.2),
+for name, positions in {
+    "S_top    ": tcs.top_k_positions(toy, 5),
+    "with min.": tcs.layerwise_top_k_positions(toy, 5, toy_sizes, phi_min=0.2),
 }.items():
+    mask = tcs.positions_to_mask(positions, len(toy))
     parts = ["".join("#" if one else "·" for one in part) for part in mask.split(toy_sizes)]
     print(name, " ".join(parts), " kept:", int(mask.sum()))
 

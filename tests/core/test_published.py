@@ -99,12 +99,12 @@ def test_the_fair_shared_mask_may_come_from_the_weights(name):
     made = federation(name, 0.5)
     made.round()
     for _ in range(5):
-        mask_D = tcs.layerwise_top_k_mask(made.theta_D, tcs.kept(1e-2, 200), SIZES, 1e-3)
+        of_weights = tcs.layerwise_top_k_positions(made.theta_D, tcs.kept(1e-2, 200), SIZES, 1e-3)
         update_D = made.round()
-        assert torch.equal(made.compressor.shared_K, tcs.mask_to_positions(mask_D))
-        assert bool((update_D != 0)[mask_D].all())
-        of_update_D = tcs.layerwise_top_k_mask(update_D, 2, SIZES, 1e-3)
-        assert not torch.equal(of_update_D, mask_D)
+        assert torch.equal(made.compressor.shared_K, of_weights)
+        assert bool((update_D != 0)[of_weights].all())
+        of_update = tcs.layerwise_top_k_positions(update_D, 2, SIZES, 1e-3)
+        assert not torch.equal(of_update, of_weights)
     assert not made.compressor.rule.shared.any()  # those of updates are no masks here
 
 

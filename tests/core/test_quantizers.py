@@ -15,7 +15,7 @@ import tcs_core as tcs
 
 LIMIT = float(np.float32(1e30))
 FLOATS = st.floats(-LIMIT, LIMIT, width=32)
-VALUES = st.lists(FLOATS, max_size=50)
+VALUES = st.lists(FLOATS, min_size=1, max_size=50)
 
 
 def quantized(u, intervals):
@@ -66,7 +66,7 @@ def test_zeros_take_the_last_interval_and_stay_out_of_its_mean():
     assert means.tolist() == [8.0, 0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("values", [[], [0.0, 0.0], [3.0], [-2.0, -2.0], [1e-45, 1.0, -1e38]])
+@pytest.mark.parametrize("values", [[0.0, 0.0], [3.0], [-2.0, -2.0], [1e-45, 1.0, -1e38]])
 @pytest.mark.parametrize("intervals", [1, 16])
 def test_edge_cases_are_valid(values, intervals):
     u = torch.tensor(values, dtype=torch.float32)
@@ -99,6 +99,8 @@ def test_not_finite(bad):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="intervals: got 0"):
         tcs.fractional_quantize(torch.ones(3), 0)
+    with pytest.raises(ValueError, match="values: got none"):
+        tcs.fractional_quantize(torch.empty(0), 4)
     with pytest.raises(ValueError, match="codes"):
         tcs.fractional_dequantize(torch.tensor([0, 4]), torch.ones(2))
 
@@ -109,8 +111,6 @@ def test_lloyd_and_maxs_values_are_the_nearest_means(values, intervals):
     u = torch.tensor(values, dtype=torch.float32)
     codes, means = tcs.lloyd_max_quantize(u, intervals)
     assert means.shape == (intervals,) and (means.diff() <= 0).all()
-    if not values:
-        return
     largest = float(u.abs().max())
     assert float(u.abs().min()) * (1 - 1e-6) <= means.min() <= means.max() <= largest * (1 + 1e-6)
     sent = tcs.fractional_dequantize(codes, means)
@@ -150,10 +150,3 @@ def test_lloyd_and_max_lose_less_than_the_papers_quantizer_with_few_bits():
 
     assert error(tcs.lloyd_max_quantize, 3) < 0.6 * error(tcs.fractional_quantize, 5)
     assert error(tcs.lloyd_max_quantize, 2) < 0.5 * error(tcs.fractional_quantize, 3)
-
-
-def test_values_that_cannot_be_quantized_are_refused():
-    with pytest.raises(ValueError, match="NaN"):
-        tcs.fractional_quantize(torch.tensor([1.0, float("nan")]), 2)
-    with pytest.raises(ValueError, match="intervals: got 0"):
-        tcs.fractional_quantize(torch.ones(3), 0)
