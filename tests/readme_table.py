@@ -153,15 +153,18 @@ def of_bytes() -> list[str]:
     less = bytes_less({name: made[0] for name, made in rivals.items()})
     ours, theirs = evidence("Baseline", "small")[0]["dimension"], 11_173_962
     large = {name: of_code(name, theirs) for name in ("TCS-Q5", "top-K-Q5")}
-    whole = bytes_less({name: evidence(name)[0] for name in ("FedAvg", "TCS", "TCS-L4-Q5")})
+    whole = bytes_less(
+        {name: evidence(name)[0] for name in ("FedAvg", "FedAvg-L4", "TCS", "TCS-L4-Q5")}
+    )
     return [
         f"1/{budgets['TCS']:.0f} of the bits",
-        f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} with four",
-        f"our messages take 1/{float(sent['x100'][1:]):.0f} and 1/{sent['x2000'][1:]}",
+        f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} (there rounded to",
+        f"Our messages take 1/{float(sent['x100'][1:]):.0f} and 1/{sent['x2000'][1:]}",
         f"the same code gives ×{large['top-K-Q5'] / large['TCS-Q5']:.4g}",
         f"means take {32 * 16 / of_code('TCS-Q5', ours):.0%} of a message".replace("%", " %"),
         f"sends {sent['x2000-whole']} less, not {sent['x2000']}",
         f"TCS takes {whole['TCS']:.0f} times and TCS-L4-Q5 {whole['TCS-L4-Q5']:.0f} times",
+        f"is {whole['TCS-L4-Q5'] / whole['FedAvg-L4']:.0f} times fewer than FedAvg with four local steps",
         f"STC {less['STC']:.0f} times, TCS {less['TCS']:.0f} times",
     ]
 
@@ -178,6 +181,7 @@ def of_images() -> list[str]:
     return [
         f"ends at {final('Baseline'):.0f} % in `cpu`, at {levels[0]:.0f} % in `small` ({levels[1]:.0f} %",
         f"shut by {shut:.2f} points",
+        f"TCS-L4 ends {ours['cost-4']} points from FedAvg-L4",
         f"lower than after 150, by {after['Baseline']} points",
         f"TCS-L4-Q5 ends at {after['TCS-L4-Q5']}, TCS at {after['TCS']}.",
         f"{brief['top-K']} points from top-K in `short`",
@@ -187,8 +191,8 @@ def of_images() -> list[str]:
         f"TCS-Q5 sends {half['top-K-q5-bits']} less",
         f"steady important entries: {whole['observes-better']}",
         f"ends above η 0.5, by {ours['eta']} points",
-        f"does not help there, either: {ours['fair-partly-high']}",
-        f"fairness of both masks at η 0.8 ({ours['fair-high']} points",
+        f"(TCS-PLF) does not help: {ours['fair-partly-high']}",
+        f"(TCS-LF) at η 0.8 ({ours['fair-high']} points",
         f"largest overlap by {ours['slowly']}",
     ]
 
@@ -200,9 +204,10 @@ def of_text() -> list[str]:
     return [
         bits.format(*map(text_bits, ("TCS", "FedAvg"))),
         f"accuracy is {gaps['cost-plain']} points from dense training",
-        f"TCS-L4-Q5's {gaps['cost-4-q5-plain']}",
+        f"TCS-L4-Q5's is {gaps['cost-4-q5-plain']}",
         f"local steps alone make {gaps['local-steps-plain'].split()[0]}.",
         f"{gaps['top-k-plain']} on text",
+        f"On text it does not, {gaps['momentum']}",
         f"With global momentum TCS ends {gaps['cost']}",
     ]
 

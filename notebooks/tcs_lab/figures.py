@@ -90,7 +90,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
 
 def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
     """Final accuracy against one client's megabytes in the whole run, both ways, of a `summary`;
-    bars are one standard deviation. Baseline, which sends nothing, is a line."""
+    bars are one standard deviation. Baseline, which sends nothing, is a line with a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.6, 4.4), layout="constrained")
@@ -101,6 +101,8 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
         sent = row.megabytes_up + row.megabytes_down
         if pd.isna(sent):
             axes.axhline(mean, color=colour, linestyle="--", linewidth=1)
+            spread = 0.0 if row.n < 2 else 100 * row.accuracy_std
+            axes.axhspan(mean - spread, mean + spread, color=colour, alpha=0.08, linewidth=0)
             axes.text(0.01, mean, f"{row.scheme} (n = {row.n})", color=colour,
                       transform=axes.get_yaxis_transform(), fontsize=9, va="bottom")  # fmt: skip
         else:
@@ -108,7 +110,7 @@ def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
             size = f"{sent:,.0f}" if sent >= 100 else f"{sent:.3g}"
             points.append((f"{row.scheme}\n{size} MB, n = {row.n}", sent, mean, colour))
     axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
-    axes.set(ylabel="final test accuracy (%), bars ± one std", title=title)
+    axes.set(ylabel="final test accuracy (%) ± one std", title=title)
     axes.margins(0.3, 0.2)
     plain_log(axes.xaxis)
     axes.grid(alpha=0.25)
