@@ -671,7 +671,8 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     if intervals < 1:
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
     if not len(values_K) or not values_K.isfinite().all():
-        raise ValueError("values: got none, NaN or infinity, allowed: finite numbers")
+        what = "NaN or infinity" if len(values_K) else "none"
+        raise ValueError(f"values: got {what}, allowed: finite numbers")
     return _fractional(values_K, intervals)
 
 
@@ -1695,8 +1696,8 @@ class Compressor:
         if self.shared_K is None:
             self.host.check_finite(intended_D, n)
             return self.link.send_up(Message.dense_of(intended_D, n, self.round))
-        mask, count = self.rule.local_mask(intended_D, self.shared_K), self.link.agreed.own
-        own_K = self._positions(mask, self.shared_K, count)  # line 10: explore outside the shared
+        mask = self.rule.local_mask(intended_D, self.shared_K)  # line 10: explore outside shared_K
+        own_K = self._positions(mask, self.shared_K, self.link.agreed.own)
         how = n, self.scheme.value_bits, self.scheme.quantizer
         places, intended, message = self._message(intended_D, own_K, *how)  # line 11; Q: Sec. II-F
         sent = self.link.send_up(message)  # line 12
@@ -2315,9 +2316,8 @@ class TCSState:
         for other in [k for k in self._buckets if set(k) & set(key)]:
             self._loose |= _loosened(other, self._buckets.pop(other))
         sizes = [p.numel() for p in parameters]
-        found = [self._loose.pop(slot, None) for slot in key]
         compressor = Compressor(self.scheme, sizes, 1, bucket.buffer().device, link=_CastLink())
-        _take_up(compressor, found)
+        _take_up(compressor, [self._loose.pop(slot, None) for slot in key])
         self._buckets[key] = compressor
         return compressor
 
