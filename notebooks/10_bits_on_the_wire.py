@@ -364,7 +364,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # %%
 def padding(record: dict) -> list[float]:
     """Bytes a round that are neither the counted bits nor the frame, for every epoch."""
-    each = record["config"]["participation"] * clients
+    each = tcs.kept(record["config"]["participation"], clients)
     extra = [row["bytes_up"] / each - row["bits_up"] / 8 for row in record["rows"]]
     rounds = [row["rounds"] for row in record["rows"]]
     return [e / n - tcs.OVERHEAD_BYTES for e, n in zip(extra, rounds, strict=True)]

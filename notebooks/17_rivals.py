@@ -140,7 +140,7 @@ display(
 # %%
 if make:
     _ = lab.run_all([config for group in points.values() for config in group], jobs=1)
-found = {point: lab.recorded(group, diverged=True) for point, group in points.items()}
+found = {point: lab.recorded(group) for point, group in points.items()}
 records = {file: record for group in found.values() for file, record in group.items()}
 print(f"{len(records)} records in results/{profile}/runs/")
 

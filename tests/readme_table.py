@@ -34,7 +34,8 @@ def params(*names: str) -> dict[str, Any]:
 def evidence(scheme: str, profile: str = "cpu", **changes: Any) -> list[dict[str, Any]]:
     """The finished records of a scheme at Table 1's rate in a profile."""
     asked = {"schemes": [scheme], "seeds": 100} | changes
-    return list(lab.recorded(lab.plan(params("table1", profile) | asked)).values())
+    planned = lab.plan(params("table1", profile) | asked)
+    return list(lab.recorded(planned, diverged=False).values())
 
 
 def final(scheme: str, **asked: Any) -> float:
@@ -109,8 +110,8 @@ def from_150(scheme: str) -> str:
 def text_bits(scheme: str) -> float:
     """Bits per character at the end, of three seeds in profile text without momentum."""
     asked = params("text") | {"schemes": [scheme], "learning_rate": 1.0, "seeds": 3}
-    ends = [record["rows"][-1]["loss"] for record in lab.recorded(lab.plan(asked)).values()]
-    return sum(ends) / len(ends) / math.log(2)
+    found = lab.recorded(lab.plan(asked), diverged=False).values()
+    return fmean(record["rows"][-1]["loss"] for record in found) / math.log(2)
 
 
 def of_settings() -> list[str]:

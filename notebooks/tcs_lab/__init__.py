@@ -35,7 +35,6 @@ from tcs_lab.claims import (
 )
 from tcs_lab.data import (
     Batches,
-    Dataset,
     Draws,
     generator_for,
     load_dataset,

@@ -70,7 +70,7 @@ def load_checkpoint(
         if sum(row["rounds"] for row in rows) != training.compressor.round:
             raise ValueError("rows and state are of different rounds")
         return rows, ways
-    except RankError:
+    except (RankError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(

@@ -100,6 +100,8 @@ class Claims(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _gates_are_there(self) -> Claims:
+        if both := self.gates.keys() & self.claims.keys():
+            raise ValueError(f"got a gate and a claim {min(both)!r}, allowed: a name for each")
         for name, claim in self.all.items():
             allowed = [] if name in self.gates else list(self.gates)
             if unknown := [gate for gate in claim.needs if gate not in allowed]:
@@ -117,7 +119,7 @@ def read_claims(path: str | Path) -> Claims:
 
 
 def claim_records(read: Claims, profile: dict[str, Any]) -> dict[str, Record]:
-    """The finished records of a profile that bear on these claims, with any seed below 100."""
+    """The records of a profile that bear on these claims, with any seed below 100."""
     sides = sorted({side for claim in read.all.values() for side in claim.sides})
     asked = [{"schemes": [name], "learning_rate": eta, "seeds": 100} for name, eta in sides]
     return recorded(config for one in asked for config in plan(profile | one))
@@ -126,8 +128,9 @@ def claim_records(read: Claims, profile: dict[str, Any]) -> dict[str, Record]:
 def judged(read: Claims, records: dict[str, Record]) -> pd.DataFrame:
     """One row a gate and claim: the paper's number, ours with its interval over n seeds, verdict.
 
-    `records` maps file names to records, all of one profile and all finished; those of a claim's
-    two schemes are paired by seed. Columns first_records and second_records name the files.
+    `records` maps file names to records, all of one profile; those of a claim's two schemes are
+    paired by seed. Where one diverged, there is no verdict, and the reason names it. Columns
+    first_records and second_records name the files.
     """
     runs: dict[tuple[str, float], dict[int, str]] = {}
     for file, record in records.items():
@@ -160,7 +163,9 @@ def _measured(
 ) -> dict[str, Any]:
     """What the records say, over the seeds that both sides have a number for."""
     values: dict[int, float] = {}
-    for seed in sorted(set.intersection(*(set(side) for side in sides))):
+    files = [file for side in sides for file in side.values()]
+    lost = [file for file in files if records[file]["status"] != "finished"]
+    for seed in sorted(set.intersection(*(set(side) for side in sides))) if not lost else ():
         value = _compared(claim.measure, [records[side[seed]] for side in sides])
         values |= {} if math.isnan(value) else {seed: value}
     mean, low, high = mean_interval(values.values(), read.confidence)
@@ -169,6 +174,8 @@ def _measured(
     files = [" ".join(side[seed] for seed in values) for side in sides] + [""]
     lacking = [name for (name, _), side in zip(claim.sides, sides, strict=True) if not side]
     why = f"no records of {', '.join(lacking)}" if lacking else "its records do not say"
+    if lost:
+        why = f"diverged: {', '.join(lost)}"
     return {
         "measured": mean, "low": low, "high": high, "n": len(values),
         "first_records": files[0], "second_records": files[1], "reason": "" if values else why,
@@ -214,11 +221,10 @@ def _form(row: dict[str, Any], *ends: float) -> str:
     """How its numbers are written: with more digits where rounding would move an end over the
     bound."""
     form, keeps, bound = MEASURES[row["measure"]][1], KEEPS[row["bound"]], row["bound_value"]
-    if row["measure"] not in DIFFERENCES:
-        return form
     for digits in range(int(form[-3]), 10):
-        form = f"{form[:-3]}{digits}f}}"
-        if all(keeps(end, bound) == keeps(float(form.format(end)), bound) for end in ends):
+        form = f"{form[:-3]}{digits}{form[-2:]}"
+        shown = [float(form.format(end).strip("×").replace(",", "")) for end in ends]
+        if [keeps(end, bound) for end in ends] == [keeps(end, bound) for end in shown]:
             break
     return form
 

@@ -28,6 +28,7 @@ class Progress:
         self.configs = {config.digest: config for config in configs}
         self.left = {config.digest: config.epochs for config in configs}
         self.line = _NotebookLine() if _in_notebook() else None
+        self.lock = threading.Lock()  # `rows_shown` calls from another thread
         quiet = not enabled or not configs or not (self.line or sys.stderr.isatty())
         self.bar = tqdm(
             total=sum(self.left.values()), unit=" epochs", disable=quiet, leave=False,
@@ -47,8 +48,11 @@ class Progress:
 
     def epoch(self, digest: str, row: Row) -> None:
         """Shows a row; one that another process sent before its run was counted may come late."""
-        if digest not in self.left:
-            return
+        with self.lock:
+            if digest in self.left:
+                self._show(digest, row)
+
+    def _show(self, digest: str, row: Row) -> None:
         config, runs = self.configs[digest], len(self.configs)
         bits = row["bits_up"] / (row["rounds"] * config.scheme.local_steps)
         traffic = "" if config.scheme.centralized else f", {bits / 8e3:,.1f} kB up a step"
@@ -63,8 +67,9 @@ class Progress:
 
     def ended(self, digest: str) -> None:
         """Counts the run; epochs that were reused, or never came, are taken off the total."""
-        self.bar.total -= self.left.pop(digest, 0)
-        self.bar.refresh()
+        with self.lock:
+            self.bar.total -= self.left.pop(digest, 0)
+            self.bar.refresh()
 
 
 def _in_notebook() -> bool:

@@ -218,8 +218,8 @@ class _Row(BaseModel):
     dense_rounds: Count
     bits_up: Count
     bits_down: Count
-    bytes_up: Count = 0
-    bytes_down: Count = 0
+    bytes_up: Count
+    bytes_down: Count
     accuracy: Share
     mask_overlap: Share | None = None
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tcs_lab.records import (
     rounding,
 )
 from tcs_lab.settings import RunConfig, checked, from_outside
+from tcs_lab.tables import data_source, one_data
 from tcs_lab.training import Data, Row, Training, load_data
 
 OnEpoch = Callable[[Row], None] | None
@@ -199,6 +201,8 @@ def run_all(
     wanted = {record_path(c, results): c for c in configs}
     missing = ranks.first(lambda: [not path.exists() for path in wanted])
     todo = [c for c, new in zip(wanted.values(), missing, strict=True) if new]
+    there = {path: c for path, c in wanted.items() if c not in todo}
+    ranks.first(lambda: _records_of(there if todo else {}))  # of other data? before hours of work
     with Progress(todo, enabled=progress and not ranks.rank) as bar:
         for wait in (False, True):
             several = jobs != 1 and ranks.size == 1
@@ -211,28 +215,19 @@ def run_all(
             ]:
                 todo.remove(config)
     records = ranks.first(lambda: _records_of(wanted))
-    data = {(_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}
-    if len(data) > len({which for which, _ in data}):
-        folders = ", ".join(sorted({str(path.parent) for path in wanted}))
-        raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
     done = dict(zip(wanted, records, strict=True))
     return [done[record_path(c, results)] for c in configs]
 
 
 def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:
-    """Their records; images are looked at once for each way of cutting them."""
+    """Their records, all of one data set; images are looked at once for each way of cutting."""
     seen, records = set[tuple](), []
     for path, config in wanted.items():
-        source = (config.data_root, *_source(config.identity()))
+        source = (config.data_root, *data_source(config.identity()))
         records.append((read_record if source in seen else _reused)(path, config))
         seen.add(source)
+    one_data(records, wanted)
     return records
-
-
-def _source(config: dict[str, Any]) -> tuple:
-    """What a fingerprint is of: a data set, or what was cut from it to be resized."""
-    cut = ("train_samples", "test_samples", "image_size") if config.get("image_size") else ()
-    return (config["dataset"], *(config[key] for key in cut))
 
 
 def _run_here(
@@ -290,7 +285,7 @@ def _work(
         with contextlib.suppress(OSError), told.open("a") as file:  # not on another machine
             file.write(json.dumps([config.digest, row]) + "\n")
 
-    if os.getppid() == parent:
+    if current_process().name.startswith("LokyProcess"):
         _end_with_parent(parent)
     with _ONE_RUN:
         record = (run if wait else _run)(config, results, tell, Ranks())

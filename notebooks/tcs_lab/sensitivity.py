@@ -122,7 +122,7 @@ def sensitivity_table(
     rows = []
     for name in sweep.settings if names is None else names:
         plans = sensitivity_plan(sweep, params, name)
-        found = {point: recorded(runs, results, diverged=True) for point, runs in plans.items()}
+        found = {point: recorded(runs, results) for point, runs in plans.items()}
         alike = _of_common_seeds(found)
         rows += [_row(name, word, scheme, group) for (word, scheme), group in alike.items()]
     return pd.DataFrame(rows)

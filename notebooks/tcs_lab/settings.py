@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -295,11 +295,19 @@ def _member_source(name: str, value: Any) -> str:
         parts = (getattr(value, key, None) for key in ("fget", "fset", "__func__", "func"))
         return "\n".join(_member_source(name, part) for part in parts if part)
     try:
-        text = inspect.getsource(value) if inspect.isfunction(value) else f"{name} = {value!r}"
+        if isinstance(value, set | frozenset):  # their order differs from run to run
+            value = sorted(map(repr, value))
+        text = _text_of(value) if inspect.isfunction(value) else f"{name} = {value!r}"
     except OSError:
         code = value.__code__
         text = f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # where a thing lies differs from run to run
+
+
+@cache
+def _text_of(function: Any) -> str:
+    """A function's source, as it was when it was first asked for: the file may be edited."""
+    return inspect.getsource(function)
 
 
 # What a table says of itself, beside fields of RunConfig.

@@ -23,15 +23,31 @@ NONE = (math.nan,) * 3
 
 
 def recorded(
-    configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = False
+    configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = True
 ) -> dict[str, Record]:
-    """The records of these runs that are there and finished, by file name; no run is made.
+    """The records of these runs that are there, by file name; no run is made.
 
-    With `diverged`, also of those that did not get to their end.
+    Without `diverged`, only of those that got to their end. Raises ValueError for records of
+    different data.
     """
     paths = {record_path(config, results): config for config in configs}
     found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
+    one_data(found.values(), paths)
     return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
+
+
+def one_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
+    """ValueError for records of one data set, or one cut of it, that was another each time."""
+    seen = {(data_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}
+    if len(seen) > len({source for source, _ in seen}):
+        folders = ", ".join(sorted({str(path.parent) for path in paths}))
+        raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
+
+
+def data_source(config: dict[str, Any]) -> tuple:
+    """What a fingerprint is of: a data set, or what was cut from it to be resized."""
+    cut = ("train_samples", "test_samples", "image_size") if config.get("image_size") else ()
+    return (config["dataset"], *(config[key] for key in cut))
 
 
 # What was sent ────────────────────────────────────────────────────────────────────────────────────
@@ -62,9 +78,7 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
 def traffic(record: dict[str, Any]) -> dict[str, float]:
     """Bytes of one client's messages in a whole run, all overhead in: "up", "down", and "warm-up",
     the part of both that its dense rounds, or those of larger masks, took. Zeros for centralized
-    training.
-
-    Records made before messages had bytes counted bits only: theirs are rounded up by the round.
+    training. Where only some clients take part, it is one that does in every round.
     """
     config, dimension = record["config"], record["dimension"]
     total = dict.fromkeys(("up", "down", "warm-up"), 0.0)
@@ -74,8 +88,7 @@ def traffic(record: dict[str, Any]) -> dict[str, float]:
     sparse = not _always_dense(config["scheme"])
     for row in record["rows"]:
         for way, share in (("up", clients), ("down", 1)):
-            counted = math.ceil(row[f"bits_{way}"] / 8) + OVERHEAD_BYTES * row["rounds"]
-            sent = row[f"bytes_{way}"] / share if f"bytes_{way}" in row else counted
+            sent = row[f"bytes_{way}"] / share
             total[way] += sent
             total["warm-up"] += sent * _wide_epoch(config, row)
         total["warm-up"] += sparse * row["dense_rounds"] * 2 * (4 * dimension + OVERHEAD_BYTES)

@@ -41,6 +41,7 @@ Data = Dataset | Text
 # that no draw depends on the order of work, the number of processes or where a run was resumed.
 _INIT, _PARTITION, _SAMPLING, _PARTICIPANTS, _MASKS = range(5)
 _STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
+_JUDGED = 500  # test samples whose losses are summed at once
 _CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
 
 
@@ -261,15 +262,14 @@ class Training:
         return sorted(order[: self.config.participants].tolist())
 
     @torch.no_grad()
-    def evaluate(self, batch: int = 500) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Accuracy (0..1) and mean loss on the test samples (of a text, their characters); the
-        clients' statistics averaged. Sums are over so many samples as `batch` says, and ranks share
-        them out so."""
+        clients' statistics averaged. Sums are over batches, which ranks share out."""
         self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         self.flat.use(self.flat.statistics_views(average_S))
-        starts = range(0, len(self.feed.tests), batch)
-        parts = [slice(starts[i], starts[i] + batch) for i in self.ranks.own(len(starts))]
+        starts = range(0, len(self.feed.tests), _JUDGED)
+        parts = [slice(starts[i], starts[i] + _JUDGED) for i in self.ranks.own(len(starts))]
         federation = self.federation
         each = federation.each if isinstance(federation, ClientThreads) else map
         found = list(each(self._judged, parts))

@@ -40,7 +40,7 @@ def record(name, seed, accuracy, bits=0.0, eta=0.5, overlap=None):
         for dense in (10, 0, 0)
     ]  # fmt: skip
     config = {"scheme": scheme, "seed": seed, "learning_rate": eta}
-    return {"config": config, "dimension": 1000, "rows": rows}
+    return {"config": config, "dimension": 1000, "rows": rows, "status": "finished"}
 
 
 def claims(gates=None, confidence=0.95, **named):
@@ -76,6 +76,15 @@ def test_accuracies_are_paired_by_seed():
     assert (row.verdict, row.reason) == ("not measured", "its records do not say")
     row = judge(claim, ours[0])
     assert (row.verdict, row.reason) == ("not measured", "no records of top-K")
+
+
+def test_a_seed_that_diverged_is_not_left_out():
+    """The two others alone would hold."""
+    runs = [record(name, s, a) for name, a in (("TCS", 0.6), ("top-K", 0.5)) for s in range(3)]
+    assert judge(AGAINST_TOP_K | {"more_than": 0}, *runs).verdict == "holds"
+    runs[1] |= {"status": "diverged", "rows": []}
+    row = judge(AGAINST_TOP_K | {"more_than": 0}, *runs)
+    assert (row.n, row.verdict, row.reason) == (0, "not measured", "diverged: 1.json")
 
 
 def test_bits():
@@ -171,6 +180,13 @@ def test_a_rounded_end_never_says_another_verdict(low, shown):
     assert f"({shown} to " in lab.readable_claims(table)["Ours (interval)"][0]
 
 
+@pytest.mark.parametrize(("bits", "shown"), [(32 / 79.997, "×79.997"), (0.4, "×80")])
+def test_a_rounded_ratio_never_does_either(bits, shown):
+    read = claims(it={"measure": "uplink", "at_least": 80})
+    table = lab.judged(read, {"a.json": record("TCS", 0, 0.5, bits=bits)})
+    assert list(lab.readable_claims(table)["Ours (interval)"]) == [shown]
+
+
 @pytest.mark.parametrize(("base", "said"), [(0.6, "open"), (0.7, "shut")])
 def test_a_gate_is_open_or_shut(base, said):
     runs = [record("FedAvg", s, a) for s, a in enumerate((0.6, 0.7))]
@@ -226,6 +242,10 @@ MORE = "confidence: 0.95\nclaims: {{a: {{{}}}}}".format
         (MORE(GOOD.replace("TCS", "TCX")), "'TCX' is unknown"),
         (MORE(GOOD.replace("TCS", "tcs")), "got 'tcs', allowed: 'TCS'"),
         (MORE(GOOD) + "\nclams: {}", "clams: got {}"),
+        (
+            MORE(GOOD) + "\ngates: {a: {" + GOOD + "}}",
+            "got a gate and a claim 'a', allowed: a name",
+        ),
     ],
 )
 def test_a_claim_that_cannot_be_judged_is_named(tmp_path, text, names):

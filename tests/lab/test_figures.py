@@ -42,6 +42,13 @@ def test_a_run_that_ended_at_once_has_no_curve():
     assert texts(lab.accuracy_figure([lost, fake("top-K", 0.7, 0)], "x")) == ["top-K"]
 
 
+def test_a_mean_stops_where_one_seed_does():
+    lost = fake("TCS", 0.5, 0, status="diverged")
+    lost["rows"] = lost["rows"][:2]
+    (axes,) = lab.accuracy_figure([lost, fake("TCS", 0.7, 1)], "x").axes
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [[1, 60], [2, 60]])
+
+
 @pytest.mark.parametrize("finals", [[0.5] * 8, [0.1 * i for i in range(8)], [0.7, 0.71, 0.2]])
 def test_names_at_curves_do_not_lie_on_each_other(finals):
     names = ["Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2"]

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import joblib
@@ -58,6 +59,18 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
     for other in (two, fewer):
         with pytest.raises(ValueError, match="records of different data, allowed: a folder"):
             lab.run_all([one, other], tmp_path)
+
+
+def test_images_that_were_replaced_are_noticed_before_anything_is_trained(tmp_path, monkeypatch):
+    more = IMAGES | {"train/cat/9.png": next(iter(IMAGES.values()))}
+    same = BRIEF | {"dataset": "folder", "train_samples": 2, "test_samples": 2, "batch_size": 1,
+                    "clients": 1, "data_root": str(as_tar(tmp_path / "a.tar", IMAGES))}  # fmt: skip
+    lab.run_all([config("TCS", **same)], tmp_path)
+    monkeypatch.delattr(lab.runs, "_train")
+    again = [config(n, **same | {"data_root": str(as_tar(tmp_path / "b.tar", more))})
+             for n in ("TCS", "top-K")]  # fmt: skip
+    with pytest.raises(ValueError, match=r"b\.tar, other images than those of"):
+        lab.run_all(again, tmp_path)
 
 
 def test_parts_of_one_data_set_may_stand_side_by_side(tmp_path):
@@ -183,6 +196,16 @@ def test_no_worker_outlives_its_parent(tmp_path, few, how):
     assert process.exitcode == code
     if how != "SIGKILL":  # after which joblib says what it clears away
         assert (tmp_path / "output").read_text().strip() == line
+
+
+def test_a_worker_that_gets_to_work_too_late_ends_at_once(tmp_path):
+    """Its parent was killed while it imported: it has another one, so to say process 1."""
+    wanted, told = config(**BRIEF), tmp_path / "rows"
+    with pytest.raises(BrokenProcessPool):
+        joblib.Parallel(2, backend="loky")(
+            joblib.delayed(lab.runs._work)(wanted, tmp_path, True, told, 1) for _ in range(2)
+        )
+    assert not list(tmp_path.rglob("*.json"))
 
 
 # The bar ──────────────────────────────────────────────────────────────────────────────────────────

@@ -327,6 +327,17 @@ def test_a_damaged_checkpoint_is_named_or_does_no_harm(tmp_path, small, seed):
     assert numbers(record) == expected
 
 
+def test_a_lack_of_memory_is_no_reason_to_delete_a_checkpoint(tmp_path, small, monkeypatch):
+    def load(*arguments, **more):
+        raise MemoryError("no room")
+
+    path = stopped(tmp_path)
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(MemoryError, match="no room"):
+        lab.run(config(), tmp_path)
+    assert path.exists()
+
+
 class Hostile:
     def __init__(self, marker):
         self.marker = marker

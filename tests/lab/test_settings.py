@@ -1,11 +1,15 @@
 """Settings: configurations, params files, the plan of a table."""
 
+import importlib
+import linecache
 import math
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 import tcs_lab as lab
 import yaml
+from tcs_lab import settings
 
 import tcs_core as tcs
 
@@ -199,17 +203,27 @@ def test_a_scheme_that_is_none(scheme):
 
 
 def test_members_of_a_rule_are_its_source_whatever_wraps_them():
-    from functools import cached_property
-
-    from tcs_lab.settings import _member_source
-
     def two(self):
         return [x for x in (1, 2)]
 
-    plain = _member_source("two", two)
+    plain = settings._member_source("two", two)
     for wrap in (property, staticmethod, classmethod, cached_property):
-        assert _member_source("two", wrap(two)) == plain
-    assert " at 0x" not in _member_source("a", object())
+        assert settings._member_source("two", wrap(two)) == plain
+    assert " at 0x" not in settings._member_source("a", object())
     nested = {}
     exec("def three(self):\n    return sum(x for x in (1, 2))", nested)
-    assert " at 0x" not in _member_source("three", nested["three"])
+    assert " at 0x" not in settings._member_source("three", nested["three"])
+
+
+def test_a_rules_source_is_that_of_the_start_and_its_sets_have_an_order(tmp_path, monkeypatch):
+    """An edit while it runs changes no name; a set of texts comes in another order every time."""
+    path = tmp_path / "edited_rule.py"
+    path.write_text("def observe(self): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    observe = importlib.import_module("edited_rule").observe
+    before = settings._member_source("observe", observe)
+    path.write_text("# a remark\ndef observe(self): return 2\n")
+    linecache.checkcache()
+    assert settings._member_source("observe", observe) == before
+    words = settings._member_source("kinds", {"weight", "bias", "norm"})
+    assert words == "kinds = [\"'bias'\", \"'norm'\", \"'weight'\"]"

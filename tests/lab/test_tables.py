@@ -66,15 +66,16 @@ def test_an_interval_as_text(numbers, text):
 def fake(name, accuracy, seed, warmup=1, status="finished"):
     """A record with three epochs of ten rounds at D = 1000; the first `warmup` dense."""
     rows = [
-        {"epoch": e + 1, "accuracy": accuracy, "rounds": 10, "dense_rounds": 10 * (e < warmup),
-         "bits_up": 320_000 if e < warmup else 4_000, "train_loss": 1.0 - accuracy,
-         "bits_down": 320_000 if e < warmup else 8_000}
-        for e in range(3)
+        {"epoch": e + 1, "accuracy": accuracy, "rounds": 10, "dense_rounds": 10 * dense,
+         "bits_up": 320_000 if dense else 4_000, "bits_down": 320_000 if dense else 8_000,
+         "bytes_up": 400_000 if dense else 5_000, "bytes_down": 40_000 if dense else 1_000,
+         "train_loss": 1.0 - accuracy}
+        for e, dense in enumerate([True] * warmup + [False] * (3 - warmup))
     ]  # fmt: skip
     identity = lab.RunConfig(tcs.Scheme.named(name), seed=seed, epochs=3).identity()
     return {
         "config": identity, "digest": lab.digest_of(identity), "status": status, "reason": None,
-        "dimension": 1000, "rows": rows,
+        "dimension": 1000, "rows": rows, "provenance": {"fingerprint": "images"},
     }  # fmt: skip
 
 
@@ -169,6 +170,25 @@ def test_what_is_planned_and_not_recorded_has_a_row_that_says_so():
     assert "Ours − Baseline, points" not in text and text["Paper − Baseline, points"][0] != "–"
     nothing = lab.summary([], {}, planned)
     assert list(lab.readable(nothing)["n"]) == ["0"] * 3
+
+
+def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypatch, tmp_path):
+    """Records that only lie there get no other means than those that were made just now."""
+    planned = lab.plan({"schemes": ["TCS"], "epochs": 3, "seeds": 3})
+    made = dict(zip(planned, (fake("TCS", 0.5, 0), fake("TCS", 0.9, 1)), strict=False))
+    for config in made:
+        path = lab.record_path(config, tmp_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(lab.tables, "read_record", lambda path, config: made[config])
+    assert len(lab.recorded(planned, tmp_path)) == 2
+    made[planned[1]]["status"] = "diverged"
+    assert list(lab.recorded(planned, tmp_path, diverged=False)) == [planned[0].record_name]
+    table = lab.readable(lab.summary(lab.recorded(planned, tmp_path).values()))
+    assert list(table["Ours: accuracy %"]) == ["diverged (1 of 2)"]
+    made[planned[1]]["provenance"] = {"fingerprint": "others"}
+    with pytest.raises(ValueError, match="records of different data, allowed: a folder for each"):
+        lab.recorded(planned, tmp_path)
 
 
 def test_a_saved_table_reads_as_it_was(tmp_path):
