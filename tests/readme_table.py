@@ -177,6 +177,8 @@ def of_images() -> list[str]:
     gaps = pd.read_csv(ROOT / "results/short/table1.csv").set_index("scheme")["difference"]
     shut = -0.5 - float(ours["local-steps"].split()[0].replace("−", "-"))
     after = {name: from_150(name) for name in ("Baseline", "TCS", "TCS-L4-Q5")}
+    longer = [final(n, epochs=300) for n in ("Baseline", "FedAvg-L4", "TCS", "TCS-L4-Q5")]
+    once = [lab.with_interval(end - longer[0], math.nan, math.nan) for end in longer[1:]]
     exact, rounded = (final("TCS", precision=p, seeds=1) for p in ("fp32", "bf16"))
     levels = final("Baseline", profile="small"), final("Baseline", profile="small", epochs=300)
     return [
@@ -185,6 +187,7 @@ def of_images() -> list[str]:
         f"TCS-L4 ends {ours['cost-4']} points from FedAvg-L4",
         f"lower than after 150, by {after['Baseline']} points",
         f"TCS-L4-Q5 ends at {after['TCS-L4-Q5']}, TCS at {after['TCS']}.",
+        "FedAvg-L4 ends {}, TCS {}, TCS-L4-Q5 {} points from the Baseline".format(*once),
         f"{brief['top-K']} points from top-K in `short`",
         f"fp32 instead of bf16 ended {abs(exact - rounded):.2f} points",
         f"Momentum helps TCS in `cpu`, by {ours['momentum']} points",
