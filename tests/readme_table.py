@@ -188,6 +188,7 @@ def of_images() -> list[str]:
         f"lower than after 150, by {after['Baseline']} points",
         f"TCS-L4-Q5 ends at {after['TCS-L4-Q5']}, TCS at {after['TCS']}.",
         "FedAvg-L4 ends {}, TCS {}, TCS-L4-Q5 {} points from the Baseline".format(*once),
+        f"which ends {final('Baseline', seeds=1) - longer[0]:.2f} lower than after 150",
         f"{brief['top-K']} points from top-K in `short`",
         f"fp32 instead of bf16 ended {abs(exact - rounded):.2f} points",
         f"Momentum helps TCS in `cpu`, by {ours['momentum']} points",
