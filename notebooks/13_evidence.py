@@ -45,7 +45,7 @@ read = lab.read_claims(lab.ROOT / "params" / "claims.yaml")
 every = sorted([*trainings, *beside])
 profiles = {n: lab.read_params([lab.ROOT / f"params/{n}.yaml"]) for n in dict(every)}
 shown = {f"{n}, {epochs} epochs": profiles[n] | {"epochs": epochs} for n, epochs in every}
-params = {title: shown[title] for title, one in zip(shown, every, strict=True) if one in trainings}
+params = {f"{n}, {epochs} epochs": profiles[n] | {"epochs": epochs} for n, epochs in trainings}
 records = {title: lab.claim_records(read, asked) for title, asked in params.items()}
 
 
@@ -318,7 +318,8 @@ for brief, whole in itertools.combinations(shown, 2):
 # longer runs:
 
 # %%
-for (name, epochs), asked in zip(every, shown.values(), strict=True):
+for asked in shown.values():
+    name, epochs = asked["profile"], asked["epochs"]
     asked = lab.read_params([lab.ROOT / "params/table1.yaml"]) | asked
     found = lab.recorded(lab.plan(asked | {"seeds": 100})).values()
     if epochs != profiles[name]["epochs"] and found:

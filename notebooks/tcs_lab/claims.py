@@ -163,9 +163,9 @@ def _measured(
 ) -> dict[str, Any]:
     """What the records say, over the seeds that both sides have a number for."""
     values: dict[int, float] = {}
-    files = [file for side in sides for file in side.values()]
-    lost = [file for file in files if records[file]["status"] != "finished"]
-    for seed in sorted(set.intersection(*(set(side) for side in sides))) if not lost else ():
+    lost = [f for side in sides for f in side.values() if records[f]["status"] != "finished"]
+    common = set.intersection(*(set(side) for side in sides))
+    for seed in [] if lost else sorted(common):
         value = _compared(claim.measure, [records[side[seed]] for side in sides])
         values |= {} if math.isnan(value) else {seed: value}
     mean, low, high = mean_interval(values.values(), read.confidence)

@@ -53,10 +53,11 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
     for name, group in groups.items():
         curves = [pd.Series({r["epoch"]: 100 * r["accuracy"] for r in g["rows"]}) for g in group]
         table = pd.DataFrame(curves)
-        mean, deviation = table.mean(skipna=False).dropna(), table.std().fillna(0.0)  # if all go on
+        table = table.dropna(axis="columns")  # epochs that all seeds have
+        mean, deviation = table.mean(), table.std().fillna(0.0)
         style = curve_style(name, list(groups)) | {"markersize": 4.5, "linewidth": 1.5}
         axes.plot(mean.index, mean, markevery=max(1, len(mean) // 8), **style)
-        band = mean - deviation[mean.index], mean + deviation[mean.index]
+        band = mean - deviation, mean + deviation
         axes.fill_between(mean.index, *band, color=style["color"], alpha=0.12, linewidth=0)
         ends += [(name, mean.index[-1], mean.iloc[-1], style["color"])] if len(mean) else []
     figure.suptitle(title)  # of all the width: names stand beside the axes

@@ -201,8 +201,9 @@ def run_all(
     wanted = {record_path(c, results): c for c in configs}
     missing = ranks.first(lambda: [not path.exists() for path in wanted])
     todo = [c for c, new in zip(wanted.values(), missing, strict=True) if new]
-    there = {path: c for path, c in wanted.items() if c not in todo}
-    ranks.first(lambda: _records_of(there if todo else {}))  # of other data? before hours of work
+    if todo:  # before hours of work: are those that are there of other data?
+        there = {path: c for path, c in wanted.items() if c not in todo}
+        ranks.first(lambda: _records_of(there))
     with Progress(todo, enabled=progress and not ranks.rank) as bar:
         for wait in (False, True):
             several = jobs != 1 and ranks.size == 1

@@ -289,6 +289,9 @@ def _source(scheme: Scheme) -> dict[str, str]:
     return {"rule_sha256": hashlib.sha256("\n".join(parts).encode()).hexdigest()}
 
 
+_text_of = cache(inspect.getsource)  # as it was at first: the file may be edited
+
+
 def _member_source(name: str, value: Any) -> str:
     """A method as its source (a class in a notebook has none as a whole), anything else as text."""
     if isinstance(value, property | staticmethod | classmethod | cached_property):
@@ -302,12 +305,6 @@ def _member_source(name: str, value: Any) -> str:
         code = value.__code__
         text = f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # where a thing lies differs from run to run
-
-
-@cache
-def _text_of(function: Any) -> str:
-    """A function's source, as it was when it was first asked for: the file may be edited."""
-    return inspect.getsource(function)
 
 
 # What a table says of itself, beside fields of RunConfig.
