@@ -53,6 +53,7 @@ from tcs_lab.figures import (
     series_style,
 )
 from tcs_lab.files import cache_folder
+from tcs_lab.planned import planned_runs
 from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (
     config_of,

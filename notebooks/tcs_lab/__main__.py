@@ -21,6 +21,7 @@ import torch
 from tcs_lab.bench import BENCHES, bench_table, run_benches
 from tcs_lab.checkpoints import checkpoint_path
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
+from tcs_lab.planned import planned_runs
 from tcs_lab.ranks import RankError, joined_ranks, world
 from tcs_lab.records import config_of, differences, read_record, record_path
 from tcs_lab.runs import run_all
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         return own.add_argument
 
     run = command(_run, "make the runs of a table in a profile; print the table")
+    queue = command(_queue, "make the runs of a plan in its order; several may share the work")
     vary = command(_sensitivity, "make the runs that vary one setting at a time; print the table")
     again = command(_again, "make a record's run again and compare the two")
     bench = command(_bench, "measure speed and memory; write results/bench/")
@@ -56,9 +58,16 @@ def _parser() -> argparse.ArgumentParser:
         add("--jobs", type=int, help="processes side by side")
         add("--timeout", type=float, metavar="SECONDS",
             help="under torchrun: wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
-    for add, sets in ((run, _ANY), (vary, _ANY), (again, f"where: {', '.join(sorted(_WHERE))}")):
+    queue("plan", metavar="PLAN", help="a file like params/evidence_plan.yaml")
+    queue("--stage", action="append", help="only this stage (may be repeated)")
+    for add, sets in (
+        (run, _ANY),
+        (queue, _ANY),
+        (vary, _ANY),
+        (again, f"where: {', '.join(sorted(_WHERE))}"),
+    ):
         add("--set", action="append", default=[], metavar="KEY=VALUE", help=sets)
-    for add in (run, vary, bench):
+    for add in (run, queue, vary, bench):
         add("--results", help="results folder (default: results/ beside notebooks/)")
     again("--results", help="keep the new record in this results folder")
     again("record", metavar="RECORD", help="a file in results/<profile>/runs/")
@@ -126,6 +135,15 @@ def _run(arguments: argparse.Namespace) -> Planned:
         params["schemes"] = arguments.scheme
     paper = params.get("paper")
     return plan(params), params.get("jobs", 1), lambda records: readable(summary(records, paper))
+
+
+def _queue(arguments: argparse.Namespace) -> int:
+    """The runs of a plan, one after the other; those that another process is making come last."""
+    stages = planned_runs(arguments.plan, **_set_params(arguments.set))
+    reject_unknown(arguments.stage or (), stages, "stage in this plan")
+    chosen = [runs for name, runs in stages.items() if name in (arguments.stage or stages)]
+    records = run_all([config for runs in chosen for config in runs], arguments.results)
+    return 1 if any(record["status"] == "diverged" for record in records) else 0
 
 
 @_makes

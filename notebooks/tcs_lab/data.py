@@ -29,7 +29,8 @@ from tcs_lab.files import alone, cache_folder, write_whole
 @dataclass(frozen=True)
 class Dataset:
     """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is the sha256 of
-    all of them, also of those that `first` leaves out; of resized images, of what is left."""
+    all of them, also of those that `first` leaves out; of resized images, of what is left.
+    `unused_...` are training images that no client has, where they are kept for the last test."""
 
     label: str
     train_images: Tensor
@@ -38,9 +39,12 @@ class Dataset:
     test_labels: Tensor
     fingerprint: str
     classes: int = 10
+    unused_images: Tensor | None = None
+    unused_labels: Tensor | None = None
 
-    def first(self, train: int | None, test: int | None) -> Dataset:
-        """Only the first so many samples; ValueError if there are fewer."""
+    def first(self, train: int | None, test: int | None, keep_unused: bool = False) -> Dataset:
+        """Only the first so many samples; with `keep_unused`, the other training images are kept
+        apart. ValueError if there are fewer, or if none are left to be kept."""
         counts = {
             "train_samples": (train, self.train_labels),
             "test_samples": (test, self.test_labels),
@@ -49,9 +53,17 @@ class Dataset:
             if want is not None and want > len(labels):
                 most = f"at most {len(labels)} ({self.label})"
                 raise ValueError(f"{key}: got {want}, allowed: {most}")
+        unused: dict[str, Tensor] = {}
+        if keep_unused:
+            if train is None or train == len(self.train_labels):
+                raise ValueError(f"test_unused: no training image of {self.label} is left unused")
+            unused = {
+                "unused_images": self.train_images[train:],
+                "unused_labels": self.train_labels[train:],
+            }
         return replace(
             self, train_images=self.train_images[:train], train_labels=self.train_labels[:train],
-            test_images=self.test_images[:test], test_labels=self.test_labels[:test],
+            test_images=self.test_images[:test], test_labels=self.test_labels[:test], **unused,
         )  # fmt: skip
 
     def resized(self, size: int | None) -> Dataset:
@@ -62,9 +74,12 @@ class Dataset:
             return self
         if type(size) is not int or not 1 <= size <= side:
             raise ValueError(f"image_size: got {size!r}, allowed: 1 to {side} ({self.label})")
-        train, test = (_areas(i, size) for i in (self.train_images, self.test_images))
-        label, arrays = f"{self.label}, {size} x {size}", (train, self.train_labels, test)
-        return _dataset(label, *arrays, self.test_labels, classes=self.classes)
+        label = f"{self.label}, {size} x {size}"
+        arrays = [_areas(self.train_images, size), self.train_labels]
+        arrays += [_areas(self.test_images, size), self.test_labels]
+        if self.unused_images is not None:
+            arrays += [_areas(self.unused_images, size), self.unused_labels]
+        return _dataset(label, *arrays, classes=self.classes)
 
 
 def _areas(images: Tensor, size: int) -> Tensor:
@@ -75,8 +90,10 @@ def _areas(images: Tensor, size: int) -> Tensor:
 
 
 def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
-    train, labels, test, test_labels = tensors = [torch.as_tensor(a) for a in arrays]
-    return Dataset(label, train, labels, test, test_labels, _fingerprint(tensors), classes)
+    tensors = [torch.as_tensor(a) for a in arrays]
+    train, labels, test, test_labels, *unused = tensors
+    sealed = _fingerprint(tensors)
+    return Dataset(label, train, labels, test, test_labels, sealed, classes, *unused)
 
 
 def _fingerprint(tensors: list[Tensor]) -> str:
@@ -403,7 +420,8 @@ class Draws:
 
 
 class Batches:
-    """A data set on the training device: augmented training batches, plain test batches."""
+    """A data set on the training device: augmented training batches, plain test batches. Training
+    images that no client has, where they are kept, stand behind the test images."""
 
     def __init__(self, data: Dataset, device: torch.device, padding: int = 4):
         pixels = data.train_images.numpy().reshape(-1, 3)
@@ -414,8 +432,13 @@ class Batches:
         padded = F.pad(data.train_images.to(device), (0, 0, *[padding] * 4))
         self.padded = padded.contiguous()  # (n, h + 2 padding, w + 2 padding, 3) uint8
         self.train_labels = data.train_labels.to(device)
-        self.test_images = data.test_images.to(device)
-        self.test_labels = data.test_labels.to(device)
+        tests = [(data.test_images, data.test_labels)]
+        if data.unused_images is not None:
+            tests.append((data.unused_images, data.unused_labels))
+        images, labels = zip(*tests, strict=True)
+        self.test_count = len(data.test_labels)  # without those that no client has
+        self.test_images = torch.cat(images).to(device)
+        self.test_labels = torch.cat(labels).to(device)
 
     @staticmethod
     def _everywhere(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:

@@ -118,7 +118,7 @@ def _train(config: RunConfig, data: Data, on_epoch: OnEpoch, ranks: Ranks) -> di
     for epoch in range(len(rows), config.epochs):
         start = time.perf_counter()
         try:
-            row = training.epoch(epoch) | training.evaluate()
+            row = training.epoch(epoch) | training.evaluate(epoch + 1 == config.epochs)
         except NotFiniteError as error:
             reason = str(error)
         else:

@@ -85,6 +85,8 @@ class RunConfig:
     data_label: Annotated[Text, Field(max_length=200)] | None = None  # its name in tables
     train_samples: Whole | None = None  # null: all
     test_samples: Whole | None = None
+    # after the last epoch the training images that are not used are tested on, too
+    test_unused: bool = False
     image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels a side; null: as it is
     crop_padding: Annotated[int, Field(ge=0, le=32)] = 4  # pixels around an image, for random crops
     context: Annotated[int, Field(ge=1, le=4096)] = 64  # characters a sample of a text
@@ -144,7 +146,8 @@ class RunConfig:
             allowed = TEXT_MODEL if text else " or ".join(STAGES)
             got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"
             raise ValueError(f"model: {got}")
-        images = ("train_samples", "test_samples", "image_size", "dirichlet_alpha", "graph")
+        images = ("train_samples", "test_samples", "test_unused", "image_size")
+        images += ("dirichlet_alpha", "graph")
         for key in images if text else ():
             if value := getattr(self, key):
                 raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")

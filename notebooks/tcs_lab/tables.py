@@ -46,8 +46,8 @@ def one_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
 
 def data_source(config: dict[str, Any]) -> tuple:
     """What a fingerprint is of: a data set, or what was cut from it to be resized."""
-    cut = ("train_samples", "test_samples", "image_size") if config.get("image_size") else ()
-    return (config["dataset"], *(config[key] for key in cut))
+    cut = ("train_samples", "test_samples", "test_unused", "image_size")
+    return (config["dataset"], *(config.get(key) for key in cut if config.get("image_size")))
 
 
 # What was sent ────────────────────────────────────────────────────────────────────────────────────

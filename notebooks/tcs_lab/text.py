@@ -77,7 +77,7 @@ class TextFeed:
         if min(self.weights) < len(self.window) or len(held_out) < len(self.window):
             least = min(*self.weights, len(held_out))
             raise ValueError(f"context: got {config.context}, allowed: at most {least - 1}")
-        self.tests = held_out.unfold(0, len(self.window), config.context)
+        self._tests = held_out.unfold(0, len(self.window), config.context)
         a_round = self.clients * self.size * config.context * self.steps
         self.rounds = sum(self.weights) // a_round  # an epoch
         if not self.rounds:
@@ -94,7 +94,11 @@ class TextFeed:
         return self._pairs(text[starts.to(text.device) + self.window])
 
     def test(self, part: slice) -> tuple[Tensor, Tensor]:
-        return self._pairs(self.tests[part])
+        return self._pairs(self._tests[part])
+
+    def test_count(self, last: bool) -> int:
+        """Windows tested after an epoch: the same every time."""
+        return len(self._tests)
 
     @staticmethod
     def _pairs(windows: Tensor) -> tuple[Tensor, Tensor]:

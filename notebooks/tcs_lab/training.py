@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,7 +52,8 @@ def load_data(config: RunConfig) -> Data:
     if config.dataset == "text":
         return load_text()
     data = load_dataset(config.dataset, config.data_root, config.data_label)
-    return data.first(config.train_samples, config.test_samples).resized(config.image_size)
+    counts = config.train_samples, config.test_samples
+    return data.first(*counts, keep_unused=config.test_unused).resized(config.image_size)
 
 
 class ImageFeed:
@@ -78,9 +81,9 @@ class ImageFeed:
         samples_NM = batches.keep(samples_NM) if ranks.size > 1 else samples_NM
         return ImageFeed(batches, samples_NM, config, own)
 
-    @property
-    def tests(self) -> Tensor:
-        return self.batches.test_labels
+    def test_count(self, last: bool) -> int:
+        """How many images are tested after an epoch; after the last one, those unused too."""
+        return len(self.batches.test_labels) if last else self.batches.test_count
 
     def test(self, part: slice) -> tuple[Tensor, Tensor]:
         return self.batches.test(part)
@@ -262,37 +265,50 @@ class Training:
         return sorted(order[: self.config.participants].tolist())
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, last: bool = False) -> Row:
         """Accuracy (0..1) and mean loss on the test samples (of a text, their characters); the
-        clients' statistics averaged. Sums are over batches, which ranks share out."""
+        clients' statistics averaged. Sums are over batches, which ranks share out. After the `last`
+        epoch with `test_unused`: on the unused training images too, and "right" says which of all
+        these were right (`packed`)."""
         self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         self.flat.use(self.flat.statistics_views(average_S))
-        starts = range(0, len(self.feed.tests), _JUDGED)
+        starts = range(0, self.feed.test_count(last), _JUDGED)
         parts = [slice(starts[i], starts[i] + _JUDGED) for i in self.ranks.own(len(starts))]
         federation = self.federation
         each = federation.each if isinstance(federation, ClientThreads) else map
         found = list(each(self._judged, parts))
-        found = self.ranks.rows(torch.tensor(found, dtype=torch.float64).view(-1, 3)).tolist()
-        loss, right, count = (sum(column) for column in zip(*found, strict=True))
-        return {"accuracy": right / count, "loss": loss / count}
+        losses = self.ranks.rows(torch.tensor([f[0] for f in found], dtype=torch.float64))
+        right = self.ranks.rows(torch.cat([f[1] for f in found])).cpu()
+        row = {"accuracy": int(right.sum()) / len(right), "loss": sum(losses.tolist()) / len(right)}
+        return row | ({"right": packed(right)} if last and self.config.test_unused else {})
 
     @torch.no_grad()
-    def _judged(self, part: slice) -> tuple[float, int, int]:
-        """Of a part of the test samples: the summed loss, how many are right, of how many."""
+    def _judged(self, part: slice) -> tuple[float, Tensor]:
+        """Of a part of the test samples: the summed loss, and which are right, bool."""
         inputs, labels = self.feed.test(part)
         pieces = inputs.split(len(inputs) if self.device.type == "cuda" else _CACHED_IMAGES)
         with _autocast(self.config)():
             scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
         scores, labels = scores.flatten(0, -2), labels.flatten()
         loss = float(F.cross_entropy(scores, labels, reduction="sum"))
-        return loss, int((scores.argmax(1) == labels).sum()), len(labels)
+        return loss, scores.argmax(1) == labels
 
     def state_dict(self) -> dict[str, Any]:
         return self.federation.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.federation.load_state_dict(state)
+
+
+def packed(right: Tensor) -> str:
+    """(M,) bool as text: eight to a byte, the first the highest, in base64."""
+    return base64.b64encode(np.packbits(right.numpy()).tobytes()).decode()
+
+
+def unpacked(text: str, count: int) -> np.ndarray:
+    """The inverse of `packed`: (count,) bool."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
 
 
 def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
