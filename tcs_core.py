@@ -4,26 +4,28 @@ The paper's machinery in one module: torch and numpy, nothing else. It reproduce
 K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for Communication-Efficient Federated
 Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
 
-    theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message -> Link
+    theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
 
-Alg. 2 is `TCS.observe` (line 5), `Federation.play` (6) and `.difference` (7), `Compressor.client`
-(lines 9 to 13; Alg. 3, 10 to 14), in it `MaskRule.local_mask` (10), and `.server` (15, 16; Alg. 3,
-16, 17); schedules: see `Phase`.
+Alg. 2 is section 6: `Known` (line 5), `Client` (lines 9 to 13) and `Server` (15, 16), each in a
+process of its own if need be; lines 6 and 7 are in `Federation.round` (section 7).
 
-Contents
-     1 schemes                           7 the compressor (Alg. 2)
-     2 masks (S_top)                     8 the federation (Alg. 1, 3)
-     3 positions on the wire (Alg. 4)    9 static rounds: one CUDA graph
-     4 values on the wire               10 models
-     5 messages and bit budget          11 a communication hook for PyTorch's DDP
-     6 links: how a message travels
+Contents, and the names that each gives
+    1 schemes          Scheme, register_scheme, register_quantizer, register_suffix, register_code
+    2 masks            top_k_mask, top_k_positions, layerwise_top_k_positions (S_top)
+    3 positions        encode_positions, decode_positions (Alg. 4)
+    4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
+    5 messages         Message, encode_message, decode_message, bit_budget
+    6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, ByteLink, Compressor
+    7 the federation   Federation, Phase, Feed, layer_sizes (Alg. 1, 3)
+    8 models           resnet18, build_model
+    9 a hook for DDP   TCSState, tcs_hook
 
 Symbols (an axis suffix names a tensor's dimensions)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
-    theta_D      model parameters            (D,) float32; the model's parameters are views into it
+    theta_D      model parameters            (D,) float32, in the order in which they lie in memory
     delta_D      a client's model difference (D,) float32: minus eta times the summed gradients
-    errors_ND    accumulated errors e        (N, D) float32
+    errors_D     accumulated errors e        (D,) float32, a client's
     intended     delta + errors              what a client means to send
     sent         the quantized kept entries  what it sends
     update_D     the server's average        (D,) float32
@@ -35,46 +37,46 @@ Differences from the paper
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
      3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
-        warm-up makes one dense round first, but for "-NW": every client starts with its own S_top.
+        warm-up makes one dense round first.
      4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
         float32 without quantization, and with it while sigma >= 1/2 (Sterbenz); beyond, to one
         rounding of the subtraction. Errors are in units of the model difference, as in the text;
-        the authors' published code has them in units of gradients ("-GE" in a scheme's name).
+        the authors' published code has them in units of gradients (error_unit "gradient").
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
         algorithm box puts beta on the wrong term, and the text has a plus before eta. A round ends
         with the server's step, at its own rate; in the boxes the next round begins with it.
      6. Layer-wise fairness: phi^max with ">=" in the paper means phi^min. A layer is one parameter
-        tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win. The
-        published code takes the fair shared mask from the weights ("-WLF", "-WPLF").
+        tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win.
      7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max], the last with u_min,
-        the smallest NON-ZERO magnitude; zeros take its code and do not enter its mean.
+        the smallest NON-ZERO magnitude; zeros take its code and do not enter its mean. Shared and
+        own values of a message are quantized together.
      8. The position code's blocks hold not 1/phi entries but a power of two near it, the one with
         the shortest code: ceil(log2(1/phi)) bits inside a block of 1/phi would waste up to one.
-     9. Batch norm's running statistics never influence training; the clients' are averaged only
-        when the model is evaluated. (The authors evaluate with the test batch's statistics.)
+     9. Batch norm's running statistics never influence training; after a round the module has the
+        clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
     11. With local steps a round of the warm-up has H of them too; one published version averages
         after every single step there.
     12. Shortcuts of the ResNets are 1x1 convolutions: only they give 11,173,962 parameters. "H = 2
         and H = 2" means H = 2 and H = 4. The text's "sum" of updates is the algorithm box's mean.
-
-Beyond the paper: suffixes of scheme names, in the table `SUFFIXES`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
 import re
 import struct
-import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from reprlib import repr as shorten
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
 import torch
@@ -83,39 +85,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
-#    Defaults are the paper's (Sec. III-B). `SUFFIXES` is the one table of what a name can say.
-
-
-# What lives in other sections, by name: `register_scheme` and `register_quantizer` fill them.
-RULES: dict[str, type[MaskRule]] = {}
-QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
-FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
+#    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
+#    paper's, and by the same functions yours.
 
 Quantize = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (K,), P to codes (K,) and means (P,)
 
-
-def _between(low: float, high: float, *kinds: type) -> Callable[[Any], bool]:
-    return lambda v: type(v) in (kinds or (int, float)) and low <= v <= high
-
-
-_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "name": ("1 to 100 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 100),
-    "rule": ("a registered rule", lambda v: isinstance(v, str) and v in RULES),
-    "share": ("a share from 1e-12 to 1, or null", lambda v: v is None or _between(1e-12, 1)(v)),
-    "count": ("a whole number >= 1", _between(1, 10**9, int)),
-    "bits": ("1 to 16, or 32 for float32", lambda v: type(v) is int and (1 <= v <= 16 or v == 32)),
-    "beta": ("a number in [0, 1)", lambda v: _between(0, 1)(v) and v < 1),
-    "flag": ("true or false", lambda v: isinstance(v, bool)),
-    "times": ("a whole number from 1 to 1000", _between(1, 1000, int)),
-    "quantizer": ("a registered quantizer", lambda v: isinstance(v, str) and v in QUANTIZERS),
-    "code": ("block or entropy", lambda v: v in ("block", "entropy")),
-    "unit": ("difference or gradient", lambda v: v in ("difference", "gradient")),
-    "source": ("update or weights", lambda v: v in ("update", "weights")),
-}
+RULES: dict[str, type[MaskRule]] = {}  # by the scheme's `rule`
+QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
+CODES: dict[str, Code] = {}  # by the scheme's `code`
+FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
+SUFFIXES: list[Suffix] = []
 
 
-def _field(default: Any, allowed: str, doc: str) -> Any:
-    return field(default=default, metadata={"allowed": allowed, "doc": doc})
+def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"{key}: got {shorten(value)} ({type(value).__name__}), allowed: {allowed}")
+
+
+def _check_whole(key: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        _refuse(key, value, f"a whole number from {low} to {high}")
+
+
+def _check_share(key: str, value: Any) -> None:
+    if value is None:
+        return
+    if type(value) not in (int, float) or not 1e-12 <= value <= 1:
+        _refuse(key, value, "a share from 1e-12 to 1, or null")
+
+
+def _check_bits(key: str, value: Any) -> None:
+    if type(value) is not int or not (1 <= value <= 16 or value == 32):
+        _refuse(key, value, "1 to 16, or 32 for float32")
+
+
+def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in (known := list(known)):
+        _refuse(key, value, ", ".join(known))
+
+
+_SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
 @dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
@@ -126,36 +134,51 @@ class Scheme:
     rand-K only a shared one. Raises ValueError naming the field, its value and what is allowed.
     """
 
-    name: str = field(metadata={"allowed": "name"})
-    rule: str = _field("TCS", "rule", "which mask rule: a key of RULES")
-    phi_global: float | None = _field(1e-2, "share", "of the mask all sides know, Eq. 6")
-    phi_local: float | None = _field(1e-3, "share", "of a client's own mask, Sec. II-A")
-    phi_min_global: float | None = _field(None, "share", "least of every layer, shared mask")
-    phi_min_local: float | None = _field(None, "share", "least of every layer, own mask, Sec. II-C")
-    local_steps: int = _field(1, "count", "H, Alg. 1")
-    value_bits: int = _field(32, "bits", "q of a value, one of them the sign, Sec. II-F")
-    momentum: float = _field(0.0, "beta", "beta, Alg. 3")
-    error_accumulation: bool = _field(True, "flag", "Sec. II-B")
-    centralized: bool = _field(False, "flag", "one client, no traffic")
-    quantizer: str = _field("fractional", "quantizer", "of the clients' values")
-    code: str = _field("block", "code", "Alg. 4 and fixed-width values, or both shorter (sec. 5)")
-    down_value_bits: int = _field(32, "bits", "of a value from the server")
-    down_quantizer: str = _field("fractional", "quantizer", "of the server's values")
-    phi_down: float | None = _field(None, "share", "of the server's own mask; null: all that came")
-    dense_warmup: bool = _field(True, "flag", "false: sparse from the first round, by own S_top")
-    warmup_masks: int = _field(1, "times", "masks so many times as large in a sparse warm-up")
-    error_unit: str = _field("difference", "unit", "of errors: the text's, or the authors' code's")
-    shared_from: str = _field("update", "source", "what the shared mask is S_top of")
+    name: str
+    rule: str = "TCS"  # which mask rule: a key of RULES
+    phi_global: float | None = 1e-2  # share of the mask that all sides know, Eq. 6
+    phi_local: float | None = 1e-3  # share of a client's own mask, Sec. II-A
+    phi_min_global: float | None = None  # least share of every layer, shared mask, Sec. II-C
+    phi_min_local: float | None = None  # least share of every layer, own mask
+    local_steps: int = 1  # H, Alg. 1
+    value_bits: int = 32  # q of a value, one of them the sign, Sec. II-F
+    momentum: float = 0.0  # beta, Alg. 3
+    error_accumulation: bool = True  # Sec. II-B
+    centralized: bool = False  # one client, no traffic
+    quantizer: str = "fractional"  # of the clients' values: a key of QUANTIZERS
+    code: str = "block"  # of a message's values and positions: a key of CODES
+    # Beyond the paper; what these do is registered elsewhere (`register_part`).
+    down_value_bits: int = 32  # of a value from the server
+    down_quantizer: str = "fractional"  # of the server's values
+    phi_down: float | None = None  # share of the server's own mask; None: all that came
+    dense_warmup: bool = True  # False: sparse from the first round, by own S_top
+    warmup_masks: int = 1  # masks so many times as large in a sparse warm-up
+    error_unit: str = "difference"  # or "gradient": of errors, as in the authors' code
+    shared_from: str = "update"  # or "weights": what the shared mask is S_top of
 
     def __post_init__(self) -> None:
-        for key, known in ((f.name, f.metadata["allowed"]) for f in dataclasses.fields(self)):
-            value, (allowed, fits) = getattr(self, key), _ALLOWED[known]
-            if not fits(value):
-                listed = {"rule": ", ".join(RULES), "quantizer": ", ".join(QUANTIZERS)}
-                got = f"{key}: got {shorten(value)} ({type(value).__name__})"
-                raise ValueError(f"{got}, allowed: {listed.get(known, allowed)}")
-            if known in ("share", "beta") and value is not None:
-                object.__setattr__(self, key, float(value))
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= 100:
+            _refuse("name", self.name, "1 to 100 characters")
+        _check_one_of("rule", self.rule, RULES)
+        _check_one_of("quantizer", self.quantizer, QUANTIZERS)
+        _check_one_of("down_quantizer", self.down_quantizer, QUANTIZERS)
+        _check_one_of("code", self.code, CODES)
+        _check_one_of("error_unit", self.error_unit, ("difference", "gradient"))
+        _check_one_of("shared_from", self.shared_from, ("update", "weights"))
+        _check_whole("local_steps", self.local_steps, 1, 10**9)
+        _check_whole("warmup_masks", self.warmup_masks, 1, 1000)
+        _check_bits("value_bits", self.value_bits)
+        _check_bits("down_value_bits", self.down_value_bits)
+        for key in ("error_accumulation", "centralized", "dense_warmup"):
+            if type(getattr(self, key)) is not bool:
+                _refuse(key, getattr(self, key), "true or false")
+        if type(self.momentum) not in (int, float) or not 0 <= self.momentum < 1:
+            _refuse("momentum", self.momentum, "a number in [0, 1)")
+        object.__setattr__(self, "momentum", float(self.momentum))
+        for key in _SHARES:
+            share = getattr(self, key)
+            _check_share(key, share)
+            object.__setattr__(self, key, None if share is None else float(share))
         if self.phi_global is None and self.phi_local is None:
             raise ValueError(f"{self.name}: phi_global and phi_local are null: nothing is sent")
 
@@ -172,7 +195,12 @@ class Scheme:
     @property
     def dense(self) -> bool:
         """Every entry is sent as it is, in 32 bits."""
-        return self.rule == "dense" and not (self.intervals or self.compresses_downlink)
+        return self.rule == "dense" and not self.intervals and not self.compresses_downlink
+
+    @property
+    def keeps_errors(self) -> bool:
+        """A client adds what was not sent to its next difference."""
+        return self.error_accumulation and not self.dense
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
@@ -182,130 +210,142 @@ class Scheme:
         `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
         Raises ValueError for an unknown name or a suffix that makes no sense.
         """
-        text = re.sub(r"-\s+", "-", str(name).strip())
-        stem = re.sub(r"\+{1,2}$", "", text)
-        families = sorted(FAMILIES, key=len, reverse=True)
-        family = next((f for f in families if re.match(re.escape(f) + r"(-|$)", stem, re.I)), None)
-        if family is None:
-            raise ValueError(f"scheme {shorten(name)} is unknown; {_known_schemes()}")
-        fields, suffixed = dict(FAMILIES[family]), dict[str, Any]()
-        parts, plus = stem[len(family) :].split("-")[1:], text[len(stem) :]
-        for part in [*parts, *([plus] if plus else [])]:
-            found = _suffix_fields(name, part, fields, suffixed)
-            if suffixed.keys() & found.keys():
-                raise ValueError(f"scheme {shorten(name)}: {part!r} sets what another suffix sets")
-            suffixed |= found
-        fields = _with_smaller_masks(fields | suffixed)
-        spelt = "-".join([family, *(_spelt(part, fields) for part in parts)]) + plus
-        return Scheme(name=spelt, **(fields | changes))
+        family, parts = _split_name(name)
+        found = [(part, *_suffix_of(part, name)) for part in parts]
+        fields, said = dict(FAMILIES[family]), set[str]()
+        for part, suffix, number in sorted(found, key=lambda one: one[1].last):
+            _check_needs(suffix, part, fields, name)
+            sets = suffix.change(fields, number)
+            if said & sets.keys() and not suffix.last:
+                what = f"{part!r} sets what another suffix sets"
+                raise ValueError(f"scheme {shorten(name)}: {what}")
+            said |= sets.keys()
+            fields |= sets
+        spelt = "".join(_spelt(part, fields) for part in parts)
+        return Scheme(name=family + spelt, **(fields | changes))
 
 
 def _intervals(value_bits: int) -> int:
     return 0 if value_bits == 32 else 2 ** (value_bits - 1)
 
 
+def _split_name(name: str) -> tuple[str, list[str]]:
+    """A scheme's name as its family and its suffixes, the longest family that fits."""
+    text = re.sub(r"-\s+", "-", str(name).strip())
+    stem = text.rstrip("+")
+    for family in sorted(FAMILIES, key=len, reverse=True):
+        if stem.lower() == family.lower() or stem.lower().startswith(family.lower() + "-"):
+            parts = stem[len(family) :].split("-")[1:]
+            pluses = text[len(stem) :]
+            return family, [*parts, pluses] if pluses else parts
+    raise ValueError(f"scheme {shorten(name)} is unknown; {_known_schemes()}")
+
+
+def _known_schemes() -> str:
+    suffixes = ", ".join(suffix.form for suffix in SUFFIXES)
+    return f"known: {', '.join(FAMILIES)}, with {suffixes} where it makes sense (TCS-L4-Q5)"
+
+
 class Suffix(NamedTuple):
-    """One line of `SUFFIXES`. `fields` says what it sets, from the family's fields and its number;
-    `needs` is what the family must have: "own" and "shared" masks, chosen by "S_top"."""
+    """A part of scheme names, such as "-L<H>".
+
+    `pattern` is its regular expression, in small letters and without the dash; its group, if it has
+    one, is a number. `change(fields, number)` says which fields of Scheme it sets. `needs` is what
+    the scheme must have: "own" and "shared" masks, "masks" at all, chosen by "S_top". A `last` one
+    changes what the others have set.
+    """
 
     form: str
     pattern: str
     says: str
-    fields: Callable[[dict, int], dict]
+    change: Callable[[dict[str, Any], int], dict[str, Any]]
     needs: tuple[str, ...] = ()
+    last: bool = False
 
 
-def _shares(fields: dict) -> tuple[float | None, float | None]:
-    return tuple(fields.get(key, getattr(Scheme, key)) for key in ("phi_global", "phi_local"))
+def shares_of(fields: dict[str, Any]) -> tuple[float | None, float | None]:
+    """phi_global and phi_local of a scheme of which these fields are set."""
+    shared = fields.get("phi_global", Scheme.phi_global)
+    own = fields.get("phi_local", Scheme.phi_local)
+    return shared, own
 
 
-def _down_fields(fields: dict, bits: int) -> dict:
-    """Few bits a value leave room for more positions of the server's own than one client has: with
-    0.4 of phi_global and 2-bit values, a message is about as long as TCS-Q5's uplink."""
-    shared, own = _shares(fields)
-    phi_down = 0.4 * shared if shared and own else own
-    return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
+def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
+    """The suffix that a part of a name is, and its number (0: it has none)."""
+    for suffix in SUFFIXES:
+        if match := re.fullmatch(suffix.pattern, part.lower()):
+            return suffix, int(match[1]) if match.groups() and match[1] else 0
+    raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
-def _fair(fields: dict, source: str, both: bool) -> dict:
-    """Layer-wise fairness of the shared mask and, if asked, of a client's own one (Sec. II-C)."""
-    shared, own = _shares(fields)
-    found = {"phi_min_global": 1e-3 if shared else None}
-    found |= {"phi_min_local": 4e-4 if own else None} if both else {}
-    return found if source == "update" else found | {"shared_from": source}
+def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -> None:
+    shared, own = shares_of(fields)
+    rule = fields.get("rule", Scheme.rule)
+    has = {
+        "own": bool(own),
+        "shared": bool(shared),
+        "masks": rule != "dense",
+        "S_top": rule not in ("dense", "rand-K"),
+    }
+    lacking = [need for need in suffix.needs if not has.get(need, True)]
+    if fields.get("centralized") and "any scheme" not in suffix.needs:
+        lacking = ["clients"]
+    if lacking:
+        what = f"{shorten(part)} makes no sense without {lacking[0]}"
+        raise ValueError(f"scheme {shorten(name)}: {what}; {_known_schemes()}")
 
 
-_BOTH, _MASKS = ("S_top", "own", "shared"), ("S_top", "shared")
-SUFFIXES: list[Suffix] = [
-    Suffix("-L<H>", r"l([1-9]\d{0,8})", "H local steps", lambda f, n: {"local_steps": n}),
-    Suffix("-LF", "lf", "layer-wise fairness of both masks",
-           lambda f, _: _fair(f, "update", True), ("S_top",)),
-    Suffix("-PLF", "plf|pfl", "fairness of the shared mask only",
-           lambda f, _: _fair(f, "update", False), _MASKS),
-    Suffix("-WLF", "wlf", "like -LF, the shared mask from the weights, as in the authors' code",
-           lambda f, _: _fair(f, "weights", True), _BOTH),
-    Suffix("-WPLF", "wplf", "like -PLF, from the weights",
-           lambda f, _: _fair(f, "weights", False), _BOTH),
-    Suffix("-Global Momentum", "(?:global )?momentum", "beta = 0.9; of a Baseline -Momentum",
-           lambda f, _: {"momentum": 0.9}, ("anything",)),
-    Suffix("-GE", "ge", "errors in units of gradients, as in the authors' code",
-           lambda f, _: {"error_unit": "gradient"}),
-    Suffix("-E<n>", r"e([1-9]\d?)", "phi_local = n/1000",
-           lambda f, n: {"phi_local": n / 1000}, _BOTH),
-    Suffix("-K<n>", r"k([1-9]\d?)", "all masks n times smaller",
-           lambda f, n: {"smaller": n}, ("masks",)),
-    Suffix("-D<q>", r"d([1-9]\d?)", "a compressed downlink", _down_fields),
-    Suffix("-NW", "nw", "no warm-up", lambda f, _: {"dense_warmup": False}),
-    Suffix("-W<n>", r"w([1-9]\d{0,2})", "a sparse warm-up, masks n times as large",
-           lambda f, n: {"dense_warmup": False, "warmup_masks": n}, _BOTH),
-    Suffix("+", r"\+", "shorter codes, losing nothing", lambda f, _: {"code": "entropy"}),
-    Suffix("++", r"\+\+", "+, -D2 and (but for -W) -NW",
-           lambda f, _: {"code": "entropy", "dense_warmup": False, **_down_fields(f, 2)}),
-]  # fmt: skip
-
-
-def _suits(needs: Iterable[str], fields: dict) -> bool:
-    """Whether a family has what a suffix needs."""
-    rule, (shared, own) = fields.get("rule"), _shares(fields)
-    has = {"S_top": rule not in ("dense", "rand-K"), "masks": rule != "dense"}
-    has |= {"anything": True, "own": bool(own), "shared": bool(shared)}
-    return all(has[need] for need in needs)
-
-
-def _suffix_fields(name: str, part: str, fields: dict, suffixed: dict) -> dict:
-    """The fields that one suffix of a scheme's name sets."""
-    found = ((s, re.fullmatch(s.pattern, part.lower())) for s in SUFFIXES)
-    suffix, match = next(((s, m) for s, m in found if m), (None, None))
-    if fields.get("centralized") and (suffix is None or "anything" not in suffix.needs):
-        what = f"{shorten(part)} makes no sense in centralized training"
-        raise ValueError(f"scheme {shorten(name)}: {what}")
-    if suffix is None or not _suits(suffix.needs, fields):
-        raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
-    set_ = suffix.fields(fields, int(match[1]) if match.groups() and match[1] else 0)
-    if part == "++" and suffixed.get("warmup_masks"):
-        set_.pop("dense_warmup")
-    return set_
-
-
-def _spelt(part: str, fields: dict) -> str:
+def _spelt(part: str, fields: dict[str, Any]) -> str:
     """A suffix as names of records have it, however it was typed."""
     if part.lower().endswith("momentum"):
-        return "Momentum" if fields.get("centralized") else "Global Momentum"
-    return part.upper().replace("PFL", "PLF")
+        return "-Momentum" if fields.get("centralized") else "-Global Momentum"
+    if part.startswith("+"):
+        return part
+    return "-" + part.upper().replace("PFL", "PLF")
 
 
-def _known_schemes() -> str:
-    suffixes = ", ".join(s.form for s in SUFFIXES)
-    return f"known: {', '.join(FAMILIES)}, with {suffixes} where it makes sense (TCS-L4-Q5++)"
+def register_suffix(
+    form: str, pattern: str, says: str, needs: tuple[str, ...] = (), last: bool = False
+) -> Callable[[Callable], Callable]:
+    """Decorator of a function `change(fields, number)`: a suffix of scheme names; see `Suffix`.
+
+        @register_suffix("-G<n>", r"g([1-9])", "a shared mask of n/1000", ("shared",))
+        def _shared_mask(fields, number):
+            return {"phi_global": number / 1000}
+
+    One of the same form is replaced. The first that fits a part of a name wins.
+    """
+
+    def register(change: Callable) -> Callable:
+        SUFFIXES[:] = [suffix for suffix in SUFFIXES if suffix.form != form]
+        SUFFIXES.append(Suffix(form, pattern, says, change, needs, last))
+        return change
+
+    return register
 
 
-def _with_smaller_masks(fields: dict) -> dict:
-    """-K<n>: every share that the rest of the name sets, divided by n."""
-    fields = dict(fields)
-    times = fields.pop("smaller", 1)
-    keys = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
-    shares = {key: fields.get(key, getattr(Scheme, key)) for key in keys if times > 1}
-    return fields | {key: share / times for key, share in shares.items() if share}
+@register_suffix("-L<H>", r"l([1-9]\d{0,8})", "H local steps")
+def _local_steps(fields: dict[str, Any], number: int) -> dict[str, Any]:
+    return {"local_steps": number}
+
+
+@register_suffix("-LF", "lf", "layer-wise fairness of both masks (Sec. II-C)", ("S_top",))
+def _fair(fields: dict[str, Any], _: int) -> dict[str, Any]:
+    shared, own = shares_of(fields)
+    return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
+
+
+@register_suffix("-PLF", "plf|pfl", "fairness of the shared mask only", ("S_top", "shared"))
+def _partly_fair(fields: dict[str, Any], _: int) -> dict[str, Any]:
+    return {"phi_min_global": 1e-3}
+
+
+_MOMENTUM = "beta = 0.9; of a Baseline -Momentum"
+
+
+@register_suffix("-Global Momentum", "(?:global )?momentum", _MOMENTUM, ("any scheme",))
+def _global_momentum(fields: dict[str, Any], _: int) -> dict[str, Any]:
+    return {"momentum": 0.9}
 
 
 def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
@@ -313,29 +353,44 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
 
         @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
         class RunningAverage(TCS):
+            keeps = ("average_D", *TCS.keeps)
+            average_D = 0.0
+
             def observe(self, update_D):
-                self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
+                self.average_D = 0.9 * self.average_D + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are those of Scheme. A name of your own is replaced; one that is known can't be taken.
+    `fields` are those of Scheme. A name that a suffix already gives can't be taken; a family of
+    the same name is replaced.
     """
-    again = name in RULES and RULES[name].__module__ != __name__
-    try:
-        known = bool(Scheme.named(name))
-    except ValueError:
-        known = name in RULES or name.endswith("+")
-    if known and not again:
-        raise ValueError(f"scheme {name!r} is one of the core's own: choose another name")
-    allowed = sorted({f.name for f in dataclasses.fields(Scheme)} - {"name", "rule"})
-    if unknown := sorted(fields.keys() - set(allowed)):
-        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
+    if unknown := sorted(fields.keys() - allowed):
+        known = ", ".join(sorted(allowed))
+        raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
+    if name in FAMILIES and name in _THE_PAPERS or name.endswith("+") or _is_suffixed(name):
+        raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
-    def register(cls: type[MaskRule]) -> type[MaskRule]:
-        RULES[name], FAMILIES[name] = cls, {"rule": name, **fields}
-        return cls
+    def register(rule: type[MaskRule]) -> type[MaskRule]:
+        RULES[name] = rule
+        FAMILIES[name] = {"rule": name, **fields}
+        return rule
 
     return register
+
+
+_THE_PAPERS = ("TCS", "top-K", "rand-K", "dense", "FedAvg", "FedSGD", "Baseline")
+
+
+def _is_suffixed(name: str) -> bool:
+    """Whether it is the name of a known family with suffixes."""
+    if name in FAMILIES:
+        return False
+    try:
+        Scheme.named(name)
+    except ValueError:
+        return False
+    return True
 
 
 def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]:
@@ -350,19 +405,22 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
     It maps finite values (K,) float32, one or more, and P = 2^(q-1) to codes (K,) int32, which
     interval and plus P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0.
-    In static rounds the host may look at none of its values. The suffix is for what clients send;
-    the field `down_quantizer` for what the server sends. ValueError for a letter taken or a name of
-    the core's.
-    """  # fmt: skip
+    On a GPU the host should look at none of its values. The suffix is for what clients send; the
+    field `down_quantizer` for what the server sends. ValueError for a letter or a name that is
+    taken.
+    """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
-    says = f"values of q bits, quantizer {name}"
-    others = [s for s in SUFFIXES if s.says != says]
-    if not letter.isalpha() or any(re.fullmatch(s.pattern, f"{letter.lower()}5") for s in others):
+    others = [suffix for suffix in SUFFIXES if suffix.form != form]
+    taken = any(re.fullmatch(suffix.pattern, f"{letter.lower()}5") for suffix in others)
+    taken = taken or (name != "fractional" and letter.upper() == "Q")
+    if taken or not letter.isalpha():
         raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
-    if getattr(QUANTIZERS.get(name), "__module__", None) == __name__:
-        raise ValueError(f"quantizer {name!r} is one of the core's own: choose another name")
-    suffix = Suffix(form, pattern, says, lambda f, n: {"value_bits": n, "quantizer": name})
-    SUFFIXES[:] = [*others, suffix]
+    if name == "fractional" and name in QUANTIZERS:
+        raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
+
+    @register_suffix(form, pattern, f"values of q bits, quantizer {name}")
+    def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
+        return {"value_bits": number, "quantizer": name}
 
     def register(quantize: Quantize) -> Quantize:
         QUANTIZERS[name] = quantize
@@ -371,8 +429,18 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     return register
 
 
+def register_code(name: str) -> Callable[[type[Code]], type[Code]]:
+    """Class decorator: a code for what messages hold, for the field `code`; see `Code`."""
+
+    def register(code: type[Code]) -> type[Code]:
+        CODES[name] = code()
+        return code
+
+    return register
+
+
 # ══ 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C) ═════════════════════════════════
-#    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the compressor's form.
+#    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
 
 
 @lru_cache
@@ -381,152 +449,61 @@ def kept(phi: float, dimension: int) -> int:
     return max(1, math.ceil(round(phi * dimension, 9)))
 
 
-def top_k_positions(
-    vector_D: Tensor, k: int, excluded: Tensor | None = None, floor: float = 0.0
-) -> Tensor:
+def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
     """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
 
-    Of equal magnitudes the lower index wins. `excluded`, positions or a mask, never enter. `floor`,
-    a guess of the k-th magnitude from below, makes it faster, and of numbers no other choice.
-    ValueError if k is not in 0..D minus the excluded, or for a NaN, which a floor may pass over.
+    Of equal magnitudes the lower index wins. `excluded`, a (D,) mask or positions, never enter.
+    ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
+    value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
-    return _filtered(vector_D.detach(), k, _outside(vector_D, excluded), floor)[0]
-
-
-def _outside(vector_D: Tensor, excluded: Tensor | None) -> Tensor | None:
-    """The excluded positions, or mask, as a mask on the vector's device; None if there are none."""
-    if excluded is None or excluded.dtype == torch.bool:
-        return excluded
-    return positions_to_mask(excluded.to(vector_D.device), len(vector_D))
-
-
-Array = Any  # Tensor or np.ndarray
-
-
-def _array(tensor: Tensor) -> Array:
-    """On the CPU an array, since numpy's calls cost less, if numpy has the type."""
-    plain = tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
-    return tensor.numpy() if plain else tensor
-
-
-def _filtered(
-    vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
-) -> tuple[Tensor, float]:
-    """S_top and the k-th magnitude. Magnitudes change slowly, so a `floor` from last time leaves
-    few candidates to choose from; if too few, it is lowered, and at last all are looked at."""
-    values_D, outside_D = _array(vector_D), cast(Any, excluded_D)
-    if outside_D is not None and isinstance(values_D, np.ndarray):
-        outside_D = outside_D.numpy()
-    for lowered in (floor, floor / 2) if floor > 0 and k else ():
-        near = _at_least(values_D, lowered)
-        if outside_D is not None:
-            near = near[~outside_D[near]]
-        if len(near) >= k:
-            chosen, kth = _largest(abs(values_D[near]), k, len(near))
-            return torch.as_tensor(near[chosen]), kth
-    magnitudes_D, eligible = abs(values_D), len(values_D)
-    if outside_D is not None:
-        magnitudes_D[outside_D] = -1.0
-        eligible -= int(outside_D.sum())
-    positions_K, kth = _largest(magnitudes_D, k, eligible)
-    return torch.as_tensor(positions_K), kth
-
-
-_PIECE = 1 << 17  # entries that stay in a core's cache
-
-
-def _at_least(values_D: Array, floor: float) -> Array:
-    """Positions of magnitudes >= floor, ascending; of an array piece by piece, each read once."""
-    if isinstance(values_D, Tensor) or len(values_D) <= _PIECE:
-        return _places(abs(values_D) >= floor)
-    starts = range(0, len(values_D), _PIECE)
-    return np.concatenate([_places(abs(values_D[s : s + _PIECE]) >= floor) + s for s in starts])
-
-
-def _places(mask_D: Array) -> Array:
-    """Positions of a mask's ones, ascending."""
-    return (mask_D.nonzero(as_tuple=True) if isinstance(mask_D, Tensor) else mask_D.nonzero())[0]
-
-
-def _largest(magnitudes_D: Array, k: int, eligible: int) -> tuple[Array, float]:
-    """Positions of the k largest of `magnitudes_D`, ascending, and the k-th largest itself."""
-    if not 0 <= k <= eligible:
-        raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
-    if k == 0:
-        return _places(magnitudes_D[:0] > 0), math.inf
-    kth = _kth_largest(magnitudes_D, k)
-    if math.isnan(kth):
-        raise ValueError("the vector holds a NaN: its largest entries are not defined")
-    chosen = _places(magnitudes_D >= kth)
-    if len(chosen) > k:
-        tied = magnitudes_D[chosen] == kth
-        surplus = tied & (tied.cumsum(0) > k - (len(chosen) - tied.sum()))
-        chosen = chosen[~surplus]
-    return chosen, kth
-
-
-def _top(magnitudes_D: Array, k: int) -> Array:
-    if k == 1 and isinstance(magnitudes_D, np.ndarray):  # whose argmax is the first of equals
-        return magnitudes_D.argmax(0, keepdims=True)
-    return _largest(magnitudes_D, k, len(magnitudes_D))[0]
-
-
-def _kth_largest(magnitudes_D: Array, k: int) -> float:
-    """The k-th largest number; NaN if one of the k is NaN."""
-    if isinstance(magnitudes_D, Tensor):
-        return float(magnitudes_D.topk(k, sorted=False).values.min())
-    width = max(8 * k, 512)
-    if len(magnitudes_D) > 4 * width:  # the k-th of the columns' maxima bounds it from below
-        maxima = magnitudes_D[: len(magnitudes_D) // width * width].reshape(-1, width).max(0)
-        magnitudes_D = magnitudes_D[~(magnitudes_D < _kth_largest(maxima, k))]
-    parted = np.partition(magnitudes_D, len(magnitudes_D) - k)
-    return float(parted[len(parted) - k :].min())  # NaN is last, and wins
-
-
-def static_top_k(magnitudes_D: Tensor, k: int) -> Tensor:
-    """S_top without looking at a value: int64 (k,), ascending; of ties the lower index wins."""
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=magnitudes_D.device)
-    kth = magnitudes_D.topk(k, sorted=False).values.min()
-    above, tied = magnitudes_D > kth, magnitudes_D == kth
-    chosen = above | (tied & (tied.cumsum(0, dtype=torch.int32) <= k - above.sum()))
-    return torch.nonzero_static(chosen, size=k, fill_value=0).squeeze(1)  # 0: a NaN among them
-
-
-def layerwise_top_k_positions(
-    vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
-) -> Tensor:
-    """S_top under layer-wise fairness (Eq. 14, 15): int64 (k,), ascending.
-
-    Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
-    of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
-    """
-    magnitudes_D, eligible = abs(_array(vector_D.detach())), len(vector_D)
-    if sum(layer_sizes) != eligible:
-        raise ValueError(f"layer_sizes: got {sum(layer_sizes)} in all, allowed: {eligible}")
+    magnitudes_D = vector_D.detach().abs()
+    eligible = len(vector_D)
     if excluded is not None:
-        magnitudes_D[_array(excluded)] = -1.0
-        eligible -= int(excluded.sum()) if excluded.dtype == torch.bool else len(excluded)
+        taken_D = _as_mask(excluded, magnitudes_D)
+        magnitudes_D = magnitudes_D.masked_fill(taken_D, -1.0)
+        if may_look(taken_D):
+            eligible -= int(taken_D.sum())
+    _check_k(k, eligible)
+    return _of_largest(magnitudes_D, k)
+
+
+def may_look(tensor: Tensor) -> bool:
+    """Whether the host may look at a value at no cost: not on a GPU, where it would have to wait
+    until all that was asked for is done."""
+    return tensor.device.type == "cpu"
+
+
+def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
+    """Positions of the k largest numbers, ascending; of a GPU's the host looks at none."""
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=numbers_D.device)
+    kth = numbers_D.topk(k, sorted=False).values.min()
+    if may_look(kth) and kth.isnan():
+        raise ValueError(_NOT_A_NUMBER)
+    above_D, tied_D = numbers_D > kth, numbers_D == kth
+    room = k - above_D.sum()
+    chosen_D = above_D | (tied_D & (tied_D.cumsum(0, dtype=torch.int32) <= room))
+    return torch.nonzero_static(chosen_D, size=k, fill_value=0).squeeze(1)
+
+
+_NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
+
+
+def _check_k(k: int, eligible: int) -> None:
     if not 0 <= k <= eligible:
         raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
-    if (magnitudes_D != magnitudes_D).any():
-        raise ValueError("the vector holds a NaN: its largest entries are not defined")
-    top = static_top_k if vector_D.is_cuda else _top  # a GPU would wait every time
-    join = torch.cat if isinstance(magnitudes_D, Tensor) else np.concatenate
-    layers = zip(layer_sizes, accumulate(layer_sizes), strict=True)
-    fair_F = join([e - d + top(magnitudes_D[e - d : e], kept(phi_min, d)) for d, e in layers])
-    fair_F = fair_F[magnitudes_D[fair_F] >= 0]
-    if len(fair_F) >= k:
-        return torch.as_tensor(fair_F[_top(magnitudes_D[fair_F], k)])
-    magnitudes_D[fair_F] = -1.0
-    rest, _ = _largest(magnitudes_D, k - len(fair_F), eligible - len(fair_F))
-    return torch.as_tensor(join([fair_F, rest])).sort().values
 
 
-def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
-    """How many positions two masks of K entries share, both ascending: int64 ()."""
-    nearest_K = torch.searchsorted(one_K, other_K).clamp_(max=len(one_K) - 1)
-    return (one_K[nearest_K] == other_K).sum()
+def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
+    """A mask, or positions, as a (D,) mask on the vector's device."""
+    if mask.dtype == torch.bool:
+        return mask
+    return positions_to_mask(mask.to(vector_D.device), len(vector_D))
+
+
+def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
+    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
+    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
@@ -537,12 +514,144 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
 
 def mask_to_positions(mask_D: Tensor) -> Tensor:
     """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
-    return torch.as_tensor(_places(_array(mask_D)))
+    if may_look(mask_D):  # numpy's call costs less
+        return torch.from_numpy(mask_D.numpy().nonzero()[0])
+    return mask_D.nonzero(as_tuple=True)[0]
 
 
-def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
-    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
-    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
+def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
+    """How many positions two masks of K entries share, both ascending: int64 ()."""
+    nearest_K = torch.searchsorted(one_K, other_K).clamp_(max=len(one_K) - 1)
+    return (one_K[nearest_K] == other_K).sum()
+
+
+# The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
+#    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
+#    few candidates, among which S_top is chosen exactly; if it leaves fewer than k, all are looked
+#    at. numpy, since its calls cost less.
+
+
+class Selection:
+    """S_top of one kind of vector, round after round; the results are those of `top_k_positions`,
+    but that a NaN below the threshold passes unseen."""
+
+    def __init__(self) -> None:
+        self.floor = 0.0  # the last threshold, a little lowered
+
+    def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
+        if not may_look(vector_D) or vector_D.dtype != torch.float32:
+            return top_k_positions(vector_D, k, excluded_D)
+        values_D = vector_D.detach().numpy()
+        outside_D = None if excluded_D is None else excluded_D.numpy()
+        positions_K, kth = _top_k_above(values_D, k, outside_D, self.floor)
+        self.floor = 0.85 * kth if k else 0.0
+        return torch.from_numpy(positions_K)
+
+
+def _top_k_above(
+    values_D: np.ndarray, k: int, outside_D: np.ndarray | None, floor: float
+) -> tuple[np.ndarray, float]:
+    """S_top and the k-th magnitude, of the entries that are at least `floor`, if they suffice."""
+    for lowered in (floor, floor / 2) if floor > 0 and k else ():
+        near = _at_least(values_D, lowered)
+        if outside_D is not None:
+            near = near[~outside_D[near]]
+        if len(near) >= k:
+            chosen, kth = _largest(abs(values_D[near]), k)
+            return near[chosen], kth
+    magnitudes_D = abs(values_D)
+    eligible = len(values_D)
+    if outside_D is not None:
+        magnitudes_D[outside_D] = -1.0
+        eligible -= int(outside_D.sum())
+    _check_k(k, eligible)
+    return _largest(magnitudes_D, k)
+
+
+_PIECE = 1 << 17  # entries that stay in a core's cache
+
+
+def _at_least(values_D: np.ndarray, floor: float) -> np.ndarray:
+    """Positions of magnitudes >= floor, ascending; piece by piece, each read once."""
+    found = []
+    for start in range(0, len(values_D), _PIECE):
+        piece = values_D[start : start + _PIECE]
+        found.append((abs(piece) >= floor).nonzero()[0] + start)
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Positions of the k largest numbers, ascending, and the k-th largest itself."""
+    if k == 0:
+        return np.empty(0, np.int64), math.inf
+    kth = _kth_largest(magnitudes_D, k)
+    if math.isnan(kth):
+        raise ValueError(_NOT_A_NUMBER)
+    chosen = (magnitudes_D >= kth).nonzero()[0]
+    if len(chosen) > k:  # of those that tie with the k-th, the first
+        tied = magnitudes_D[chosen] == kth
+        room = k - (len(chosen) - int(tied.sum()))
+        chosen = chosen[~(tied & (tied.cumsum() > room))]
+    return chosen, kth
+
+
+def _kth_largest(magnitudes_D: np.ndarray, k: int) -> float:
+    """The k-th largest number; NaN if one of the k is NaN."""
+    width = max(8 * k, 512)
+    if len(magnitudes_D) > 4 * width:  # the k-th of the columns' maxima bounds it from below
+        rows = len(magnitudes_D) // width
+        maxima = magnitudes_D[: rows * width].reshape(rows, width).max(0)
+        bound = _kth_largest(maxima, k)
+        magnitudes_D = magnitudes_D[~(magnitudes_D < bound)]
+    parted = np.partition(magnitudes_D, len(magnitudes_D) - k)
+    return float(parted[len(parted) - k :].min())  # NaN is last, and wins
+
+
+# Layer-wise fairness ──────────────────────────────────────────────────────────────────────────────
+
+
+def layerwise_top_k_positions(
+    vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
+) -> Tensor:
+    """S_top under layer-wise fairness (Eq. 14, 15): int64 (k,), ascending.
+
+    Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
+    of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
+    ValueError for sizes or a k that do not fit, or for a NaN.
+    """
+    if sum(layer_sizes) != len(vector_D):
+        got = f"layer_sizes: got {sum(layer_sizes)} in all"
+        raise ValueError(f"{got}, allowed: {len(vector_D)}")
+    magnitudes_D = vector_D.detach().abs()
+    eligible = len(vector_D)
+    if excluded is not None:
+        taken_D = _as_mask(excluded, magnitudes_D)
+        magnitudes_D[taken_D] = -1.0
+        eligible -= int(taken_D.sum())
+    _check_k(k, eligible)
+    if magnitudes_D.isnan().any():
+        raise ValueError(_NOT_A_NUMBER)
+    fair = []
+    for end, size in zip(accumulate(layer_sizes), layer_sizes, strict=True):
+        layer = magnitudes_D[end - size : end]
+        fair.append(_top(layer, kept(phi_min, size)) + (end - size))
+    fair_F = torch.cat(fair)
+    fair_F = fair_F[magnitudes_D[fair_F] >= 0]  # a layer may have fewer eligible entries
+    if len(fair_F) >= k:
+        return fair_F[_top(magnitudes_D[fair_F], k)]
+    magnitudes_D[fair_F] = -1.0
+    rest_F = _top(magnitudes_D, k - len(fair_F))
+    return torch.cat([fair_F, rest_F]).sort().values
+
+
+def _top(magnitudes_D: Tensor, k: int) -> Tensor:
+    """Positions of the k largest, ascending; on a CPU by numpy, whose calls cost less."""
+    if not may_look(magnitudes_D) or magnitudes_D.dtype != torch.float32:
+        return _of_largest(magnitudes_D, k)
+    values = magnitudes_D.numpy()
+    if k == 1:  # argmax is the first of equals
+        return torch.from_numpy(values.argmax(0, keepdims=True))
+    return torch.from_numpy(_largest(values, k)[0])
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
@@ -580,7 +689,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     Raises ValueError for positions out of range or out of order.
     """
     _check_code(dimension, block)
-    _check_positions(positions_K, dimension)
+    check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
     starts_K = order * (1 + width) + positions_K // block
@@ -593,7 +702,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     return bits
 
 
-def _check_positions(positions_K: Tensor, dimension: int) -> None:
+def check_positions(positions_K: Tensor, dimension: int) -> None:
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
@@ -619,7 +728,8 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     width = intra_block_bits(block)
     starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
     count = len(starts_K)
-    if len(bits) != (length := position_bits(count, dimension, block)):
+    length = position_bits(count, dimension, block)
+    if len(bits) != length:
         raise ValueError(f"bits: got {len(bits)} with {count} entries, allowed: {length}")
     block_index_K = starts_K - torch.arange(count, device=bits.device) * (1 + width)
     inside = bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)].long()
@@ -627,7 +737,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     if (inside_K >= block).any():
         raise ValueError(f"bits: a position of {int(inside_K.max())} inside a block of {block}")
     positions_K = block_index_K * block + inside_K
-    _check_positions(positions_K, dimension)
+    check_positions(positions_K, dimension)
     return positions_K
 
 
@@ -704,35 +814,6 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
 
-@register_quantizer("M", "lloyd")
-def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Lloyd's and Max's quantizer of the magnitudes: codes and means as of `fractional_quantize`.
-
-    Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
-    values share one of them; these are placed for a small squared error: an edge goes halfway
-    between two means and a mean to the middle of its values, a fixed number of times (S. Lloyd,
-    1982; J. Max, 1960). One value or more, all finite; the host looks at none.
-    """
-    magnitudes_K, count = values_K.abs().double(), len(values_K)
-    if intervals == 1:
-        return (values_K < 0).int(), magnitudes_K.mean(0, keepdim=True).float()
-    sorted_K = magnitudes_K.sort().values
-    sums_K = F.pad(sorted_K.cumsum(0), (1, 0))
-    shares_P = (torch.arange(intervals, device=values_K.device) + 0.5) / intervals
-    roots_K = sorted_K.sqrt().cumsum(0)
-    start_P = torch.searchsorted(roots_K, shares_P * roots_K[-1]).clamp_(max=count - 1)
-    means_P = sorted_K[start_P]  # ascending
-    for _ in range(15):
-        edges = (means_P[1:] + means_P[:-1]) / 2
-        cuts = F.pad(torch.searchsorted(sorted_K, edges, right=True), (1, 0))
-        cuts = F.pad(cuts, (0, 1), value=count)
-        counts_P = cuts.diff()
-        centres_P = sums_K[cuts].diff() / counts_P.clamp(min=1)
-        means_P = torch.where(counts_P > 0, centres_P, means_P)
-    interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges)
-    return (interval_K + intervals * (values_K < 0)).int(), means_P.flip(0).float()
-
-
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     """Q_f(u), Eq. 22: the mean of the code's interval with the code's sign, (K,) float32.
 
@@ -751,7 +832,6 @@ def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
 # ══ 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2) ═══════════
 #    Bits are counted three ways, kept apart: by the paper's formula, as the exact length of a
 #    message's code, and as bytes that really decode: the code in whole bytes, and OVERHEAD_BYTES.
-#    Code "block" is the paper's, q bits a value and Alg. 4; "entropy" has fewer bits for the same.
 
 
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
@@ -761,25 +841,50 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
     nan for centralized training: nothing is sent.
     """
-    scheme = scheme if isinstance(scheme, Scheme) else Scheme.named(scheme)
+    scheme = _scheme(scheme)
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
-    means = 32 * scheme.intervals / dimension if dimension else 0.0
+    means = 0.0
     if dimension is not None:
-        phis = (kept(phi, dimension) / dimension if phi else 0.0 for phi in (phi_global, phi_local))
-        phi_global, phi_local = phis
+        phi_global = kept(phi_global, dimension) / dimension if phi_global else 0.0
+        phi_local = kept(phi_local, dimension) / dimension if phi_local else 0.0
+        means = 32 * scheme.intervals / dimension
     values = scheme.value_bits * (phi_global + phi_local)
     positions = phi_local * (math.log2(1 / phi_local) + 2) if phi_local else 0.0
     return (values + means + positions) / scheme.local_steps
 
 
+def _scheme(scheme: Scheme | str) -> Scheme:
+    return scheme if isinstance(scheme, Scheme) else Scheme.named(scheme)
+
+
 SERVER = 0xFFFF  # the sender of a downlink message
-MESSAGE_VERSION = 1  # to be raised with any change of what stands in a message
-_AGREED, _DENSE, _PLAIN = range(3)  # kinds: in the code agreed on, dense, in code "block"
-# Little-endian: version, kind, sender, round, Wire.tag, own positions; the code; their CRC-32.
-_HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
-OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
+MESSAGE_VERSION = 2  # to be raised with any change of what stands in a message
+
+
+class ClientError(ValueError):
+    """Something is wrong with what a client sends; `client` says whose (or SERVER)."""
+
+    round: int | None = None  # where somebody knows it
+
+    def __init__(self, client: int, what: str):
+        super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
+        self.client = client
+
+    def __reduce__(self) -> Any:  # by pickle, from another process
+        return ValueError.__new__, (type(self), *self.args), vars(self)
+
+
+class NotFiniteError(ClientError):
+    """An update holds NaN or infinity: a client's or, by a sum that overflows, the server's."""
+
+    def __init__(self, client: int):
+        super().__init__(client, "the update is not finite (NaN or infinity)")
+
+
+class MessageError(ClientError):
+    """A message that can't be accepted: see `decode_message` and `Server.add`."""
 
 
 @dataclass(frozen=True)
@@ -808,8 +913,9 @@ class Message:
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         intervals = _intervals(value_bits)
-        codes, means = intended_K.int(), intended_K.new_zeros(intervals)
-        if len(intended_K):
+        if not len(intended_K):
+            codes, means = intended_K.int(), intended_K.new_zeros(intervals)
+        else:
             codes, means = QUANTIZERS[quantizer](intended_K, intervals)
         got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
         fit = torch.int32, tuple(intended_K.shape), torch.float32, (intervals,)
@@ -823,34 +929,44 @@ class Message:
         none = torch.empty(0, dtype=torch.int64, device=values_D.device)
         return Message(values_D, none, sender, round, dense=True)
 
+    def places(self, shared_K: Tensor) -> Tensor:
+        """Where the values of a sparse message belong, int64 (K,)."""
+        return torch.cat([shared_K, self.positions])
+
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
         """Adds the values, `weight` times, where they belong in (D,)."""
         if self.dense:
             sum_D.add_(self.values, alpha=weight)
         else:
-            places = torch.cat([shared_K, self.positions])
-            sum_D.index_add_(0, places, self.values, alpha=weight)
+            sum_D.index_add_(0, self.places(cast(Tensor, shared_K)), self.values, alpha=weight)
 
     def to(self, device: Any) -> Message:
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return dataclasses.replace(self, **cast(Any, moved))
 
 
-@dataclass(frozen=True)  # its fields, in this order, are the tag in every message
+@dataclass(frozen=True)
 class Wire:
-    """One direction of a scheme's traffic, as both sides know it before the first message."""
+    """One direction of a scheme's traffic, as both sides know it before the first message.
+
+    `order` is how each parameter lies in memory (see `layout_of`): two sides that flatten their
+    models in other orders have other tags. () says nothing of it.
+    """
 
     value_bits: int
-    entropy: bool
+    code: str
     layer_sizes: tuple[int, ...]
+    order: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
-    def up(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
-        return Wire(scheme.value_bits, scheme.code == "entropy", tuple(map(int, layer_sizes)))
+    def up(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        sizes = tuple(int(size) for size in layer_sizes)
+        return Wire(scheme.value_bits, scheme.code, sizes, tuple(order))
 
     @staticmethod
-    def down(scheme: Scheme, layer_sizes: Iterable[int]) -> Wire:
-        return Wire(scheme.down_value_bits, scheme.code == "entropy", tuple(map(int, layer_sizes)))
+    def down(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        sizes = tuple(int(size) for size in layer_sizes)
+        return Wire(scheme.down_value_bits, scheme.code, sizes, tuple(order))
 
     @cached_property
     def dimension(self) -> int:
@@ -862,22 +978,49 @@ class Wire:
 
     @cached_property
     def tag(self) -> int:
-        """Four bytes that two sides agree on if they mean the same code, layers and dimension."""
+        """Four bytes that two sides agree on if they mean the same code, layers and order."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
     def bits(self, message: Message) -> int:
         """Exact length of the message's code in bits, without the overhead."""
         if message.dense:
             return 32 * self.dimension
-        if self.entropy:
-            return 8 * len(_code(message, self)[1])
-        return self.block_code_bits(len(message.values), len(message.positions))
+        return CODES[self.code].bits(message, self)
 
     def block_code_bits(self, values: int, own: int) -> int:
-        """Bits of code "block" for so many values and positions."""
+        """Bits of code "block" for so many values and own positions."""
         bits = self.value_bits * values + 32 * self.intervals
-        block = block_for(own, self.dimension)
-        return bits + (position_bits(own, self.dimension, block) if own else 0)
+        if own:
+            bits += position_bits(own, self.dimension, block_for(own, self.dimension))
+        return bits
+
+
+class Code:
+    """How values and own positions of a sparse message become bytes; `register_code` names it.
+
+    `encode` may give way to the code "block", and says so; `decode` gets only what is its own. It
+    may come from anyone: ValueError for what `encode` does not make, and memory within a small
+    multiple of its length and of the number of values.
+    """
+
+    def bits(self, message: Message, wire: Wire) -> int:
+        """Exact length in bits."""
+        return 8 * len(self.encode(message, wire)[0])
+
+    def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
+        """The code, and whether it is that of the code "block"."""
+        raise NotImplementedError
+
+    def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+        """The message of so many shared and own values."""
+        raise NotImplementedError
+
+
+# Kinds of messages: in the code agreed on, dense, in code "block" where another is agreed on.
+_AGREED, _DENSE, _PLAIN = range(3)
+# Little-endian: version, kind, sender, round, Wire.tag, own positions; the code; their CRC-32.
+_HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
+OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
 
 
 def encode_message(message: Message, wire: Wire) -> bytes:
@@ -891,22 +1034,14 @@ def encode_message(message: Message, wire: Wire) -> bytes:
         raise ValueError(f"sender, round: got {who}, {when}, allowed: below 2^16 and 2^32")
     if not message.values.isfinite().all():
         raise ValueError("values: NaN or infinity can't be sent")
-    _check_positions(message.positions, wire.dimension)
-    kind, code = _code(message, wire)
+    check_positions(message.positions, wire.dimension)
+    if message.dense:
+        kind, code = _DENSE, float_bytes(message.values)
+    else:
+        code, plain = CODES[wire.code].encode(message, wire)
+        kind = _PLAIN if plain else _AGREED
     data = _HEADER.pack(MESSAGE_VERSION, kind, who, when, wire.tag, len(message.positions)) + code
     return data + _CHECKSUM.pack(zlib.crc32(data))
-
-
-def _code(message: Message, wire: Wire) -> tuple[int, bytes]:
-    """The message's kind and code. Code "entropy" gives way to "block" where that is shorter."""
-    if message.dense:
-        return _DENSE, _float_bytes(message.values)
-    if not wire.entropy:
-        return _AGREED, _block_code(message, wire)
-    code = _entropy_code(message, wire)
-    if 8 * len(code) < 8 + wire.block_code_bits(len(message.values), len(message.positions)):
-        return _AGREED, code
-    return _PLAIN, _block_code(message, wire)
 
 
 def decode_message(
@@ -921,23 +1056,23 @@ def decode_message(
     not shared) too; memory stays within a small multiple of its length and of the shared positions.
     """
     version, kind, who, when, own = _checked_header(data, wire)
-    plain = kind == _PLAIN and wire.entropy
-    found = (version, _AGREED if plain else kind, who, when, own)
     dense = shared_K is None
-    wanted = (MESSAGE_VERSION, int(dense), sender, round, 0 if dense else count)
-    names = ("version", "kind", "sender", "round", "own positions")
-    for name, got, expected in zip(names, found, wanted, strict=True):
-        if expected is not None and got != expected:
-            raise ValueError(f"message: {name}: got {got}, allowed: {expected}")
+    _expect("version", version, MESSAGE_VERSION)
+    _expect("dense", kind == _DENSE, dense)
+    _expect("kind", kind <= _PLAIN, True)
+    _expect("sender", who, sender)
+    _expect("round", when, round)
+    _expect("own positions", own, 0 if dense else count)
     code = memoryview(data)[_HEADER.size : -_CHECKSUM.size]
     if shared_K is None:
-        message = Message.dense_of(_floats(code, wire.dimension), who, when)
+        message = Message.dense_of(floats_of(code, wire.dimension), who, when)
     else:
-        read = _read_entropy_code if wire.entropy and not plain else _read_block_code
         shared_K = shared_K.cpu()
         if own > wire.dimension - len(shared_K):
             raise ValueError(f"message: {own} positions, allowed: those that are not shared")
-        message = dataclasses.replace(read(code, len(shared_K), own, wire), sender=who, round=when)
+        reader = CODES["block" if kind == _PLAIN else wire.code]
+        found = reader.decode(code, len(shared_K), own, wire)
+        message = dataclasses.replace(found, sender=who, round=when)
         if torch.isin(message.positions, shared_K).any():
             raise ValueError("message: positions of the shared mask, allowed: only others")
     if not message.values.isfinite().all():
@@ -953,74 +1088,89 @@ def _checked_header(data: bytes, wire: Wire) -> tuple[int, int, int, int, int]:
         raise ValueError("message: wrong checksum")
     version, kind, who, when, tag, own = _HEADER.unpack_from(data)
     if tag != wire.tag:
-        raise ValueError(f"message: tag: got {tag:08x}, allowed: {wire.tag:08x} (another scheme)")
+        other = "another scheme, other layers, or another order in memory"
+        raise ValueError(f"message: tag: got {tag:08x}, allowed: {wire.tag:08x} ({other})")
     return version, kind, who, when, own
 
 
-def _float_bytes(values_K: Tensor) -> bytes:
+def _expect(name: str, got: Any, allowed: Any) -> None:
+    if allowed is not None and got != allowed:
+        raise ValueError(f"message: {name}: got {got}, allowed: {allowed}")
+
+
+def float_bytes(values_K: Tensor) -> bytes:
+    """(K,) as little-endian float32."""
     return values_K.detach().cpu().numpy().astype("<f4").tobytes()
 
 
-def _floats(data: memoryview, count: int) -> Tensor:
+def floats_of(data: memoryview, count: int) -> Tensor:
+    """(count,) float32 from just so many bytes."""
     if len(data) != 4 * count:
         raise ValueError(f"message: got {len(data)} bytes of values, allowed: {4 * count}")
     return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
 
 
-def _means(data: memoryview, intervals: int) -> Tensor:
-    means_P = _floats(data[: 4 * intervals], intervals)
+def means_of(data: memoryview, intervals: int) -> Tensor:
+    """(P,) float32, finite and at least 0."""
+    means_P = floats_of(data[: 4 * intervals], intervals)
     if (means_P.isfinite() & (means_P >= 0)).all():
         return means_P
     raise ValueError("message: means of intervals, allowed: finite numbers >= 0")
 
 
-# Code "block": the paper's ────────────────────────────────────────────────────────────────────────
-
-
-def _block_code(message: Message, wire: Wire) -> bytes:
-    """Values at 32 bits, or means and codes of q bits; then Alg. 4. One stream of bits."""
-    own = len(message.positions)
-    code, streams = _float_bytes(message.means if wire.intervals else message.values), []
-    if wire.intervals:
-        streams.append(_to_bits(message.codes.cpu().numpy(), wire.value_bits))
-    if own:
-        block = block_for(own, wire.dimension)
-        streams.append(encode_positions(message.positions.cpu(), wire.dimension, block).numpy())
-    return code + _packed(streams)
-
-
-def _read_block_code(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-    count = shared + own
-    block = block_for(own, wire.dimension)
-    places = position_bits(own, wire.dimension, block) if own else 0
-    coded = wire.value_bits * count if wire.intervals else 0
-    floats = 4 * (wire.intervals or count)
-    if len(code) != (size := floats + -(-(coded + places) // 8)):
-        raise ValueError(f"message: got {len(code)} bytes of code, allowed: {size}")
-    bits = _unpacked(code[floats:], coded + places)
-    positions = torch.empty(0, dtype=torch.int64)
-    if own:
-        positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
-        if len(positions) != own:
-            raise ValueError(f"message: got {len(positions)} positions, allowed: {own}")
-    if not wire.intervals:
-        return Message(_floats(code[:floats], count), positions)
-    codes = _from_bits(bits[:coded], wire.value_bits)
-    return _quantized_message(codes, _means(code[:floats], wire.intervals), positions)
-
-
-def _quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
+def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
     codes_K = torch.from_numpy(codes.astype(np.int32))
     return Message(fractional_dequantize(codes_K, means_P), positions, codes=codes_K, means=means_P)
 
 
-def _to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
+@register_code("block")
+class BlockCode(Code):
+    """The paper's: values at 32 bits, or means and codes of q bits; then Alg. 4, in one stream."""
+
+    def bits(self, message: Message, wire: Wire) -> int:
+        return wire.block_code_bits(len(message.values), len(message.positions))
+
+    def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
+        own, streams = len(message.positions), []
+        if message.codes is not None and message.means is not None:
+            floats = float_bytes(message.means)
+            streams.append(to_bits(message.codes.cpu().numpy(), wire.value_bits))
+        else:
+            floats = float_bytes(message.values)
+        if own:
+            block = block_for(own, wire.dimension)
+            places = encode_positions(message.positions.cpu(), wire.dimension, block)
+            streams.append(places.numpy())
+        return floats + packed_bits(streams), False
+
+    def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+        count = shared + own
+        block = block_for(own, wire.dimension)
+        places = position_bits(own, wire.dimension, block) if own else 0
+        coded = wire.value_bits * count if wire.intervals else 0
+        floats = 4 * (wire.intervals or count)
+        size = floats + -(-(coded + places) // 8)
+        if len(code) != size:
+            raise ValueError(f"message: got {len(code)} bytes of code, allowed: {size}")
+        bits = unpacked_bits(code[floats:], coded + places)
+        positions = torch.empty(0, dtype=torch.int64)
+        if own:
+            positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
+            if len(positions) != own:
+                raise ValueError(f"message: got {len(positions)} positions, allowed: {own}")
+        if not wire.intervals:
+            return Message(floats_of(code[:floats], count), positions)
+        codes = from_bits(bits[:coded], wire.value_bits)
+        return quantized_message(codes, means_of(code[:floats], wire.intervals), positions)
+
+
+def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
     """(K,) numbers below 2^width as K * width bits, the highest first: uint8 of 0 and 1."""
     shifts = np.arange(width - 1, -1, -1, dtype=np.uint16)
     return (numbers.astype(np.uint16)[:, None] >> shifts & 1).astype(np.uint8).reshape(-1)
 
 
-def _from_bits(bits: np.ndarray, width: int) -> np.ndarray:
+def from_bits(bits: np.ndarray, width: int) -> np.ndarray:
     """(K,) uint16 from K * width bits."""
     columns = bits.reshape(-1, width)
     numbers = columns[:, 0].astype(np.uint16)
@@ -1029,11 +1179,12 @@ def _from_bits(bits: np.ndarray, width: int) -> np.ndarray:
     return numbers
 
 
-def _packed(streams: list[np.ndarray]) -> bytes:
+def packed_bits(streams: list[np.ndarray]) -> bytes:
+    """Streams of 0 and 1, one after another, eight to a byte, filled with zeros."""
     return np.packbits(np.concatenate(streams)).tobytes() if streams else b""
 
 
-def _unpacked(data: memoryview, count: int) -> np.ndarray:
+def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
     """The first `count` bits; ValueError unless `data` is just as long and ends in zeros."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if len(data) != -(-count // 8) or bits[count:].any():
@@ -1041,490 +1192,95 @@ def _unpacked(data: memoryview, count: int) -> np.ndarray:
     return bits[:count]
 
 
-# Code "entropy": the same message in fewer bits ───────────────────────────────────────────────────
-#    Signs a bit each; intervals Huffman-coded by zlib; positions as Golomb-Rice coded gaps.
-
-
-def _entropy_code(message: Message, wire: Wire) -> bytes:
-    own, shared = len(message.positions), len(message.values) - len(message.positions)
-    if wire.intervals:
-        codes = message.codes.cpu().numpy()
-        interval = (codes & wire.intervals - 1).astype(np.uint16)
-        values = [_float_bytes(message.means), _packed([codes >= wire.intervals])]
-        width = wire.value_bits - 1
-        values += [_shortest(part, width) for part in (interval[:shared], interval[shared:])]
-    else:
-        values = [_float_bytes(message.values)]
-    positions = message.positions.cpu().numpy()
-    return b"".join([*values, _gap_code(positions, wire.layer_sizes) if own else b""])
-
-
-def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-    count = shared + own
-    floats = 4 * (wire.intervals or count)
-    head, rest = code[:floats], code[floats:]
-    if wire.intervals:
-        signs = _unpacked(rest[: -(-count // 8)], count)
-        rest, width = rest[-(-count // 8) :], wire.value_bits - 1
-        parts = []
-        for length in (shared, own):
-            part, rest = _read_shortest(rest, length, width)
-            parts.append(part)
-    positions = _read_gap_code(rest, own, wire.layer_sizes)
-    if not wire.intervals:
-        return Message(_floats(head, count), positions)
-    codes = np.concatenate(parts) + wire.intervals * signs.astype(np.uint16)
-    return _quantized_message(codes, _means(head, wire.intervals), positions)
-
-
-# zlib's strategies, in the order of the byte before a stream; 0 is plain bits of fixed width.
-_STRATEGIES = (None, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
-
-
-def _shortest(numbers: np.ndarray, width: int) -> bytes:
-    """Numbers below 2^width in the shortest of three codes, with a byte that says which."""
-    if not len(numbers) or not width:
-        return b""
-    symbols, codes = numbers.astype(np.uint8).tobytes(), {}
-    for choice in (1, 2) if width <= 8 else ():
-        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, _STRATEGIES[choice])
-        codes[choice] = deflate.compress(symbols) + deflate.flush()
-    sizes = {0: -(-len(numbers) * width // 8)} | {key: len(code) for key, code in codes.items()}
-    best = min(sizes, key=lambda key: sizes[key])
-    return bytes([best]) + (codes[best] if best else _packed([_to_bits(numbers, width)]))
-
-
-def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
-    """`count` numbers from the start of `data`, and the rest of it."""
-    if not count or not width:
-        return np.zeros(count, np.uint16), data
-    if not len(data) or data[0] >= len(_STRATEGIES) or (data[0] and width > 8):
-        raise ValueError("message: values in no known code")
-    choice, data = data[0], data[1:]
-    if not choice:
-        size = -(-count * width // 8)
-        return _from_bits(_unpacked(data[:size], count * width), width), data[size:]
-    symbols, rest = _inflated(data, count)
-    numbers = np.frombuffer(symbols, np.uint8).astype(np.uint16)
-    if numbers.max() >> width:
-        raise ValueError(f"message: a value's code of {numbers.max()}, allowed: {width} bits")
-    return numbers, rest
-
-
-def _inflated(data: memoryview, size: int) -> tuple[bytes, memoryview]:
-    """Exactly `size` bytes from a raw deflate stream, never more in memory, and what follows it."""
-    inflate = zlib.decompressobj(-15)
-    try:
-        symbols = inflate.decompress(data, size)
-        extra = inflate.decompress(inflate.unconsumed_tail, 1)  # reads on to the end mark
-    except zlib.error as error:
-        raise ValueError(f"message: values: {error}") from error
-    if len(symbols) != size or extra or not inflate.eof:
-        raise ValueError(f"message: values, allowed: {size} of them")
-    return symbols, data[len(data) - len(inflate.unused_data) :]
-
-
-def _rice_widths(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Bits of the remainder of a gap among `counts` in `sizes`: log2 of ln 2 times the mean gap."""
-    mean_256 = 177 * (sizes - counts) // np.maximum(counts, 1)  # ln 2 = 177 / 256
-    return np.array([max(0, (int(m) >> 8).bit_length() - 1) for m in mean_256], np.int64)
-
-
-def _rice_code(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
-    """Golomb-Rice: all quotients first, n zeros and a one each; then the remainders."""
-    ends = np.cumsum((numbers >> widths) + 1) - 1
-    quotients = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
-    quotients[ends] = 1
-    remainders = np.zeros(int(widths.sum()), np.uint8)
-    for fields, places, shifts in _columns(widths):
-        remainders[places] = numbers[fields] >> shifts & 1
-    return [quotients, remainders]
-
-
-def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For fields of these widths, side by side: the first bits of all, the second bits, ...: which
-    fields have one, where it stands, and how far from the field's right end."""
-    starts = np.cumsum(widths) - widths
-    for column in range(int(widths.max(initial=0))):
-        fields = np.flatnonzero(widths > column)
-        yield fields, starts[fields] + column, widths[fields] - 1 - column
-
-
-def _read_rice_code(
-    bits: np.ndarray, count: int, widths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """`count` numbers whose remainders have these widths, and the bits behind them."""
-    ones = np.flatnonzero(bits)[:count]
-    if len(ones) < count:
-        raise ValueError("message: positions end early")
-    quotients = np.diff(ones, prepend=-1) - 1
-    bits = bits[ones[-1] + 1 :] if count else bits
-    length = int(widths.sum())
-    if len(bits) < length:
-        raise ValueError("message: positions end early")
-    remainders = np.zeros(count, np.int64)
-    for fields, places, _ in _columns(widths):
-        remainders[fields] = remainders[fields] << 1 | bits[places]
-    return (quotients << widths) + remainders, bits[length:]
-
-
-def _segments(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many positions each layer has, and every position's gap to the one before it there."""
-    ends = np.cumsum(sizes)
-    layer_K = np.searchsorted(ends, positions, side="right")
-    previous = np.concatenate([[-1], positions[:-1]])
-    previous = np.maximum(previous, (ends - sizes)[layer_K] - 1)
-    return np.bincount(layer_K, minlength=len(sizes)), positions - previous - 1
-
-
-_WIDTH_BITS = 5  # in front of the layers' counts: the width of their remainders
-
-
-def _gap_bits(positions: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-    counts, gaps = _segments(positions, sizes)
-    streams = [] if len(sizes) == 1 else _count_bits(counts)
-    return streams + _rice_code(gaps, np.repeat(_rice_widths(counts, sizes), counts))
-
-
-def _count_bits(counts: np.ndarray) -> list[np.ndarray]:
-    width = min(range(20), key=lambda w: int((counts >> w).sum()) + w * len(counts))
-    coded = _rice_code(counts, np.full(len(counts), width))
-    return [_to_bits(np.array([width]), _WIDTH_BITS), *coded]
-
-
-def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
-    """A bit that says "by layers" and their counts, or not; gaps. The shorter of the two."""
-    sizes = np.array(layer_sizes)
-    whole_or_layers = enumerate((sizes.sum(keepdims=True), sizes))
-    options = [[np.array([i], np.uint8), *_gap_bits(positions, s)] for i, s in whole_or_layers]
-    return _packed(min(options, key=lambda streams: sum(map(len, streams))))
-
-
-def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tensor:
-    bits = np.unpackbits(np.frombuffer(data, np.uint8))
-    if not own or not len(bits):
-        if own or len(bits):
-            raise ValueError(f"message: got {len(bits)} bits for {own} positions")
-        return torch.empty(0, dtype=torch.int64)
-    sizes, by_layer, bits = np.array(layer_sizes), bits[0], bits[1:]
-    counts = np.array([own])
-    if by_layer:
-        if len(bits) < _WIDTH_BITS:
-            raise ValueError("message: positions end early")
-        width = int(_from_bits(bits[:_WIDTH_BITS], _WIDTH_BITS)[0])
-        widths = np.full(len(sizes), width)
-        counts, bits = _read_rice_code(bits[_WIDTH_BITS:], len(sizes), widths)
-    else:
-        sizes = sizes.sum(keepdims=True)
-    if counts.sum() != own or (counts > sizes).any():
-        raise ValueError(f"message: counts of positions, allowed: {own} in all, as layers hold")
-    gaps, bits = _read_rice_code(bits, own, np.repeat(_rice_widths(counts, sizes), counts))
-    if len(bits) > 7 or bits.any():
-        raise ValueError("message: bits behind the last position")
-    return torch.from_numpy(_from_gaps(gaps, counts, sizes))
-
-
-def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Positions from gaps; each layer's start afresh. ValueError outside the layer."""
-    ends, firsts = np.cumsum(sizes), np.cumsum(counts) - counts
-    steps = np.cumsum(gaps + 1)
-    before = np.concatenate([[0], steps])[firsts]  # the sum of all steps in earlier layers
-    positions = steps - np.repeat(before - (ends - sizes), counts) - 1
-    if (gaps > sizes.sum()).any() or (positions >= np.repeat(ends, counts)).any():
-        raise ValueError("message: positions outside their layer")
-    return positions
-
-
-# ══ 6. Links: how a message gets to the other side ════════════════════════════════════════════════
-#    Counted only; as real bytes, from which a message that can't be accepted is left out; between
-#    processes. A compressor is handed one, and asks it nothing about what it is.
-
-
-class ClientError(ValueError):
-    """Something is wrong with what a client sends; `client` says whose (or SERVER)."""
-
-    round: int | None = None  # where a static round says so
-
-    def __init__(self, client: int, what: str):
-        super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
-        self.client = client
-
-    def __reduce__(self) -> Any:  # by pickle, from another process
-        return ValueError.__new__, (type(self), *self.args), vars(self)
-
-
-class NotFiniteError(ClientError):
-    """An update holds NaN or infinity: a client's or, by a sum that overflows, the server's."""
-
-    def __init__(self, client: int):
-        super().__init__(client, "the update is not finite (NaN or infinity)")
-
-
-class MessageError(ClientError):
-    """A message that can't be accepted: see `decode_message`."""
-
-
-Send = Callable[[], "list[Message | None]"]  # sends what a process's clients have to send
-
-
-class Agreed(NamedTuple):
-    """What both sides know before a round's messages: `shared_K` is None if it is dense, `own` the
-    number of a client's own positions, None if that is open."""
-
-    up: Wire
-    down: Wire
-    clients: int
-    round: int
-    shared_K: Tensor | None
-    own: int | None
-    device: Any
-
-
-class Link:
-    """Messages arrive as they were sent; their exact sizes are counted.
-
-    After a round `up` has every accepted message's bits of code and bytes in all, `down` the
-    server's, `refused` the clients whose message was left out.
-    """
-
-    def __init__(self) -> None:
-        self.up: list[tuple[int, int]] = []
-        self.down = (0, 0)
-        self.refused: list[int] = []
-
-    def begin(self, agreed: Agreed) -> None:
-        """A round begins."""
-        self.agreed, self.up, self.refused = agreed, [], []
-
-    def clients(self, count: int) -> range:
-        """Which of `count` clients are of this process."""
-        return range(count)
-
-    def gather(self, send: Send, chosen: list[int]) -> list[Message | None]:
-        """All chosen clients' messages, in their order; `send` sends those of this process."""
-        return send()
-
-    def send_up(self, message: Message) -> Message | None:
-        """A client's message as the server has it; None if it is left out."""
-        self.up.append(_size(self.agreed.up.bits(message)))
-        return message
-
-    def send_down(self, message: Message) -> Message:
-        """The server's message as all clients have it."""
-        self.down = _size(self.agreed.down.bits(message))
-        return message
-
-
-def _size(bits: int) -> tuple[int, int]:
-    return bits, OVERHEAD_BYTES + -(-bits // 8)
-
-
-class ByteLink(Link):
-    """Every message becomes bytes and is decoded before it is used.
-
-    A client's message that can't be accepted raises MessageError or, with `on_bad` "skip", is left
-    out: the average is over the others, and the client keeps all that it meant to send (of a dense
-    scheme, which keeps no errors, it is lost).
-    `channel(sender, data)` is what the network makes of the bytes: a transport, or an attack.
-    """
-
-    def __init__(self, on_bad: str = "stop", channel: Callable[[int, bytes], bytes] | None = None):
-        super().__init__()
-        if on_bad not in ("stop", "skip"):
-            raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
-        self.on_bad, self.channel = on_bad, channel or (lambda sender, data: data)
-
-    def send_up(self, message: Message) -> Message | None:
-        data = self.channel(message.sender, encode_message(message, self.agreed.up))
-        return self._accept(data, message.sender)
-
-    def send_down(self, message: Message) -> Message:
-        data = self.channel(SERVER, encode_message(message, self.agreed.down))
-        arrived, self.down = self._decoded(data, self.agreed.down, SERVER, None)
-        return arrived
-
-    def _accept(self, data: bytes, sender: int) -> Message | None:
-        try:
-            message, size = self._decoded(data, self.agreed.up, sender, self.agreed.own)
-        except MessageError:
-            if self.on_bad == "stop":
-                raise
-            self.refused.append(sender)
-            return None
-        self.up.append(size)
-        return message
-
-    def _decoded(self, data: bytes, wire: Wire, sender: int, own: int | None) -> tuple:
-        """The message, and its size as `up` has it."""
-        agreed = self.agreed
-        try:
-            message = decode_message(data, wire, agreed.shared_K, sender, agreed.round, own)
-        except ValueError as error:
-            raise MessageError(sender, str(error)) from error
-        bits = 8 * (len(data) - OVERHEAD_BYTES) if wire.entropy else wire.bits(message)
-        return message.to(agreed.device), (bits, len(data))
-
-
-class ProcessLink(ByteLink):
-    """Clients in several processes, a block of them in each; every process is the server too.
-
-    `exchange(work)` gives what `work()`, a list of bytes, returned in every process, in their
-    order; what it raises in one, all raise. Everything that all know is computed in each alike.
-    """
-
-    def __init__(
-        self, exchange: Callable[[Callable[[], list[bytes]]], list[list[bytes]]],
-        process: int, processes: int, on_bad: str = "stop",
-    ):  # fmt: skip
-        super().__init__(on_bad)
-        self.exchange, self.process, self.processes = exchange, process, processes
-        self._outbox: list[bytes] = []
-
-    def clients(self, count: int, process: int | None = None) -> range:
-        process = self.process if process is None else process
-        return range(process * count // self.processes, (process + 1) * count // self.processes)
-
-    def _accept(self, data: bytes, sender: int) -> Message | None:
-        self._outbox.append(data)
-        return super()._accept(data, sender)
-
-    def gather(self, send: Send, chosen: list[int]) -> list[Message | None]:
-        def sent() -> list[bytes]:
-            self._outbox = []
-            send()
-            return self._outbox
-
-        arrived = [data for part in self.exchange(sent) for data in part]
-        owned = [self.clients(self.agreed.clients, p) for p in range(self.processes)]
-        senders = [n for own in owned for n in chosen if n in own]
-        data = dict(zip(senders, arrived, strict=True))
-        self.up, self.refused = [], []  # counted anew, of all clients
-        return [self._accept(data[n], n) for n in chosen]
-
-
-# ══ 7. The compressor: top-K, rand-K, TCS, LF and PLF, with error accumulation (Alg. 2) ═══════════
-#    One `Compressor` for all schemes; what differs is a `MaskRule`, for the shared and own masks.
-
-
-class Host:
-    """What the host does with a round's values: in an eager round it looks at them."""
-
-    def top_k(
-        self, vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
-    ) -> tuple[Tensor, float]:
-        """S_top outside the excluded entries, (k,), and a floor for the next time (`_filtered`)."""
-        positions_K, kth = _filtered(vector_D.detach(), k, excluded_D, floor)
-        return positions_K, 0.85 * kth if k else 0.0
-
-    def check_finite(self, values: Tensor, client: int) -> None:
-        """NotFiniteError unless all are finite: sums of finite numbers can overflow."""
-        if not math.isfinite(values.sum().item()) and not values.isfinite().all():
-            raise NotFiniteError(client)
-
-    def places(self, mask_D: Tensor) -> Tensor | None:
-        """Positions of a mask's ones; None where their number is not to be known."""
-        return mask_to_positions(mask_D)
-
-    def stored(self, before: Tensor | None, now: Tensor) -> Tensor:
-        """The tensor that holds `now` from here on."""
-        return now
+# ══ 6. Alg. 2: what all sides know, a client, the server ══════════════════════════════════════════
+#    First the mask rules, which say which entries travel; then the three sides; then links, and all
+#    of them in one process.
 
 
 class MaskRule:
     """Which entries travel. Subclass it, with `register_scheme`, to make a scheme of your own.
 
-    Methods may return a (D,) bool mask or its ascending int64 positions. Tensors and numbers kept
-    as attributes without a leading underscore are saved in checkpoints.
+    Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
+    attributes that a resumed run needs: tensors or numbers.
     """
 
-    positions: Tensor | None = None  # of the shared mask, where it depends on updates
-    _theta_D: Tensor | None = None
+    keeps: tuple[str, ...] = ()
 
     def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
-        self._scheme, self._layer_sizes, self._device = scheme, layer_sizes, device
-        self._seed, self._dimension, self._host = seed, sum(layer_sizes), Host()
-        self._taken_D: Tensor | None = None  # the round's shared mask, (D,) bool, None if empty
-        self._floors: dict[str, float] = {}  # last thresholds, a little lowered: only for speed
-        MaskRule.widen(self, 1)
+        self.scheme, self.layer_sizes = scheme, layer_sizes
+        self.device, self.seed = device, seed
+        self.dimension = sum(layer_sizes)
+        self.k_global = self.size(scheme.phi_global, self.dimension)
+        self.k_local = self.size(scheme.phi_local, self.dimension - self.k_global)
+        self._selections: dict[str, Selection] = defaultdict(Selection)
 
-    def widen(self, times: int) -> None:
-        """From here on, all masks are so many times as large as the scheme says."""
-        scheme, dimension = self._scheme, self._dimension
+    def size(self, phi: float | None, most: int) -> int:
+        """K of a mask with this share; no more than `most`, 0 for none."""
+        return min(kept(phi, self.dimension), most) if phi else 0
 
-        def size(phi: float | None, most: int) -> int:
-            return min(times * kept(phi, dimension), most) if phi else 0
+    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        """A round begins. A rule that looks at the model gets it here, (D,), if there is one;
+        `masks` says how many times as large the masks are (of schemes with a sparse warm-up)."""
 
-        self.k_global = size(scheme.phi_global, dimension)
-        free = dimension - self.k_global
-        self.k_local, self.k_down = size(scheme.phi_local, free), size(scheme.phi_down, free)
+    def shared_mask(self) -> Tensor | None:
+        """The mask that all sides know; None if it is not known yet: the round is dense."""
+        return torch.empty(0, dtype=torch.int64, device=self.device)
 
-    def global_mask(self) -> Tensor | None:
-        """The mask all sides know in this round; None if not known yet: the round is dense."""
-        return torch.empty(0, dtype=torch.int64, device=self._device)
+    def own_count(self, shared: int) -> int | None:
+        """How many entries a client's own mask has beside so many shared ones, as both sides know;
+        None: the message says it."""
+        return min(self.k_local, self.dimension - shared)
 
-    def begin(self, shared_K: Tensor) -> None:
-        """A sparse round begins; `shared_K` (K,) are the positions of its shared mask."""
-        self._taken_D = positions_to_mask(shared_K, self._dimension) if len(shared_K) else None
-
-    def local_mask(self, intended_D: Tensor, shared_K: Tensor) -> Tensor:
-        """A client's own mask, disjoint from the shared one: S_top of the rest (Alg. 2, l. 10)."""
-        k, fair = self.own_count(shared_K), self._scheme.phi_min_local
-        return self.select(intended_D, k, fair, self._taken_D, "client")
-
-    def own_count(self, shared_K: Tensor) -> int | None:
-        """How many positions `local_mask` gives, which both sides know; None if that is open.
-        Where nothing is shared yet, a client sends k_global more."""
-        wanted = self.k_local + (0 if len(shared_K) else self.k_global)
-        return min(wanted, self._dimension - len(shared_K))  # of a small DDP bucket all is shared
-
-    def server_mask(self, intended_D: Tensor, shared_K: Tensor) -> Tensor:
-        """The server's own mask in the downlink, for a scheme with a phi_down."""
-        k = self.k_down + (0 if len(shared_K) else self.k_global)
-        return self.select(intended_D, k, self._scheme.phi_min_local, self._taken_D, "server")
+    def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
+        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest (line 10)."""
+        fair = self.scheme.phi_min_local
+        return self.select(intended_D, k, fair, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
         """Called with every round's update, dense ones too, after it was averaged."""
 
     def select(
-        self, vector_D: Tensor, k: int, phi_min: float | None, excluded: Tensor | None = None,
-        whose: str = "global",
+        self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
+        whose: str = "shared",
     ) -> Tensor:  # fmt: skip
-        """S_top outside `excluded` (a mask, or positions), layer-wise fair if `phi_min` says so:
-        positions (k,). The threshold of last time, for the same `whose`, speeds it up."""
+        """S_top outside a mask (D,), layer-wise fair if `phi_min` says so: positions (k,). The
+        threshold of last time, for the same `whose`, speeds it up."""
+        if k == 0:
+            return torch.empty(0, dtype=torch.int64, device=vector_D.device)
         if phi_min is not None:
-            return layerwise_top_k_positions(vector_D, k, self._layer_sizes, phi_min, excluded)
-        excluded = _outside(vector_D, excluded)
-        floor = self._floors.get(whose, 0.0)
-        positions_K, self._floors[whose] = self._host.top_k(vector_D, k, excluded, floor)
-        return positions_K
+            return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
+        return self._selections[whose](vector_D, k, excluded_D)
 
     def state_dict(self) -> dict[str, Any]:
-        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(self).items()}
-        kinds = (Tensor, int, float)
-        return {k: v for k, v in plain.items() if k[0] != "_" and isinstance(v, kinds)}
+        return {key: _by_value(getattr(self, key)) for key in self.keeps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own, ours = self.state_dict(), type(self).__module__ == __name__
-        sizes = ("k_global", "k_local", "k_down") if self._scheme.warmup_masks == 1 and ours else ()
-        for key in sizes:
-            if own[key] != state[key]:
-                raise ValueError(f"{key}: got {state[key]}, allowed: {own[key]} (another scheme)")
-        for key in own.keys() - state.keys():
-            delattr(self, key)  # a rule that had seen less did not have it
-        for key, value in state.items():
-            vars(self)[key] = value.to(self._device, copy=True) if torch.is_tensor(value) else value
+        for key in self.keeps:
+            value = state[key]
+            setattr(self, key, value.to(self.device, copy=True) if _is_tensor(value) else value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _by_value(value: Any) -> Any:
+    """A copy that nobody else changes."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class Dense(MaskRule):
     """Everything travels (FedAvg); with -Q<bits>, quantized."""
 
-    def global_mask(self) -> Tensor:
-        return torch.arange(self._dimension, device=self._device)
+    def shared_mask(self) -> Tensor:
+        return torch.arange(self.dimension, device=self.device)
 
 
 RULES["dense"] = Dense
 _EVERYTHING = {"rule": "dense", "phi_global": 1.0, "phi_local": None}
-FAMILIES |= {"FedAvg": _EVERYTHING, "FedSGD": _EVERYTHING}
+FAMILIES["FedAvg"] = FAMILIES["FedSGD"] = _EVERYTHING
 FAMILIES["Baseline"] = _EVERYTHING | {"centralized": True}
 
 
@@ -1537,104 +1293,666 @@ class TopK(MaskRule):
 class RandK(MaskRule):
     """Rand-K: a random mask that all sides draw from one seed; no positions sent (Sec. I-C)."""
 
-    round = 0
+    keeps = ("round",)
 
-    def global_mask(self) -> Tensor:
-        generator = np.random.default_rng([self._seed, self.round])
-        chosen = generator.choice(self._dimension, self.k_global, replace=False, shuffle=False)
-        return torch.from_numpy(np.sort(chosen)).to(self._device)
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.round = 0
+
+    def shared_mask(self) -> Tensor:
+        generator = np.random.default_rng([self.seed, self.round])
+        chosen = generator.choice(self.dimension, self.k_global, replace=False, shuffle=False)
+        return torch.from_numpy(np.sort(chosen)).to(self.device)
 
     def observe(self, update_D: Tensor) -> None:
-        self.round = self.round + 1
+        self.round += 1
 
 
 @register_scheme("TCS")
 class TCS(MaskRule):
     """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
 
-    magnitudes: Tensor | None = None  # the last update there, if the mask is to shrink
+    keeps = ("positions", "overlap_2")
 
-    def __init__(self, *settings: Any, **more: Any):
-        super().__init__(*settings, **more)
-        # of all masks since this was last set to 0: entries that were in the mask before, entries
-        self.shared = torch.zeros(2, dtype=torch.int64, device=self._device)
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.positions: Tensor | None = None  # of the shared mask, once there was an update
+        # of all masks since this was last set to 0: entries in the mask before, entries
+        self.overlap_2 = torch.zeros(2, dtype=torch.int64, device=self.device)
 
-    def widen(self, times: int) -> None:
-        """Of a mask that has become too large, the entries that were largest stay."""
-        super().widen(times)
-        if self.positions is not None and len(self.positions) > self.k_global:
-            last_D = torch.zeros(self._dimension, device=self._device)
-            last_D[self.positions] = self.magnitudes
-            fair = self._scheme.phi_min_global
-            self.positions = self.select(last_D, self.k_global, fair, None, "widen")
-            self.magnitudes = last_D[self.positions]
-
-    def global_mask(self) -> Tensor | None:
-        sparse_start = self.positions is None and not self._scheme.dense_warmup
-        if sparse_start or not self.k_global:
-            return super().global_mask()
-        if self._scheme.shared_from == "weights" and self.positions is not None:
-            if self._theta_D is None:
-                raise ValueError(f"{self._scheme.name}: its mask is of a federation's model")
-            fair = self._scheme.phi_min_global  # the published code: S_top of the weights
-            return self.select(self._theta_D, self.k_global, fair, None, "weights")
-        return self.positions
+    def shared_mask(self) -> Tensor | None:
+        return self.positions if self.k_global else super().shared_mask()
 
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
             return
-        before, fair = self.positions, self._scheme.phi_min_global
-        now = self.select(update_D, self.k_global, fair)  # line 5 of the next round
-        if self._scheme.warmup_masks > 1:
-            self.magnitudes = update_D[now].abs()
-        if self._scheme.shared_from == "update" and before is not None and len(before) == len(now):
-            self.shared[0] += in_common(before, now)
-            self.shared[1] += len(now)
-        self.positions = self._host.stored(before, now)
+        before = self.positions
+        self.positions = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
+        if before is not None and len(before) == self.k_global:
+            self.overlap_2[0] += in_common(before, self.positions)
+            self.overlap_2[1] += self.k_global
+
+
+# What fields of Scheme do that the paper does not have: of a rule, a class that is put before it.
+RULE_PARTS: dict[str, type[MaskRule]] = {}  # by field
+DOWNLINKS: list[Callable[[Known], Downlink]] = []  # of schemes that compress the downlink
+SIDES: dict[str, tuple[type[Client], type[Server]]] = {}  # by rule, of those that have their own
+
+
+def register_part(field: str) -> Callable[[type[MaskRule]], type[MaskRule]]:
+    """Class decorator: what a mask rule does otherwise where this field of Scheme is not at its
+    default. The class stands before the scheme's rule: `super()` is that."""
+
+    def register(part: type[MaskRule]) -> type[MaskRule]:
+        RULE_PARTS[field] = part
+        return part
+
+    return register
+
+
+def register_downlink(make: Callable[[Known], Downlink]) -> Callable[[Known], Downlink]:
+    """Decorator: makes the server's sending side where the downlink is compressed."""
+    DOWNLINKS[:] = [make]
+    return make
+
+
+def register_sides(rule: str, client: type[Client], server: type[Server]) -> None:
+    """Where a rule's clients keep more than errors, or its server does: what stands for both."""
+    SIDES[rule] = client, server
+
+
+def _rule_of(scheme: Scheme) -> type[MaskRule]:
+    """The scheme's rule with all parts that its fields ask for."""
+    rule = RULES[scheme.rule]
+    for field in ("dense_warmup", "warmup_masks", "shared_from"):
+        if getattr(scheme, field) == getattr(Scheme, field):
+            continue
+        if field not in RULE_PARTS:
+            raise ValueError(f"{scheme.name}: {field} is a variant of tcs_lab's: import it first")
+        part = RULE_PARTS[field]
+        keeps = tuple(dict.fromkeys([*rule.keeps, *part.keeps]))
+        rule = type(rule.__name__, (part, rule), {"keeps": keeps})
+    return rule
+
+
+# What the three sides stand on ────────────────────────────────────────────────────────────────────
+
+
+class Checks:
+    """Whether a round's numbers are finite.
+
+    On a CPU that is known at once. A GPU would have to be waited for: there, what is not finite
+    counts as 0, and all answers are read together, at the end of a round or, `later`, by who asks.
+    """
+
+    def __init__(self, device: Any):
+        self.at_once = may_look(torch.empty(0, device=device))
+        self.later = False
+        self.finite: dict[int, Tensor] = {}  # by sender: bool ()
+        self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
+
+    def finite_part(self, values: Tensor, sender: int) -> Tensor:
+        """The values. NotFiniteError where it is known that some are not finite."""
+        if self.at_once:
+            well = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+            if not well:  # sums of finite numbers can overflow
+                raise NotFiniteError(sender)
+            return values
+        well = values.sum(dtype=torch.float64).isfinite()  # no sum of float32 overflows that
+        self.finite[sender] = self.finite[sender] & well if sender in self.finite else well
+        return torch.where(well, values, 0.0)
+
+    def read(self, explored_D: Tensor | None = None) -> int:
+        """How many entries of a mask are set; NotFiniteError for the first sender of which
+        something was not finite. The only look at values in a round on a GPU."""
+        if self.at_once:
+            return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
+        self.explored = (
+            torch.zeros((), dtype=torch.int64) if explored_D is None else explored_D.sum()
+        )
+        if self.later:
+            return 0
+        senders = list(self.finite)
+        found = [self.finite[sender].long() for sender in senders]
+        *well, explored = torch.stack([*found, self.explored]).tolist()
+        self.finite.clear()
+        if not all(well):
+            raise NotFiniteError(senders[well.index(0)])
+        return explored
+
+
+class Agreement:
+    """What `Known` stands on: sizes, wires, the checks of masks, bytes, and its state."""
+
+    def __init__(
+        self, scheme: Scheme | str, layer_sizes: list[int], seed: int = 0, device: Any = "cpu",
+        order: Iterable[tuple[int, ...]] = (),
+    ):  # fmt: skip
+        self.scheme, self.layer_sizes = _scheme(scheme), [int(size) for size in layer_sizes]
+        if not self.layer_sizes or min(self.layer_sizes) < 1:
+            raise ValueError(f"layer_sizes: got {layer_sizes}, allowed: one or more, each >= 1")
+        self.dimension, self.device, self.seed = sum(self.layer_sizes), device, seed
+        self.rule = _rule_of(self.scheme)(self.scheme, self.layer_sizes, device, seed)
+        order = tuple(order)
+        self.up = Wire.up(self.scheme, self.layer_sizes, order)
+        self.down = Wire.down(self.scheme, self.layer_sizes, order)
+        self.checks = Checks(device)
+        self.round = 0
+        self.is_open = False  # a round has begun
+        self.dense = True  # in this round everything travels
+        self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
+        self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
+        self.own_count: int | None = 0  # of a client's own positions; None: the message says it
+
+    def skip(self) -> None:
+        """The round is over without an update: nobody was heard in it."""
+        self.round += 1
+        self.is_open = False
+
+    def own_mask(self, intended_D: Tensor) -> Tensor:
+        """A client's own positions, outside the shared mask, as the rule chooses them."""
+        k = self.own_count
+        mask = self.rule.own_mask(intended_D, self.shared_D, self.rule.k_local if k is None else k)
+        positions_K = self.checked_mask(mask, self.shared_D)
+        if k is not None and len(positions_K) != k:
+            advice = "own_count says so; let it return None if their number is open"
+            raise ValueError(f"own_mask: got {len(positions_K)}, allowed: {k} ({advice})")
+        return positions_K
+
+    def checked_mask(self, mask: Tensor, taken_D: Tensor | None = None) -> Tensor:
+        """A mask that a rule returned, as positions; ValueError says what is wrong with it. (On a
+        GPU the numbers themselves are not looked at.)"""
+        if mask.dtype == torch.bool and tuple(mask.shape) != (self.dimension,):
+            raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
+        positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
+        if not may_look(positions_K):
+            return positions_K
+        check_positions(positions_K, self.dimension)
+        if taken_D is not None and taken_D[positions_K].any():
+            raise ValueError("own mask: entries of the shared mask, allowed: only others")
+        return positions_K
+
+    def expanded(self, message: Message) -> Tensor:
+        """What a message says, with zeros where it says nothing: (D,)."""
+        if message.dense:
+            return message.values
+        full_D = torch.zeros(self.dimension, device=self.device)
+        message.add_to_(full_D, self.shared_K)
+        return full_D
+
+    def to_bytes(self, message: Message) -> bytes:
+        """A message of this round as bytes."""
+        return encode_message(message, self.down if message.sender == SERVER else self.up)
+
+    def from_bytes(self, data: bytes, sender: int) -> Message:
+        """The message of this round that `sender` (SERVER: the server) sent; MessageError for
+        anything else. `data` may come from anyone."""
+        wire, count = (self.down, None) if sender == SERVER else (self.up, self.own_count)
+        shared_K = None if self.dense else self.shared_K
+        try:
+            return decode_message(data, wire, shared_K, sender, self.round, count).to(self.device)
+        except ValueError as error:
+            raise MessageError(sender, str(error)) from error
+
+    def identity(self) -> dict[str, Any]:
+        """What two sides, or a state and who loads it, must have in common."""
+        scheme = dataclasses.asdict(self.scheme)
+        return {"scheme": scheme, "seed": self.seed, "layer_sizes": list(self.layer_sizes)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """By value. A side that missed rounds is told this, and theta."""
+        return {"identity": self.identity(), "round": self.round, "rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError, with nothing changed, for the state of another scheme, seed or model."""
+        for key, own in self.identity().items():
+            if (got := state["identity"][key]) != own:
+                raise ValueError(f"state: {key}: got {shorten(got)}, allowed: {shorten(own)}")
+        missing = set(self.rule.keeps) - state["rule"].keys()
+        if missing:
+            raise ValueError(f"state: rule: {', '.join(sorted(missing))} is missing")
+        self.rule.load_state_dict(state["rule"])
+        self.round, self.is_open = int(state["round"]), False
+
+
+class Sent(NamedTuple):
+    """What a client has sent and not heard of yet: where and what; None: everything."""
+
+    places_K: Tensor | None
+    values_K: Tensor | None
+
+
+class Side:
+    """What `Client` stands on: its errors, what it has sent, and its state."""
+
+    def __init__(self, known: Agreement, number: int = 0, errors_D: Tensor | None = None):
+        self.known, self.number = known, number
+        if errors_D is None and known.scheme.keeps_errors:
+            errors_D = torch.zeros(known.dimension, device=known.device)
+        self.errors_D = errors_D
+        self.sent: Sent | None = None  # whether it arrived is not known yet
+        self.last_round = -1  # in which it sent
+
+    def check_turn(self, delta_D: Tensor) -> None:
+        """ValueError unless it may send this in this round."""
+        known = self.known
+        if tuple(delta_D.shape) != (known.dimension,):
+            got = f"delta_D: got shape {tuple(delta_D.shape)}"
+            raise ValueError(f"{got}, allowed: ({known.dimension},)")
+        if not known.is_open:
+            raise ValueError(f"client {self.number}: no round is open, allowed: after Known.begin")
+        if self.last_round == known.round:
+            raise ValueError(f"client {self.number}: has sent in round {known.round} already")
+
+    def own_mask(self, intended_D: Tensor) -> Tensor:
+        """Its own positions in this round, outside the shared mask."""
+        return self.known.own_mask(intended_D)
+
+    def quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
+        """What is meant for shared and own positions as a message: Q, Sec. II-F."""
+        known, scheme = self.known, self.known.scheme
+        intended_K = known.checks.finite_part(intended_K, self.number)
+        how = scheme.value_bits, self.number, known.round, scheme.quantizer
+        return Message.of(intended_K, own_K, *how)
+
+    def taken(self) -> Sent:
+        """What was on its way, which it is no longer."""
+        if self.sent is None:
+            raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
+        sent, self.sent = self.sent, None
+        return sent
+
+    def scale_(self, factor: float) -> None:
+        """Errors times a factor: where their unit changes."""
+        if self.errors_D is not None:
+            self.errors_D.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By value: the errors, and a message that nobody has acknowledged yet."""
+        places_K, values_K = self.sent or (None, None)
+        return {
+            "errors_D": _by_value(self.errors_D), "waits": self.sent is not None,
+            "places_K": _by_value(places_K), "values_K": _by_value(values_K), "last_round": self.last_round,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError, with nothing changed, for errors of another size."""
+        _check_same("errors_D", state.get("errors_D"), self.errors_D)
+        if self.errors_D is not None:
+            self.errors_D.copy_(state["errors_D"])
+        device = self.known.device
+        tensors = (state["places_K"], state["values_K"])
+        moved = [None if tensor is None else tensor.to(device, copy=True) for tensor in tensors]
+        self.sent = Sent(*moved) if state["waits"] else None
+        self.last_round = int(state["last_round"])
+
+
+def _check_same(key: str, got: Tensor | None, own: Tensor | None) -> None:
+    """ValueError unless both are tensors of one shape, or neither is there."""
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (got, own)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"{key}: got shape {shapes[0]}, allowed: {shapes[1]}")
+
+
+class Downlink(Protocol):
+    """The server's sending side, where it does not send all that it means to; tcs_lab has one."""
+
+    def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
+        """The message for an update (D,); `explored_D` says which entries only some clients sent."""
+
+    def scale_(self, factor: float) -> None:
+        """Its errors times a factor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """By value."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+
+
+class Hub:
+    """What `Server` stands on: the sum of a round's messages, and its state."""
+
+    def __init__(
+        self, known: Agreement, weights: list[float] | None = None, downlink: Downlink | None = None
+    ):
+        self.known, self.weights, self.downlink = known, weights, downlink
+        self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
+        self.total = 0.0  # their weights
+        self.heard: list[int] = []
+        self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
+
+    def opened_sum(self) -> Tensor:
+        """The sum of this round's messages so far, (D,)."""
+        if not self.heard:
+            self.drop()
+            self.sum_D = torch.zeros(self.known.dimension, device=self.known.device)
+        return self.sum_D
+
+    def check(self, number: int, message: Message) -> None:
+        known = self.known
+        if not known.is_open:
+            raise MessageError(number, "no round is open, allowed: after Known.begin")
+        sizes = known.dimension if known.dense else len(known.shared_K) + len(message.positions)
+        wanted = {
+            "sender": (message.sender, number),
+            "round": (message.round, known.round),
+            "dense": (message.dense, known.dense),
+            "values": (len(message.values), sizes),
+        }
+        for name, (got, allowed) in wanted.items():
+            if got != allowed:
+                raise MessageError(number, f"message: {name}: got {got}, allowed: {allowed}")
+        if number in self.heard:
+            raise MessageError(number, f"a second message in round {known.round}, allowed: one")
+
+    def drop(self) -> None:
+        """Forgets what came: the round is over, or failed."""
+        self.heard, self.total = [], 0.0
+        self.sum_D = self.sum_D.new_zeros(0)
+        self.explored_D.zero_()
+
+    def scale_(self, factor: float) -> None:
+        """Errors of the downlink times a factor: where their unit changes."""
+        if self.downlink is not None:
+            self.downlink.scale_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.downlink is None else {"downlink": self.downlink.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.downlink is not None:
+            self.downlink.load_state_dict(state["downlink"])
+        self.drop()
+
+
+# Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Known(Agreement):
+    """What every side knows without a word: the round, whether it is dense, its shared mask.
+
+    `layer_sizes` are the numbers of entries of the parameter tensors, D in all, `order` how these
+    lie in memory (`layout_of`), if that is said; `device` is where tensors live. All sides give the
+    same scheme, sizes, order and `seed`, which is for rand-K's masks.
+    """
+
+    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
+        model gets `theta_D` (D,); for `masks` see `Phase`."""
+        self.rule.begin(theta_D, masks)
+        mask = None if dense or self.scheme.dense else self.rule.shared_mask()
+        self.dense = mask is None
+        if mask is not None:
+            self.shared_K = self.checked_mask(mask)
+            self.shared_D = positions_to_mask(self.shared_K, self.dimension)
+            self.own_count = self.rule.own_count(len(self.shared_K))
+        self.is_open = True
+
+    def observe(self, update_D: Tensor) -> None:
+        """Line 5 of the next round: its shared mask comes from this one's update (D,)."""
+        self.rule.observe(update_D)
+        self.skip()
+
+
+class Client(Side):
+    """Alg. 2's client, lines 9 to 13.
+
+    `errors_D` (D,) is what the server has not had; None for a scheme that keeps no errors. Messages
+    leave `send`; only `arrived` takes what they said out of the errors, so that what was lost on
+    the way stays.
+    """
+
+    def send(self, delta_D: Tensor) -> Message:
+        """A model difference (D,) to this round's message; `delta_D` stays as it is.
+
+        Raises NotFiniteError, before anything is changed, for NaN or infinity; ValueError for
+        another shape, a round that was not opened, or a second message in it.
+        """
+        self.check_turn(delta_D)
+        delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
+        self.last_round = self.known.round
+        return self.compress(delta_D)
+
+    def compress(self, delta_D: Tensor) -> Message:
+        """Lines 9 to 12."""
+        known = self.known
+        intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
+        if known.dense:
+            self.sent = Sent(None, None)
+            values_D = known.checks.finite_part(intended_D, self.number)
+            return Message.dense_of(values_D.clone(), self.number, known.round)
+        own_K = self.own_mask(intended_D)  # line 10: explore outside the shared mask
+        places_K = torch.cat([known.shared_K, own_K])
+        intended_K = intended_D.index_select(0, places_K)  # line 11: exploit and explore
+        message = self.quantized(intended_K, own_K)  # line 12
+        self.sent = Sent(places_K, message.values)
+        return message
+
+    def arrived(self, received: Message | None = None) -> None:
+        """Line 13: what the server has had leaves the errors. `received` is the message as it came
+        there, if it is not what was sent (an all-reduce in fewer bits). ValueError if nothing is
+        on its way."""
+        places_K, values_K = self.taken()
+        if self.errors_D is None:
+            return
+        if places_K is None:  # everything arrived
+            self.errors_D.zero_()
+            return
+        values_K = values_K if received is None else received.values
+        self.errors_D.index_add_(0, places_K, values_K, alpha=-1)  # line 13: what stays behind
+
+    def withdraw(self, delta_D: Tensor) -> None:
+        """The step is void for all: errors as before it, but for rounding."""
+        self.sent = None
+        if self.errors_D is not None:
+            self.errors_D.sub_(delta_D)
+
+    def receive(self, reply: Message, heard: bool = True) -> Tensor:
+        """For a client with a `Known` of its own: the server's message ends the round. `heard` says
+        whether this client's own message was among those averaged. The update (D,)."""
+        update_D = self.known.expanded(reply)
+        if heard:
+            self.arrived()
+        self.sent = None
+        self.known.observe(update_D)
+        return update_D
+
+
+class Server(Hub):
+    """Alg. 2's server, lines 15 and 16. It adds messages up as they come.
+
+    `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
+    server's own sending side, where what it sends is compressed, too.
+    """
+
+    def add(self, number: int, message: Message) -> None:
+        """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
+        of another client or round, of another size, or for a second one."""
+        self.check(number, message)
+        weight = 1.0 if self.weights is None else self.weights[number]
+        message.add_to_(self.opened_sum(), self.known.shared_K, weight)
+        self.explored_D.index_fill_(0, message.positions, True)
+        self.total += weight
+        self.heard.append(number)
+
+    def average(self) -> Tensor:
+        """Line 15: the average of what came, (D,). MessageError if nothing came, NotFiniteError
+        for sums that overflow."""
+        if not self.heard:
+            raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
+        update_D = self.sum_D.div_(self.total)  # line 15
+        return self.known.checks.finite_part(update_D, SERVER)
+
+    def reply(self, update_D: Tensor) -> Message:
+        """Line 16: the message to all clients; not all of it where the downlink is compressed."""
+        known = self.known
+        if self.downlink is not None:
+            return self.downlink.reply_to(update_D, self.explored_D)
+        if known.dense:
+            return Message.dense_of(update_D, SERVER, known.round)
+        own_K = mask_to_positions(self.explored_D)
+        values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
+        return Message(values_K, own_K, SERVER, known.round)
+
+    def finish(self) -> tuple[Tensor, Message]:
+        """Lines 15 and 16: what all sides have after the round, (D,), and the message that says it.
+        `Known.observe` of the former ends the round."""
+        update_D = self.average()
+        self.known.checks.read()
+        reply = self.reply(update_D)
+        update_D = update_D if self.downlink is None else self.known.expanded(reply)
+        self.drop()
+        return update_D, reply
+
+
+# How messages travel ──────────────────────────────────────────────────────────────────────────────
+
+
+class Size(NamedTuple):
+    """Of a message: bits of its code, and bytes in all."""
+
+    bits: int
+    bytes: int
+
+    @staticmethod
+    def of(bits: int) -> Size:
+        return Size(bits, OVERHEAD_BYTES + -(-bits // 8))
+
+
+Arrival = tuple[int, "Message | None", Size]  # a client, its message (None: refused), its size
+
+
+class Link:
+    """Messages within one process arrive as they were sent; their exact sizes are counted."""
+
+    def own(self, clients: int) -> range:
+        """Which of so many clients are of this process."""
+        return range(clients)
+
+    def gather(
+        self, known: Known, chosen: list[int], send: Callable[[int], Message]
+    ) -> Iterator[Arrival]:
+        """The chosen clients' messages, in their order; `send(n)` makes client n's."""
+        for n in chosen:
+            yield self.up(known, n, send(n))
+
+    def up(self, known: Known, n: int, message: Message) -> Arrival:
+        """One client's message as the server has it."""
+        return n, message, Size.of(known.up.bits(message))
+
+    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, Size]:
+        """What all clients have of the update, (D,), and the size of the message that says it."""
+        known = server.known
+        explored = known.checks.read(server.explored_D)
+        bits = 32 * known.dimension
+        if not known.dense:
+            values = len(known.shared_K) + explored
+            bits = known.down.block_code_bits(values, explored)
+        if server.downlink is None and (known.dense or known.scheme.code == "block"):
+            return update_D, Size.of(bits)  # no message need be made
+        reply = server.reply(update_D)
+        return self.sent_down(server, update_D, reply)
+
+    def sent_down(self, server: Server, update_D: Tensor, reply: Message) -> tuple[Tensor, Size]:
+        """The same, where there is a message."""
+        said_D = update_D if server.downlink is None else server.known.expanded(reply)
+        return said_D, Size.of(server.known.down.bits(reply))
+
+
+class ByteLink(Link):
+    """Every message becomes bytes and is decoded before it is used.
+
+    A client's message that can't be accepted raises MessageError or, with `on_bad` "skip", is left
+    out: the average is over the others, and the client keeps all that it meant to send (without
+    errors, it is lost). `channel(sender, data)` is what the network makes of the bytes: a
+    transport, or an attack.
+    """
+
+    def __init__(self, on_bad: str = "stop", channel: Callable[[int, bytes], bytes] | None = None):
+        if on_bad not in ("stop", "skip"):
+            raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
+        self.on_bad = on_bad
+        self.channel = channel or (lambda sender, data: data)
+
+    def up(self, known: Known, n: int, message: Message) -> Arrival:
+        return self.accept(known, n, self.channel(n, known.to_bytes(message)))
+
+    def accept(self, known: Known, n: int, data: bytes) -> Arrival:
+        """Client n's message from bytes; one that can't be accepted is None, or an error."""
+        try:
+            message = known.from_bytes(data, n)
+        except MessageError:
+            if self.on_bad == "stop":
+                raise
+            return n, None, Size(0, 0)
+        return n, message, Size(known.up.bits(message), len(data))
+
+    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, Size]:
+        known = server.known
+        known.checks.read()
+        data = self.channel(SERVER, known.to_bytes(server.reply(update_D)))
+        reply = known.from_bytes(data, SERVER)
+        return known.expanded(reply), Size(known.down.bits(reply), len(data))
+
+
+# All of it in one process ─────────────────────────────────────────────────────────────────────────
+
+
+class Traffic(NamedTuple):
+    """What a round sent. `bits_up` is one client's message on average and `bits_down` the server's,
+    in bits of code; `bytes_up`, of all clients, and `bytes_down` have the overhead too."""
+
+    bits_up: int = 0
+    bits_down: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    heard: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
 
 
 class Compressor:
-    """Alg. 2's compression for all clients: error accumulation, masks, values, averaging.
+    """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
 
-    A round is `open`, then `client` for each that takes part, then `server`; `step` is all three.
-    `layer_sizes` are the numbers of entries of the parameter tensors, D in all; `device` is where
-    differences come from and state lies; all sides give the same `seed`, for rand-K's masks.
-    `errors_ND` (N, D) float32 is what the server has not received yet; a dense scheme has none. N
-    counts the clients of this process, `own`, as `link` has them (section 6); most often all.
-    `server_errors_D` (D,), if the downlink is compressed, is what the clients have not.
-    `weights`, one of each client, are their shares of the average, equal without.
+    Arguments as those of `Known` and `Server`; `clients` is N, `link` how messages travel.
+    `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors. N
+    counts the clients of this process, `own`, as `link` has them; most often all. `traffic` is that
+    of the last round. ValueError for a scheme that needs more than compression: a `Federation`.
     """
 
     def __init__(
         self, scheme: Scheme | str, layer_sizes: list[int], clients: int, device: Any = "cpu",
         seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
+        order: Iterable[tuple[int, ...]] = (),
     ):  # fmt: skip
-        scheme = scheme if isinstance(scheme, Scheme) else Scheme.named(scheme)
-        if clients < 1 or not layer_sizes or min(layer_sizes) < 1:
-            raise ValueError(f"layer_sizes, clients: got {layer_sizes}, {clients}; allowed: >= 1")
-        self.scheme, self.layer_sizes, self.clients = scheme, list(layer_sizes), clients
-        self.dimension, self.link = sum(layer_sizes), cast(Any, link or Link())
-        self.own = self.link.clients(clients)
-        self.weights = None if weights is None else [float(w) for w in weights]
-        positive = [0 < w < math.inf for w in self.weights or ()]
-        if self.weights is not None and positive != [True] * clients:
-            raise ValueError(f"weights: got {self.weights}, allowed: {clients} positive numbers")
-        self.rule = RULES[scheme.rule](scheme, self.layer_sizes, device, seed)
-        self.use(Host())
-        rows, down = len(self.own) * (not scheme.dense), self.dimension * scheme.compresses_downlink
-        lazy_ND = np.zeros((rows, self.dimension), np.float32)  # memory only where it is written
+        self.scheme = _scheme(scheme)
+        for field in ("momentum", "error_unit"):
+            if (got := getattr(self.scheme, field)) != getattr(Scheme, field):
+                what = f"{field} {got!r} is a federation's"
+                raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
+        if type(clients) is not int or clients < 1:
+            raise ValueError(f"clients: got {clients!r}, allowed: a whole number >= 1")
+        self.known = Known(self.scheme, layer_sizes, seed, device, order)
+        self.client_count, self.link = clients, link or Link()
+        self.own = self.link.own(clients)
+        rows = len(self.own) if self.scheme.keeps_errors else 0
+        lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
-        self.server_errors_D = torch.zeros(down, device=device)
-        self._explored_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
-        self.up, self.down = Wire.up(scheme, layer_sizes), Wire.down(scheme, layer_sizes)
-        self.bits_up = self.bits_down = self.bytes_up = self.bytes_down = self.round = 0
-        self.shared_K: Tensor | None = None
-        self.last_dense = False
+        client_type, server_type = SIDES.get(self.scheme.rule, (Client, Server))
+        self.clients = [client_type(self.known, n, self._row(i)) for i, n in enumerate(self.own)]
+        shares = _checked_weights(weights, clients)
+        self.server = server_type(self.known, shares, _downlink_of(self.known))
+        self.traffic = Traffic()
 
-    def use(self, host: Host) -> Host:
-        """Rounds have this host from here on (section 9); returns the one before."""
-        before, self.host, self.rule._host = self.rule._host, host, host
-        return before
+    def _row(self, index: int) -> Tensor | None:
+        return self.errors_ND[index] if len(self.errors_ND) else None
+
+    def keep_errors_in(self, errors_ND: Tensor) -> None:
+        """Before the first round: errors live in this tensor (N, D), which holds zeros."""
+        _check_same("errors_ND", errors_ND, self.errors_ND)
+        self.errors_ND = errors_ND
+        for index, client in enumerate(self.clients):
+            client.errors_D = self._row(index)
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -1644,185 +1962,145 @@ class Compressor:
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
         dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
-        changed in this process, for deltas or clients that can't be used. In the middle of a round,
-        which can't go on then: NotFiniteError for sums that overflow, MessageError for messages.
-
-        Of this last round `bits_up` is one client's average message and `bits_down` the server's,
-        in bits of code; `bytes_up`, of all clients, and `bytes_down` have the overhead too.
+        changed in this process, for deltas or clients that can't be used.
         """
-        chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
-        if tuple(deltas_ND.shape) != (expected := (len(self.own), self.dimension)):
+        expected = (len(self.own), self.known.dimension)
+        if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
-        self.check_clients(chosen)
-        mine = [n for n in chosen if n in self.own]
+        chosen = self.checked_clients(clients)
+        if self.known.checks.at_once:
+            for n in chosen:  # before any is changed
+                if n in self.own:
+                    self.known.checks.finite_part(deltas_ND[self.own.index(n)], n)
+        return self.round(lambda n: deltas_ND[self.own.index(n)], chosen, dense)
 
-        def send() -> list[Message | None]:
-            for n in mine:  # before any is changed
-                self.host.check_finite(deltas_ND[self.own.index(n)], n)
-            return [self.client(n, deltas_ND[self.own.index(n)]) for n in mine]
+    def round(
+        self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
+        theta_D: Tensor | None = None, masks: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
-        self.open(dense)
-        return self.server(self.link.gather(send, chosen))
-
-    def check_clients(self, chosen: list[int]) -> None:
-        """ValueError unless these can take part in a round."""
-        if not chosen or len(set(chosen)) != len(chosen) or set(chosen) - set(range(self.clients)):
-            allowed = f"one or more of 0 to {self.clients - 1}, each once"
-            raise ValueError(f"clients: got {chosen}, allowed: {allowed}")
-
-    def open(self, dense: bool = False) -> None:
-        """A round begins: all sides know its shared mask, or that it is dense."""
-        mask = None if dense or self.scheme.dense else self.rule.global_mask()
-        self.shared_K = None if mask is None else self._positions(mask)
-        self.last_dense, own = self.shared_K is None, None
-        if self.shared_K is not None:
-            self.rule.begin(self.shared_K)
-            own = self.rule.own_count(self.shared_K)
-        agreed = (self.clients, self.round, self.shared_K, own, self._explored_D.device)
-        self.link.begin(Agreed(self.up, self.down, *agreed))
-
-    def client(self, n: int, delta_D: Tensor) -> Message | None:
-        """Client n's side of a round, Alg. 2 lines 9 to 13: its difference (D,) to its message.
-
-        Returned is what the server has, None if it was refused; the rest stays in the client's
-        errors (of a dense round all, until `server`). A difference has to be finite: `step` and
-        `Federation` see to that. Raises NotFiniteError for sums that overflow.
+        Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
+        be sent, the mask is as before, and the next round has the next number. Schemes without
+        errors lose what was sent, as they lose any message.
         """
-        delta_D = delta_D.detach()
-        if self.scheme.dense:  # nothing is ever left to send
-            return self.link.send_up(Message.dense_of(delta_D.clone(), n, self.round))
-        errors_D, accumulate = self.errors_ND[self.own.index(n)], self.scheme.error_accumulation
-        intended_D = errors_D.add_(delta_D) if accumulate else errors_D.copy_(delta_D)  # line 9
-        if self.shared_K is None:
-            self.host.check_finite(intended_D, n)
-            return self.link.send_up(Message.dense_of(intended_D, n, self.round))
-        mask = self.rule.local_mask(intended_D, self.shared_K)  # line 10: explore outside shared_K
-        own_K = self._positions(mask, self.shared_K, self.link.agreed.own)
-        how = n, self.scheme.value_bits, self.scheme.quantizer
-        places, intended, message = self._message(intended_D, own_K, *how)  # line 11; Q: Sec. II-F
-        sent = self.link.send_up(message)  # line 12
-        if sent is not None:
-            errors_D.scatter_(0, places, intended - sent.values)  # line 13: what stays behind
-        return sent
-
-    def _message(
-        self, intended_D: Tensor, own_K: Tensor, sender: int, bits: int = 32, quantizer: str = ""
-    ) -> tuple[Tensor, Tensor, Message]:
-        """Places (K,), the values intended there, and the message that quantizes them."""
-        places = torch.cat([self.shared_K, own_K])  # line 11: exploit | explore
-        intended = intended_D.index_select(0, places)
-        self.host.check_finite(intended, sender)
-        return places, intended, Message.of(intended, own_K, bits, sender, self.round, quantizer)
-
-    def server(self, messages: Iterable[Message | None]) -> Tensor:
-        """The server's side, Alg. 2 lines 15 and 16: what all clients have after it of the average,
-        (D,), from which the rule takes the next shared mask. Raises MessageError if no message was
-        accepted, NotFiniteError for sums that overflow."""
-        accepted = [message for message in messages if message is not None]
-        update_D = self._downlink(self._average(accepted))  # line 15, line 16
-        self.link.up = self.link.up or [_size(self.up.bits(m)) for m in accepted]  # from elsewhere
-        self.count()
-        self.rule.observe(update_D)
-        self.round += 1
+        known, server = self.known, self.server
+        known.begin(dense, theta_D, masks)
+        server.drop()
+        arrivals: list[tuple[int, bool, Size]] = []
+        try:
+            sending = self.link.gather(known, chosen, lambda n: self._sent(n, difference(n)))
+            for n, message, size in sending:
+                if message is not None:
+                    server.add(n, message)
+                arrivals.append((n, message is not None, size))
+                del message  # of a dense round it is as large as the model
+            update_D, down = self.link.down(server, server.average())  # line 15, line 16
+        except BaseException:
+            server.drop()
+            known.skip()
+            raise
+        for n, accepted, _ in arrivals:
+            if accepted and n in self.own:
+                self.clients[self.own.index(n)].arrived()  # line 13
+        known.observe(update_D)  # line 5 of the next round
+        self.traffic = _traffic(arrivals, down)
         return update_D
 
-    def _average(self, messages: list[Message]) -> Tensor:
-        if not messages:
-            raise MessageError(SERVER, f"no message was accepted, of clients {self.link.refused}")
-        update_D, total = torch.zeros(self.dimension, device=self._explored_D.device), 0.0
-        self._explored_D.zero_()
-        for message in messages:
-            weight = 1.0 if self.weights is None else self.weights[message.sender]
-            message.add_to_(update_D, self.shared_K, weight)
-            self._explored_D.index_fill_(0, message.positions, True)
-            total += weight
-            if message.dense and len(self.errors_ND) and message.sender in self.own:
-                self.errors_ND[self.own.index(message.sender)].zero_()  # l. 13: they were sent
-        return update_D.div_(total)  # line 15
+    def _sent(self, n: int, delta_D: Tensor) -> Message:
+        return self.clients[self.own.index(n)].send(delta_D)
 
-    def _downlink(self, update_D: Tensor) -> Tensor:
-        """What the clients have of the update: all that came up or, with errors at the server, what
-        its own mask and quantizer let through."""
-        if self.shared_K is None:
-            if len(self.server_errors_D):
-                update_D += self.server_errors_D
-                self.server_errors_D.zero_()
-            self.host.check_finite(update_D, SERVER)
-            return self.link.send_down(Message.dense_of(update_D, SERVER, self.round)).values
-        if self.scheme.compresses_downlink:
-            message = self._compressed_down(update_D)
-        elif (own_K := self.host.places(self._explored_D)) is None:
-            self.host.check_finite(update_D, SERVER)
-            return update_D
-        else:
-            _, _, message = self._message(update_D, own_K, SERVER)
-        arrived = self.link.send_down(message)
-        if arrived is not message or self.scheme.compresses_downlink:
-            update_D.zero_()
-            arrived.add_to_(update_D, self.shared_K)
-        return update_D
+    def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
+        """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
+        if chosen is None:
+            return list(range(self.client_count))
+        numbers = list(chosen)
+        whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers)
+        known = set(range(self.client_count))
+        if not numbers or not whole or len(set(numbers)) < len(numbers) or set(numbers) - known:
+            allowed = f"one or more of 0 to {self.client_count - 1}, each once"
+            raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
+        return [int(n) for n in numbers]
 
-    def _compressed_down(self, update_D: Tensor) -> Message:
-        """Lines 9 to 13 for the server itself."""
-        intended_D, scheme = self.server_errors_D.add_(update_D), self.scheme
-        if scheme.phi_down is None:
-            own_K = mask_to_positions(self._explored_D)
-        else:
-            mask = self.rule.server_mask(intended_D, self.shared_K)
-            own_K = self._positions(mask, self.shared_K)
-        how = SERVER, scheme.down_value_bits, scheme.down_quantizer
-        places, intended, message = self._message(intended_D, own_K, *how)
-        intended_D.scatter_(0, places, intended - message.values)
-        return message
+    @property
+    def rule(self) -> MaskRule:
+        return self.known.rule
 
-    def _positions(
-        self, mask: Tensor, taken_K: Tensor | None = None, count: int | None = None
-    ) -> Tensor:
-        """What a rule returned, as positions; checked if the rule is not one of the core's."""
-        positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
-        if type(self.rule).__module__ == __name__:
-            return positions_K
-        if mask.dtype == torch.bool and tuple(mask.shape) != (self.dimension,):
-            raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
-        _check_positions(positions_K, self.dimension)
-        if taken_K is not None and torch.isin(positions_K, taken_K).any():
-            raise ValueError("own mask: entries of the shared mask, allowed: only others")
-        if count is not None and len(positions_K) != count:
-            advice = "own_count says so; let it return None if their number is open"
-            raise ValueError(f"local_mask: got {len(positions_K)}, allowed: {count} ({advice})")
-        return positions_K
+    @property
+    def bits_up(self) -> int:
+        return self.traffic.bits_up
 
-    def count(self) -> None:
-        """Bits and bytes of the last round, from its link."""
-        bits, self.bytes_up = (sum(column) for column in zip(*self.link.up, strict=True))
-        self.bits_up = -(-bits // len(self.link.up))
-        self.bits_down, self.bytes_down = self.link.down
+    @property
+    def bits_down(self) -> int:
+        return self.traffic.bits_down
+
+    @property
+    def bytes_up(self) -> int:
+        return self.traffic.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        return self.traffic.bytes_down
+
+    def scale_errors_(self, factor: float) -> None:
+        """All errors times a factor: where their unit changes."""
+        for client in self.clients:
+            client.scale_(factor)
+        self.server.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs: errors, the mask rule's state, the round's number."""
-        state = {"errors_ND": self.errors_ND, "server_errors_D": self.server_errors_D}
-        return state | {"rule": self.rule.state_dict(), "round": self.round}
+        """By value, all that a resumed run needs: what is known, errors, the server's errors."""
+        clients = [client.state_dict() for client in self.clients]
+        server = self.server.state_dict()
+        return {"known": self.known.state_dict(), "clients": clients, "server": server}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        restore_(self.state_dict(), state, lambda: self.rule.load_state_dict(state["rule"]))
-        self.round = int(state["round"])
+        """ValueError, with nothing changed, for the state of another scheme, seed or model."""
+        if len(state["clients"]) != len(self.clients):
+            got = len(state["clients"])
+            raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
+        for client, own in zip(self.clients, state["clients"], strict=True):
+            _check_same("errors_D", own.get("errors_D"), client.errors_D)
+        self.known.load_state_dict(state["known"])
+        for client, own in zip(self.clients, state["clients"], strict=True):
+            client.load_state_dict(own)
+        self.server.load_state_dict(state["server"])
 
 
-def restore_(own: dict[str, Any], state: dict[str, Any], inner: Callable[[], None]) -> None:
-    """A state's tensors into those of `own`, after `inner`, what lies inside; ValueError, with
-    nothing changed, names one that has another shape, or is missing."""
-    tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
-    for key, tensor in tensors.items():
-        got, allowed = tuple(getattr(state.get(key), "shape", ())), tuple(tensor.shape)
-        if got != allowed or state.get(key) is None:
-            raise ValueError(f"{key}: got shape {got}, allowed: {allowed}")
-    inner()
-    for key, tensor in tensors.items():
-        tensor.copy_(state[key])
+def _traffic(arrivals: list[tuple[int, bool, Size]], down: Size) -> Traffic:
+    sizes = [size for _, accepted, size in arrivals if accepted]
+    bits = sum(size.bits for size in sizes)
+    return Traffic(
+        bits_up=-(-bits // len(sizes)),
+        bits_down=down.bits,
+        bytes_up=sum(size.bytes for size in sizes),
+        bytes_down=down.bytes,
+        heard=tuple(n for n, accepted, _ in arrivals if accepted),
+        refused=tuple(n for n, accepted, _ in arrivals if not accepted),
+    )
 
 
-# ══ 8. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
-#    Clients take turns on one model: a difference is made, compressed, sent and forgotten.
+def _downlink_of(known: Known) -> Downlink | None:
+    if not known.scheme.compresses_downlink:
+        return None
+    if not DOWNLINKS:
+        what = "a compressed downlink is a variant of tcs_lab's"
+        raise ValueError(f"{known.scheme.name}: {what}: import it first")
+    return DOWNLINKS[0](known)
+
+
+def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
+    if weights is None:
+        return None
+    numbers = [float(weight) for weight in weights]
+    if len(numbers) != clients or not all(0 < weight < math.inf for weight in numbers):
+        raise ValueError(f"weights: got {numbers}, allowed: {clients} positive numbers")
+    return numbers
+
+
+# ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
+#    Clients take turns on one module: a difference is made, compressed, sent and forgotten. The
+#    module stays its owner's: what a round changes in it but for parameters, it puts back.
 
 
 class Phase(NamedTuple):
@@ -1831,28 +2109,82 @@ class Phase(NamedTuple):
 
     eta: float
     dense: bool = False
-    masks: int = 1  # of a scheme with -W<n> alone: n in its warm-up
+    masks: int = 1  # of a scheme with a sparse warm-up alone: larger there
 
 
 class Feed:
     """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
 
-    A feed of your own needs `clients` and `batch`, and for static rounds `hold` (section 9). Raises
-    ValueError for a client with no batches.
+    Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
+    a loader which shuffles does so again when a run is resumed. A feed of your own needs `clients`
+    and `batch`. Raises ValueError for anything but a list of iterables, or a client with no batch.
     """
 
-    def __init__(self, sources: Iterable[Iterable[Any]]):
-        self.sources = list(sources)
+    most_workers = 64  # processes that loaders may have in all
+
+    def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
+        if not isinstance(sources, list | tuple):
+            got = type(sources).__name__
+            raise ValueError(f"feed: got a {got}, allowed: a list of one iterable a client")
+        if not sources:
+            raise ValueError("feed: got an empty list, allowed: one iterable a client")
+        workers = sum(getattr(source, "num_workers", 0) for source in sources)
+        if workers > self.most_workers:
+            way = "load in this process: num_workers=0"
+            raise ValueError(f"feed: got {workers} workers, allowed: {self.most_workers} ({way})")
+        for n, source in enumerate(sources):
+            if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+                raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")
+        self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
-        self._running = [iter(source) for source in self.sources]
+        self.passes = [0] * self.clients  # that each client has begun
+        self.given = [0] * self.clients  # batches of the pass it is in
+        self._running: list[Iterator[Any] | None] = [None] * self.clients
 
     def batch(self, n: int, round: Any, tau: int) -> Any:
         """What client n trains on in its local step tau of a round, counted from 0."""
-        for _ in range(2):
-            for batch in self._running[n]:
-                return batch
-            self._running[n] = iter(self.sources[n])
-        raise ValueError(f"feed: client {n} has no batch for round {round + 1}, step {tau + 1}")
+        running = self._running[n]
+        if running is None and self.given[n]:  # as it was when this was saved
+            running = self._begun(n, skip=self.given[n])
+        batch = _END if running is None else next(running, _END)
+        if batch is _END:
+            self.passes[n], self.given[n] = self.passes[n] + 1, 0
+            batch = next(self._begun(n), _END)
+        if batch is _END:
+            what = "its iterable has ended, or is empty"
+            raise ValueError(f"feed: client {n} has no batch for step {tau + 1}: {what}")
+        self.given[n] += 1
+        return batch
+
+    def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
+        """A pass over client n's batches, without the first ones."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random_seed(self.seed, self.passes[n], n))
+            running = iter(self.sources[n])
+            first = [batch for batch in [next(running, _END)] if batch is not _END]
+            for _ in range(skip - 1):
+                next(running, _END)
+        self._running[n] = running if skip else chain(first, running)
+        return self._running[n]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": list(self.passes), "given": list(self.given)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was given before is not given again."""
+        if len(state["given"]) != self.clients:
+            got = len(state["given"])
+            raise ValueError(f"state: feed: got {got} clients, allowed: {self.clients}")
+        self.passes, self.given = list(state["passes"]), list(state["given"])
+        self._running = [None] * self.clients
+
+
+_END: Any = object()  # no batch is this
+
+
+def random_seed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -1861,135 +2193,507 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).float(), labels)
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and p.numel()}
+
+
+def layer_sizes(model: nn.Module) -> list[int]:
+    """Numbers of entries of the parameters that are trained."""
+    return [p.numel() for p in trained_parameters(model).values()]
+
+
+def layout_of(parameter: Tensor) -> tuple[int, ...]:
+    """Its dimensions of more than one entry, in the order in which they lie in memory, outermost
+    first. A tensor with gaps, or that shares entries, is taken as it is read: (0, 1, 2, ...)."""
+    long = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
+    order = sorted(long, key=parameter.stride, reverse=True)
+    if not parameter.permute(_all_of(order, parameter.dim())).is_contiguous():
+        return tuple(long)
+    return tuple(order)
+
+
+def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
+    """An order of some dimensions with the others before them."""
+    order = list(order)
+    return [d for d in range(dimensions) if d not in order] + order
+
+
+_NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
+
+
+class FlatView:
+    """A module's trained parameters, and its norms' running statistics, as flat vectors; what they
+    are is compared each round with what they were."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        named = trained_parameters(model)
+        for name, p in model.named_parameters():
+            if p.requires_grad and p.dtype != torch.float32:
+                way = "keep parameters in float32 and use autocast in the loss"
+                raise ValueError(f"model: {name}: got {p.dtype}, allowed: torch.float32 ({way})")
+        if not named:
+            raise ValueError("model: got no parameter that is trained, allowed: one or more")
+        self.names, self.parameters = list(named), list(named.values())
+        self.shapes = [p.shape for p in self.parameters]
+        self.device = self.parameters[0].device
+        devices = sorted({str(p.device) for p in self.parameters})
+        if len(devices) > 1:
+            raise ValueError(f"model: got parameters on {', '.join(devices)}, allowed: one device")
+        self.strides = [p.stride() for p in self.parameters]
+        self.order = tuple(layout_of(p) for p in self.parameters)
+        self.layer_sizes = [p.numel() for p in self.parameters]
+        self.dimension = sum(self.layer_sizes)
+        self.norms = [
+            m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None
+        ]
+        for m in self.norms:
+            if m.momentum is None:
+                raise ValueError("model: a norm's momentum: got None, allowed: a number")
+        self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
+
+    def views(self, flat_D: Tensor) -> list[Tensor]:
+        """(D,) as tensors of the parameters' shapes, which share its memory."""
+        views = []
+        parts = flat_D.split(self.layer_sizes)
+        for part, shape, order in zip(parts, self.shapes, self.order, strict=True):
+            dimensions = _all_of(order, len(shape))
+            inside = part.view([shape[d] for d in dimensions])
+            back = sorted(range(len(shape)), key=dimensions.__getitem__)
+            views.append(inside.permute(back))
+        return views
+
+    @torch.no_grad()
+    def read_(self, views: list[Tensor]) -> None:
+        """The parameters into such views."""
+        torch._foreach_copy_(views, self.parameters)
+
+    @torch.no_grad()
+    def put(self, views: list[Tensor]) -> None:
+        """Such views into the parameters."""
+        torch._foreach_copy_(self.parameters, views)
+
+    @torch.no_grad()
+    def add_gradients_(self, views: list[Tensor]) -> None:
+        """Adds the gradients that a backward pass left, and takes them away. A parameter that was
+        not used has none."""
+        used = [(v, p) for v, p in zip(views, self.parameters, strict=True) if p.grad is not None]
+        gradients = [cast(Tensor, p.grad) for _, p in used]
+        gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
+        if gradients:
+            torch._foreach_add_([view for view, _ in used], gradients)
+        for p in self.parameters:
+            p.grad = None
+
+    def same_parameters(self) -> bool:
+        """Whether the module still trains the same tensors, of the same kind."""
+        now = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+        if len(now) != len(self.parameters):
+            return False
+        kinds = zip(now, self.parameters, self.shapes, self.strides, strict=True)
+        for new, old, shape, stride in kinds:
+            if new is not old or new.shape != shape or new.stride() != stride:
+                return False
+        return now[0].device == self.device
+
+    # Running statistics: mean and variance of every norm in turn, (S,).
+
+    def statistics(self) -> Tensor:
+        """Those that the module has."""
+        empty = torch.empty(0, device=self.device)
+        return torch.cat([empty, *(b.detach() for b in self.statistics_buffers())])
+
+    def statistics_buffers(self) -> list[Tensor]:
+        return [b for m in self.norms for b in (m.running_mean, m.running_var)]
+
+    def put_statistics(self, statistics_S: Tensor) -> None:
+        if self.norms:
+            torch._foreach_copy_(
+                self.statistics_buffers(), list(statistics_S.split(self.norm_sizes))
+            )
+
+    def lend(self, views: list[Tensor]) -> None:
+        """From here on the norms' statistics live in these tensors."""
+        pairs = iter(views)
+        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
+            norm._buffers["running_mean"] = next(pairs)
+            norm._buffers["running_var"] = next(pairs)
+
+    def other_buffers(self) -> dict[str, Tensor]:
+        """What the module's state has besides parameters and statistics; clients share it."""
+        norms = {id(b) for b in self.statistics_buffers()}
+        state = self.model.state_dict(keep_vars=True)
+        return {
+            name.replace("_orig_mod.", ""): b  # torch.compile puts that in front
+            for name, b in state.items()
+            if isinstance(b, Tensor) and not isinstance(b, nn.Parameter) and id(b) not in norms
+        }
+
+
 class Federation:
     """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
 
-    `model` is any module with float32 parameters; it is trained in place, its parameters become
-    views of `theta_D`. `feed` is a list of one iterable a client, or a `Feed`; its batches have to
-    be on the model's device. `loss(model, batch)` is a scalar. Local steps are those of plain SGD;
-    `schedule` is their learning rate, or gives that of a round or its `Phase`, and `weight_decay`
-    times the parameters is added to each gradient. `weights` are the clients' shares of the
-    average, equal without; `seed` is for rand-K's masks; `link` says how messages travel.
-    `on_delta(n, delta_D)`, if set, sees every difference before it is compressed.
+    `model` is any module with float32 parameters. It stays as its owner left it: parameters are
+    ordinary tensors, which hold theta after every round, whatever the owner then loads, prunes,
+    freezes or saves; modes, gradients and frozen parameters are as they were. `feed` is a list of
+    one iterable of batches a client, on the model's device, or an object like `Feed`.
+    `loss(model, batch)` is a scalar.
 
-    `theta_D`, `statistics_NS` (batch norm's running means and variances, a row a client of this
-    process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds made, are the state.
-    Other buffers than batch norm's are the model's: clients share them, one after the other.
-    Evaluate after `model.eval()`, with the statistics of the clients of the last round averaged:
-    flat.use(flat.statistics_views(statistics_NS[active].mean(0))); `round` undoes both. (A process
-    with some of the clients has only their rows.) ValueError for a model or feed of no use.
+    Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
+    `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
+    `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
+    whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
+    function, steps by the average update (its gradient is minus that). `weights` are the clients'
+    shares of the average, equal without; `seed` is for rand-K's masks and for what clients draw in
+    torch; `link` says how messages travel. `on_delta(n, delta_D)`, if set, sees every difference
+    before it is compressed.
+
+    State: `theta_D`, `statistics_NS` (norms' running means and variances, a row a client of this
+    process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds begun. ValueError
+    for a model, feed or combination of no use.
     """
 
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme | str,
-        schedule: float | Callable[[int], Phase | float], *,
+        schedule: float | Callable[[int], Phase | float] | None = None, *,
         loss: Callable[[nn.Module, Any], Tensor] = cross_entropy, weight_decay: float = 0.0,
-        seed: int = 0, link: Link | None = None, weights: Iterable[float] | None = None,
+        local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        server_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        weights: Iterable[float] | None = None, link: Link | None = None, seed: int = 0,
     ):  # fmt: skip
-        self.feed = feed if hasattr(feed, "batch") else Feed(feed)
+        self.model, self.scheme, self._schedule = model, _scheme(scheme), schedule
+        self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
         self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
-        self._schedule = schedule
-        self.flat = FlatModel(model)
-        self.model, self.theta_D = model, self.flat.theta_D
-        sizes, device = self.flat.layer_sizes, self.theta_D.device
-        self.compressor = Compressor(scheme, sizes, self.clients, device, seed, link, weights)
-        self.scheme = self.compressor.scheme
-        self.compressor.rule._theta_D = self.theta_D
-        self.own = self.compressor.own
-        self.start_D = torch.empty_like(self.theta_D) if self.scheme.local_steps > 1 else None
-        self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
-        self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
-        self.statistics_views = [self.flat.statistics_views(row) for row in self.statistics_NS]
-        self.losses_N = torch.zeros(len(self.own), device=device)  # sums over local steps
+        self.seed, self.local_optimizer = seed, local_optimizer
+        _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
+        self._compressor_settings = {"link": link, "weights": weights, "seed": seed}
         self.active, self.t = list(range(self.clients)), 0
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}  # of clients, where they have one
         self.on_delta: Callable[[int, Tensor], None] | None = None
+        self._modes = [True for _ in model.modules()]  # of the module's parts in training
+        self._take(FlatView(model))
+        self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
+        self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
+        self._left_S = self.flat.statistics()  # that the module was left with
+        self.losses_N = torch.zeros(len(self.own), device=self.flat.device)  # over local steps
+        self.server_theta = nn.Parameter(self.theta_D.clone()) if server_optimizer else None
+        self.server_optimizer = server_optimizer([self.server_theta]) if server_optimizer else None
+
+    def _take(self, flat: FlatView) -> None:
+        """Makes all that hangs on which parameters are trained."""
+        self.flat = flat
+        self.theta_D = torch.empty(flat.dimension, device=flat.device)
+        self.gradient_D = torch.zeros_like(self.theta_D)  # a client's, summed
+        steps = self.scheme.local_steps > 1 or self.local_optimizer
+        self.local_D = torch.empty_like(self.theta_D) if steps else self.theta_D
+        self.theta_views, self.local_views = flat.views(self.theta_D), flat.views(self.local_D)
+        self.gradient_views = flat.views(self.gradient_D)
+        flat.read_(self.theta_views)
+        self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
+        plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
+        settings = self._compressor_settings | {"order": flat.order, "device": flat.device}
+        self.compressor = Compressor(plain, flat.layer_sizes, self.clients, **cast(Any, settings))
+        self.own = self.compressor.own
 
     def schedule(self, t: int) -> Phase:
         """Round t's phase."""
+        if self._schedule is None:
+            return Phase(math.nan)
         found = self._schedule(t) if callable(self._schedule) else self._schedule
         return found if isinstance(found, Phase) else Phase(float(found))
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
-        """One round with all clients, or with these: local training, compression, the server's
-        step; the update_D (D,) that it sent to all.
+        """One round with all clients, or with these: the update_D (D,) that the server sent to all.
 
-        Raises NotFiniteError or MessageError, theta_D as after the last good round.
+        A round that fails (a loss is NaN, a feed ends, Ctrl-C) is one in which nobody was heard:
+        `t` and the feed go on; theta, momentum and masks stay; errors keep the differences of those
+        who had sent. What is raised names client and round.
         """
-        phase, compressor = self.schedule(self.t), self.compressor
-        chosen = list(range(self.clients)) if clients is None else [int(n) for n in clients]
-        compressor.check_clients(chosen)
-        if self.flat.parameters[0].data_ptr() != self.theta_D.data_ptr():
-            raise ValueError("model: it was moved, or is in another federation by now")
-        if self.scheme.warmup_masks > 1:
-            compressor.rule.widen(phase.masks)
-        if self.scheme.error_unit == "gradient" and self.t and self.momentum_D is None:
-            before = self.schedule(self.t - 1).eta  # with momentum all differences are gradients
-            for errors in (compressor.errors_ND, compressor.server_errors_D):
-                errors.mul_(phase.eta / before if before else 1.0)
-        update_D = self.play(chosen, self.t, phase.eta, phase.dense)
+        chosen = self.compressor.checked_clients(clients)
+        self.look_at_module()
+        phase, t = self.schedule(self.t), self.t
+        if self.scheme.error_unit == "gradient" and t and self.momentum_D is None:
+            before = self.schedule(t - 1).eta  # with momentum all differences are gradients
+            self.compressor.scale_errors_(phase.eta / before if before else 1.0)
         self.t += 1
+        with self.lent():
+            update_D = self.play(chosen, t, phase.eta, phase.dense, phase.masks)
         return update_D
 
     def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
-    ) -> Tensor:
-        """`round` with all that it depends on given; numbers may be tensors (section 9)."""
-        self.active, compressor = chosen, self.compressor
-        if not self.model.training:
-            self.model.train()
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
+        masks: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """`round` with all that it depends on given; t and eta may be tensors."""
 
-        def send() -> list[Message | None]:
-            mine = [n for n in chosen if n in self.own]
-            return [compressor.client(n, self.difference(n, t, eta)) for n in mine]
+        def difference(n: int) -> Tensor:
+            try:
+                return self.difference(n, t, eta)  # Alg. 2, line 7
+            except Exception as error:
+                error.add_note(f"client {n}, round {t}: nobody was heard in it")
+                raise
 
-        compressor.open(dense)
-        update_D = compressor.server(compressor.link.gather(send, chosen))
-        if self.momentum_D is None:
-            self.theta_D.add_(update_D)  # Alg. 2, line 6
+        self.active = chosen
+        update_D = self.compressor.round(difference, chosen, dense, self.theta_D, masks)
+        if self.server_optimizer is not None:
+            self._server_step(update_D)
+        elif self.momentum_D is None:
+            self.theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
         else:
             self.momentum_D.mul_(self.scheme.momentum).add_(update_D)  # Alg. 3, line 7
             _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
+        self.flat.put(self.theta_views)
         return update_D
 
     def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
         With global momentum, its summed gradients."""
-        gradient_D = self._local_training(n, t, eta)
-        delta_D = gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
-        self.compressor.host.check_finite(delta_D, n)
+        if self.local_optimizer:
+            delta_D = self._optimized(n, t, eta)
+        else:
+            gradient_D = self.local_training(n, t, eta)
+            delta_D = gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
         if self.on_delta:
+            self.compressor.known.checks.finite_part(delta_D, n)
             self.on_delta(n, delta_D)
         return delta_D
 
-    def _local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Alg. 1, l. 3 to 6: H steps of client n; its summed gradients."""
-        theta_D, steps, row = self.theta_D, self.scheme.local_steps, self.own.index(n)
-        gradient_D = torch.mul(theta_D, self.weight_decay, out=self.flat.gradient_D)
-        self.flat.use(self.statistics_views[row])
-        if steps > 1:
-            self.start_D.copy_(theta_D)  # line 3
+    def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,)."""
+        steps, decay = self.scheme.local_steps, self.weight_decay
+        gradient_D = torch.mul(self.theta_D, decay, out=self.gradient_D)
         try:
-            for tau in range(steps):
-                loss = self.loss(self.model, self.feed.batch(n, t, tau))
-                loss.backward()  # line 5; adds to gradient_D
-                self.losses_N[row].add_(loss.detach())
+            for tau in self._steps(n, t):
+                self.flat.add_gradients_(self.gradient_views)
                 if tau + 1 < steps:
-                    _descend(self.start_D, gradient_D, eta, out=theta_D)  # line 6
-                    gradient_D.add_(theta_D, alpha=self.weight_decay)
+                    _descend(self.theta_D, gradient_D, eta, out=self.local_D)  # line 6
+                    self.flat.put(self.local_views)
+                    gradient_D.add_(self.local_D, alpha=decay)
         finally:
             if steps > 1:
-                theta_D.copy_(self.start_D)
+                self.flat.put(self.theta_views)
         return gradient_D
 
+    def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
+        """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
+        row = self.own.index(n)
+        self.flat.lend(self.statistics_views[row])
+        if isinstance(t, int):
+            _reseed(random_seed(self.seed, t, n), self.flat.device)
+        for tau in range(self.scheme.local_steps):
+            loss = self.loss(self.model, self.feed.batch(n, t, tau))
+            loss.backward()
+            self.losses_N[row].add_(loss.detach())
+            yield tau
+
+    def _optimized(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
+        if n not in self.optimizers:
+            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
+        optimizer = self.optimizers[n]
+        if self._schedule is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = eta
+        try:
+            for _ in self._steps(n, t):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.flat.read_(self.local_views)
+        finally:
+            self.flat.put(self.theta_views)
+        return torch.sub(self.local_D, self.theta_D, out=self.gradient_D)
+
+    def _server_step(self, update_D: Tensor) -> None:
+        self.server_theta.data.copy_(self.theta_D)
+        self.server_theta.grad = -update_D
+        self.server_optimizer.step()
+        self.theta_D.copy_(self.server_theta.detach())
+
+    # The module, lent for a round.
+
+    def look_at_module(self) -> None:
+        """Takes up what its owner has changed since the last round."""
+        if not self.flat.same_parameters():
+            self._follow(FlatView(self.model))
+        self.flat.read_(self.theta_views)
+        now_S = self.flat.statistics()
+        changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
+        self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
+
+    def _follow(self, new: FlatView) -> None:
+        """Other parameters are trained: errors and momentum of those that stay are kept, by name;
+        all else begins anew, the next round as a scheme's first. ValueError for one of another
+        size, which can't be meant."""
+        old, before, momentum_D = self.flat, self.compressor, self.momentum_D
+        for name, shape in zip(new.names, new.shapes, strict=True):
+            if name in old.names and old.shapes[old.names.index(name)] != shape:
+                was = tuple(old.shapes[old.names.index(name)])
+                got = f"model: {name}: got shape {tuple(shape)}"
+                raise ValueError(f"{got}, allowed: {was}, as when the training began")
+        if new.norm_sizes != old.norm_sizes:
+            got = f"{len(new.norms)} of {sum(new.norm_sizes)} statistics"
+            raise ValueError(f"model: norms: got {got}, allowed: those it had at first")
+        if self.server_optimizer is not None:
+            raise ValueError("model: others are trained, allowed with server_optimizer: the same")
+        self._take(new)
+        self.compressor.known.round = before.known.round
+        self.optimizers.clear()
+        for kept_D, was_D in self._pairs(before, momentum_D):
+            there = dict(zip(old.names, old.views(was_D), strict=True))
+            for name, view in zip(new.names, new.views(kept_D), strict=True):
+                if name in there:
+                    view.copy_(there[name])
+
+    def _pairs(self, before: Compressor, momentum_D: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """What is kept by name, now and before: flat vectors."""
+        clients = zip(self.compressor.clients, before.clients, strict=True)
+        pairs = [(now.errors_D, was.errors_D) for now, was in clients]
+        pairs.append((self.momentum_D, momentum_D))
+        return [(now, was) for now, was in pairs if now is not None and was is not None]
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Around a round: the module trains, and is given back as it was, with theta in it and the
+        active clients' statistics averaged."""
+        model, buffers = self.model, self.flat.statistics_buffers()
+        modes = [m.training for m in model.modules()]
+        if model.training:
+            self._modes = modes
+        elif len(self._modes) != len(modes):
+            self._modes = [True] * len(modes)
+        gradients = [p.grad for p in self.flat.parameters]
+        drawn = _random_state(self.flat.device)
+        try:
+            if not model.training:
+                _set_modes(model, self._modes)
+            for p in self.flat.parameters:
+                p.grad = None
+            yield
+        finally:
+            _put_random_state(self.flat.device, drawn)
+            self.flat.lend(buffers)
+            for p, gradient in zip(self.flat.parameters, gradients, strict=True):
+                p.grad = gradient
+            _set_modes(model, modes)
+            self.flat.put_statistics(self._average(self.statistics_NS))
+            self._left_S = self.flat.statistics()
+
+    def _average(self, statistics_NS: Tensor) -> Tensor:
+        rows = [self.own.index(n) for n in self.active if n in self.own]
+        if not rows:
+            return self._left_S
+        return statistics_NS[rows].mean(0)
+
+    @contextlib.contextmanager
+    def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
+        """The module in eval mode, as it is after the last round: `with fed.evaluated() as model`.
+
+        Norms have the averaged statistics of the clients of that round, or these (S,); modes and
+        statistics are put back. (A process with some of the clients has only their statistics.)
+        """
+        modes = [m.training for m in self.model.modules()]
+        buffers = self.flat.statistics_buffers()
+        if statistics_S is not None:
+            self.flat.lend(list(statistics_S.split(self.flat.norm_sizes)))
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.flat.lend(buffers)
+            _set_modes(self.model, modes)
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """What one saves: the module's state, by value, norms with averaged statistics."""
+        with self.evaluated() as model:
+            return {key: _by_value(value) for key, value in model.state_dict().items()}
+
     def state_dict(self) -> dict[str, Any]:
-        keys = ("theta_D", "statistics_NS", "momentum_D", "t", "active")
-        state = {key: vars(self)[key] for key in keys if vars(self)[key] is not None}
-        return state | self.flat.buffers() | {"compressor": self.compressor.state_dict()}
+        """By value, all that a resumed run needs, the feed's place and optimizers included."""
+        state = {
+            "theta_D": self.theta_D, "statistics_NS": self.statistics_NS,
+            "momentum_D": self.momentum_D, "t": self.t, "active": list(self.active),
+            "buffers": self.flat.other_buffers(),
+        }  # fmt: skip
+        state = copy.deepcopy(state)
+        state["compressor"] = self.compressor.state_dict()
+        if hasattr(self.feed, "state_dict"):
+            state["feed"] = self.feed.state_dict()
+        optimizers = {n: optimizer.state_dict() for n, optimizer in self.optimizers.items()}
+        state["optimizers"] = copy.deepcopy(optimizers)
+        if self.server_optimizer is not None:
+            state["server_optimizer"] = copy.deepcopy(self.server_optimizer.state_dict())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        inner = partial(self.compressor.load_state_dict, state["compressor"])
-        restore_(self.state_dict(), state, inner)
-        self.active, self.t = list(state["active"]), int(state["t"])
+        """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
+        that of another scheme, seed or model."""
+        if not self.flat.same_parameters():
+            self._follow(FlatView(self.model))
+        own = self.flat.other_buffers()
+        for key in ("theta_D", "statistics_NS", "momentum_D"):
+            _check_same(f"state: {key}", state[key], getattr(self, key))
+        if own.keys() != state["buffers"].keys():
+            got = sorted(state["buffers"])
+            raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")
+        for key, buffer in own.items():
+            _check_same(f"state: buffer {key}", state["buffers"][key], buffer)
+        self.compressor.load_state_dict(state["compressor"])
+        for key in ("theta_D", "statistics_NS", "momentum_D"):
+            if getattr(self, key) is not None:
+                getattr(self, key).copy_(state[key])
+        for key, buffer in own.items():
+            buffer.copy_(state["buffers"][key])
+        self.t, self.active = int(state["t"]), list(state["active"])
+        if "feed" in state and hasattr(self.feed, "load_state_dict"):
+            self.feed.load_state_dict(state["feed"])
+        self.optimizers.clear()
+        for n, saved in state["optimizers"].items():
+            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
+            self.optimizers[n].load_state_dict(saved)
+        if self.server_optimizer is not None:
+            self.server_optimizer.load_state_dict(state["server_optimizer"])
+        self.flat.put(self.theta_views)
+        self.flat.put_statistics(self._average(self.statistics_NS))
+        self._left_S = self.flat.statistics()
+
+
+def _set_modes(model: nn.Module, modes: list[bool]) -> None:
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+
+
+def _reseed(seed: int, device: torch.device) -> None:
+    """Random numbers of torch from here on, on the CPU and the device."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    state = [torch.get_rng_state()]
+    return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
+
+
+def _put_random_state(device: torch.device, state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _check_optimizers(
+    scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
+) -> None:
+    """ValueError for settings that contradict each other."""
+    if local is None and schedule is None:
+        raise ValueError("schedule: got None, allowed: a learning rate, or a local_optimizer")
+    if local is not None and weight_decay:
+        raise ValueError(f"weight_decay: got {weight_decay}, allowed with local_optimizer: its own")
+    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
+        if given is not None and (scheme.momentum or scheme.error_unit == "gradient"):
+            what = "allowed: with neither global momentum nor errors in units of gradients"
+            raise ValueError(f"{key}: got one with {scheme.name}, {what}")
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
@@ -2000,147 +2704,7 @@ def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tens
         torch.add(start_D, gradient_D, alpha=-eta, out=out)
 
 
-# ══ 9. Static rounds: no shape depends on a value, and the host looks at none ═════════════════════
-#    A GPU is fast if the host never waits for it. Every message of TCS and top-K has a fixed size,
-#    so that a whole round can be like that; on a GPU it is captured once as a CUDA graph.
-
-
-class StaticHost(Host):
-    """The host that looks at no value: it learns later, from tensors, what an eager one sees."""
-
-    def __init__(self) -> None:
-        self.finite: dict[int, Tensor] = {}  # by client: bool ()
-        self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
-
-    def top_k(
-        self, vector_D: Tensor, k: int, excluded_D: Tensor | None, floor: float
-    ) -> tuple[Tensor, float]:
-        magnitudes_D = vector_D.abs()
-        if excluded_D is not None:
-            magnitudes_D.masked_fill_(excluded_D, -1.0)
-        return static_top_k(magnitudes_D, k), 0.0
-
-    def check_finite(self, values: Tensor, client: int) -> None:
-        finite = values.sum(dtype=torch.float64).isfinite()  # no sum of float32 overflows that
-        self.finite[client] = self.finite[client] & finite if client in self.finite else finite
-
-    def places(self, mask_D: Tensor) -> None:
-        self.explored = mask_D.sum()
-
-    def stored(self, before: Tensor | None, now: Tensor) -> Tensor:
-        return now if before is None else before.copy_(now)
-
-
-class StaticRounds:
-    """Rounds of a federation without host synchronization, up to `most` of them at once.
-
-    `Federation.round` is the reference: the same masks, the same numbers to rounding. In place of a
-    round's number the feed gets a tensor, which counts from the first of the rounds it was last
-    told to `hold`: it keeps what they need in tensors that stay where they are.
-    """
-
-    def __init__(self, federation: Federation, most: int):
-        device = federation.theta_D.device
-        self.federation = weakref.proxy(federation)  # which may hold this
-        self.compressor, self.host = federation.compressor, StaticHost()
-        self.index = torch.zeros((), dtype=torch.int64, device=device)
-        self.eta = torch.zeros((), device=device)
-        self.explored_T = torch.zeros(most, dtype=torch.int64, device=device)
-        shape = (most, federation.clients + 1)  # the last is the server
-        self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
-        self.graph: Any = None
-        self.held: list[Tensor | None] = []  # what the graph was captured with
-
-    @staticmethod
-    def suits(scheme: Scheme, link: Link) -> bool:
-        """Whether static rounds can stand in for this scheme's sparse rounds of all clients."""
-        fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
-        plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
-        usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
-        return RULES[scheme.rule] in (TCS, TopK) and plain and usual and type(link) is Link
-
-    def ready(self, rounds: range) -> bool:
-        """Whether these rounds, judged by the first, are sparse and have a mask to start with."""
-        rule, first = self.compressor.rule, self.federation.schedule(rounds.start)
-        mask = None if first.dense else rule.global_mask()
-        return mask is not None and len(mask) == rule.k_global and first.masks == 1
-
-    def play(self, rounds: range) -> list[int]:
-        """Makes these rounds; of each, how many entries only some clients sent (see `count`).
-
-        Raises NotFiniteError, with the round as `error.round`, after the last; the state is void.
-        """
-        federation, before = self.federation, self.compressor.round
-        self.compressor.rule.widen(1)
-        federation.feed.hold(rounds)
-        for index, t in enumerate(rounds):
-            self._play(index, federation.schedule(t).eta)
-        federation.t, self.compressor.round = rounds.stop, before + len(rounds)
-        for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
-            error = NotFiniteError(n if n < federation.clients else SERVER)
-            error.round = rounds[index]
-            raise error
-        return self.explored_T[: len(rounds)].tolist()
-
-    def count(self, explored: int) -> None:
-        """Puts one of these rounds into the compressor's counts of bits and bytes."""
-        compressor, rule = self.compressor, self.compressor.rule
-        down = compressor.down.block_code_bits(rule.k_global + explored, explored)
-        up = compressor.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local)
-        compressor.link.up = [_size(up)] * self.federation.clients
-        compressor.link.down = _size(down)
-        compressor.count()
-
-    def _play(self, index: int, eta: float) -> None:
-        self.index.fill_(index)
-        self.eta.fill_(eta)
-        if self.index.device.type != "cuda":
-            self._round()
-            return
-        with torch.cuda.device(self.index.device):
-            same = [one is two for one, two in zip(self._masks(), self.held, strict=False)]
-            if self.graph is None or not all(same):
-                self.graph, self.held = self._captured(), self._masks()
-            self.graph.replay()
-
-    def _round(self) -> None:
-        federation, everyone = self.federation, list(range(self.federation.clients))
-        self.host.finite.clear()
-        eager = self.compressor.use(self.host)
-        try:
-            federation.play(everyone, self.index, self.eta)
-        finally:
-            self.compressor.use(eager)
-        now, finite = self.index.view(1), [self.host.finite[n] for n in (*everyone, SERVER)]
-        self.finite_TN.index_copy_(0, now, torch.stack(finite).view(1, -1))
-        self.explored_T.index_copy_(0, now, self.host.explored.view(1))
-
-    def _masks(self) -> list[Tensor | None]:
-        """Tensors that an eager round or a checkpoint replaces."""
-        return [getattr(self.compressor.rule, name, None) for name in ("positions", "shared")]
-
-    def _captured(self) -> Any:
-        """The round as a CUDA graph. What the trial rounds before it change is put back."""
-        federation = self.federation
-        state = [federation.theta_D, federation.statistics_NS, federation.losses_N]
-        state += [self.compressor.errors_ND, self.explored_T, self.finite_TN]
-        state += [t for t in (federation.momentum_D, *self._masks()) if t is not None]
-        before = [(tensor, tensor.clone()) for tensor in state]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._round()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):  # the default one is of the first device used
-            self._round()
-        for tensor, value in before:
-            tensor.copy_(value)
-        return graph
-
-
-# ══ 10. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and small ones ═══
+# ══ 8. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and small ones ════════════
 #    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
 
 # Basic blocks of each stage; where there are none, a single convolution.
@@ -2181,7 +2745,8 @@ def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
         if stage and not blocks:
             layers += [*_conv(inputs, 2 * inputs, 3, 2), nn.ReLU(inplace=True)]
             inputs *= 2
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
@@ -2189,67 +2754,7 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
     return build_model("resnet18", width, classes)
 
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-class FlatModel:
-    """A model whose parameters are views into one flat tensor, `theta_D`, and their gradients into
-    another, `gradient_D`, to which backward passes add. `use` points the batch-norm statistics at
-    any row of a flat tensor, so that clients can take turns without copies."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.parameters or any(p.dtype != torch.float32 for p in self.parameters):
-            raise ValueError("model: allowed: one with parameters to train, all of them float32")
-        if any(isinstance(m, _NORMS) and m.momentum is None for m in model.modules()):
-            raise ValueError("model: a batch norm's momentum: got None, allowed: a number")
-        self.layer_sizes = [p.numel() for p in self.parameters]
-        self.norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.track_running_stats]
-        self.theta_D = torch.empty(sum(self.layer_sizes), device=self.parameters[0].device)
-        self.gradient_D = torch.zeros_like(self.theta_D)
-        self.gradients = self.views(self.gradient_D)
-        for parameter, view in zip(self.parameters, self.views(self.theta_D), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
-
-    def views(self, flat_D: Tensor) -> list[Tensor]:
-        """(D,) as tensors of the parameters' shapes, sharing memory; convolutions channels last."""
-        kernels = {id(m.weight) for m in self.model.modules() if type(m) is nn.Conv2d}
-        views = []
-        for part, p in zip(flat_D.split(self.layer_sizes), self.parameters, strict=True):
-            if id(p) in kernels:
-                part = part.view(len(p), *p.shape[2:], p.shape[1]).permute(0, 3, 1, 2)
-            views.append(part.view(p.shape))
-        return views
-
-    def statistics_views(self, statistics_S: Tensor) -> list[Tensor]:
-        """(S,) as mean and variance of every batch norm in turn, sharing memory."""
-        return list(statistics_S.split([m.num_features for m in self.norms for _ in range(2)]))
-
-    def use(self, statistics_views: list[Tensor]) -> None:
-        """From here on running statistics live in these views, and gradients in `gradient_D`."""
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            if parameter.grad is not gradient:  # at first, and after a `zero_grad`
-                parameter.grad = gradient
-        views = iter(statistics_views)
-        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
-            norm._buffers["running_mean"], norm._buffers["running_var"] = next(views), next(views)
-
-    def buffers(self) -> dict[str, Tensor]:
-        """What a model's state has besides parameters and batch norms'; clients share it."""
-        norms = {id(b) for m in self.norms for b in m.buffers()}
-        named = {f"buffer {k}": b for k, b in self.model.state_dict(keep_vars=True).items()}
-        others = {k: b for k, b in named.items() if not isinstance(b, nn.Parameter)}
-        return {k: b for k, b in others.items() if isinstance(b, Tensor) and id(b) not in norms}
-
-    def statistics(self) -> Tensor:
-        """The model's batch-norm running means and variances, (S,)."""
-        parts = [s for m in self.norms for s in (m.running_mean, m.running_var)]
-        return torch.cat([self.theta_D.new_empty(0), *parts])
-
-
-# ══ 11. A communication hook for PyTorch's DistributedDataParallel ════════════════════════════════
+# ══ 9. A communication hook for PyTorch's DistributedDataParallel ═════════════════════════════════
 #    Values whose places all ranks know are one dense all-reduce; the rest is gathered.
 
 
@@ -2289,14 +2794,14 @@ class TCSState:
         )
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
         self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
-        self._buckets: dict[tuple[int, ...], Compressor] = {}
+        self._buckets: dict[tuple[int, ...], Client] = {}
         self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors and mask, parameter by parameter, and the counters."""
         slots = dict(self._loose)
-        for key, compressor in self._buckets.items():
-            slots |= _loosened(key, compressor)
+        for key, client in self._buckets.items():
+            slots |= _by_slot(key, client)
         return {"iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots}
 
     def __getstate__(self) -> None:  # a copy would not know its model's parameters
@@ -2307,52 +2812,61 @@ class TCSState:
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
 
-    def _compressor(self, bucket: dist.GradBucket) -> Compressor:
-        """The bucket's own, with what its parameters brought along from other buckets."""
+    def client(self, bucket: dist.GradBucket) -> Client:
+        """This rank's side of Alg. 2 for a bucket, with what its parameters brought along."""
         parameters = bucket.parameters()
         key = tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
         if key in self._buckets:
             return self._buckets[key]
         for other in [k for k in self._buckets if set(k) & set(key)]:
-            self._loose |= _loosened(other, self._buckets.pop(other))
+            self._loose |= _by_slot(other, self._buckets.pop(other))
         sizes = [p.numel() for p in parameters]
-        compressor = Compressor(self.scheme, sizes, 1, bucket.buffer().device, link=_CastLink())
-        _take_up(compressor, [self._loose.pop(slot, None) for slot in key])
-        self._buckets[key] = compressor
-        return compressor
+        client = Client(Known(self.scheme, sizes, device=bucket.buffer().device))
+        _take_up(client, [self._loose.pop(slot, None) for slot in key])
+        self._buckets[key] = client
+        return client
 
 
-def _loosened(key: tuple[int, ...], compressor: Compressor) -> dict[int, dict[str, Tensor]]:
+def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor]]:
     """A bucket's errors and shared mask, taken apart: by slot."""
-    sizes, shared_K = compressor.layer_sizes, compressor.rule.positions
-    errors = compressor.errors_ND[0].split(sizes)
-    slots = {slot: {"errors": part.clone()} for slot, part in zip(key, errors, strict=True)}
-    if shared_K is not None:
-        masks = positions_to_mask(shared_K, compressor.dimension).split(sizes)
+    known, sizes = client.known, client.known.layer_sizes
+    slots: dict[int, dict[str, Tensor]] = {slot: {} for slot in key}
+    if client.errors_D is not None:
+        for slot, part in zip(key, client.errors_D.split(sizes), strict=True):
+            slots[slot]["errors"] = part.clone()
+    positions_K = cast(TCS, known.rule).positions
+    if positions_K is not None:
+        masks = positions_to_mask(positions_K, known.dimension).split(sizes)
         for slot, mask in zip(key, masks, strict=True):
             slots[slot]["mask"] = mask.clone()
     return slots
 
 
-def _take_up(compressor: Compressor, found: list[dict[str, Tensor] | None]) -> None:
+def _take_up(client: Client, found: list[dict[str, Tensor] | None]) -> None:
     """The inverse: errors and shared mask of a bucket whose parameters come with these."""
-    if None in found:
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(found):
         return
-    sizes = [part["errors"].numel() for part in found]
-    if sizes != compressor.layer_sizes:
-        same = f"{compressor.layer_sizes}, as saved (the same model and bucket_cap_mb)"
-        raise ValueError(f"TCSState: got parameters of {sizes} entries, allowed: {same}")
-    compressor.errors_ND[0] = torch.cat([part["errors"] for part in found])
-    if all("mask" in part for part in found):
-        mask_D = torch.cat([part["mask"] for part in found]).to(compressor.errors_ND.device)
-        compressor.rule.positions = mask_to_positions(mask_D)
+    sizes = client.known.layer_sizes
+    for name in ("errors", "mask"):
+        got = [part[name].numel() for part in parts if name in part]
+        if got and got != sizes:
+            same = f"{sizes}, as saved (the same model and bucket_cap_mb)"
+            raise ValueError(f"TCSState: got parameters of {got} entries, allowed: {same}")
+    if client.errors_D is not None and all("errors" in part for part in parts):
+        client.errors_D.copy_(torch.cat([part["errors"] for part in parts]))
+    if all("mask" in part for part in parts):
+        mask_D = torch.cat([part["mask"] for part in parts]).to(client.known.device)
+        rule = client.known.rule
+        rule.load_state_dict(rule.state_dict() | {"positions": mask_to_positions(mask_D)})
 
 
 def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
 
     1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
-    2. This rank's side of Alg. 2, lines 9 to 13, for the bucket's gradient: `Compressor.client`.
+    2. This rank's side of Alg. 2, lines 9 to 12, for the bucket's gradient: `Client.send`; line 13
+       once it has come through.
     3. Values on the shared mask: all_reduce, in the gradients' own type.
     4. Values and positions of its own: all_gather of one encoded message a rank.
     5. Their average is the bucket's gradient on every rank, and gives the next shared mask.
@@ -2375,15 +2889,20 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     Raises ValueError naming the rank whose message can't be used or whose mask is another.
     """
     group = state.process_group or dist.group.WORLD
-    compressor = state._compressor(bucket)
+    client = state.client(bucket)
     step, state.iter = state.iter, state.iter + bucket.is_last()
-    if step < state.start_iter or (state.scheme.phi_global and compressor.rule.positions is None):
-        return _reduced(state, bucket, compressor, step + 1 >= state.start_iter, group)
-    return _exchanged(state, bucket, compressor, step, group)
+    client.known.begin(dense=step < state.start_iter)
+    if client.known.dense:
+        return _reduced(state, bucket, client, step + 1 >= state.start_iter, group)
+    return _exchanged(state, bucket, client, step, group)
+
+
+# DDP compares annotations with the types themselves; here they are text (PEP 563).
+tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 def _reduced(
-    state: TCSState, bucket: dist.GradBucket, compressor: Compressor, last: bool, group: Any
+    state: TCSState, bucket: dist.GradBucket, client: Client, last: bool, group: Any
 ) -> torch.futures.Future[Tensor]:
     """Step 1: plain all-reduce."""
     buffer = bucket.buffer().div_(group.size())
@@ -2393,50 +2912,34 @@ def _reduced(
     def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         update_D = done.value()[0]
         if last and update_D.isfinite().all():
-            compressor.rule.observe(update_D.float())
+            client.known.observe(update_D.float())
         return update_D
 
     return future.then(averaged)
 
 
-# DDP compares annotations with the types themselves; here they are text (PEP 563).
-tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-
 _SIGNS = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
 
 
-class _CastLink(Link):
-    """What all_reduce adds up is in the gradients' own type: the rest of a value stays behind."""
-
-    dtype = torch.float32
-
-    def send_up(self, message: Message) -> Message:
-        shared = len(self.agreed.shared_K)
-        most = min(torch.finfo(kind).max for kind in (self.dtype, torch.float32))  # float16: 65504
-        values = message.values.clamp(-most, most)
-        cast = values[:shared].to(self.dtype).float()
-        return dataclasses.replace(message, values=torch.cat([cast, values[shared:]]))
-
-
 def _exchanged(
-    state: TCSState, bucket: dist.GradBucket, compressor: Compressor, step: int, group: Any
+    state: TCSState, bucket: dist.GradBucket, client: Client, step: int, group: Any
 ) -> torch.futures.Future[Tensor]:
     """Steps 2 to 5."""
     buffer, ranks = bucket.buffer(), group.size()
-    compressor.link.dtype = buffer.dtype
-    compressor.open()
-    shared_K = compressor.shared_K
-    message, finite = _own_message(compressor, buffer)  # step 2
-    sent = message.values[: len(shared_K)].to(buffer.dtype)
-    values = message.values[len(shared_K) :]
-    own = dataclasses.replace(message, values=values, sender=group.rank(), round=step)
+    known = client.known
+    shared = len(known.shared_K)
+    message, finite = _own_message(client, buffer)  # step 2
+    sent = message.values[:shared].to(buffer.dtype)
+    own = dataclasses.replace(
+        message, values=message.values[shared:], sender=group.rank(), round=step
+    )
     reduced = (sent if finite else sent + math.nan) / ranks  # step 3
     futures = [dist.all_reduce(reduced, group=group, async_op=True).get_future()]
     state.bytes_sent["shared"] += reduced.nbytes
-    signs = _SIGNS.pack(finite, zlib.crc32(shared_K.cpu().numpy().data))
+    signs = _SIGNS.pack(finite, zlib.crc32(known.shared_K.cpu().numpy().data))
     gathered: list[Tensor] = []
     if len(own.positions):  # step 4
-        data = bytearray(signs + encode_message(own, compressor.up))
+        data = bytearray(signs + encode_message(own, known.up))
         parts = torch.frombuffer(data, dtype=torch.uint8).to(buffer.device)
         gathered = [torch.empty_like(parts) for _ in range(ranks)]
         futures.append(dist.all_gather(gathered, parts, group=group, async_op=True).get_future())
@@ -2445,30 +2948,34 @@ def _exchanged(
     def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
         for future in done.value():
             future.wait()
-        update_D = compressor.errors_ND.new_zeros(compressor.dimension)
-        well = _add_explored_(update_D, gathered, signs[1:], compressor.up, step)
-        update_D.div_(ranks)[shared_K] = reduced.float()
+        update_D = torch.zeros(known.dimension, device=buffer.device)
+        well = _add_explored_(update_D, gathered, signs[1:], known.up, step)
+        update_D.div_(ranks)[known.shared_K] = reduced.float()
         if not (well and reduced.isfinite().all()):
             if finite:
-                _take_back_(compressor, buffer, shared_K, sent, own)
+                client.withdraw(buffer.float())
+            known.skip()
             return buffer.fill_(math.nan)
-        compressor.rule.observe(update_D)
+        client.arrived(dataclasses.replace(message, values=torch.cat([sent.float(), own.values])))
+        known.observe(update_D)
         return buffer.copy_(update_D)
 
     return torch.futures.collect_all(futures).then(averaged)
 
 
-def _own_message(compressor: Compressor, buffer: Tensor) -> tuple[Message, bool]:
-    """This rank's side of Alg. 2; False and zeros, all errors kept, for a not finite gradient."""
-    gradient_D, finite = buffer.float(), bool(buffer.isfinite().all())
-    if finite:
-        try:
-            return compressor.client(0, gradient_D), True
-        except NotFiniteError:  # the errors themselves have grown beyond float32
-            compressor.errors_ND.zero_()
-    zeros_D, shared_K = torch.zeros_like(gradient_D), compressor.shared_K
-    own_K = compressor.rule.local_mask(zeros_D, shared_K)
-    return Message(zeros_D[: len(shared_K) + len(own_K)], own_K), False
+def _own_message(client: Client, buffer: Tensor) -> tuple[Message, bool]:
+    """This rank's side of Alg. 2, with values that fit the buffer's type; False and zeros, all
+    errors kept, for a gradient that is not finite."""
+    known = client.known
+    gradient_D = buffer.float()
+    finite = bool(buffer.isfinite().all())
+    try:
+        message = client.send(gradient_D if finite else torch.zeros_like(gradient_D))
+    except NotFiniteError:  # the errors themselves have grown beyond float32
+        client.load_state_dict(Client(known).state_dict())
+        message, finite = client.send(torch.zeros_like(gradient_D)), False
+    most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
+    return dataclasses.replace(message, values=message.values.clamp(-most, most)), finite
 
 
 def _add_explored_(
@@ -2488,13 +2995,3 @@ def _add_explored_(
         own = own.to(update_D.device)
         update_D.index_add_(0, own.positions, own.values)
     return well
-
-
-def _take_back_(
-    compressor: Compressor, buffer: Tensor, shared_K: Tensor, sent: Tensor, own: Message
-) -> None:
-    """Errors as before a step that is void on some other rank, but for rounding."""
-    errors_D = compressor.errors_ND[0]
-    errors_D[shared_K] += sent.float()
-    errors_D[own.positions] += own.values
-    errors_D -= buffer

@@ -63,7 +63,6 @@ from tcs_lab.records import (
     record_path,
     results_folder,
 )
-from tcs_lab.rivals import with_own_compressor
 from tcs_lab.runs import Progress, run, run_all
 from tcs_lab.sensitivity import (
     best_values,

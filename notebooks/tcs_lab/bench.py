@@ -112,12 +112,11 @@ def _passes(training: Training) -> Callable[[], None]:
     ready = [feed.batches.augmented(draws) for draws in feed.draws(0)]
 
     def work() -> None:
-        federation.model.train()
-        federation.flat.use(federation.statistics_views[0])
-        for first in range(0, len(ready[0][1]), feed.size):
-            for batch in ready:
-                part = [tensor[first : first + feed.size] for tensor in batch]
-                federation.loss(federation.model, part).backward()
+        with federation.lent():
+            for first in range(0, len(ready[0][1]), feed.size):
+                for batch in ready:
+                    part = [tensor[first : first + feed.size] for tensor in batch]
+                    federation.loss(federation.model, part).backward()
 
     return work
 

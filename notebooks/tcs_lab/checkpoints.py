@@ -21,7 +21,7 @@ from tcs_lab.training import Row, Training
 
 # To be raised by hand whenever a training that goes on from an older checkpoint would not end in
 # the record of one that was never stopped: other keys, shapes, units or order of random numbers.
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def checkpoint_path(config: RunConfig) -> Path:
@@ -67,7 +67,7 @@ def load_checkpoint(
         if rows:
             whole, clients = state.get("training"), config.client_count
             training.load_state_dict(ranks.split(whole, clients, training.device))
-        if sum(row["rounds"] for row in rows) != training.compressor.round:
+        if sum(row["rounds"] for row in rows) != training.compressor.known.round:
             raise ValueError("rows and state are of different rounds")
         return rows, ways
     except (RankError, MemoryError, torch.OutOfMemoryError):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcs_core import Federation, FlatModel
+from tcs_core import Federation, FlatView
 from tcs_lab.settings import RunConfig
 
 
@@ -70,28 +70,24 @@ class ClientThreads(Federation):
         self.pool = ThreadPoolExecutor(threads, "client", torch.set_num_threads, (1,))
 
     def _seat(self) -> Federation:
-        """What trains one client: this federation, but for a model and gradients of its own. Its
-        parameters are this federation's, unless local steps change them."""
+        """What trains one client: this federation, but for a model and gradients of its own."""
         seat = copy.copy(self)
         seat.model = copy.deepcopy(self.model).train()
-        seat.flat = FlatModel(seat.model)
-        if self.scheme.local_steps == 1:
-            seat.flat.theta_D = self.theta_D
-            views = seat.flat.views(self.theta_D)
-            for parameter, view in zip(seat.flat.parameters, views, strict=True):
-                parameter.data = view
-        seat.theta_D = seat.flat.theta_D
+        seat.flat = FlatView(seat.model)
+        seat.gradient_D = torch.zeros_like(self.gradient_D)
+        seat.local_D = torch.empty_like(self.local_D)
+        seat.gradient_views = seat.flat.views(seat.gradient_D)
+        seat.local_views = seat.flat.views(seat.local_D)
         return seat
 
     def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
-    ) -> Tensor:
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
+        masks: int = 1,
+    ) -> Tensor:  # fmt: skip
         self.waiting.extend(n for n in chosen if n in self.own)
-        if self.start_D is not None:
-            self.start_D.copy_(self.theta_D)  # of all seats; each writes the same there
         try:
             with _one_core():
-                return super().play(chosen, t, eta, dense)
+                return super().play(chosen, t, eta, dense, masks)
         finally:
             self._end()
 
@@ -104,7 +100,7 @@ class ClientThreads(Federation):
         self.free += [seat for seat, _ in self.training.values()]
         self.training.clear()
 
-    def _local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+    def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Client n's summed gradients. Meanwhile every free seat trains one of those after it."""
         while self.waiting and self.free:
             self._begin(self.waiting.popleft(), t, eta)
@@ -123,9 +119,8 @@ class ClientThreads(Federation):
 
     def _train(self, seat: Federation, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """On a thread of the pool."""
-        if seat.theta_D is not self.theta_D:
-            seat.theta_D.copy_(self.theta_D)
-        return Federation._local_training(seat, n, t, eta)
+        seat.flat.put(self.theta_views)
+        return Federation.local_training(seat, n, t, eta)
 
     def each(self, work: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
         """`work` of all parts, in their order, on the threads."""

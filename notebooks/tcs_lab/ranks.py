@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tcs_core import NotFiniteError
+from tcs_core import Arrival, ByteLink, Known, Message, NotFiniteError
 
 
 class RankError(RuntimeError):
@@ -110,14 +110,15 @@ class ProcessRanks(Ranks):
             dist.gather_object(_on(_client_rows(state), "cpu"), parts or None)
         if not parts:
             return state
-        return _with_client_rows(state, {k: torch.cat([p[k] for p in parts]) for k in parts[0]})
+        return _with_client_rows(state, _joined(parts))
 
     def split(self, state: dict[str, Any], clients: int, device: Any) -> dict[str, Any]:
         parts, own_part = [], [None]
         if self.rank == 0:
             rows = _client_rows(state)
             for own in (self.own(clients, rank) for rank in range(self.size)):
-                part = {key: value[own.start : own.stop].clone() for key, value in rows.items()}
+                part = {key: value[own.start : own.stop] for key, value in rows.items()}
+                part["statistics_NS"] = part["statistics_NS"].clone()
                 parts.append(_with_client_rows(state, part))
         with self._waiting():
             dist.scatter_object_list(own_part, _on(parts, "cpu") or None)
@@ -141,6 +142,44 @@ class ProcessRanks(Ranks):
         return f"another rank has ended ({error.splitlines()[0]})"
 
 
+class ProcessLink(ByteLink):
+    """Clients in several processes, a block of them in each; every process is the server too.
+
+    `exchange(work)` gives what `work()`, a list of bytes, returned in every process, in their
+    order; what it raises in one, all raise. Everything that all know is computed in each alike.
+    """
+
+    def __init__(
+        self, exchange: Callable[[Callable[[], list[bytes]]], list[list[bytes]]],
+        process: int, processes: int, on_bad: str = "stop",
+    ):  # fmt: skip
+        super().__init__(on_bad)
+        self.exchange, self.process, self.processes = exchange, process, processes
+        self.client_count = 0
+
+    def own(self, clients: int) -> range:
+        self.client_count = clients
+        return self._of(self.process)
+
+    def _of(self, process: int) -> range:
+        count, all_ = self.client_count, self.processes
+        return range(process * count // all_, (process + 1) * count // all_)
+
+    def gather(
+        self, known: Known, chosen: list[int], send: Callable[[int], Message]
+    ) -> Iterator[Arrival]:
+        mine = [n for n in chosen if n in self._of(self.process)]
+
+        def sent() -> list[bytes]:
+            return [self.channel(n, known.to_bytes(send(n))) for n in mine]
+
+        arrived = [data for part in self.exchange(sent) for data in part]
+        senders = [n for p in range(self.processes) for n in chosen if n in self._of(p)]
+        data = dict(zip(senders, arrived, strict=True))
+        for n in chosen:
+            yield self.accept(known, n, data.pop(n))
+
+
 def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None) -> Exception:
     """The error that one process would have met first, marked as told to all."""
     diverged = [client for _, (_, client) in failed]
@@ -157,19 +196,25 @@ def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None
 
 # A federation's state ─────────────────────────────────────────────────────────────────────────────
 
-_CLIENT_ROWS = ("statistics_NS", "errors_ND")  # one row a client
+
+def _client_rows(state: dict[str, Any]) -> dict[str, Any]:
+    """What a state has of each client of this process: a tensor's rows, a list."""
+    clients = state["compressor"]["clients"]
+    return {"statistics_NS": state["statistics_NS"], "clients": clients}
 
 
-def _client_rows(state: dict[str, Any]) -> dict[str, Tensor]:
-    items = [*state.items(), *state["compressor"].items()]
-    return {key: value for key, value in items if key in _CLIENT_ROWS}
+def _with_client_rows(state: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    compressor = state["compressor"] | {"clients": rows["clients"]}
+    return state | {"statistics_NS": rows["statistics_NS"], "compressor": compressor}
 
 
-def _with_client_rows(state: dict[str, Any], rows: dict[str, Tensor]) -> dict[str, Any]:
-    def put(part: dict[str, Any]) -> dict[str, Any]:
-        return part | {key: value for key, value in rows.items() if key in part}
-
-    return put(state) | {"compressor": put(state["compressor"])}
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The client rows of all ranks, in rank order."""
+    statistics_NS = torch.cat([part["statistics_NS"] for part in parts])
+    return {
+        "statistics_NS": statistics_NS,
+        "clients": [client for part in parts for client in part["clients"]],
+    }
 
 
 def _on(value: Any, device: Any) -> Any:

@@ -11,8 +11,7 @@
 
 All suffixes of the core go with them where they make sense: "STC-K4" keeps 1/400, as in its paper.
 Two quantizers are new: -S<q> rounds at random, -R<q> to the nearest of evenly spaced values.
-EF21 and DGC keep more at the clients than errors, so they have compressors of their own:
-`with_own_compressor` gives it to a federation. Records are named by a scheme's fields alone, as those
+EF21 and DGC keep more than errors, so they have clients or a server of their own. Records are named by a scheme's fields alone, as those
 of the core's schemes are: whoever changes what one of these computes gives it another name.
 
 Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None of these
@@ -35,24 +34,25 @@ example of notebook 09.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import tcs_lab.variants  # noqa: F401  (registers what the names below use)
 from tcs_core import (
     FAMILIES,
-    RULES,
-    Compressor,
-    Federation,
+    Client,
+    Known,
     MaskRule,
     Message,
+    Server,
     TopK,
     kept,
     register_quantizer,
     register_scheme,
+    register_sides,
 )
 
 # Families of the core's own rules ─────────────────────────────────────────────────────────────────
@@ -124,124 +124,117 @@ class Cocktail(MaskRule):
     """S_top among random entries, a tenth of all, that all sides draw from one seed; the server's
     own S_top is among the same."""
 
-    share, round = 0.1, 0
+    keeps = ("round",)
+    share = 0.1
 
-    def begin(self, shared_K: Tensor) -> None:
-        """All but the round's random entries are excluded from its masks."""
-        generator = np.random.default_rng([self._seed, self.round])
-        count = max(kept(self.share, self._dimension), self.k_local, self.k_down)
-        chosen = generator.choice(self._dimension, count, replace=False, shuffle=False)
-        self._taken_D = torch.ones(self._dimension, dtype=torch.bool, device=self._device)
-        self._taken_D[torch.from_numpy(chosen).to(self._device)] = False
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.round = 0
+        self._outside_D: Tensor | None = None  # all but the round's random entries
+
+    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        generator = np.random.default_rng([self.seed, self.round])
+        k_down = self.size(self.scheme.phi_down, self.dimension)
+        count = max(kept(self.share, self.dimension), self.k_local, k_down)
+        chosen = generator.choice(self.dimension, count, replace=False, shuffle=False)
+        self._outside_D = torch.ones(self.dimension, dtype=torch.bool, device=self.device)
+        self._outside_D[torch.from_numpy(chosen).to(self.device)] = False
+
+    def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
+        return super().own_mask(intended_D, cast(Tensor, self._outside_D), k)
 
     def observe(self, update_D: Tensor) -> None:
-        self.round = self.round + 1
+        self.round += 1
 
 
-# Schemes with compressors of their own ────────────────────────────────────────────────────────────
+# Schemes whose clients, or server, keep more than errors ──────────────────────────────────────────
 
 
-class OwnCompressor(Compressor):
-    """A compressor with `more_rows` rows behind the clients' errors. There they are saved, and
-    scaled when the rate changes, as errors in units of gradients ("gradient") are."""
+class EF21Client(Client):
+    """It sends what is new: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
+    stochastic gradients EF21-SGD, Fatkhullin et al., 2021). `errors_D` holds -g."""
 
-    def __init__(self, *settings: Any, **more: Any):
-        super().__init__(*settings, **more)
-        if len(self.own) != self.clients:
-            raise ValueError(f"{self.scheme.name}: got several processes, allowed: one")
-        rows = self.clients + self.more_rows()
-        self.errors_ND = self.errors_ND.new_zeros(rows, self.dimension)
-        vars(self.rule)["_with_own"] = True
-
-    def more_rows(self) -> int:
-        raise NotImplementedError
-
-
-class EF21Compressor(OwnCompressor):
-    """A client sends what is new: c_n = S_top(delta_n - g_n), g_n <- g_n + c_n, and the server the
-    average of that; all sides step by g = mean of the g_n (Richtarik et al., Alg. 2; with
-    stochastic gradients EF21-SGD, Fatkhullin et al., 2021). Row n holds -g_n, the last row g."""
-
-    def more_rows(self) -> int:
-        return 1
-
-    def open(self, dense: bool = False) -> None:
-        if dense:
-            raise ValueError(f"{self.scheme.name}: got a dense round, allowed: sparse ones")
-        super().open()
-
-    def client(self, n: int, delta_D: Tensor) -> Message | None:
-        known_D = self.errors_ND[n].clone()
-        message = super().client(n, delta_D)  # of delta_D + known_D
-        if message is not None:
-            known_D.index_add_(0, message.positions, message.values, alpha=-1)
-        self.errors_ND[n] = known_D
+    def compress(self, delta_D: Tensor) -> Message:
+        if self.known.dense:
+            name = self.known.scheme.name
+            raise ValueError(f"{name}: got a dense round, allowed: sparse ones")
+        known_D = self.errors_D.clone()
+        message = super().compress(delta_D)  # of delta_D + known_D
+        self.errors_D.copy_(known_D)
         return message
 
-    def server(self, messages: Iterable[Message | None]) -> Tensor:
-        messages = list(messages)
-        if None in messages or len(messages) != self.clients:
-            raise ValueError(f"{self.scheme.name}: allowed: messages of all {self.clients} clients")
-        return self.errors_ND[-1].add_(super().server(messages)).clone()
+
+class EF21Server(Server):
+    """All sides step by g, the mean of the clients' g, to which the average of what is new adds."""
+
+    def __init__(self, known: Known, weights: list[float] | None = None, downlink: Any = None):
+        super().__init__(known, weights, downlink)
+        self.clients = 0  # that sent in the first round, and in every one
+        self.mean_D = torch.zeros(known.dimension, device=known.device)
+
+    def average(self) -> Tensor:
+        self.clients = self.clients or len(self.heard)
+        if len(self.heard) != self.clients:
+            name = self.known.scheme.name
+            raise ValueError(f"{name}: allowed: messages of all {self.clients} clients")
+        return self.mean_D.add_(super().average()).clone()
+
+    def scale_(self, factor: float) -> None:
+        super().scale_(factor)
+        self.mean_D.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"mean_D": self.mean_D.clone(), "clients": self.clients}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.mean_D.copy_(state["mean_D"])
+        self.clients = int(state["clients"])
 
 
-class DGCCompressor(OwnCompressor):
-    """A client's momentum u_n <- 0.9 u_n + delta_n is accumulated in place of delta_n, and emptied
-    where it was sent (Lin et al., Alg. 4: momentum correction, momentum factor masking). Row N + n
-    holds u_n."""
+class DGCClient(Client):
+    """Its momentum u <- 0.9 u + delta is accumulated in place of delta, and emptied where it was
+    sent (Lin et al., Alg. 4: momentum correction, momentum factor masking)."""
 
     momentum = 0.9
 
-    def more_rows(self) -> int:
-        return self.clients
+    def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
+        super().__init__(known, number, errors_D)
+        self.momentum_D = torch.zeros(known.dimension, device=known.device)
 
-    def client(self, n: int, delta_D: Tensor) -> Message | None:
-        momentum_D = self.errors_ND[self.clients + n].mul_(self.momentum).add_(delta_D)
-        message = super().client(n, momentum_D)
-        if message is not None:
-            momentum_D[slice(None) if message.dense else message.positions] = 0.0
-        return message
+    def compress(self, delta_D: Tensor) -> Message:
+        return super().compress(self.momentum_D.mul_(self.momentum).add_(delta_D))
 
+    def arrived(self, received: Message | None = None) -> None:
+        places_K = self.sent.places_K if self.sent else None
+        super().arrived(received)
+        self.momentum_D[slice(None) if places_K is None else places_K] = 0.0
 
-class _WithOwn(TopK):
-    """Top-K that is wrong without its compressor, and says so."""
+    def scale_(self, factor: float) -> None:
+        super().scale_(factor)
+        self.momentum_D.mul_(factor)
 
-    compressor: type[OwnCompressor]
-    _with_own = False
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"momentum_D": self.momentum_D.clone()}
 
-    def begin(self, shared_K: Tensor) -> None:
-        if not self._with_own:
-            raise ValueError(
-                f"{self._scheme.name}: allowed: with {self.compressor.__name__}, which "
-                "tcs_lab.with_own_compressor gives a federation"
-            )
-        super().begin(shared_K)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.momentum_D.copy_(state["momentum_D"])
 
 
 @register_scheme("EF21", phi_global=None, phi_local=1e-2, dense_warmup=False, error_unit="gradient")
-class EF21(_WithOwn):
+class EF21(TopK):
     """Top-K of differences to what the server knows of a client's gradient."""
-
-    compressor = EF21Compressor
 
 
 @register_scheme(
     "DGC", phi_global=None, phi_local=1e-2, dense_warmup=False, warmup_masks=25,
     error_unit="gradient",
 )  # fmt: skip
-class DGC(_WithOwn):
+class DGC(TopK):
     """Top-K of accumulated momentum; its warm-up keeps a quarter of all entries."""
 
-    compressor = DGCCompressor
 
-
-def with_own_compressor(federation: Federation) -> Federation:
-    """The federation, before its first round, with the compressor that its scheme's rule asks for,
-    if it does; the same object."""
-    kind, old = getattr(RULES[federation.scheme.rule], "compressor", None), federation.compressor
-    if kind is not None:
-        weights = {"link": old.link, "weights": old.weights}
-        settings = (old.layer_sizes, old.clients, federation.theta_D.device, old.rule._seed)
-        federation.compressor = kind(federation.scheme, *settings, **weights)
-        federation.compressor.rule._theta_D = federation.theta_D
-    return federation
+register_sides("EF21", EF21Client, EF21Server)
+register_sides("DGC", DGCClient, Server)

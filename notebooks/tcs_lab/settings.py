@@ -19,7 +19,9 @@ import torch
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tcs_core import QUANTIZERS, RULES, STAGES, Scheme, kept
+import tcs_lab.rivals
+import tcs_lab.variants  # noqa: F401  (registers what records name)
+from tcs_core import QUANTIZERS, RULES, SIDES, STAGES, Scheme, kept
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,14 +269,15 @@ def _defaults(cls: type) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-_OURS = ("tcs_core", "tcs_lab.rivals", "builtins")
+_OURS = ("tcs_core", "tcs_lab.rivals", "tcs_lab.variants", "builtins")
 
 
 def from_outside(scheme: Scheme) -> list[Any]:
-    """Classes of the scheme's rule and its own compressor, and quantizers, that are neither the
-    core's nor among the lab's rivals: workers do not know them."""
+    """Classes of the scheme's rule and its own sides, and quantizers, that are neither the core's
+    nor the lab's: workers do not know them."""
     rule = RULES[scheme.rule]
-    parts: list[Any] = [*rule.__mro__, *getattr(rule, "compressor", object).__mro__]
+    sides = [base for side in SIDES.get(scheme.rule, ()) for base in side.__mro__]
+    parts: list[Any] = [*rule.__mro__, *sides]
     parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
     return [part for part in parts if part.__module__ not in _OURS]
 

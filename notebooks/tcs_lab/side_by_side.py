@@ -165,14 +165,15 @@ class SideBySide(Federation):
         self._rows: dict[int, Tensor] = {}
 
     def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False
-    ) -> Tensor:
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
+        masks: int = 1,
+    ) -> Tensor:  # fmt: skip
         mine = [n for n in chosen if n in self.own]
         deltas_ND = self._train(mine, t, eta)
         self._rows = dict(zip(mine, deltas_ND, strict=True))
-        return super().play(chosen, t, eta, dense)
+        return super().play(chosen, t, eta, dense, masks)
 
-    def _local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+    def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         return self._rows[n]
 
     def _train(self, mine: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:

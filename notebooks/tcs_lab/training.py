@@ -23,15 +23,15 @@ from tcs_core import (
     Federation,
     Link,
     Phase,
-    ProcessLink,
-    StaticRounds,
+    Selection,
+    Traffic,
 )
 from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
 from tcs_lab.compiled import passes
+from tcs_lab.cuda_graph import GraphRounds, suits
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.files import cache_folder
-from tcs_lab.ranks import Ranks
-from tcs_lab.rivals import with_own_compressor
+from tcs_lab.ranks import ProcessLink, Ranks
 from tcs_lab.settings import RunConfig
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
 from tcs_lab.text import GPT, Text, TextFeed, load_text
@@ -158,18 +158,18 @@ class Training:
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
         link = _link(config, self.ranks)
-        self.federation = with_own_compressor(self._kind()(
+        self.federation = self._kind()(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=CrossEntropy(config), link=link,
             weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
-        ))  # fmt: skip
+        )  # fmt: skip
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
         everyone = config.participants == config.client_count
-        self.static: StaticRounds | None = None
-        if config.graph and everyone and StaticRounds.suits(scheme, link):
-            self.static = StaticRounds(self.federation, self.rounds_per_epoch)
+        self.graph: GraphRounds | None = None
+        if config.graph and everyone and suits(scheme, link):
+            self.graph = GraphRounds(self.federation, self.rounds_per_epoch)
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
@@ -197,7 +197,7 @@ class Training:
         return self.ranks.rows(self.federation.losses_N).sum()
 
     def rounds(self, epoch: int) -> Iterator[Tensor]:
-        """The rounds of one epoch (counted from 0), each as the update_D (D,) it sent to all.
+        """The rounds of one epoch (counted from 0), each as the update_D (D,) that it sent to all.
 
         Between two of them, `theta_D` and `compressor` may be looked at. Raises NotFiniteError, or
         MessageError, with the round in its text; theta_D is as after the last good round.
@@ -216,35 +216,38 @@ class Training:
         error.args = (f"{error.args[0]}; {where}",)
         return error
 
-    def _static_rounds(self, rounds: range) -> Iterator[None]:
+    def _graph_rounds(self, rounds: range) -> list[Traffic]:
+        """All of them at once; what each sent."""
         self.federation.losses_N.zero_()
         try:
-            explored = self.static.play(rounds)
+            return self.graph.play(rounds)
         except ClientError as error:
             raise self._placed(error, error.round) from None
-        for one in explored:
-            self.static.count(one)
-            yield
+
+    def _traffic(self, epoch: int, watch: Watch | None) -> Iterator[Traffic]:
+        """The same, each as what it sent."""
+        for update_D in self.rounds(epoch):
+            if watch:
+                watch.see(update_D)
+            yield self.compressor.traffic
 
     def epoch(self, epoch: int) -> Row:
         """All rounds of one epoch; its row of the record, without the evaluation."""
         count, compressor, scheme = self.rounds_per_epoch, self.compressor, self.config.scheme
         span = range(epoch * count, (epoch + 1) * count)
         row = {"epoch": epoch + 1, "rounds": count, "dense_rounds": 0}
-        traffic = ("bits_up", "bits_down", "bytes_up", "bytes_down")
-        row |= dict.fromkeys(traffic, 0)
-        static = self.static is not None and self.static.ready(span)
+        counted = ("bits_up", "bits_down", "bytes_up", "bytes_down")
+        row |= dict.fromkeys(counted, 0)
         if isinstance(compressor.rule, tcs_core.TCS):
-            compressor.rule.shared.zero_()
+            compressor.rule.overlap_2.zero_()
         watch = Watch(self.flat.layer_sizes) if scheme.dense else None
-        for update_D in self._static_rounds(span) if static else self.rounds(epoch):
-            if watch:
-                watch.see(update_D)
-            for key in traffic:
-                row[key] += getattr(compressor, key)
-            row["dense_rounds"] += compressor.last_dense
+        at_once = self.graph is not None and self.graph.ready(span)
+        for traffic in self._graph_rounds(span) if at_once else self._traffic(epoch, watch):
+            for key in counted:
+                row[key] += getattr(traffic, key)
+            row["dense_rounds"] += compressor.known.dense
             if self.config.bad_message == "skip":  # messages left out
-                row["refused"] = row.get("refused", 0) + len(compressor.link.refused)
+                row["refused"] = row.get("refused", 0) + len(traffic.refused)
         steps = count * scheme.local_steps * len(self.active)
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
@@ -254,7 +257,7 @@ class Training:
     def _mask_overlap(self) -> Row:
         """Which share of the shared mask was in it a round before, in this epoch so far."""
         rule = self.compressor.rule
-        kept, total = rule.shared.tolist() if isinstance(rule, tcs_core.TCS) else (0, 0)
+        kept, total = rule.overlap_2.tolist() if isinstance(rule, tcs_core.TCS) else (0, 0)
         return {"mask_overlap": kept / total} if total else {}
 
     def _participants(self, epoch: int, index: int) -> list[int]:
@@ -270,14 +273,13 @@ class Training:
         clients' statistics averaged. Sums are over batches, which ranks share out. After the `last`
         epoch with `test_unused`: on the unused training images too, and "right" says which of all
         these were right (`packed`)."""
-        self.flat.model.eval()
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
-        self.flat.use(self.flat.statistics_views(average_S))
         starts = range(0, self.feed.test_count(last), _JUDGED)
         parts = [slice(starts[i], starts[i] + _JUDGED) for i in self.ranks.own(len(starts))]
         federation = self.federation
         each = federation.each if isinstance(federation, ClientThreads) else map
-        found = list(each(self._judged, parts))
+        with federation.evaluated(average_S):
+            found = list(each(self._judged, parts))
         losses = self.ranks.rows(torch.tensor([f[0] for f in found], dtype=torch.float64))
         right = self.ranks.rows(torch.cat([f[1] for f in found])).cpu()
         row = {"accuracy": int(right.sum()) / len(right), "loss": sum(losses.tolist()) / len(right)}
@@ -366,13 +368,15 @@ def errors_in_file(compressor: Compressor) -> None:
     errors_ND = compressor.errors_ND
     if errors_ND.device.type != "cpu":
         raise ValueError(f"errors_limit: allowed on a CPU, got errors on {errors_ND.device}")
+    if not errors_ND.numel():
+        return
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="errors-") as file:
         if hasattr(os, "posix_fallocate"):  # else a full disk would end the process much later
             os.posix_fallocate(file.fileno(), 0, errors_ND.nbytes)
         mapped = torch.from_file(file.name, shared=True, size=errors_ND.numel())
-    compressor.errors_ND = mapped.view_as(errors_ND)
+    compressor.keep_errors_in(mapped.view_as(errors_ND))
 
 
 class Watch:
@@ -387,10 +391,10 @@ class Watch:
         self.k = tcs_core.kept(phi, sum(layer_sizes))
         self.before: tuple[Tensor, Tensor] | None = None  # positions (K,), how many a layer (L,)
         self.found: list[tuple[float, float]] = []
-        self.host, self.floor = tcs_core.Host(), 0.0
+        self.selection = Selection()
 
     def see(self, update_D: Tensor) -> None:
-        now_K, self.floor = self.host.top_k(update_D, self.k, None, self.floor)
+        now_K = self.selection(update_D, self.k)
         now_L = torch.searchsorted(now_K.cpu(), self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
         if self.before is not None:
             before_K, before_L = self.before

@@ -1,0 +1,141 @@
+"""Rounds that never wait for a GPU: a whole sparse round as one CUDA graph.
+
+No shape of such a round depends on a value, and the host looks at none until the last is made.
+`Federation.round` is the reference: the same masks, the same numbers to rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcs_core import (
+    RULES,
+    SERVER,
+    TCS,
+    Federation,
+    Link,
+    NotFiniteError,
+    Scheme,
+    Size,
+    TopK,
+    Traffic,
+)
+
+
+def suits(scheme: Scheme, link: Link) -> bool:
+    """Whether a graph can stand in for this scheme's sparse rounds of all clients."""
+    fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
+    plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
+    usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
+    return RULES[scheme.rule] in (TCS, TopK) and plain and usual and type(link) is Link
+
+
+class GraphRounds:
+    """Rounds of a federation without host synchronization, up to `most` of them at once.
+
+    In place of a round's number the feed gets a tensor, which counts from the first of the rounds
+    it was last told to `hold`: it keeps what they need in tensors that stay where they are.
+    """
+
+    def __init__(self, federation: Federation, most: int):
+        device = federation.theta_D.device
+        self.federation = weakref.proxy(federation)  # which may hold this
+        self.index = torch.zeros((), dtype=torch.int64, device=device)
+        self.eta = torch.zeros((), device=device)
+        self.explored_T = torch.zeros(most, dtype=torch.int64, device=device)
+        shape = (most, federation.clients + 1)  # the last is the server
+        self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
+        self.graph: Any = None
+        self.held: list[Tensor] = []  # what the graph was captured with
+
+    def ready(self, rounds: range) -> bool:
+        """Whether these rounds, judged by the first, are sparse and have a mask to start with."""
+        rule, first = self.federation.compressor.rule, self.federation.schedule(rounds.start)
+        mask = None if first.dense else rule.shared_mask()
+        return mask is not None and len(mask) == rule.k_global and first.masks == 1
+
+    def play(self, rounds: range) -> list[Traffic]:
+        """Makes these rounds; what each of them sent.
+
+        Raises NotFiniteError, with the round as `error.round`, after the last; the state is void.
+        """
+        federation, known = self.federation, self.federation.compressor.known
+        before = known.round
+        federation.look_at_module()
+        federation.feed.hold(rounds)
+        with federation.lent():
+            for index, t in enumerate(rounds):
+                self._play(index, federation.schedule(t).eta)
+        federation.t, known.round = rounds.stop, before + len(rounds)
+        for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
+            error = NotFiniteError(n if n < federation.clients else SERVER)
+            error.round = rounds[index]
+            raise error
+        return [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
+
+    def _traffic(self, explored: int) -> Traffic:
+        """Of a round in which so many entries were sent by some clients only."""
+        clients, known = self.federation.clients, self.federation.compressor.known
+        rule = known.rule
+        up = Size.of(known.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local))
+        down = Size.of(known.down.block_code_bits(rule.k_global + explored, explored))
+        return Traffic(up.bits, down.bits, up.bytes * clients, down.bytes, tuple(range(clients)))
+
+    def _play(self, index: int, eta: float) -> None:
+        self.index.fill_(index)
+        self.eta.fill_(eta)
+        if self.index.device.type != "cuda":
+            self._round()
+            return
+        with torch.cuda.device(self.index.device):
+            same = [one is two for one, two in zip(self._masks(), self.held, strict=False)]
+            if self.graph is None or not all(same):
+                self.graph, self.held = self._captured(), self._masks()
+            self.graph.replay()
+
+    def _round(self) -> None:
+        federation, rule = self.federation, self.federation.compressor.rule
+        checks, everyone = federation.compressor.known.checks, list(range(federation.clients))
+        before, checks.later = getattr(rule, "positions", None), True
+        try:
+            federation.play(everyone, self.index, self.eta)
+        finally:
+            checks.later = False
+        if before is not None:  # where the next round looks for its mask
+            rule.positions = before.copy_(rule.positions)
+        finite = torch.stack([checks.finite[n] for n in (*everyone, SERVER)])
+        checks.finite.clear()
+        now = self.index.view(1)
+        self.finite_TN.index_copy_(0, now, finite.view(1, -1))
+        self.explored_T.index_copy_(0, now, checks.explored.view(1))
+
+    def _masks(self) -> list[Tensor]:
+        """Tensors that an ordinary round or a checkpoint replaces."""
+        rule = self.federation.compressor.rule
+        found = [getattr(rule, name, None) for name in ("positions", "overlap_2")]
+        return [tensor for tensor in found if tensor is not None]
+
+    def _captured(self) -> Any:
+        """The round as a CUDA graph. What the trial rounds before it change is put back."""
+        federation = self.federation
+        state = [federation.theta_D, federation.statistics_NS, federation.losses_N]
+        state += [federation.compressor.errors_ND, self.explored_T, self.finite_TN, *self._masks()]
+        state += [t for t in (federation.momentum_D,) if t is not None]
+        before = [(tensor, tensor.clone()) for tensor in state]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._round()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):  # the default one is of the first device used
+            self._round()
+        for tensor, value in before:
+            tensor.copy_(value)
+        federation.flat.put(federation.theta_views)
+        return graph

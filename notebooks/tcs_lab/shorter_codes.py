@@ -1,0 +1,234 @@
+"""Code "entropy": a message's values and positions in fewer bits, losing nothing.
+
+Signs a bit each; intervals Huffman-coded by zlib; positions as Golomb-Rice coded gaps. Where the
+paper's code "block" is shorter, that is sent.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tcs_core import (
+    CODES,
+    Code,
+    Message,
+    Wire,
+    float_bytes,
+    floats_of,
+    from_bits,
+    means_of,
+    packed_bits,
+    quantized_message,
+    register_code,
+    to_bits,
+    unpacked_bits,
+)
+
+
+@register_code("entropy")
+class EntropyCode(Code):
+    """Its length depends on the values, so that a message has to be made to know it."""
+
+    def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
+        code = _entropy_code(message, wire)
+        if 8 * len(code) < 8 + wire.block_code_bits(len(message.values), len(message.positions)):
+            return code, False
+        return CODES["block"].encode(message, wire)[0], True
+
+    def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+        return _read_entropy_code(code, shared, own, wire)
+
+
+def _entropy_code(message: Message, wire: Wire) -> bytes:
+    own, shared = len(message.positions), len(message.values) - len(message.positions)
+    if wire.intervals:
+        codes = message.codes.cpu().numpy()
+        interval = (codes & wire.intervals - 1).astype(np.uint16)
+        values = [float_bytes(message.means), packed_bits([codes >= wire.intervals])]
+        width = wire.value_bits - 1
+        values += [_shortest(part, width) for part in (interval[:shared], interval[shared:])]
+    else:
+        values = [float_bytes(message.values)]
+    positions = message.positions.cpu().numpy()
+    return b"".join([*values, _gap_code(positions, wire.layer_sizes) if own else b""])
+
+
+def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+    count = shared + own
+    floats = 4 * (wire.intervals or count)
+    head, rest = code[:floats], code[floats:]
+    if wire.intervals:
+        signs = unpacked_bits(rest[: -(-count // 8)], count)
+        rest, width = rest[-(-count // 8) :], wire.value_bits - 1
+        parts = []
+        for length in (shared, own):
+            part, rest = _read_shortest(rest, length, width)
+            parts.append(part)
+    positions = _read_gap_code(rest, own, wire.layer_sizes)
+    if not wire.intervals:
+        return Message(floats_of(head, count), positions)
+    codes = np.concatenate(parts) + wire.intervals * signs.astype(np.uint16)
+    return quantized_message(codes, means_of(head, wire.intervals), positions)
+
+
+# zlib's strategies, in the order of the byte before a stream; 0 is plain bits of fixed width.
+_STRATEGIES = (None, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
+
+
+def _shortest(numbers: np.ndarray, width: int) -> bytes:
+    """Numbers below 2^width in the shortest of three codes, with a byte that says which."""
+    if not len(numbers) or not width:
+        return b""
+    symbols, codes = numbers.astype(np.uint8).tobytes(), {}
+    for choice in (1, 2) if width <= 8 else ():
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, _STRATEGIES[choice])
+        codes[choice] = deflate.compress(symbols) + deflate.flush()
+    sizes = {0: -(-len(numbers) * width // 8)} | {key: len(code) for key, code in codes.items()}
+    best = min(sizes, key=lambda key: sizes[key])
+    return bytes([best]) + (codes[best] if best else packed_bits([to_bits(numbers, width)]))
+
+
+def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
+    """`count` numbers from the start of `data`, and the rest of it."""
+    if not count or not width:
+        return np.zeros(count, np.uint16), data
+    if not len(data) or data[0] >= len(_STRATEGIES) or (data[0] and width > 8):
+        raise ValueError("message: values in no known code")
+    choice, data = data[0], data[1:]
+    if not choice:
+        size = -(-count * width // 8)
+        return from_bits(unpacked_bits(data[:size], count * width), width), data[size:]
+    symbols, rest = _inflated(data, count)
+    numbers = np.frombuffer(symbols, np.uint8).astype(np.uint16)
+    if numbers.max() >> width:
+        raise ValueError(f"message: a value's code of {numbers.max()}, allowed: {width} bits")
+    return numbers, rest
+
+
+def _inflated(data: memoryview, size: int) -> tuple[bytes, memoryview]:
+    """Exactly `size` bytes from a raw deflate stream, never more in memory, and what follows it."""
+    inflate = zlib.decompressobj(-15)
+    try:
+        symbols = inflate.decompress(data, size)
+        extra = inflate.decompress(inflate.unconsumed_tail, 1)  # reads on to the end mark
+    except zlib.error as error:
+        raise ValueError(f"message: values: {error}") from error
+    if len(symbols) != size or extra or not inflate.eof:
+        raise ValueError(f"message: values, allowed: {size} of them")
+    return symbols, data[len(data) - len(inflate.unused_data) :]
+
+
+def _rice_widths(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Bits of the remainder of a gap among `counts` in `sizes`: log2 of ln 2 times the mean gap."""
+    mean_256 = 177 * (sizes - counts) // np.maximum(counts, 1)  # ln 2 = 177 / 256
+    return np.array([max(0, (int(m) >> 8).bit_length() - 1) for m in mean_256], np.int64)
+
+
+def _rice_code(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
+    """Golomb-Rice: all quotients first, n zeros and a one each; then the remainders."""
+    ends = np.cumsum((numbers >> widths) + 1) - 1
+    quotients = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
+    quotients[ends] = 1
+    remainders = np.zeros(int(widths.sum()), np.uint8)
+    for fields, places, shifts in _columns(widths):
+        remainders[places] = numbers[fields] >> shifts & 1
+    return [quotients, remainders]
+
+
+def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """For fields of these widths, side by side: the first bits of all, the second bits, ...: which
+    fields have one, where it stands, and how far from the field's right end."""
+    starts = np.cumsum(widths) - widths
+    for column in range(int(widths.max(initial=0))):
+        fields = np.flatnonzero(widths > column)
+        yield fields, starts[fields] + column, widths[fields] - 1 - column
+
+
+def _read_rice_code(
+    bits: np.ndarray, count: int, widths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`count` numbers whose remainders have these widths, and the bits behind them."""
+    ones = np.flatnonzero(bits)[:count]
+    if len(ones) < count:
+        raise ValueError("message: positions end early")
+    quotients = np.diff(ones, prepend=-1) - 1
+    bits = bits[ones[-1] + 1 :] if count else bits
+    length = int(widths.sum())
+    if len(bits) < length:
+        raise ValueError("message: positions end early")
+    remainders = np.zeros(count, np.int64)
+    for fields, places, _ in _columns(widths):
+        remainders[fields] = remainders[fields] << 1 | bits[places]
+    return (quotients << widths) + remainders, bits[length:]
+
+
+def _segments(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many positions each layer has, and every position's gap to the one before it there."""
+    ends = np.cumsum(sizes)
+    layer_K = np.searchsorted(ends, positions, side="right")
+    previous = np.concatenate([[-1], positions[:-1]])
+    previous = np.maximum(previous, (ends - sizes)[layer_K] - 1)
+    return np.bincount(layer_K, minlength=len(sizes)), positions - previous - 1
+
+
+_WIDTH_BITS = 5  # in front of the layers' counts: the width of their remainders
+
+
+def _gap_bits(positions: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    counts, gaps = _segments(positions, sizes)
+    streams = [] if len(sizes) == 1 else _count_bits(counts)
+    return streams + _rice_code(gaps, np.repeat(_rice_widths(counts, sizes), counts))
+
+
+def _count_bits(counts: np.ndarray) -> list[np.ndarray]:
+    width = min(range(20), key=lambda w: int((counts >> w).sum()) + w * len(counts))
+    coded = _rice_code(counts, np.full(len(counts), width))
+    return [to_bits(np.array([width]), _WIDTH_BITS), *coded]
+
+
+def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
+    """A bit that says "by layers" and their counts, or not; gaps. The shorter of the two."""
+    sizes = np.array(layer_sizes)
+    whole_or_layers = enumerate((sizes.sum(keepdims=True), sizes))
+    options = [[np.array([i], np.uint8), *_gap_bits(positions, s)] for i, s in whole_or_layers]
+    return packed_bits(min(options, key=lambda streams: sum(map(len, streams))))
+
+
+def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tensor:
+    bits = np.unpackbits(np.frombuffer(data, np.uint8))
+    if not own or not len(bits):
+        if own or len(bits):
+            raise ValueError(f"message: got {len(bits)} bits for {own} positions")
+        return torch.empty(0, dtype=torch.int64)
+    sizes, by_layer, bits = np.array(layer_sizes), bits[0], bits[1:]
+    counts = np.array([own])
+    if by_layer:
+        if len(bits) < _WIDTH_BITS:
+            raise ValueError("message: positions end early")
+        width = int(from_bits(bits[:_WIDTH_BITS], _WIDTH_BITS)[0])
+        widths = np.full(len(sizes), width)
+        counts, bits = _read_rice_code(bits[_WIDTH_BITS:], len(sizes), widths)
+    else:
+        sizes = sizes.sum(keepdims=True)
+    if counts.sum() != own or (counts > sizes).any():
+        raise ValueError(f"message: counts of positions, allowed: {own} in all, as layers hold")
+    gaps, bits = _read_rice_code(bits, own, np.repeat(_rice_widths(counts, sizes), counts))
+    if len(bits) > 7 or bits.any():
+        raise ValueError("message: bits behind the last position")
+    return torch.from_numpy(_from_gaps(gaps, counts, sizes))
+
+
+def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Positions from gaps; each layer's start afresh. ValueError outside the layer."""
+    ends, firsts = np.cumsum(sizes), np.cumsum(counts) - counts
+    steps = np.cumsum(gaps + 1)
+    before = np.concatenate([[0], steps])[firsts]  # the sum of all steps in earlier layers
+    positions = steps - np.repeat(before - (ends - sizes), counts) - 1
+    if (gaps > sizes.sum()).any() or (positions >= np.repeat(ends, counts)).any():
+        raise ValueError("message: positions outside their layer")
+    return positions
