@@ -7,7 +7,7 @@ import ast
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -39,15 +39,16 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
 class Listening(tcs.ByteLink):
     """Keeps the clients' messages of a round, as they arrived."""
 
-    def begin(self, agreed: tcs.Agreed) -> None:
-        super().begin(agreed)
-        self.messages: list[tcs.Message] = []
+    messages: list[tcs.Message]
 
-    def send_up(self, message: tcs.Message) -> tcs.Message | None:
-        arrived = super().send_up(message)
-        if arrived is not None:
-            self.messages.append(arrived)
-        return arrived
+    def gather(
+        self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
+    ) -> Iterator[tcs.Arrival]:
+        self.messages = []
+        for n, message, size in super().gather(known, chosen, send):
+            if message is not None:
+                self.messages.append(message)
+            yield n, message, size
 
 
 def parameter_digest(values: dict[str, Any]) -> str:
