@@ -289,8 +289,9 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
     part = "step" if textbook else "growth"
     bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
     allowed = (2 * clients + 8) * 4 * dimension
-    if not textbook and before is not None:
-        used = _peak(device) - before
+    peak = _peak(device)
+    if not textbook and before is not None and peak is not None:
+        used = peak - before
         bench.rows.append(
             {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
              "bytes": used, "allowed": allowed, **numbers}
@@ -311,7 +312,8 @@ def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> in
         return of_cuda(device)
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
-        return 1024 * int(re.search(rf"{key}:\s*(\d+) kB", status)[1])
+        if found := re.search(rf"{key}:\s*(\d+) kB", status):
+            return 1024 * int(found[1])
     return None
 
 

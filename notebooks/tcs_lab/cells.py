@@ -36,8 +36,8 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
         validated(kind, namespace[name], name, strict=True)
 
 
-class Listening(tcs.ByteLink):
-    """Keeps the clients' messages of a round, as they arrived."""
+class Listening(tcs.Link):
+    """Keeps the clients' messages of a round."""
 
     messages: list[tcs.Message]
 

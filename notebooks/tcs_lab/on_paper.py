@@ -121,7 +121,8 @@ def fake_feed(
 def _make_fake_(model: nn.Module, mode: FakeTensorMode) -> None:
     """Parameters and buffers become fake ones, which lie in memory as they did."""
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for kind in ("_parameters", "_buffers"):
+            tensors = vars(module)[kind]
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = mode.from_tensor(tensor)
