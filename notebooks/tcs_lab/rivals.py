@@ -184,7 +184,9 @@ class EF21Server(Server):
     def reply(self, update_D: Tensor) -> Message:
         """There is none: the update is g, of which only what is new has places in a message."""
         name = self.known.scheme.name
-        raise ValueError(f"{name}: got messages as bytes, in code + or both ways: counted links only")
+        raise ValueError(
+            f"{name}: got messages as bytes, in code + or both ways: counted links only"
+        )
 
     def scale_(self, factor: float) -> None:
         super().scale_(factor)
