@@ -1629,7 +1629,6 @@ class Hub:
     def opened_sum(self) -> Tensor:
         """The sum of this round's messages so far, (D,)."""
         if not self.heard:
-            self.drop()
             self.sum_D = torch.zeros(self.known.dimension, device=self.known.device)
         return self.sum_D
 
@@ -1707,14 +1706,17 @@ class Client(Side):
     the way stays.
     """
 
-    def send(self, delta_D: Tensor) -> Message:
-        """A model difference (D,) to this round's message; `delta_D` stays as it is.
+    def send(self, delta_D: Tensor, finite: bool = False) -> Message:
+        """A model difference (D,) to this round's message; `delta_D` stays as it is. It is checked
+        to be finite, unless that is known.
 
         Raises NotFiniteError, before anything is changed, for NaN or infinity; ValueError for
         another shape, a round that was not opened, or a second message in it.
         """
         self.check_turn(delta_D)
-        delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
+        delta_D = delta_D.detach()
+        if not finite:
+            delta_D = self.known.checks.finite_part(delta_D, self.number)
         self.last_round = self.known.round
         return self.compress(delta_D)
 
@@ -1973,17 +1975,18 @@ class Compressor:
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        if self.known.checks.at_once:
-            for n in chosen:  # before any is changed
-                if n in self.own:
-                    self.known.checks.finite_part(deltas_ND[self.own.index(n)], n)
-        return self.round(lambda n: deltas_ND[self.own.index(n)], chosen, dense)
+        finite = self.known.checks.at_once
+        for n in chosen if finite else []:  # before any is changed
+            if n in self.own:
+                self.known.checks.finite_part(deltas_ND[self.own.index(n)], n)
+        return self.round(lambda n: deltas_ND[self.own.index(n)], chosen, dense, finite=finite)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
+        theta_D: Tensor | None = None, masks: int = 1, finite: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
+        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,),
+        known to be `finite` or not.
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without
@@ -1994,7 +1997,9 @@ class Compressor:
         server.drop()
         arrivals: list[tuple[int, bool, Size]] = []
         try:
-            sending = self.link.gather(known, chosen, lambda n: self._sent(n, difference(n)))
+            sending = self.link.gather(
+                known, chosen, lambda n: self._sent(n, difference(n), finite)
+            )
             for n, message, size in sending:
                 if message is not None:
                     server.add(n, message)
@@ -2012,8 +2017,8 @@ class Compressor:
         self.traffic = _traffic(arrivals, down)
         return update_D
 
-    def _sent(self, n: int, delta_D: Tensor) -> Message:
-        return self.clients[self.own.index(n)].send(delta_D)
+    def _sent(self, n: int, delta_D: Tensor, finite: bool) -> Message:
+        return self.clients[self.own.index(n)].send(delta_D, finite)
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
