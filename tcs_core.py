@@ -367,7 +367,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     if unknown := sorted(fields.keys() - allowed):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
-    if name in FAMILIES and name in _THE_PAPERS or name.endswith("+") or _is_suffixed(name):
+    if (name in FAMILIES and name in _THE_PAPERS) or name.endswith("+") or _is_suffixed(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
@@ -1232,7 +1232,7 @@ class MaskRule:
         return min(self.k_local, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest (line 10)."""
+        """A side's own mask, k entries outside the shared one (D,): S_top of the rest (line 10)."""
         fair = self.scheme.phi_min_local
         return self.select(intended_D, k, fair, shared_D, "own")
 
@@ -1576,7 +1576,8 @@ class Side:
         places_K, values_K = self.sent or (None, None)
         return {
             "errors_D": _by_value(self.errors_D), "waits": self.sent is not None,
-            "places_K": _by_value(places_K), "values_K": _by_value(values_K), "last_round": self.last_round,
+            "places_K": _by_value(places_K), "values_K": _by_value(values_K),
+            "last_round": self.last_round,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1602,7 +1603,7 @@ class Downlink(Protocol):
     """The server's sending side, where it does not send all that it means to; tcs_lab has one."""
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """The message for an update (D,); `explored_D` says which entries only some clients sent."""
+        """The message for an update (D,); `explored_D`: which entries only some clients sent."""
 
     def scale_(self, factor: float) -> None:
         """Its errors times a factor."""
