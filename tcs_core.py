@@ -69,6 +69,7 @@ import dataclasses
 import math
 import re
 import struct
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -1232,7 +1233,7 @@ class MaskRule:
         return min(self.k_local, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest (line 10)."""
+        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10."""
         fair = self.scheme.phi_min_local
         return self.select(intended_D, k, fair, shared_D, "own")
 
@@ -1572,7 +1573,8 @@ class Side:
         places_K, values_K = self.sent or (None, None)
         return {
             "errors_D": _by_value(self.errors_D), "waits": self.sent is not None,
-            "places_K": _by_value(places_K), "values_K": _by_value(values_K), "last_round": self.last_round,
+            "places_K": _by_value(places_K), "values_K": _by_value(values_K),
+            "last_round": self.last_round,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1598,7 +1600,7 @@ class Downlink(Protocol):
     """The server's sending side, where it does not send all that it means to; tcs_lab has one."""
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """The message for an update (D,); `explored_D` says which entries only some clients sent."""
+        """The message for an update (D,); `explored_D` are the entries that only some sent."""
 
     def scale_(self, factor: float) -> None:
         """Its errors times a factor."""
@@ -2755,7 +2757,8 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
 
 
 # ══ 9. A communication hook for PyTorch's DistributedDataParallel ═════════════════════════════════
-#    Values whose places all ranks know are one dense all-reduce; the rest is gathered.
+#    Values whose places all ranks know are one dense all-reduce; the rest is gathered. Inside a
+#    step all of it stays tensors on their device.
 
 
 class TCSState:
@@ -2772,15 +2775,17 @@ class TCSState:
 
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
     "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
-    `state_dict`; load it before the first step, into the same model with the same bucket_cap_mb.
+    `state_dict` and loads it before the first step, into the same model with the same
+    bucket_cap_mb; then the run goes on as if it had not been stopped.
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
     finite becomes NaN on every rank, so that all GradScalers skip the step; its bucket's errors and
-    mask stay as they were. Errors are in the units of the gradients that DDP hands over: where a
-    GradScaler changes its scale, they count by the old one.
+    mask stay as they were. What is sent of a parameter that no rank used in a step, which DDP
+    throws away, stays in the errors. Errors are in the units of the gradients that DDP hands over:
+    where a GradScaler changes its scale, they count by the old one.
     Raises ValueError for a share, or start_iter, that is none.
-    """  # fmt: skip
+    """
 
     def __init__(
         self, process_group: Any = None, phi_global: float | None = 1e-2,
@@ -2794,37 +2799,92 @@ class TCSState:
         )
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
         self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
-        self._buckets: dict[tuple[int, ...], Client] = {}
+        self._buckets: dict[tuple[int, ...], Client] = {}  # by the slots in it
         self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
+        self._agreed = False  # the ranks have compared what they begin with
+        self._saved: dict[str, int] = {}  # rank and world size of a loaded state
+        # Of a loaded state, the buckets that it had, until its first step is over; and what DDP
+        # has handed over of that step so far.
+        self._groups: list[tuple[int, ...]] = []
+        self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+        self._gradients: dict[int, Tensor] = {}  # by slot
+
+    @property
+    def group(self) -> Any:
+        return self.process_group or dist.group.WORLD
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors and mask, parameter by parameter, and the counters."""
+        """This rank's errors and masks, parameter by parameter, and the counters: by value."""
         slots = dict(self._loose)
         for key, client in self._buckets.items():
             slots |= _by_slot(key, client)
-        return {"iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots}
-
-    def __getstate__(self) -> None:  # a copy would not know its model's parameters
-        raise TypeError("TCSState: can't be pickled or copied; save its state_dict()")
+        ranks = self._saved
+        if dist.is_initialized():
+            ranks = {"rank": self.group.rank(), "world_size": self.group.size()}
+        return {
+            "iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots, **ranks,
+            "buckets": [list(key) for key in self._buckets] or [list(key) for key in self._groups],
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned; before the first step."""
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
+        self._groups = [tuple(key) for key in state.get("buckets", [])]
+        self._saved = {key: int(state[key]) for key in ("rank", "world_size") if key in state}
+        self._slots, self._agreed = {}, False
 
-    def client(self, bucket: dist.GradBucket) -> Client:
-        """This rank's side of Alg. 2 for a bucket, with what its parameters brought along."""
-        parameters = bucket.parameters()
-        key = tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
+    def __reduce__(self) -> Any:
+        warnings.warn("TCSState: a copy lets go of it; save its state_dict()", stacklevel=2)
+        return _nothing, ()
+
+    def slots_of(self, parameters: Iterable[Tensor]) -> tuple[int, ...]:
+        """The parameters' numbers, in the order in which they first came."""
+        return tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
+
+    def client(self, key: tuple[int, ...], sizes: list[int], device: Any) -> Client:
+        """This rank's side of Alg. 2 for the bucket of these slots, with what its parameters
+        brought along from other buckets."""
         if key in self._buckets:
             return self._buckets[key]
         for other in [k for k in self._buckets if set(k) & set(key)]:
             self._loose |= _by_slot(other, self._buckets.pop(other))
-        sizes = [p.numel() for p in parameters]
-        client = Client(Known(self.scheme, sizes, device=bucket.buffer().device))
+        client = Client(Known(self.scheme, sizes, device=device))
         _take_up(client, [self._loose.pop(slot, None) for slot in key])
         self._buckets[key] = client
         return client
+
+    def agree(self, device: Any) -> None:
+        """Before the first step all ranks compare what they begin with. ValueError, on all of
+        them, names the first rank that begins with something else."""
+        if self._agreed:
+            return
+        rank, ranks = self.group.rank(), self.group.size()
+        masks = [part["mask"].cpu().numpy().data for part in self._loose.values() if "mask" in part]
+        mine = {
+            "step": self.iter,
+            "start_iter": self.start_iter,
+            "phi_global, phi_local": zlib.crc32(repr(dataclasses.astuple(self.scheme)).encode()),
+            "masks": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
+            "buckets": zlib.crc32(repr(self._groups).encode()),
+            "rank of the saved state": self._saved.get("rank", rank) - rank,
+            "world size of the saved state": self._saved.get("world_size", ranks) - ranks,
+        }
+        numbers = torch.tensor(list(mine.values()), device=device)
+        gathered = [torch.empty_like(numbers) for _ in range(ranks)]
+        dist.all_gather(gathered, numbers, group=self.group)
+        said = torch.stack(gathered).tolist()
+        for other in range(ranks):
+            for name, got, first in zip(mine, said[other], said[0], strict=True):
+                wrong = got != 0 if "saved" in name else got != first
+                if wrong:
+                    what = "its own state_dict" if "saved" in name else "as rank 0"
+                    raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
+        self._agreed = True
+
+
+def _nothing() -> None:
+    """What a copy of a TCSState is."""
 
 
 def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor]]:
@@ -2834,7 +2894,7 @@ def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor
     if client.errors_D is not None:
         for slot, part in zip(key, client.errors_D.split(sizes), strict=True):
             slots[slot]["errors"] = part.clone()
-    positions_K = cast(TCS, known.rule).positions
+    positions_K = known.rule.state_dict()["positions"]
     if positions_K is not None:
         masks = positions_to_mask(positions_K, known.dimension).split(sizes)
         for slot, mask in zip(key, masks, strict=True):
@@ -2865,11 +2925,11 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
 
     1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
-    2. This rank's side of Alg. 2, lines 9 to 12, for the bucket's gradient: `Client.send`; line 13
-       once it has come through.
+    2. This rank's side of Alg. 2, lines 9 to 12, for the bucket's gradient: `Client.send`.
     3. Values on the shared mask: all_reduce, in the gradients' own type.
-    4. Values and positions of its own: all_gather of one encoded message a rank.
-    5. Their average is the bucket's gradient on every rank, and gives the next shared mask.
+    4. Values and positions of its own: all_gather, 8 bytes each.
+    5. Their average is the bucket's gradient on every rank, and gives the next shared mask; line 13
+       takes what came through out of the errors.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
@@ -2884,30 +2944,77 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
         >>> state.iter
         5
         >>> state.bytes_sent
-        {'dense': 80080, 'shared': 1212, 'explored': 258}
+        {'dense': 80080, 'shared': 1248, 'explored': 264}
 
-    Raises ValueError naming the rank whose message can't be used or whose mask is another.
+    Raises ValueError, on all ranks, if they begin with different states; for sparse gradients.
     """
-    group = state.process_group or dist.group.WORLD
-    client = state.client(bucket)
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
+    state.agree(buffer.device)
+    key = state.slots_of(bucket.parameters())
+    if state._groups:
+        return _as_saved(state, bucket)
     step, state.iter = state.iter, state.iter + bucket.is_last()
-    client.known.begin(dense=step < state.start_iter)
-    if client.known.dense:
-        return _reduced(state, bucket, client, step + 1 >= state.start_iter, group)
-    return _exchanged(state, bucket, client, step, group)
+    client = state.client(key, [p.numel() for p in bucket.parameters()], buffer.device)
+    return _step(state, client, buffer, step)
 
 
 # DDP compares annotations with the types themselves; here they are text (PEP 563).
 tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
+def _step(
+    state: TCSState, client: Client, buffer: Tensor, step: int
+) -> torch.futures.Future[Tensor]:
+    """A bucket's gradient to its average, in its own buffer."""
+    client.known.begin(dense=step < state.start_iter)
+    if client.known.dense:
+        return _reduced(state, client, buffer, step + 1 >= state.start_iter)
+    return _exchanged(state, client, buffer)
+
+
+def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The first step of a loaded state. DDP packs parameters into other buckets after its first
+    step: so all of them are awaited here, and go on in the buckets that were saved."""
+    buffer = bucket.buffer()
+    device = buffer.device
+    future = torch.futures.Future[Tensor](devices=[device] if device.type == "cuda" else None)
+    state._waiting.append((buffer, future))
+    slots = state.slots_of(bucket.parameters())
+    state._gradients |= dict(zip(slots, bucket.gradients(), strict=True))
+    if not bucket.is_last():
+        return future
+    waiting, gradients, groups = state._waiting, state._gradients, state._groups
+    state._waiting, state._gradients, state._groups = [], {}, []
+    if sorted(gradients) != sorted(slot for key in groups for slot in key):
+        raise ValueError("TCSState: another model's state, allowed: one of the same parameters")
+    step, state.iter = state.iter, state.iter + 1
+    steps = []
+    for key in groups:
+        joined_D = torch.cat([gradients[slot].reshape(-1) for slot in key])
+        client = state.client(key, [gradients[slot].numel() for slot in key], device)
+        steps.append(_step(state, client, joined_D, step))
+
+    def handed_back(done: torch.futures.Future[list[torch.futures.Future]]) -> None:
+        for key, found in zip(groups, done.value(), strict=True):
+            sizes = [gradients[slot].numel() for slot in key]
+            for slot, part in zip(key, found.value().split(sizes), strict=True):
+                gradients[slot].copy_(part.view_as(gradients[slot]))
+        for its_buffer, its_future in waiting:
+            its_future.set_result(its_buffer)
+
+    torch.futures.collect_all(steps).then(handed_back)
+    return future
+
+
 def _reduced(
-    state: TCSState, bucket: dist.GradBucket, client: Client, last: bool, group: Any
+    state: TCSState, client: Client, buffer: Tensor, last: bool
 ) -> torch.futures.Future[Tensor]:
     """Step 1: plain all-reduce."""
-    buffer = bucket.buffer().div_(group.size())
+    buffer.div_(state.group.size())
     state.bytes_sent["dense"] += buffer.nbytes
-    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future()
 
     def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         update_D = done.value()[0]
@@ -2918,80 +3025,103 @@ def _reduced(
     return future.then(averaged)
 
 
-_SIGNS = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
-
-
-def _exchanged(
-    state: TCSState, bucket: dist.GradBucket, client: Client, step: int, group: Any
-) -> torch.futures.Future[Tensor]:
+def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures.Future[Tensor]:
     """Steps 2 to 5."""
-    buffer, ranks = bucket.buffer(), group.size()
-    known = client.known
+    known, ranks = client.known, state.group.size()
+    used_L = _used(buffer, known.layer_sizes)
+    message, well = _own_message(client, buffer)  # step 2
     shared = len(known.shared_K)
-    message, finite = _own_message(client, buffer)  # step 2
-    sent = message.values[:shared].to(buffer.dtype)
-    own = dataclasses.replace(
-        message, values=message.values[shared:], sender=group.rank(), round=step
-    )
-    reduced = (sent if finite else sent + math.nan) / ranks  # step 3
-    futures = [dist.all_reduce(reduced, group=group, async_op=True).get_future()]
-    state.bytes_sent["shared"] += reduced.nbytes
-    signs = _SIGNS.pack(finite, zlib.crc32(known.shared_K.cpu().numpy().data))
-    gathered: list[Tensor] = []
-    if len(own.positions):  # step 4
-        data = bytearray(signs + encode_message(own, known.up))
-        parts = torch.frombuffer(data, dtype=torch.uint8).to(buffer.device)
-        gathered = [torch.empty_like(parts) for _ in range(ranks)]
-        futures.append(dist.all_gather(gathered, parts, group=group, async_op=True).get_future())
-        state.bytes_sent["explored"] += parts.nbytes
+    shared_values = message.values[:shared].to(buffer.dtype)
+    own_values = message.values[shared:].contiguous()
+    flags = torch.cat([used_L, ~well.view(1)]).to(buffer.dtype)
+    summed = torch.cat([shared_values / ranks, flags])  # step 3
+    futures = [dist.all_reduce(summed, group=state.group, async_op=True).get_future()]
+    state.bytes_sent["shared"] += summed.nbytes
+    packed = torch.cat([message.positions.int(), own_values.view(torch.int32)])  # step 4
+    gathered = [torch.empty_like(packed) for _ in range(ranks if len(packed) else 0)]
+    if gathered:
+        work = dist.all_gather(gathered, packed, group=state.group, async_op=True)
+        futures.append(work.get_future())
+        state.bytes_sent["explored"] += packed.nbytes
+    sent = dataclasses.replace(message, values=torch.cat([shared_values.float(), own_values]))
 
     def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
         for future in done.value():
             future.wait()
-        update_D = torch.zeros(known.dimension, device=buffer.device)
-        well = _add_explored_(update_D, gathered, signs[1:], known.up, step)
-        update_D.div_(ranks)[known.shared_K] = reduced.float()
-        if not (well and reduced.isfinite().all()):
-            if finite:
-                client.withdraw(buffer.float())
+        found = _average(known, summed, gathered, ranks)
+        if found is None:
+            client.withdraw(buffer.float() if well else torch.zeros_like(summed[:1]))
             known.skip()
             return buffer.fill_(math.nan)
-        client.arrived(dataclasses.replace(message, values=torch.cat([sent.float(), own.values])))
+        update_D, all_used_L = found
+        alive_K = _alive(sent.places(known.shared_K), all_used_L, known.layer_sizes)
+        client.arrived(dataclasses.replace(sent, values=sent.values.where(alive_K, 0.0)))
         known.observe(update_D)
         return buffer.copy_(update_D)
 
     return torch.futures.collect_all(futures).then(averaged)
 
 
-def _own_message(client: Client, buffer: Tensor) -> tuple[Message, bool]:
-    """This rank's side of Alg. 2, with values that fit the buffer's type; False and zeros, all
-    errors kept, for a gradient that is not finite."""
-    known = client.known
-    gradient_D = buffer.float()
-    finite = bool(buffer.isfinite().all())
+def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
+    """Which parameters have a gradient that is not all 0, (L,) bool."""
+    parts = buffer.split(sizes)
+    if not may_look(buffer):
+        return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
+    few = 1024  # most often enough
+    return torch.tensor([bool(part[:few].any()) or bool(part.any()) for part in parts])
+
+
+def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
+    """This rank's side of Alg. 2, with values that fit the buffer's type, and whether all were
+    finite, bool (). If not, they are 0, and all errors are kept."""
+    checks = client.known.checks
+    well = torch.ones((), dtype=torch.bool, device=buffer.device)
     try:
-        message = client.send(gradient_D if finite else torch.zeros_like(gradient_D))
-    except NotFiniteError:  # the errors themselves have grown beyond float32
-        client.load_state_dict(Client(known).state_dict())
-        message, finite = client.send(torch.zeros_like(gradient_D)), False
+        message = client.send(buffer.float())
+    except NotFiniteError:
+        well = ~well
+        if client.errors_D is not None and not client.errors_D.isfinite().all():
+            client.load_state_dict(Client(client.known).state_dict())  # they outgrew float32
+        message = client.send(torch.zeros(len(buffer), device=buffer.device))
+    for found in checks.finite.values():  # of a GPU, where it is not known yet
+        well = well & found
+    checks.finite.clear()
     most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
-    return dataclasses.replace(message, values=message.values.clamp(-most, most)), finite
+    values = message.values.clamp(-most, most)
+    return dataclasses.replace(message, values=values), well
 
 
-def _add_explored_(
-    update_D: Tensor, gathered: list[Tensor], mask: bytes, wire: Wire, step: int
-) -> bool:
-    """Adds every rank's own values; whether all of them were finite."""
-    nothing, well = torch.empty(0, dtype=torch.int64), True
-    for rank, part in enumerate(gathered):
-        data = part.cpu().numpy().tobytes()
-        well = well and bool(data[0])
-        if data[1 : _SIGNS.size] != mask:
-            raise ValueError(f"rank {rank}: its shared mask is another than here")
-        try:
-            own = decode_message(data[_SIGNS.size :], wire, nothing, rank, step)
-        except ValueError as error:
-            raise ValueError(f"rank {rank}, {error}") from error
-        own = own.to(update_D.device)
-        update_D.index_add_(0, own.positions, own.values)
-    return well
+def _average(
+    known: Known, summed: Tensor, gathered: list[Tensor], ranks: int
+) -> tuple[Tensor, Tensor] | None:
+    """The update (D,) and which parameters some rank used, (L,) bool; None if something was not
+    finite on some rank. The host looks at that one answer."""
+    shared = len(known.shared_K)
+    shared_values = summed[:shared].float()
+    flags = summed[shared:]
+    used_L, void = flags[:-1] > 0, flags[-1] > 0
+    explored = [part.view(2, -1) for part in gathered]
+    values = [part[1].view(torch.float32) for part in explored]
+    finite = torch.cat([shared_values, *values]).isfinite().all()
+    if bool(void | ~finite):
+        return None
+    update_D = torch.zeros(known.dimension, device=summed.device)
+    for (positions_K, _), values_K in zip(explored, values, strict=True):
+        update_D.index_add_(0, positions_K.long(), values_K)
+    update_D.div_(ranks)
+    update_D[known.shared_K] = shared_values
+    return _of_used(update_D, used_L, known), used_L
+
+
+def _of_used(update_D: Tensor, used_L: Tensor, known: Known) -> Tensor:
+    """The update without parameters that no rank used."""
+    if may_look(used_L) and used_L.all():
+        return update_D
+    sizes_L = torch.tensor(known.layer_sizes, device=used_L.device)
+    return update_D.where(used_L.repeat_interleave(sizes_L, output_size=known.dimension), 0.0)
+
+
+def _alive(places_K: Tensor, used_L: Tensor, sizes: list[int]) -> Tensor:
+    """Which places are of parameters that some rank used, (K,) bool."""
+    ends_L = torch.tensor(list(accumulate(sizes)), device=places_K.device)
+    return used_L[torch.searchsorted(ends_L, places_K, right=True)]
