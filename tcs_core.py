@@ -368,7 +368,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     if unknown := sorted(fields.keys() - allowed):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
-    if name in FAMILIES and name in _THE_PAPERS or name.endswith("+") or _is_suffixed(name):
+    if (name in FAMILIES and name in _THE_PAPERS) or name.endswith("+") or _is_suffixed(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
@@ -990,10 +990,15 @@ class Wire:
 
     def block_code_bits(self, values: int, own: int) -> int:
         """Bits of code "block" for so many values and own positions."""
-        bits = self.value_bits * values + 32 * self.intervals
-        if own:
-            bits += position_bits(own, self.dimension, block_for(own, self.dimension))
-        return bits
+        return _block_code_bits(self.value_bits, values, own, self.dimension)
+
+
+@lru_cache(1024)
+def _block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
+    bits = value_bits * values + 32 * _intervals(value_bits)
+    if own:
+        bits += position_bits(own, dimension, block_for(own, dimension))
+    return bits
 
 
 class Code:
@@ -1439,6 +1444,7 @@ class Agreement:
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
         self.checks = Checks(device)
         self.round = 0
+        self.always_dense = self.scheme.dense
         self.is_open = False  # a round has begun
         self.dense = True  # in this round everything travels
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
@@ -1526,6 +1532,10 @@ class Sent(NamedTuple):
 class Side:
     """What `Client` stands on: its errors, what it has sent, and its state."""
 
+    def arrived(self, received: Message | None = None) -> None:
+        """Line 13: see `Client`."""
+        raise NotImplementedError
+
     def __init__(self, known: Agreement, number: int = 0, errors_D: Tensor | None = None):
         self.known, self.number = known, number
         if errors_D is None and known.scheme.keeps_errors:
@@ -1544,6 +1554,22 @@ class Side:
             raise ValueError(f"client {self.number}: no round is open, allowed: after Known.begin")
         if self.last_round == known.round:
             raise ValueError(f"client {self.number}: has sent in round {known.round} already")
+
+    def withdraw(self, delta_D: Tensor) -> None:
+        """The step is void for all: errors as before it, but for rounding."""
+        self.sent = None
+        if self.errors_D is not None:
+            self.errors_D.sub_(delta_D)
+
+    def receive(self, reply: Message, heard: bool = True) -> Tensor:
+        """For a client with a `Known` of its own: the server's message ends the round. `heard` says
+        whether this client's own message was among those averaged. The update (D,)."""
+        update_D = self.known.expanded(reply)
+        if heard:
+            self.arrived()
+        self.sent = None
+        self.known.observe(update_D)
+        return update_D
 
     def own_mask(self, intended_D: Tensor) -> Tensor:
         """Its own positions in this round, outside the shared mask."""
@@ -1621,18 +1647,21 @@ class Hub:
         self.known, self.weights, self.downlink = known, weights, downlink
         self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
         self.total = 0.0  # their weights
+        self.round = 0  # whose messages these are
         self.heard: list[int] = []
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
 
     def opened_sum(self) -> Tensor:
         """The sum of this round's messages so far, (D,)."""
         if not self.heard:
-            self.drop()
             self.sum_D = torch.zeros(self.known.dimension, device=self.known.device)
         return self.sum_D
 
     def check(self, number: int, message: Message) -> None:
         known = self.known
+        if self.round != known.round:  # the one before was never finished
+            self.drop()
+            self.round = known.round
         if not known.is_open:
             raise MessageError(number, "no round is open, allowed: after Known.begin")
         sizes = known.dimension if known.dense else len(known.shared_K) + len(message.positions)
@@ -1650,9 +1679,10 @@ class Hub:
 
     def drop(self) -> None:
         """Forgets what came: the round is over, or failed."""
+        if self.heard:
+            self.explored_D.zero_()
         self.heard, self.total = [], 0.0
         self.sum_D = self.sum_D.new_zeros(0)
-        self.explored_D.zero_()
 
     def scale_(self, factor: float) -> None:
         """Errors of the downlink times a factor: where their unit changes."""
@@ -1683,7 +1713,7 @@ class Known(Agreement):
         """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
         model gets `theta_D` (D,); for `masks` see `Phase`."""
         self.rule.begin(theta_D, masks)
-        mask = None if dense or self.scheme.dense else self.rule.shared_mask()
+        mask = None if dense or self.always_dense else self.rule.shared_mask()
         self.dense = mask is None
         if mask is not None:
             self.shared_K = self.checked_mask(mask)
@@ -1712,13 +1742,12 @@ class Client(Side):
         another shape, a round that was not opened, or a second message in it.
         """
         self.check_turn(delta_D)
-        delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
-        self.last_round = self.known.round
-        return self.compress(delta_D)
+        return self.compress(self.known.checks.finite_part(delta_D.detach(), self.number))
 
     def compress(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12."""
+        """Lines 9 to 12, of a difference that is known to be finite."""
         known = self.known
+        self.last_round = known.round
         intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
         if known.dense:
             self.sent = Sent(None, None)
@@ -1743,22 +1772,6 @@ class Client(Side):
             return
         values_K = values_K if received is None else received.values
         self.errors_D.index_add_(0, places_K, values_K, alpha=-1)  # line 13: what stays behind
-
-    def withdraw(self, delta_D: Tensor) -> None:
-        """The step is void for all: errors as before it, but for rounding."""
-        self.sent = None
-        if self.errors_D is not None:
-            self.errors_D.sub_(delta_D)
-
-    def receive(self, reply: Message, heard: bool = True) -> Tensor:
-        """For a client with a `Known` of its own: the server's message ends the round. `heard` says
-        whether this client's own message was among those averaged. The update (D,)."""
-        update_D = self.known.expanded(reply)
-        if heard:
-            self.arrived()
-        self.sent = None
-        self.known.observe(update_D)
-        return update_D
 
 
 class Server(Hub):
@@ -1970,11 +1983,10 @@ class Compressor:
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        if self.known.checks.at_once:
-            for n in chosen:  # before any is changed
-                if n in self.own:
-                    self.known.checks.finite_part(deltas_ND[self.own.index(n)], n)
-        return self.round(lambda n: deltas_ND[self.own.index(n)], chosen, dense)
+        rows = {n: deltas_ND[self.own.index(n)].detach() for n in chosen if n in self.own}
+        for n, delta_D in rows.items():  # before any is changed
+            rows[n] = self.known.checks.finite_part(delta_D, n)
+        return self._round(lambda n: self.client(n).compress(rows[n]), chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
@@ -1986,31 +1998,47 @@ class Compressor:
         be sent, the mask is as before, and the next round has the next number. Schemes without
         errors lose what was sent, as they lose any message.
         """
+
+        def send(n: int) -> Message:
+            return self.client(n).send(difference(n))
+
+        return self._round(send, chosen, dense, theta_D, masks)
+
+    def _round(
+        self, send: Callable[[int], Message], chosen: list[int], dense: bool = False,
+        theta_D: Tensor | None = None, masks: int = 1,
+    ) -> Tensor:  # fmt: skip
         known, server = self.known, self.server
         known.begin(dense, theta_D, masks)
-        server.drop()
-        arrivals: list[tuple[int, bool, Size]] = []
+        heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
         try:
-            sending = self.link.gather(known, chosen, lambda n: self._sent(n, difference(n)))
-            for n, message, size in sending:
-                if message is not None:
-                    server.add(n, message)
-                arrivals.append((n, message is not None, size))
+            for n, message, size in self.link.gather(known, chosen, send):
+                if message is None:
+                    refused.append(n)
+                    continue
+                server.add(n, message)
+                heard.append(n)
+                bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
                 del message  # of a dense round it is as large as the model
             update_D, down = self.link.down(server, server.average())  # line 15, line 16
         except BaseException:
-            server.drop()
             known.skip()
             raise
-        for n, accepted, _ in arrivals:
-            if accepted and n in self.own:
-                self.clients[self.own.index(n)].arrived()  # line 13
+        finally:
+            server.drop()
+        for n in heard:
+            if n in self.own:
+                self.client(n).arrived()  # line 13
         known.observe(update_D)  # line 5 of the next round
-        self.traffic = _traffic(arrivals, down)
+        average_up = -(-bits_up // len(heard))
+        self.traffic = Traffic(
+            average_up, down.bits, bytes_up, down.bytes, tuple(heard), tuple(refused)
+        )
         return update_D
 
-    def _sent(self, n: int, delta_D: Tensor) -> Message:
-        return self.clients[self.own.index(n)].send(delta_D)
+    def client(self, n: int) -> Client:
+        """Client n, if it is of this process."""
+        return self.clients[self.own.index(n)]
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
@@ -2067,19 +2095,6 @@ class Compressor:
         for client, own in zip(self.clients, state["clients"], strict=True):
             client.load_state_dict(own)
         self.server.load_state_dict(state["server"])
-
-
-def _traffic(arrivals: list[tuple[int, bool, Size]], down: Size) -> Traffic:
-    sizes = [size for _, accepted, size in arrivals if accepted]
-    bits = sum(size.bits for size in sizes)
-    return Traffic(
-        bits_up=-(-bits // len(sizes)),
-        bits_down=down.bits,
-        bytes_up=sum(size.bytes for size in sizes),
-        bytes_down=down.bytes,
-        heard=tuple(n for n, accepted, _ in arrivals if accepted),
-        refused=tuple(n for n, accepted, _ in arrivals if not accepted),
-    )
 
 
 def _downlink_of(known: Known) -> Downlink | None:
