@@ -2000,7 +2000,11 @@ class Compressor:
         """
 
         def send(n: int) -> Message:
-            return self.client(n).send(difference(n))
+            try:
+                return self.client(n).send(difference(n))
+            except Exception as error:
+                error.add_note(f"client {n}, round {self.known.round}: nobody was heard in it")
+                raise
 
         return self._round(send, chosen, dense, theta_D, masks)
 
@@ -2446,11 +2450,7 @@ class Federation:
         """`round` with all that it depends on given; t and eta may be tensors."""
 
         def difference(n: int) -> Tensor:
-            try:
-                return self.difference(n, t, eta)  # Alg. 2, line 7
-            except Exception as error:
-                error.add_note(f"client {n}, round {t}: nobody was heard in it")
-                raise
+            return self.difference(n, t, eta)  # Alg. 2, line 7
 
         self.active = chosen
         update_D = self.compressor.round(difference, chosen, dense, self.theta_D, masks)
