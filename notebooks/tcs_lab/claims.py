@@ -312,7 +312,7 @@ def _by_model(claim: Claim, model: Comparison, confidence: float) -> dict[str, A
     bound, value = claim.bounds[0]
     row = _row(model.estimate(signs, confidence), value)
     if math.isnan(row["half"]):
-        return row | {"reason": f"n = {row['n']}: too few runs for an interval"}
+        return row | {"reason": f"too few runs for an interval (n = {row['n']})"}
     return row | {"verdict": verdict(row["low"], row["high"], bound, value)}
 
 
@@ -331,7 +331,7 @@ def _by_seeds(claim: Claim, runs: Runs, confidence: float) -> dict[str, Any]:
     if claim.measure in COUNTED:
         return row | {"verdict": BY_CONSTRUCTION, "kept": KEEPS[bound](mean, value)}
     if len(values) < 2:
-        return row | {"reason": "n = 1: too few runs for an interval"}
+        return row | {"reason": "too few runs for an interval (n = 1)"}
     half = (high - low) / 2
     row |= {"low": low, "high": high, "half": half, "half_seeds": half, "freedom": len(values) - 1}
     return row | {"verdict": verdict(low, high, bound, value)}
@@ -451,6 +451,8 @@ def said(row: Mapping[str, Any]) -> str:
     if word == OPEN and row["measure"] == "accuracy" and (row["low"] > 0 or row["high"] < 0):
         way = "higher" if row["low"] > 0 else "lower"
         return f"{word}: {way}; whether by more than the bound is open"
+    if word == NOT_MEASURED and not math.isnan(row["measured"]):
+        return f"no verdict: {row['reason']}"
     return f"{word}: {row['reason']}" if row["reason"] else word
 
 
@@ -468,7 +470,13 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def not_measured(table: pd.DataFrame) -> str:
-    """One line that lists the claims without a number of ours, with the reasons; "" if none."""
+    """One line that lists the claims without a number of ours, and why it is not for lack of records
+    alone; "" if there are none."""
     rows = table[table["measured"].isna()]
-    each = [f"{row.says} ({row.reason})" for row in rows.itertuples()]
+    if len(rows) == len(table):
+        return f"Not measured: none of {len(table)} claims has its records yet."
+    each = [
+        row.says if row.reason.startswith("no records") else f"{row.says} ({row.reason})"
+        for row in rows.itertuples()
+    ]
     return f"Not measured: {'; '.join(each)}." if each else ""

@@ -146,14 +146,16 @@ def test_what_an_open_interval_leaves_out_is_said():
         ([], "no records of TCS at 0.5, top-K at 0.5"),
         (OURS, "no records of top-K at 0.5"),
         ([OURS[0], THEIRS[1]], "no seed in common"),
-        ([OURS[0], THEIRS[0]], "n = 1: too few runs for an interval"),
-        ([*OURS[:2], THEIRS[0], *group("FedAvg", 1, 2, 3)], "n = 1: too few runs for an interval"),
+        ([OURS[0], THEIRS[0]], "too few runs for an interval (n = 1)"),
+        ([*OURS[:2], THEIRS[0], *group("FedAvg", 1, 2, 3)], "too few runs for an interval (n = 1)"),
     ],
 )
 def test_what_is_not_measured_says_why(runs, reason):
     row = judge(TOP_K | {"at_least": -0.5}, *runs)
     assert (row.verdict, row.reason) == ("not measured", reason)
     assert math.isnan(row.measured) == reason.startswith("no ") and math.isnan(row.half)
+    word = "not measured" if math.isnan(row.measured) else "no verdict"
+    assert lab.said(row) == f"{word}: {reason}"
 
 
 def test_a_scheme_of_which_a_run_diverged_has_no_estimate():
@@ -287,7 +289,7 @@ def test_what_a_person_reads():
     assert list(text["n"]) == ["3", "3 of 3"]
     assert list(text["Verdict"]) == ["by construction: kept", "open"]
     assert text["Ours (interval)"][0] == "×80"
-    assert lab.not_measured(table) == "Not measured: none (no records of FedAvg at 0.5)."
+    assert lab.not_measured(table) == "Not measured: none."
 
 
 @pytest.mark.parametrize(
