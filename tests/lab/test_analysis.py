@@ -159,7 +159,8 @@ def world(generator, seeds=4, images=500):
 
 def test_the_interval_covers_as_often_as_it_says():
     """300 worlds: 95 % ± 2.5 standard deviations of a count of 300; without the images' part far
-    fewer. The estimate is right on average, and the bootstrap's width within 15 %."""
+    fewer. The estimate is right on average. The bootstrap counts a run's own images twice, so that
+    it is wider, by less than a fifth."""
     generator, true = np.random.default_rng(1), TRUE["a"] - TRUE["c"]
     found = []
     for _ in range(300):
@@ -174,7 +175,7 @@ def test_the_interval_covers_as_often_as_it_says():
     assert (off <= by_seeds).mean() < 0.88
     values = [one.value for one in found]
     assert np.mean(values) == pytest.approx(true, abs=2.5 * np.std(values) / math.sqrt(300))
-    assert np.median([one.bootstrap / one.half for one in found]) == pytest.approx(1, abs=0.15)
+    assert 1 < np.median([one.bootstrap / one.half for one in found]) < 1.2
 
 
 # Several claims ───────────────────────────────────────────────────────────────────────────────────

@@ -278,7 +278,7 @@ def test_a_plan_beside_what_is_made(tmp_path):
 # For a person ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_a_person_reads():
+def test_what_a_person_reads(tmp_path):
     named = {"bits": {"measure": "uplink", "at_least": 80}, "acc": TOP_K | {"at_least": -0.4},
              "none": TOP_K | {"at_least": 0, "second": ["FedAvg", 0.5]}}  # fmt: skip
     runs = [record("TCS", s, a, bits=0.4) for s, a in enumerate((0.6, 0.7, 0.8))]
@@ -290,6 +290,8 @@ def test_what_a_person_reads():
     assert list(text["Verdict"]) == ["by construction: kept", "open"]
     assert text["Ours (interval)"][0] == "×80"
     assert lab.not_measured(table) == "Not measured: none."
+    lab.save_table(table, tmp_path / "claims", "All", lab.readable_claims, lab.not_measured(table))
+    assert (tmp_path / "claims.md").read_text().endswith("|\n\nNot measured: none.\n")
 
 
 @pytest.mark.parametrize(
