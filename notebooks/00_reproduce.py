@@ -12,7 +12,7 @@
 # **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, the
 # tables beside the paper's own numbers.
 #
-# As it stands this notebook draws them from the records that are in the repository (profile `cpu`): no run is made and no data
+# As it stands this notebook draws them from the records that are in the repository (profile `evidence`): no run is made and no data
 # is needed. With a profile's file it first makes all runs of that profile that have no record yet. From the repository's root:
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
@@ -42,7 +42,7 @@ points = [
     "TCS-L4",
     "TCS-L4-Q5",
 ]  # of the last figure
-evidence = "cpu"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
@@ -182,7 +182,7 @@ for t, params in plans.items():
     print(f"table {t}: {rows['n'].sum()} runs; not measured yet (n = 0): {lacking}")
 
 # %% [markdown]
-# Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07.
+# The paper's claims are judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07.
 
 # %%
 made_by = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}

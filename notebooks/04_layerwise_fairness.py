@@ -389,8 +389,8 @@ often = len(seen[schemes[0]]) * k_global / dimension
 display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
 - Head and input get {table.loc["head + input", "kept"]:.0%} of top-K's budget and have
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
-- The paper says that later layers lose: **{"holds" if later else "does not hold"}** for the two halves of the body,
-  **{"holds" if last else "does not hold"}** for the last layer against the first block.
+- The paper says that later layers lose: **{"supported" if later else "contradicted"}** for the two halves of the body,
+  **{"supported" if last else "contradicted"}** for the last layer against the first block.
 - The gain in accuracy over TCS (n = {len(trials)}; with 95 % each, so that one of {len(compared)} may leave zero out by
   chance), after so few sparse rounds that an entry got to be sent {often:.1f} times (the paper: 234):
 """ + "\n".join(f"    - {said(*key)}" for key in compared) + f"""

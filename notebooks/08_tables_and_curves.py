@@ -13,7 +13,7 @@
 # centralized accuracy while each client sends about 1/100 of the bits (TCS), or 1/2000 (TCS-L4-Q5).
 #
 # One notebook draws any of the three tables in any profile. As it stands it draws Table 1 from the records that are
-# there for the profile `cpu`, and makes no run; with a profile's file it makes the runs that have no record yet:
+# there for the profile `evidence`, and makes no run; with a profile's file it makes the runs that have no record yet:
 #
 #     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
@@ -35,7 +35,7 @@ from IPython.display import Image, Markdown, display
 
 # %% tags=["parameters"]
 table = 1  # which table of the paper: params/table<n>.yaml
-evidence = "cpu"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 figure = None  # which figure its curves are
 title = None  # over the table
@@ -176,7 +176,7 @@ for row in summary.itertuples():
     print(f"{row.scheme:20s} {level}, to Baseline {gap}{bits}")
 
 # %% [markdown]
-# Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
+# The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
 # scheme of your own into this table.
 
 # %%

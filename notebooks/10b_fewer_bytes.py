@@ -447,8 +447,9 @@ plt.show()
 # ## What the shorter schemes cost in accuracy
 #
 # Runs with the same seed share their start, partition and order of samples, so differences are taken
-# seed by seed, with Student's 95 % interval for the *mean* difference. *No loss* holds if the whole
-# interval is above minus half a point (`no_loss`); *not decided* means that the seeds at hand cannot tell.
+# seed by seed, with Student's 95 % interval for the *mean* difference. *No loss* is supported if the
+# whole interval is above minus half a point (`no_loss`), contradicted if none of it is; *open* means that the seeds at hand cannot
+# tell.
 # No loss is against the paper's shortest scheme alone, which itself ends below dense training (FedAvg) in trainings as short as these.
 # The last columns: megabytes until `target` is reached, and what they take on each link.
 

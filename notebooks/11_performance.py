@@ -563,9 +563,9 @@ if targets:
     table = pd.DataFrame(targets, columns=["what", "measured", "target", "verdict"])
     display(Markdown(lab.markdown(table)))
 met = sum(row[-1] == "met" for row in targets)
-slowly = "holds" if typical["global"] < 3 else "does not hold"
+slowly = "supported" if typical["global"] < 3 else "contradicted"
 summary = f"""
-- The selection with a floor is exact: **holds**, in {len(exact)} of {len(exact)} comparisons.
+- The selection with a floor is exact: **supported**, in {len(exact)} of {len(exact)} comparisons.
 - The threshold of the global mask changes slowly: **{slowly}**; the choice is made among {typical["global"]:.1f} K entries.
 - The local masks need {typical["local"]:.1f} K candidates.
 - Targets: {f"{met} of {len(targets)} met, by the records named above" if targets else missing}.

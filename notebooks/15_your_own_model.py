@@ -38,7 +38,7 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # ## Parameters
 #
 # Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew. (With these very values a claim that does not hold stops the notebook: with data
+# *Claim* and *What we saw* are worked out anew. (With these very values a claim that is not supported stops the notebook: with data
 # of your own, change one, such as `seed`.)
 
 # %% tags=["parameters"]

@@ -336,7 +336,7 @@ def fastest(latency: float, rate: float) -> str:
     part = times[(times["latency"] == latency) & (times["link"] == rate)]
     part = part[part["seconds"] < math.inf].sort_values("seconds")
     if len(part) < 2:
-        return "not decided: fewer than two schemes reach the target"
+        return "open: fewer than two schemes reach the target"
     one, two = part.iloc[0], part.iloc[1]
     return f"{one['scheme']}: {one['seconds']:.3g} s; {two['scheme']} ×{two['seconds'] / one['seconds']:.2g}"
 
@@ -352,7 +352,7 @@ stateless = table[table["scheme"].isin(["FedAvg", "QSGD"])]
 beaten = [name for name in table["scheme"] if name not in front]
 untried = sum((name, rate) not in first for name in schemes for rate in rates)
 if untried or table["n"].min() < 2:
-    print(f"Not decided yet: {untried} of {len(schemes) * len(rates)} rates have no run, "
+    print(f"Open yet: {untried} of {len(schemes) * len(rates)} rates have no run, "
           f"and the smallest n is {table['n'].min()}. So far:")  # fmt: skip
 print(f"1. Fewest megabytes within {below:g} points of the best: {cheapest(near)}.")
 print(

@@ -1,4 +1,4 @@
-"""README: its table and numbers are the records', its commands, links and code are real."""
+"""README: its numbers and figures are the records', its commands, links and code are real."""
 
 import math
 import re
@@ -17,10 +17,6 @@ COMMANDS = (
     "notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb",
     "uv run pytest",
 )
-
-
-def test_the_table_is_generated():
-    assert readme_table.with_table(TEXT) == TEXT, "run: uv run python tests/readme_table.py"
 
 
 @pytest.mark.parametrize("draw, path", readme_table.FIGURES.items())

@@ -6,6 +6,7 @@ import sys
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command imports just ends it
 
+from tcs_lab.analysis import Comparison, Estimate, holm
 from tcs_lab.bench import (
     bench_codecs,
     bench_compiled,
@@ -27,10 +28,16 @@ from tcs_lab.cells import (
 from tcs_lab.claims import (
     VERDICTS,
     claim_records,
-    claims_beside,
+    decomposed,
     judged,
+    not_measured,
+    numbers,
     read_claims,
     readable_claims,
+    said,
+    supported_if,
+    unequal,
+    unequal_records,
     verdict,
 )
 from tcs_lab.data import (
@@ -53,7 +60,7 @@ from tcs_lab.figures import (
     series_style,
 )
 from tcs_lab.files import cache_folder
-from tcs_lab.planned import planned_runs
+from tcs_lab.planned import made_of, planned_runs
 from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (
     config_of,
@@ -97,4 +104,4 @@ from tcs_lab.tables import (
     with_interval,
 )
 from tcs_lab.text import GPT, load_text
-from tcs_lab.training import Training, Watch, load_data
+from tcs_lab.training import Training, Watch, load_data, outcomes

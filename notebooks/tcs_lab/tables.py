@@ -304,13 +304,15 @@ def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -
 
 def save_table(
     table: pd.DataFrame, path: str | Path, title: str,
-    reader: Callable[[pd.DataFrame], pd.DataFrame] = readable,
+    reader: Callable[[pd.DataFrame], pd.DataFrame] = readable, note: str | None = None,
 ) -> None:  # fmt: skip
-    """The summary as .csv (numbers) and .md (as a person reads it, by `reader`)."""
+    """The summary as .csv (numbers) and .md (as a person reads it, by `reader`, with a note below:
+    of a summary, what its columns mean)."""
     csv = table.to_csv(index=False, lineterminator="\n")
     write_whole(Path(f"{path}.csv"), lambda f: f.write(csv.encode()))
     text = f"**{title}**\n\n{markdown(reader(table))}\n"
-    text += f"\n{NOTE}\n" if reader is readable else ""
+    note = NOTE if note is None and reader is readable else note
+    text += f"\n{note}\n" if note else ""
     write_whole(Path(f"{path}.md"), lambda f: f.write(text.encode()))
 
 

@@ -263,6 +263,7 @@ NO_TABLE = {
     "claims",
     "sensitivity",
     "claims_text",
+    "evidence_plan",
     "rivals_small",
     "rivals_text",
 }  # read by their own functions

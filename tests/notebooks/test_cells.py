@@ -23,14 +23,14 @@ def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
     own, other = (lab.Claims(space, digest) for space in (namespace(), namespace(phi=0.5)))
     assert own.asserted and not other.asserted
     own("it is so", True, "3 of 3")
-    with pytest.raises(AssertionError, match=r"does not hold: it is so \(2 of 3\)"):
+    with pytest.raises(AssertionError, match=r"contradicted: it is so \(2 of 3\)"):
         own("it is so", False, "2 of 3")
-    with pytest.raises(AssertionError, match="not testable here: it is so"):
+    with pytest.raises(AssertionError, match="not measured: it is so"):
         own("it is so", None)
-    assert capsys.readouterr().out == "holds: it is so (3 of 3)\n"
-    for ok in (True, False, None, "not decided"):
+    assert capsys.readouterr().out == "supported: it is so (3 of 3)\n"
+    for ok in (True, False, None, "open"):
         other("it", ok)
-    words = ["holds", "does not hold", "not testable here", "not decided"]
+    words = ["supported", "contradicted", "not measured", "open"]
     assert capsys.readouterr().out.splitlines() == [f"{word}: it" for word in words]
 
 
@@ -62,6 +62,6 @@ def test_a_gain_is_taken_pair_by_pair():
     mean, half = lab.paired_gain([3, 5, 7], [2, 3, 4])
     assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3))  # t for 95 % and n = 3
     assert lab.paired_gain([3], [2]) == (1, math.inf)
-    assert lab.decided(2, 1) == "holds" and lab.decided(-2, 1) == "does not hold"
-    assert lab.decided(1, 2) == lab.decided(1, math.inf) == "not decided"
-    assert lab.decided(0, 0.3, least=-0.5) == "holds"
+    assert lab.decided(2, 1) == "supported" and lab.decided(-2, 1) == "contradicted"
+    assert lab.decided(1, 2) == lab.decided(1, math.inf) == "open"
+    assert lab.decided(0, 0.3, least=-0.5) == "supported"
