@@ -85,6 +85,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+__all__ = [
+    "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "STAGES", "SUFFIXES",
+    "ByteLink", "Client", "ClientError", "Code", "Compressor", "Federation", "Feed", "Known",
+    "Link", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase", "RandK", "Scheme",
+    "Selection", "Server", "Size", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
+    "build_model", "cross_entropy", "decode_message", "decode_positions", "encode_message",
+    "encode_positions", "fractional_dequantize", "fractional_quantize", "kept", "layer_sizes",
+    "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "register_code",
+    "register_downlink", "register_part", "register_quantizer", "register_scheme",
+    "register_sides", "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_mask",
+    "top_k_positions",
+]  # fmt: skip
+
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
 #    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
 #    paper's, and by the same functions yours.
@@ -1453,8 +1466,11 @@ class Agreement:
 
     def skip(self) -> None:
         """The round is over without an update: nobody was heard in it."""
-        self.round += 1
-        self.is_open = False
+        self.skip_to(self.round + 1)
+
+    def skip_to(self, round: int) -> None:
+        """The next round is this one."""
+        self.round, self.is_open = round, False
 
     def own_mask(self, intended_D: Tensor) -> Tensor:
         """A client's own positions, outside the shared mask, as the rule chooses them."""
@@ -1519,7 +1535,7 @@ class Agreement:
         if missing:
             raise ValueError(f"state: rule: {', '.join(sorted(missing))} is missing")
         self.rule.load_state_dict(state["rule"])
-        self.round, self.is_open = int(state["round"]), False
+        self.skip_to(int(state["round"]))
 
 
 class Sent(NamedTuple):
@@ -1588,6 +1604,10 @@ class Side:
             raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
         sent, self.sent = self.sent, None
         return sent
+
+    def keep_errors_in(self, errors_D: Tensor | None) -> None:
+        """Errors live in this tensor (D,) from here on."""
+        self.errors_D = errors_D
 
     def scale_(self, factor: float) -> None:
         """Errors times a factor: where their unit changes."""
@@ -1967,7 +1987,7 @@ class Compressor:
         _check_same("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
         for index, client in enumerate(self.clients):
-            client.errors_D = self._row(index)
+            client.keep_errors_in(self._row(index))
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -2523,10 +2543,11 @@ class Federation:
         return torch.sub(self.local_D, self.theta_D, out=self.gradient_D)
 
     def _server_step(self, update_D: Tensor) -> None:
-        self.server_theta.data.copy_(self.theta_D)
-        self.server_theta.grad = -update_D
+        parameter = self.server_theta
+        parameter.data.copy_(self.theta_D)
+        parameter.grad = -update_D
         self.server_optimizer.step()
-        self.theta_D.copy_(self.server_theta.detach())
+        self.theta_D.copy_(parameter.detach())
 
     # The module, lent for a round.
 
@@ -2555,7 +2576,7 @@ class Federation:
         if self.server_optimizer is not None:
             raise ValueError("model: others are trained, allowed with server_optimizer: the same")
         self._take(new)
-        self.compressor.known.round = before.known.round
+        self.compressor.known.skip_to(before.known.round)
         self.optimizers.clear()
         for kept_D, was_D in self._pairs(before, momentum_D):
             there = dict(zip(old.names, old.views(was_D), strict=True))
