@@ -47,9 +47,7 @@ data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; 
 data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
-test_unused = (
-    None  # whether training images that are not used are tested on, too, after the last epoch
-)
+test_unused = None  # whether the last epoch tests on unused training images, too
 image_size = None  # pixels a side, smaller than the images are
 crop_padding = None  # pixels around images that are then cropped at random
 context = None  # characters a sample of a text

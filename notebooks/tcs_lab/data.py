@@ -53,7 +53,7 @@ class Dataset:
             if want is not None and want > len(labels):
                 most = f"at most {len(labels)} ({self.label})"
                 raise ValueError(f"{key}: got {want}, allowed: {most}")
-        unused: dict[str, Tensor] = {}
+        unused: dict[str, Any] = {}
         if keep_unused:
             if train is None or train == len(self.train_labels):
                 raise ValueError(f"test_unused: no training image of {self.label} is left unused")

@@ -146,9 +146,9 @@ class RunConfig:
             allowed = TEXT_MODEL if text else " or ".join(STAGES)
             got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"
             raise ValueError(f"model: {got}")
-        images = ("train_samples", "test_samples", "test_unused", "image_size")
-        images += ("dirichlet_alpha", "graph")
-        for key in images if text else ():
+        of_images = ["train_samples", "test_samples", "test_unused", "image_size"]
+        of_images += ["dirichlet_alpha", "graph"]
+        for key in of_images if text else ():
             if value := getattr(self, key):
                 raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import hashlib
 import json
 import math
 import random
@@ -173,8 +172,21 @@ def test_differences(finished):
 
 def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
     """Not of what somebody edits while it runs."""
-    own = hashlib.sha256(Path(tcs.__file__).read_bytes()).hexdigest()
+    own = lab.records.code_sha256(Path(tcs.__file__).read_bytes())
     copied = Path(shutil.copy(tcs.__file__, tmp_path))
     monkeypatch.setattr(tcs, "__file__", str(copied))
-    copied.write_text("edited")
+    copied.write_text("edited", encoding="utf-8")
+    lab.core_sha256.cache_clear()
     assert lab.core_sha256() == own
+
+
+def test_the_hash_under_a_notebook_survives_comments_and_docstrings():
+    def of(text):
+        return lab.records.code_sha256(text.encode())
+
+    plain = of("class A:\n    def f(self, x):\n        return x + 1\n")
+    told = '"""Module."""\n# why\nclass A:\n    """A."""\n\n    def f(self, x):\n        """F."""\n'
+    assert of(told + "        return (x + 1)  # more\n") == plain
+    assert of("class A:\n    def f(self, x):\n        return x + 2\n") != plain
+    assert of('def f():\n    """Only words."""\n') == of("def f():\n    pass\n")
+    assert of('def f():\n    return """a"""\n') != of('def f():\n    return """b"""\n')

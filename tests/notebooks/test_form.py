@@ -67,7 +67,9 @@ def test_executed_clean_and_small(path):
 
 
 def test_all_were_executed_on_one_state_of_the_core():
-    """Says which are stale: execute them again (tests/execute_notebooks.py) and commit."""
+    """Of its code: a mended comment or docstring changes nothing here (lab.core_sha256).
+
+    Says which are stale: execute them again (tests/execute_notebooks.py) and commit."""
     on = defaultdict(list)
     for path in IPYNB:
         printed = re.findall(r"core ([0-9a-f]{12}) · ", committed(path)[1])
