@@ -134,7 +134,7 @@ print("\n".join(made))
 
 # %%
 for t, params in plans.items():
-    display(Markdown((folder / f"table{t}.md").read_text()))
+    display(Markdown((folder / f"table{t}.md").read_text(encoding="utf-8")))
     if records:
         display(Image(filename=str(folder / f"figure{params['figure']}.png"), width=700))
 

@@ -127,7 +127,7 @@ print(f"{len(records)} records; not measured yet (n = 0): {', '.join(lacking) or
 
 # %%
 summary = lab.draw_table(params, records, configs, folder)
-display(Markdown((folder / f"table{table}.md").read_text()))
+display(Markdown((folder / f"table{table}.md").read_text(encoding="utf-8")))
 
 # %% [markdown]
 # One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways.

@@ -79,7 +79,7 @@ for first in list(records.values())[:1]:
 title = f"Sensitivity, {scale}"
 table = lab.sensitivity_table(sweep, profile | {"seeds": 100})
 lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
-display(Markdown((folder / "sensitivity.md").read_text()))
+display(Markdown((folder / "sensitivity.md").read_text(encoding="utf-8")))
 
 # %% [markdown]
 # One row a value: accuracy in percent, ± one standard deviation over n seeds (none

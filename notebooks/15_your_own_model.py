@@ -45,15 +45,13 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 clients = 4  # each has data of its own, from 200 samples up
 rounds = 1000  # with one local step each; an entry gets to be sent rounds x phi_global times
 batch_size = 16  # samples of a local step
-learning_rate = 0.1
+learning_rate = 0.1  # eta
 warmup = 40  # dense rounds at the start
 schemes = ["FedAvg", "top-K", "TCS", "TCS-Q5"]  # the first is what the others are compared with
-tolerance = (
-    0.05  # how much higher the first scheme's loss may be, as a share of it, to count as no loss
-)
+tolerance = 0.05  # a loss that is higher than the first scheme's by this share is as good
 many_clients = [10, 100, 1000]  # of which ten take part in a round
 many_width = 512  # of the perceptron for many clients: 273,921 parameters
-seed = 0
+seed = 0  # of data, first weights and batches
 
 # %%
 lab.check_notebook_params(globals())
@@ -204,7 +202,7 @@ if cheapest != choice:
 def resident() -> float:
     """Memory of this process that is really there, in MB (Linux)."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next(
         (int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS")), torch.nan
     )

@@ -48,14 +48,13 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 
 # %% tags=["parameters"]
 evidence = "text"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
-# whose curves, of seed 0:
 drawn = ["FedAvg", "FedAvg-L4", "top-K", "TCS", "TCS-Q5", "TCS-L4-Q5",
-         "FedAvg-Global Momentum", "TCS-Global Momentum"]  # fmt: skip
+         "FedAvg-Global Momentum", "TCS-Global Momentum"]  # whose curves, of seed 0  # fmt: skip
 rounds = 80  # watched here, dense
 phi_global = 1e-2  # share of an update's entries that count as important
 ddp_steps = 120  # of the same GPT in two processes
 ddp_rank = 1  # of PowerSGD; TCS gets as many bytes
-seed = 0
+seed = 0  # of first weights and windows of what is run here
 
 # %%
 lab.check_notebook_params(globals())
@@ -296,12 +295,12 @@ environment = os.environ | {
 with tempfile.TemporaryDirectory() as folder:
     ranks = [
         subprocess.Popen([sys.executable, "-c", SCRIPT, json.dumps(given), folder, str(rank)],
-                         stderr=subprocess.PIPE, text=True, env=environment)
+                         stderr=subprocess.PIPE, encoding="utf-8", env=environment)
         for rank in range(2)
     ]  # fmt: skip
     errors = [rank.communicate()[1] for rank in ranks]
     assert not any(rank.returncode for rank in ranks), "\n".join(errors)
-    ddp = json.loads(Path(folder, "results.json").read_text())
+    ddp = json.loads(Path(folder, "results.json").read_text(encoding="utf-8"))
 
 # %%
 fig, axes = plt.subplots(figsize=(6.6, 3.4))

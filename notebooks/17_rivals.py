@@ -42,14 +42,12 @@ import tcs_core as tcs
 plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
 
 # %% tags=["parameters"]
-profile = (
-    "small"  # whose records are drawn, of the schemes and rates in params/rivals_<profile>.yaml
-)
+profile = "small"  # whose records are drawn: params/rivals_<profile>.yaml says which
 seeds = 5  # records of seeds 0 to seeds - 1 are looked for
 below = 3.0  # points below the most accurate scheme: the target whose time is asked for
 links = [1, 10, 100]  # Mbit/s, each way
 latencies = [10, 100]  # ms a round
-drawn = ["FedAvg", "top-K", "TCS", "TCS-Q5-NW", "STC", "EF-signSGD-D1", "QSGD", "DGC"]
+drawn = ["FedAvg", "top-K", "TCS", "TCS-Q5-NW", "STC", "EF-signSGD-D1", "QSGD", "DGC"]  # with lines
 make = False  # True: first make the runs that have no record
 data_root = None  # make: the folder or tar of the data; None: the profile's
 

@@ -144,7 +144,7 @@ def code_sha256(source: bytes) -> str:
 @cache
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -154,7 +154,8 @@ def _cpu_name() -> str:
 def git_state() -> dict[str, Any]:
     def git(*words: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(ROOT), *words]  # it may be killed
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+        return done.stdout.strip()
 
     try:
         dirty = bool(git("status", "--porcelain", "--untracked-files=no"))

@@ -250,7 +250,7 @@ MORE = "confidence: 0.95\nclaims: {{a: {{{}}}}}".format
 )
 def test_a_claim_that_cannot_be_judged_is_named(tmp_path, text, names):
     path = tmp_path / "claims.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as error:
         lab.read_claims(path)
     assert str(error.value).startswith(str(path)) and names in str(error.value)
@@ -301,7 +301,7 @@ def test_the_judged_claims_are_rebuilt_from_the_records(path, tmp_path):
     params = lab.read_params([lab.ROOT / f"params/{path.parent.name}.yaml"])
     records = lab.claim_records(read, params | ({"epochs": int(epochs)} if epochs else {}))
     table = lab.judged(read, records)
-    title = path.with_suffix(".md").read_text().split("**")[1]
+    title = path.with_suffix(".md").read_text(encoding="utf-8").split("**")[1]
     lab.save_table(table, tmp_path / path.stem, title, lab.readable_claims)
     for suffix in (".csv", ".md"):
         made, there = tmp_path / path.with_suffix(suffix).name, path.with_suffix(suffix)

@@ -196,7 +196,7 @@ def test_a_saved_table_reads_as_it_was(tmp_path):
     table = lab.summary(records)
     lab.save_table(table, tmp_path / "table1", "A title")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
-    lines = (tmp_path / "table1.md").read_text().splitlines()
+    lines = (tmp_path / "table1.md").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "**A title**" and len(lines) == 8
     assert len({line.count("|") for line in lines[2:6]}) == 1 and "95 % intervals" in lines[7]
 
@@ -238,7 +238,8 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
     params = lab.read_params(files)
     records = list(lab.recorded(lab.plan(params | {"seeds": 100})).values())
     lab.draw_table(params, records, lab.plan(params), tmp_path)
-    tested = f'"matplotlib=={matplotlib.__version__}"' in (lab.ROOT / "pyproject.toml").read_text()
+    project = (lab.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    tested = f'"matplotlib=={matplotlib.__version__}"' in project
     rebuilt = [f for f in tmp_path.iterdir() if tested or f.suffix in (".csv", ".md")]
     assert len(rebuilt) == (4 if tested else 2)
     assert not [f.name for f in rebuilt if (path.parent / f.name).read_bytes() != f.read_bytes()]
@@ -252,7 +253,7 @@ def test_the_table_of_longer_runs_is_rebuilt_from_the_records(path):
     params |= {"epochs": int(path.stem.partition("_")[2])}
     records = lab.recorded(lab.plan(params | {"seeds": 100})).values()
     table = lab.summary(records, params["paper"], lab.plan(params))
-    assert lab.markdown(lab.readable(table[table["n"] > 0])) in path.read_text()
+    assert lab.markdown(lab.readable(table[table["n"] > 0])) in path.read_text(encoding="utf-8")
 
 
 # The notebooks that draw them ─────────────────────────────────────────────────────────────────────
@@ -324,7 +325,7 @@ def test_the_executed_notebook_beside_a_table_shows_it(path):
     cells = nbformat.read(path, 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
     shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
-    assert path.with_suffix(".md").read_text().strip() in shown
+    assert path.with_suffix(".md").read_text(encoding="utf-8").strip() in shown
     drawn = nbformat.read(DRAWS, 4).cells
     own = [linked(c.source) if c.cell_type == "markdown" else c.source for c in drawn]
     assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own
