@@ -156,6 +156,7 @@ def test_the_top_level_keeps_its_shape():
     allowed = {
         "pyproject.toml",
         "README.md",
+        "LICENSE",
         "notebooks",
         "tcs_core.py",
         "params",
