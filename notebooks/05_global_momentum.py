@@ -315,8 +315,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
-for i, (label, group) in enumerate(runs.items()):
-    look = lab.series_style(i)
+for label, group in runs.items():
+    look = lab.curve_style(label, runs)
     losses = torch.tensor([run[0] for run in group]).mean(0)
     axes.plot(range(1, epochs + 1), losses, label=label, markersize=5, **look)
 axes.set(title=f"Training loss, mean of {len(trials)}", xlabel="epoch", ylabel="cross-entropy")

@@ -421,12 +421,12 @@ NAMED = ("FedAvg", "FedAvg-L4", "top-K", "TCS", baseline_scheme, "TCS-L4-M2-E3-W
 LEFT = ("FedAvg", "FedAvg-L4", "TCS", baseline_scheme, "TCS-L4-M2-E3++")  # labels left of the end
 drawn = [name for name in dict.fromkeys(NAMED) if name in federated]
 fig, ax = plt.subplots(figsize=(9.2, 5.2), layout="constrained")
-for i, name in enumerate(drawn):
+for name in drawn:
     x, y = curves[name]["bytes"] / 1e6, 100 * curves[name]["accuracy"]
-    style = lab.series_style(i)
+    style = lab.curve_style(name, drawn)
     _ = ax.plot(x, y, **style, ms=7, markevery=[-1])
     side = {"ha": "right", "xytext": (-12, 4)} if name in LEFT else {"ha": "left", "xytext": (8, 3)}
-    look = {"textcoords": "offset points", "color": style["color"], "fontsize": 9}
+    look = {"textcoords": "offset points", "color": lab.text_colour(style["color"]), "fontsize": 10}
     _ = ax.annotate(name, (x.iloc[-1], y.iloc[-1]), **side, **look)
 ax.set(xscale="log", xlabel="megabytes sent and received by one client so far (log scale)")
 ax.set(ylabel="test accuracy (%)", title=f"What accuracy costs (mean of the seeds)\n{label}")

@@ -156,7 +156,7 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
     lower.set(xlabel=setting.label, xlim=(-0.4, len(words) - 0.6))
     mark_paper(panels, setting.marked, words)
     write_names(upper, lower, curves, words)
-    upper.set_title(f"{name}: {scale}", fontsize=10)
+    upper.set_title(f"{name}: {scale}; bars: ± one std", fontsize=10)
     plt.show()
 
 

@@ -194,13 +194,14 @@ display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
 first = [record for record in records.values() if record["config"]["seed"] == 0]
 first = {record["config"]["scheme"]["name"]: record for record in first}
-for i, name in enumerate(name for name in drawn if name in first):
-    epochs_ = pd.DataFrame(first[name]["rows"])
-    bits, style = epochs_["loss"] / math.log(2), lab.series_style(i) | {"markersize": 3}
+for name in (name for name in drawn if name in first):
+    epochs_, dense = pd.DataFrame(first[name]["rows"]), first[name]["config"]["warmup_epochs"]
+    bits, style = epochs_["loss"] / math.log(2), lab.curve_style(name, drawn) | {"markersize": 4}
     left.plot(epochs_["epoch"], bits, **style, label=name)
-    right.plot(own_megabytes(first[name]).cumsum(), bits, **style)
+    right.plot(own_megabytes(first[name])[dense:].cumsum(), bits[dense:], **style)
 left.set(xlabel="epoch", ylabel="bits per character (test)", title="The same steps …")
-right.set(xlabel="MB of one client, both ways", xscale="log", title="… for fewer bytes")
+right.set(xlabel="MB of one client after the warm-up, both ways (log)", xscale="log")
+right.set_title("… for fewer bytes")
 lab.plain_log(right.xaxis)
 for axes in (left, right):
     axes.grid(alpha=0.25)
@@ -208,7 +209,8 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# Most of what the sparse schemes sent is the dense warm-up, one epoch of ten: the curves on the right start there.
+# The axis on the right begins where the schemes begin to differ, after the dense warm-up, one epoch of ten. That is most of what
+# the sparse schemes sent, and in the table above.
 #
 # ## Which claims carry over
 #
@@ -305,12 +307,12 @@ with tempfile.TemporaryDirectory() as folder:
 # %%
 fig, axes = plt.subplots(figsize=(6.6, 3.4))
 ends = {}
-for i, (name, run) in enumerate(ddp.items()):
+for name, run in ddp.items():
     smooth = pd.Series(run["losses"]).ewm(span=15).mean() / math.log(2)
     axes.plot(
         range(1, ddp_steps + 1),
         smooth,
-        **lab.series_style(i),
+        **lab.curve_style(name, ddp),
         markevery=ddp_steps // 8 or 1,
         label=name,
     )

@@ -53,6 +53,7 @@ from tcs_lab.data import (
 )
 from tcs_lab.figures import (
     COLOURS,
+    LOOK,
     accuracy_figure,
     curve_style,
     draw_table,
@@ -61,6 +62,7 @@ from tcs_lab.figures import (
     plain_log,
     save_figure,
     series_style,
+    text_colour,
 )
 from tcs_lab.files import cache_folder
 from tcs_lab.planned import planned_runs
