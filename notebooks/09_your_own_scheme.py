@@ -241,7 +241,7 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
 # The own schemes are on top, with the paper's columns empty, and every bit is counted: by the formula
-# from the shares declared, and, under *Sent up*, from what the clients really sent.
+# from the shares declared, and, as *sent*, from what the clients really sent.
 
 # %%
 label = records[0]["provenance"]["dataset"]

@@ -219,7 +219,7 @@ lines = [
     {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
      "n": r.n, "Accuracy %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
      "− FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
-     "MB up": f"{r.up:.3g}", "MB down": f"{r.down:.3g}", "MB both": f"{r.both:.3g}",
+     "MB up": f"{r.up:.3g}", "MB both": f"{r.both:.3g}",
      "× less than FedAvg": f"{dense / r.both:.3g}"}
     for r in table.itertuples()
 ]  # fmt: skip

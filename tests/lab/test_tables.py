@@ -128,6 +128,7 @@ def test_summary_means_deviations_and_the_papers_figures():
     assert list(text["Ours: accuracy %"]) == ["82.00 ± 2.00", "70.00"]
     assert list(text["Paper: accuracy %"]) == ["92.44 ± 0.143", "–"]
     assert not [column for column in text if "Baseline" in column]
+    assert list(text["Bits up: formula / sent"]) == ["0.364 / 0.4", "0.4064 / 0.4"]
 
 
 PAPER = {"TCS": [92.44, 0.143, 0.363], "Baseline": [92.228, 0.232, None]}
@@ -160,16 +161,27 @@ def test_the_paper_may_print_no_deviation_or_nothing():
     assert list(text["Paper − Baseline, points"]) == ["+0.21", "–", "–"]
 
 
-def test_what_is_planned_and_not_recorded_has_a_row_that_says_so():
+def test_what_is_planned_and_not_recorded_is_one_line(tmp_path):
     planned = lab.plan({"schemes": ["TCS", "top-K", "Baseline"], "epochs": 3, "seeds": 3})
     table = lab.summary([fake("top-K", 0.7, 0)], PAPER, planned)
     assert list(table["scheme"]) == ["TCS", "top-K", "Baseline"] and list(table["n"]) == [0, 1, 0]
-    text = lab.readable(table)
-    assert list(text["Ours: accuracy %"]) == ["not measured", "70.00", "not measured"]
-    assert list(text["Formula"]) == ["0.364", "0.4064", "–"]
-    assert "Ours − Baseline, points" not in text and text["Paper − Baseline, points"][0] != "–"
+    assert list(lab.readable(table)["Ours: accuracy %"]) == ["70.00"]
     nothing = lab.summary([], {}, planned)
-    assert list(lab.readable(nothing)["n"]) == ["0"] * 3
+    for rows, missing in ((table, "TCS, Baseline"), (nothing, "TCS, top-K, Baseline")):
+        lab.save_table(rows, tmp_path / "table", "A title")
+        text = (tmp_path / "table.md").read_text(encoding="utf-8")
+        assert f"\n\nNot measured yet: {missing}.\n" in text and "not measured" not in text
+        assert len(pd.read_csv(tmp_path / "table.csv")) == 3
+    assert text.count("|") == 0, "no table without a row"
+
+
+def test_a_table_for_people_has_eight_columns_at_most():
+    base = [fake("Baseline", 0.5, s) for s in range(3)]
+    rows = [*base, *(fake("TCS", 0.6, s) for s in range(3))]
+    assert len(lab.readable(lab.summary(rows, PAPER)).columns) == 8
+    shown = sorted(lab.ROOT.glob("results/*/*.md"))
+    heads = {p: next(line for line in p.read_text(encoding="utf-8").splitlines() if line.startswith("| ")) for p in shown}  # fmt: skip
+    assert not [path for path, head in heads.items() if head.count("|") > 9]
 
 
 def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypatch, tmp_path):
