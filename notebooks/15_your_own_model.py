@@ -32,7 +32,7 @@ from torch import nn
 import tcs_core as tcs
 
 torch.set_num_threads(1)
-plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
+plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
 # %% [markdown]
 # ## Parameters
@@ -155,7 +155,7 @@ last["loss, × the first"] = last["loss"] / last["loss"].iloc[0]
 display(last.drop(columns=["round", "MB after the warm-up"]).round(4))
 
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
 for scheme, curve in curves.items():
     style = lab.curve_style(scheme, curves) | {"markersize": 4}
     left.plot(curve["round"], curve["loss"], **style, label=scheme)

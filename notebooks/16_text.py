@@ -38,7 +38,7 @@ from IPython.display import Markdown, display
 import tcs_core as tcs
 
 torch.set_num_threads(1)
-plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
+plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
 # %% [markdown]
 # ## Parameters
@@ -191,7 +191,7 @@ lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=st
 display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True)
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.4), sharey=True)
 first = [record for record in records.values() if record["config"]["seed"] == 0]
 first = {record["config"]["scheme"]["name"]: record for record in first}
 for name in (name for name in drawn if name in first):
@@ -200,7 +200,7 @@ for name in (name for name in drawn if name in first):
     left.plot(epochs_["epoch"], bits, **style, label=name)
     right.plot(own_megabytes(first[name])[dense:].cumsum(), bits[dense:], **style)
 left.set(xlabel="epoch", ylabel="bits per character (test)", title="The same steps …")
-right.set(xlabel="MB of one client after the warm-up, both ways (log)", xscale="log")
+right.set(xlabel="MB of one client after the warm-up (log)", xscale="log")
 right.set_title("… for fewer bytes")
 lab.plain_log(right.xaxis)
 for axes in (left, right):

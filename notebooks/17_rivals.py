@@ -39,7 +39,7 @@ from IPython.display import Markdown, display
 
 import tcs_core as tcs
 
-plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
+plt.rcParams.update({"figure.constrained_layout.use": True} | lab.LOOK)
 
 # %% tags=["parameters"]
 profile = "small"  # whose records are drawn: params/rivals_<profile>.yaml says which
@@ -248,7 +248,7 @@ def draw_point(axes, row) -> None:
 
 
 # %%
-figure, axes = plt.subplots(figsize=(10.4, 4.8))
+figure, axes = plt.subplots(figsize=(8.6, 4.8))
 for row in table.itertuples():
     draw_point(axes, row)
 axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
@@ -302,7 +302,7 @@ print(
 )
 
 # %%
-figure, panels = plt.subplots(1, len(latencies), figsize=(10.4, 4.6), sharey=True, squeeze=False)
+figure, panels = plt.subplots(1, len(latencies), figsize=(8.6, 4.6), sharey=True, squeeze=False)
 shown = [name for name in drawn if name in arrive]
 for axes, latency in zip(panels[0], latencies, strict=True):
     for name in shown:
