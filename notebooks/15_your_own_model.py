@@ -134,14 +134,12 @@ def trained(name: str, **changes) -> pd.DataFrame:
     scheme = tcs.Scheme.named(name, **changes)
     schedule = schedule_of(scheme)
     federation = tcs.Federation(model_of(), own, scheme, schedule, loss=loss, weights=counts)
-    rows, megabytes, dense, sent = [], 0.0, 0.0, federation.compressor
+    rows, megabytes, sent = [], 0.0, federation.compressor
     for t in range(1, rounds + 1):
         federation.round()
         megabytes += (sent.bytes_up + len(own) * sent.bytes_down) / 1e6
-        dense = megabytes if t <= warmup else dense
-        if t % (rounds // 20 or 1) == 0 or t == rounds:
-            after = {"MB after the warm-up": megabytes - dense, "loss": tested(federation)}
-            rows.append({"round": t, "MB": megabytes} | after)
+        if t % (rounds // 20 or 1) == 0 or t in (warmup, rounds):
+            rows.append({"round": t, "MB": megabytes, "loss": tested(federation)})
     return pd.DataFrame(rows)
 
 
@@ -152,15 +150,16 @@ curves = {scheme: trained(scheme) for scheme in schemes}
 last = pd.DataFrame({scheme: curve.iloc[-1] for scheme, curve in curves.items()}).T
 last["times fewer bytes"] = last["MB"].iloc[0] / last["MB"]
 last["loss, × the first"] = last["loss"] / last["loss"].iloc[0]
-display(last.drop(columns=["round", "MB after the warm-up"]).round(4))
+display(last.drop(columns="round").round(4))
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
 for scheme, curve in curves.items():
     style = lab.curve_style(scheme, curves) | {"markersize": 4}
     left.plot(curve["round"], curve["loss"], **style, label=scheme)
-    sparse = curve[curve["round"] > warmup]  # the warm-up is the same for all
-    right.plot(sparse["MB after the warm-up"], sparse["loss"], **style)
+    dense = curve.loc[curve["round"] == warmup, "MB"].iloc[0]  # the same for all
+    sparse = curve[curve["round"] > warmup]
+    right.plot(sparse["MB"] - dense, sparse["loss"], **style)
 left.set(xlabel="round", ylabel="test loss", title="The same rounds …")
 right.set(xlabel="MB of all clients after the warm-up (log)", xscale="log")
 right.set_title("… for fewer bytes")
