@@ -85,7 +85,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
+__all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "STAGES", "SUFFIXES",
     "ByteLink", "Client", "ClientError", "Code", "Compressor", "Federation", "Feed", "Known",
     "Link", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase", "RandK", "Scheme",

@@ -353,7 +353,7 @@ schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baselin
 for panel, last in zip(panels, (300, 10), strict=True):
     moments = [last * i / 600 for i in range(600)]
     for i, (name, run) in enumerate(schedules.items()):
-        look = lab.series_style(i)
+        look = lab.curve_style(name) if name == "Baseline" else lab.series_style(i + 1)
         curve = [run.learning_rate_at(epoch) for epoch in moments]
         panel.plot(moments, curve, label=name, markevery=(30 * i, 120), markersize=5, **look)
 panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="All 300 epochs")

@@ -198,8 +198,8 @@ for share in shares:
 
 # %%
 drawing, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-for i, (name, values) in enumerate(kept_share.items()):
-    look = lab.series_style(i + 1)
+for name, values in kept_share.items():
+    look = lab.curve_style(name)
     axes.plot([100 * share for share in shares], values, label=name, **look)
 axes.axvline(100 * phi, color=lab.COLOURS[0], linestyle=":", label=f"φ = {phi:g}")
 axes.set(xscale="log", xlabel="entries kept φ (%)", ylabel="squares of the update kept (%)")
@@ -260,10 +260,10 @@ for name in ("top-K", "top-K, no errors kept"):
 # %%
 size = {"figsize": (9.4, 3.8), "width_ratios": (3, 2), "layout": "constrained"}
 drawing, panels = plt.subplots(1, 2, **size)
-for i, (name, run) in enumerate(runs.items()):
-    look = lab.series_style(i)
+for name, run in runs.items():
+    look = lab.curve_style(name, runs)
     panels[0].plot(range(1, epochs + 1), run["accuracy"], label=name, **look)
-    panels[1].barh(name, 100 * run["moved"], color=lab.COLOURS[i])
+    panels[1].barh(name, 100 * run["moved"], color=look["color"])
 panels[0].set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Training at φ = {phi:g}")
 panels[1].set(xlabel="entries (%)", title="Entries of θ ever moved")
 panels[0].locator_params(axis="x", integer=True)
@@ -324,13 +324,13 @@ print("\n".join(lines))
 # %%
 looks = {"top-K": r"bound $N\phi$", "TCS": r"bound $\phi_{global}+N\phi_{local}$"}
 drawing, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
-for i, (name, rows) in enumerate(down.items(), 1):
-    look = lab.series_style(i)
+for name, rows in down.items():
+    look = lab.curve_style(name, down)
     axes.plot(federation_sizes, [100 * row["last"] for row in rows], label=name, **look)
     if name in looks:
-        look = {"color": lab.COLOURS[i], "linestyle": ":", "linewidth": 2, "label": looks[name]}
+        look = {"color": look["color"], "linestyle": ":", "linewidth": 2, "label": looks[name]}
         axes.plot(federation_sizes, [100 * row["bound"] for row in rows], **look)
-axes.axhline(100 * phi, color=lab.COLOURS[7], label="rand-K")
+axes.axhline(100 * phi, color=lab.curve_style("rand-K")["color"], label="rand-K")
 axes.set(xlabel="clients N", ylabel="entries (%)", title="The way down", xticks=federation_sizes)
 axes.legend(frameon=False)
 plt.show()

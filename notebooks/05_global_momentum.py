@@ -52,7 +52,7 @@ seeds = 3  # how many trials, or a list of seeds
 phi_global = 1e-2  # share of the entries kept by the mask that all sides know
 phi_local = 1e-3  # share kept by each client's own mask
 value_bits = 32  # q, bits of a value: 32, or 1 to 16 to quantize
-local_steps = 1  # H; the paper combines global momentum only with H = 1
+local_steps = 1  # H; the paper combines global momentum only with an H of 1
 profile = "ci"  # how large this is; nothing is written
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 480  # the first so many training images
@@ -315,8 +315,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
-for i, (label, group) in enumerate(runs.items()):
-    look = lab.series_style(i)
+for label, group in runs.items():
+    look = lab.curve_style(label, runs)
     losses = torch.tensor([run[0] for run in group]).mean(0)
     axes.plot(range(1, epochs + 1), losses, label=label, markersize=5, **look)
 axes.set(title=f"Training loss, mean of {len(trials)}", xlabel="epoch", ylabel="cross-entropy")

@@ -201,9 +201,9 @@ for name, rounds in followed.items():
 
 # %%
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
-for i, name in enumerate(("TCS", "TCS-Average")):
+for name in ("TCS", "TCS-Average"):
     rounds = followed[name].iloc[1:]
-    style = lab.series_style(i + 1) | {"markersize": 4}
+    style = lab.curve_style(name) | {"markersize": 4}
     _ = ax.plot(rounds.index + 1, rounds["stay"], **style, label=name)
 ax.axvline(rounds["dense"].sum() + 1.5, color=lab.COLOURS[7], ls=":", label="sparse rounds begin")
 ax.set(title="How much of the shared mask stays from one round to the next")
@@ -241,7 +241,7 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
 # The own schemes are on top, with the paper's columns empty, and every bit is counted: by the formula
-# from the shares declared, and, under *Sent up*, from what the clients really sent.
+# from the shares declared, and, as *sent*, from what the clients really sent.
 
 # %%
 label = records[0]["provenance"]["dataset"]

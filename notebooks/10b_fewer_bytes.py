@@ -418,16 +418,14 @@ dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * (steps // 4)  # FedAvg-L4's, wh
 # %%
 NAMED = ("FedAvg", "FedAvg-L4", "top-K", "TCS", baseline_scheme, "TCS-L4-M2-E3-W10++",
          "TCS-M2-E3-K4++", "TCS-L4-M2-E3++")  # fmt: skip
-LEFT = ("FedAvg", "FedAvg-L4", "TCS", baseline_scheme, "TCS-L4-M2-E3++")  # labels left of the end
 drawn = [name for name in dict.fromkeys(NAMED) if name in federated]
 fig, ax = plt.subplots(figsize=(9.2, 5.2), layout="constrained")
-for i, name in enumerate(drawn):
+ends = []
+for name in drawn:
     x, y = curves[name]["bytes"] / 1e6, 100 * curves[name]["accuracy"]
-    style = lab.series_style(i)
+    style = lab.curve_style(name, drawn)
     _ = ax.plot(x, y, **style, ms=7, markevery=[-1])
-    side = {"ha": "right", "xytext": (-12, 4)} if name in LEFT else {"ha": "left", "xytext": (8, 3)}
-    look = {"textcoords": "offset points", "color": style["color"], "fontsize": 9}
-    _ = ax.annotate(name, (x.iloc[-1], y.iloc[-1]), **side, **look)
+    ends.append((name, x.iloc[-1], y.iloc[-1], style["color"]))
 ax.set(xscale="log", xlabel="megabytes sent and received by one client so far (log scale)")
 ax.set(ylabel="test accuracy (%)", title=f"What accuracy costs (mean of the seeds)\n{label}")
 both_ways = (lambda mb: 8 * mb / links[0], lambda s: s * links[0] / 8)
@@ -437,6 +435,8 @@ for axis in (ax.xaxis, top.xaxis):
     axis.set_major_locator(LogLocator(subs=(1, 3)))
 top.set_xlabel(f"seconds on a link of {links[0]:g} Mbit/s, communication only")
 ax.grid(alpha=0.25)
+ax.margins(0.12, 0.12)
+lab.figures.label_points(ax, ends)
 plt.show()
 
 # %% [markdown]

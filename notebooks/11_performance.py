@@ -62,7 +62,7 @@ textbook_target = 8.0  # times faster than the textbook version
 positions_target_ms = 5.0  # encode and decode the positions of a message
 paper_samples = 50_000  # training images of the paper's data set
 paper_epochs = 300  # of the paper's runs
-paper_schemes = ["TCS", "TCS-L4"]  # of table 1, for what a GPU would take: H = 1 and H = 4
+paper_schemes = ["TCS", "TCS-L4"]  # of table 1, for what a GPU would take: an H of 1 and of 4
 gpus = {"H100 SXM": [3.35, 989, 67], "H200 SXM": [4.8, 989, 67]}  # TB/s; TFLOP/s: bf16, fp32
 run_target_minutes = 5.0  # one run of TCS on a GPU
 
@@ -261,7 +261,7 @@ print(stated(made_here))
 
 # %%
 paths = sorted(lab.results_folder("bench", records).glob("*.json"))
-found = [json.loads(path.read_text()) for path in paths]
+found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 found.sort(key=lambda record: record["provenance"]["finished"], reverse=True)
 missing = "no record yet; to make one: uv run tcs bench"
 targets = []  # what was measured, and its target

@@ -145,15 +145,15 @@ names = ["phi_global", "phi_local", "start_iter", "steps", "batch_size", "learni
 names += ["train_samples", "test_samples", "image_size", "width", "seed"]
 with tempfile.TemporaryDirectory() as folder:
     script, target = Path(folder) / "train.py", Path(folder) / "results.json"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     own = [str(script), json.dumps({name: globals()[name] for name in names}), str(target)]
     done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={processes}", *own], capture_output=True, text=True,
+        [*torchrun, f"--nproc-per-node={processes}", *own], capture_output=True, encoding="utf-8",
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{lab.ROOT}:{lab.ROOT / 'notebooks'}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    results = json.loads(target.read_text())
+    results = json.loads(target.read_text(encoding="utf-8"))
 D = results["plain"]["parameters"]
 print(f"{processes} processes, {D:,} parameters, {steps} steps, twice")
 

@@ -32,7 +32,7 @@ from torch import nn
 import tcs_core as tcs
 
 torch.set_num_threads(1)
-plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
+plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
 # %% [markdown]
 # ## Parameters
@@ -45,15 +45,13 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 clients = 4  # each has data of its own, from 200 samples up
 rounds = 1000  # with one local step each; an entry gets to be sent rounds x phi_global times
 batch_size = 16  # samples of a local step
-learning_rate = 0.1
+learning_rate = 0.1  # eta
 warmup = 40  # dense rounds at the start
 schemes = ["FedAvg", "top-K", "TCS", "TCS-Q5"]  # the first is what the others are compared with
-tolerance = (
-    0.05  # how much higher the first scheme's loss may be, as a share of it, to count as no loss
-)
+tolerance = 0.05  # a loss that is higher than the first scheme's by this share is as good
 many_clients = [10, 100, 1000]  # of which ten take part in a round
 many_width = 512  # of the perceptron for many clients: 273,921 parameters
-seed = 0
+seed = 0  # of data, first weights and batches
 
 # %%
 lab.check_notebook_params(globals())
@@ -140,7 +138,7 @@ def trained(name: str, **changes) -> pd.DataFrame:
     for t in range(1, rounds + 1):
         federation.round()
         megabytes += (sent.bytes_up + len(own) * sent.bytes_down) / 1e6
-        if t % (rounds // 20 or 1) == 0 or t == rounds:
+        if t % (rounds // 20 or 1) == 0 or t in (warmup, rounds):
             rows.append({"round": t, "MB": megabytes, "loss": tested(federation)})
     return pd.DataFrame(rows)
 
@@ -155,13 +153,16 @@ last["loss, × the first"] = last["loss"] / last["loss"].iloc[0]
 display(last.drop(columns="round").round(4))
 
 # %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
-for i, (scheme, curve) in enumerate(curves.items()):
-    style = lab.series_style(i) | {"markersize": 3}
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
+for scheme, curve in curves.items():
+    style = lab.curve_style(scheme, curves) | {"markersize": 4}
     left.plot(curve["round"], curve["loss"], **style, label=scheme)
-    right.plot(curve["MB"], curve["loss"], **style)
+    dense = curve.loc[curve["round"] == warmup, "MB"].iloc[0]  # the same for all
+    sparse = curve[curve["round"] > warmup]
+    right.plot(sparse["MB"] - dense, sparse["loss"], **style)
 left.set(xlabel="round", ylabel="test loss", title="The same rounds …")
-right.set(xlabel="MB of all clients, both ways", xscale="log", title="… for fewer bytes")
+right.set(xlabel="MB of all clients after the warm-up (log)", xscale="log")
+right.set_title("… for fewer bytes")
 lab.plain_log(right.xaxis)
 for axes in (left, right):
     axes.grid(alpha=0.25)
@@ -204,7 +205,7 @@ if cheapest != choice:
 def resident() -> float:
     """Memory of this process that is really there, in MB (Linux)."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next(
         (int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS")), torch.nan
     )

@@ -25,7 +25,8 @@ def config(scheme="TCS-L2-Q5", **changes):
 def tiny_command(folder, **changes):
     """The words of a command that makes TINY runs under `folder`."""
     path = folder / "tiny.yaml"
-    path.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in (TINY | changes).items()))
+    lines = [f"{k}: {json.dumps(v)}\n" for k, v in (TINY | changes).items()]
+    path.write_text("".join(lines), encoding="utf-8")
     return ["run", "--params", str(path), "--results", str(folder)]
 
 

@@ -44,7 +44,7 @@ def test_the_commands_stand_there_word_for_word():
     blocks = re.sub(r" *\\\n *", " ", TEXT)
     lines = [line.strip() for line in blocks.splitlines()]
     assert [command for command in COMMANDS if command not in lines] == []
-    assert COMMANDS[-1] in (lab.ROOT / ".ci" / "run").read_text()
+    assert COMMANDS[-1] in (lab.ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 def test_every_file_it_names_exists():

@@ -1,7 +1,17 @@
 """The lab: what the notebooks share. A room a file; see each one's first line."""
 
+import importlib.util
 import signal
 import sys
+from pathlib import Path
+
+_NEEDED = ("torchvision", "pandas", "matplotlib", "yaml", "PIL", "tqdm", "scipy", "pydantic",
+           "filelock", "joblib")  # fmt: skip
+if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    _line = f"tcs_lab needs {', '.join(_lacking)}: pip install 'tcs-core[lab]'"
+    if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).stem == "tcs":  # the command line
+        sys.exit(f"error: {_line}")
+    raise ModuleNotFoundError(_line)
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command imports just ends it
@@ -50,6 +60,7 @@ from tcs_lab.data import (
 )
 from tcs_lab.figures import (
     COLOURS,
+    LOOK,
     accuracy_figure,
     curve_style,
     draw_table,
@@ -58,6 +69,7 @@ from tcs_lab.figures import (
     plain_log,
     save_figure,
     series_style,
+    text_colour,
 )
 from tcs_lab.files import cache_folder
 from tcs_lab.planned import made_of, planned_runs

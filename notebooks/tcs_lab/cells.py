@@ -8,13 +8,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
-from tcs_lab.errors import validated
+from tcs_lab.errors import text_hint, validated
 from tcs_lab.tables import CONFIDENCE, half_interval
 
 # The one vocabulary of verdicts; tcs_lab/claims.py adds one word for what is counted.
@@ -33,7 +34,11 @@ Count = Annotated[int, Field(ge=1)]
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
     """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type)."""
     for name, kind in kinds.items():
-        validated(kind, namespace[name], name, strict=True)
+        check = partial(validated, kind, source=name, strict=True)
+        try:
+            check(namespace[name])
+        except ValueError as error:
+            raise ValueError(f"{error}{text_hint(name, namespace[name], check)}") from None
 
 
 class Listening(tcs.ByteLink):
