@@ -67,13 +67,13 @@ def test_at_the_edges_nothing_is_lost(name, edge, wire):
 def test_a_client_whose_update_is_not_finite_is_named_and_nothing_changes(name, dense, bad):
     compressor = tcs.Compressor(tcs.Scheme.named(name), [30, 20], 3)
     compressor.step(torch.randn(3, 50))
-    errors, round_ = compressor.errors_ND.clone(), compressor.round
+    errors, round_ = compressor.errors_ND.clone(), compressor.known.round
     deltas_ND = torch.ones(3, 50)
     deltas_ND[1, 7] = bad
     with pytest.raises(tcs.NotFiniteError, match="client 1: the update is not finite") as raised:
         compressor.step(deltas_ND, dense)
     assert raised.value.client == 1
-    assert torch.equal(errors, compressor.errors_ND) and round_ == compressor.round
+    assert torch.equal(errors, compressor.errors_ND) and round_ == compressor.known.round
 
 
 @pytest.mark.parametrize("wire", [False, True])
@@ -119,7 +119,7 @@ deltas_ND = torch.randn(clients, dimension)
 compressor = tcs.Compressor(tcs.Scheme.named(name), [dimension // 2, dimension - dimension // 2], clients, link=tcs.ByteLink() if wire else None)
 for _ in range(3):
     update_D = compressor.step(deltas_ND)
-assert update_D.isfinite().all() and compressor.round == 3
+assert update_D.isfinite().all() and compressor.known.round == 3
 print(json.dumps(1024 * (kilobytes("VmHWM") - before)))
 """
 

@@ -201,7 +201,7 @@ def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them(data):
     plain = tcs.kept(1e-2, dimension)
     for update_D in one.rounds(0):
         assert len(one.compressor.rule.positions) == 10 * plain
-        assert not one.compressor.last_dense and len(update_D.nonzero()) > 2 * plain
+        assert not one.compressor.known.dense and len(update_D.nonzero()) > 2 * plain
     other.load_state_dict(one.state_dict())
     for run in (one, other):  # the second as after a resume
         run.compressor.rule.widen(1)

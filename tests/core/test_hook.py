@@ -367,5 +367,5 @@ def test_what_a_shorter_type_cannot_hold_stays_behind():
     message = compressor.client(0, gradient_D)
     assert message.values[:10].tolist() == [torch.finfo(torch.float16).max] * 10
     sent_D = torch.zeros(1000)
-    message.add_to_(sent_D, compressor.shared_K)
+    message.add_to_(sent_D, compressor.known.shared_K)
     assert torch.equal(sent_D + compressor.errors_ND[0], gradient_D)

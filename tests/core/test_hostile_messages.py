@@ -19,21 +19,21 @@ def sealed(data):
 
 def rewritten(compressor, data, **changes):
     """The message with other fields, encoded as its client would."""
-    shared_K = compressor.rule.global_mask()
-    message = tcs.decode_message(data, compressor.up, shared_K)
-    return tcs.encode_message(dataclasses.replace(message, **changes), compressor.up)
+    shared_K = compressor.rule.shared_mask()
+    message = tcs.decode_message(data, compressor.known.up, shared_K)
+    return tcs.encode_message(dataclasses.replace(message, **changes), compressor.known.up)
 
 
 def with_more_positions(compressor, data, more):
     """As many own positions as before and `more`, none of them shared, each with a value."""
-    shared_K = compressor.rule.global_mask()
-    message = tcs.decode_message(data, compressor.up, shared_K)
+    shared_K = compressor.rule.shared_mask()
+    message = tcs.decode_message(data, compressor.known.up, shared_K)
     free = torch.ones(sum(SIZES), dtype=torch.bool)
     free[shared_K] = False
     own = free.nonzero().squeeze(1)[: len(message.positions) + more]
     values = torch.ones(len(shared_K) + len(own))
     forged = tcs.Message.of(values, own, compressor.scheme.value_bits, message.sender, message.round)  # fmt: skip
-    return tcs.encode_message(forged, compressor.up)
+    return tcs.encode_message(forged, compressor.known.up)
 
 
 def expanding(compressor, data):
@@ -55,10 +55,10 @@ ATTACKS = {
     "four billion positions": lambda c, data: sealed(data[:12] + b"\xff" * 4 + data[16:]),
     "another client's name": lambda c, data: rewritten(c, data, sender=0),
     "the server's name": lambda c, data: rewritten(c, data, sender=tcs.SERVER),
-    "a later round": lambda c, data: rewritten(c, data, round=c.round + 1),
+    "a later round": lambda c, data: rewritten(c, data, round=c.known.round + 1),
     "replayed round": lambda c, data: OLD[1],
     "another client's message": lambda c, data: OLD["now"],
-    "inside the shared mask": lambda c, data: rewritten(c, data, positions=c.rule.global_mask()[:1]),
+    "inside the shared mask": lambda c, data: rewritten(c, data, positions=c.rule.shared_mask()[:1]),
     "one position too many": lambda c, data: with_more_positions(c, data, 1),
     "one position too few": lambda c, data: with_more_positions(c, data, -1),
     "all positions": lambda c, data: with_more_positions(c, data, 10**6),
@@ -73,7 +73,7 @@ def attacked(name, attack, policy):
 
     def channel(sender, data):
         OLD["now"] = data if sender == 0 else OLD.get("now")
-        if compressor.round < 2:
+        if compressor.known.round < 2:
             OLD[sender] = data
         elif sender == 1:
             return ATTACKS[attack](compressor, data)
@@ -143,7 +143,7 @@ def test_the_servers_memory_is_bounded_whatever_a_client_sends():
         data = ATTACKS[attack](compressor, good_message(compressor))
         tracemalloc.start()
         with pytest.raises(ValueError, match="message"):
-            tcs.decode_message(data, compressor.up, compressor.rule.global_mask(), 1, 2, 1)
+            tcs.decode_message(data, compressor.known.up, compressor.rule.shared_mask(), 1, 2, 1)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 100 * compressor.dimension, attack

@@ -33,8 +33,8 @@ def placed(message, shared_K):
 def test_what_a_client_does_not_send_it_keeps(name, link):
     compressor = tcs.Compressor(tcs.Scheme.named(name), LAYERS, CLIENTS, link=link())
     for messages, intended_ND in rounds(compressor, 12, dense=(6,)):
-        sent_ND = torch.stack([placed(message, compressor.shared_K) for message in messages])
-        dense = compressor.last_dense
+        sent_ND = torch.stack([placed(message, compressor.known.shared_K) for message in messages])
+        dense = compressor.known.dense
         if not dense:
             assert torch.equal(sent_ND + compressor.errors_ND, intended_ND)
         update_D = compressor.server(messages)
@@ -67,7 +67,7 @@ def test_a_refused_message_stays_with_its_client_whole(name):
     kept_D = torch.zeros(sum(LAYERS))
     for t, (messages, intended_ND) in enumerate(rounds(compressor, 12, dense=(6,))):
         assert messages[1] is None and compressor.link.refused == [1] and len(link.up) == 2
-        sent_ND = torch.stack([placed(messages[n], compressor.shared_K) for n in (0, 2)])
+        sent_ND = torch.stack([placed(messages[n], compressor.known.shared_K) for n in (0, 2)])
         assert torch.equal(compressor.errors_ND[1], intended_ND[1])
         update_D = compressor.server(messages)
         kept_D += list(deltas_like_training(t + 1, CLIENTS, LAYERS))[t][1]

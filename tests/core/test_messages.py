@@ -108,7 +108,7 @@ def example(name, sizes=SIZES, seed=0):
     values = like_training(sum(sizes), seed)
     compressor = tcs.Compressor(scheme, sizes, 1)
     compressor.step(values[None])
-    shared = compressor.rule.global_mask()
+    shared = compressor.rule.shared_mask()
     compressor.rule.begin(shared)
     own = compressor.rule.local_mask(values.roll(1), shared)
     chosen = values[torch.cat([shared, own])]
@@ -314,8 +314,8 @@ def test_without_a_dense_warm_up_all_start_with_their_own_largest_entries():
     compressor = tcs.Compressor(scheme, SIZES, 1)
     first = like_training(seed=1)
     assert torch.equal(compressor.step(first[None]), first * tcs.top_k_mask(first, 30))
-    assert not compressor.last_dense
-    mask = compressor.rule.global_mask()
+    assert not compressor.known.dense
+    mask = compressor.rule.shared_mask()
     assert torch.equal(mask, tcs.top_k_positions(first * tcs.top_k_mask(first, 30), 20))
 
 

@@ -101,7 +101,7 @@ def test_the_fair_shared_mask_may_come_from_the_weights(name):
     for _ in range(5):
         of_weights = tcs.layerwise_top_k_positions(made.theta_D, tcs.kept(1e-2, 200), SIZES, 1e-3)
         update_D = made.round()
-        assert torch.equal(made.compressor.shared_K, of_weights)
+        assert torch.equal(made.compressor.known.shared_K, of_weights)
         assert bool((update_D != 0)[of_weights].all())
         of_update = tcs.layerwise_top_k_positions(update_D, 2, SIZES, 1e-3)
         assert not torch.equal(of_update, of_weights)

@@ -51,9 +51,9 @@ def test_static_rounds_do_what_eager_ones_do(name, device):
                 torch.testing.assert_close(
                     getattr(static, key), getattr(eager, key), rtol=1e-4, atol=1e-6
                 )
-            mask = eager.compressor.rule.global_mask()
-            assert torch.equal(static.compressor.rule.global_mask(), mask)
-    assert eager.compressor.round == static.compressor.round
+            mask = eager.compressor.rule.shared_mask()
+            assert torch.equal(static.compressor.rule.shared_mask(), mask)
+    assert eager.compressor.known.round == static.compressor.known.round
 
 
 def test_what_static_rounds_cannot_do_stays_eager():
@@ -120,7 +120,7 @@ def test_static_rounds_may_come_anywhere_between_eager_ones(name):
         assert len(rounds.play(span)) == len(span)
     mixed.round()
     rounds.count(rounds.play(range(9, 12))[-1])
-    assert mixed.t == eager.t == mixed.compressor.round == 12
+    assert mixed.t == eager.t == mixed.compressor.known.round == 12
     one, two = (vars(f.compressor) for f in (eager, mixed))
     for key in ("bits_up", "bits_down", "bytes_up", "bytes_down"):
         assert one[key] == two[key] > 0, key
@@ -193,7 +193,7 @@ def test_a_sum_that_overflows_at_the_server_is_named_there():
     for played in ("eager", "static"):
         made = small_federation("TCS")
         made.round()
-        shared_K = made.compressor.rule.global_mask()
+        shared_K = made.compressor.rule.shared_mask()
         made.compressor.errors_ND[:, shared_K[:1]] = 3e38
         with pytest.raises(tcs.NotFiniteError, match=r"^server: "):
             made.round() if played == "eager" else tcs.StaticRounds(made, 1).play(range(1, 2))
