@@ -367,7 +367,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     if unknown := sorted(fields.keys() - allowed):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
-    if name in FAMILIES and name in _THE_PAPERS or name.endswith("+") or _is_suffixed(name):
+    papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
+    if papers or name.endswith("+") or _is_suffixed(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
