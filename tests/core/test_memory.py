@@ -1,49 +1,14 @@
 """What a round needs beside the errors does not grow with the number of clients."""
 
-import weakref
-
 import pytest
 import tcs_lab.variants  # noqa: F401  (-D)
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from common import Peak
+from torch import nn
 
 import tcs_core as tcs
 
 CLIENTS, WIDTH = 40, 100
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within it held at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {
-            t.untyped_storage().data_ptr()
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self._made(tensor.untyped_storage())
-        return result
-
-    def _made(self, storage):
-        if storage.data_ptr() not in self.known:
-            size, place = storage.nbytes(), storage.data_ptr()
-            self.known[place] = weakref.finalize(storage, self._freed, place, size)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-
-    def _freed(self, place, size):
-        del self.known[place]
-        self.live -= size
 
 
 def test_the_measure_sees_what_lives_and_what_is_gone():
