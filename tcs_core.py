@@ -1387,7 +1387,7 @@ class Checks:
     """
 
     def __init__(self, device: Any):
-        self.at_once = may_look(torch.empty(0, device=device))
+        self.device, self.at_once = device, may_look(torch.empty(0, device=device))
         self.later = False
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
@@ -1408,9 +1408,8 @@ class Checks:
         something was not finite. The only look at values in a round on a GPU."""
         if self.at_once:
             return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
-        self.explored = (
-            torch.zeros((), dtype=torch.int64) if explored_D is None else explored_D.sum()
-        )
+        nothing = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.explored = nothing if explored_D is None else explored_D.sum()
         if self.later:
             return 0
         senders = list(self.finite)
@@ -2972,6 +2971,7 @@ def _own_message(client: Client, buffer: Tensor) -> tuple[Message, bool]:
     finite = bool(buffer.isfinite().all())
     try:
         message = client.send(gradient_D if finite else torch.zeros_like(gradient_D))
+        known.checks.read()
     except NotFiniteError:  # the errors themselves have grown beyond float32
         client.load_state_dict(Client(known).state_dict())
         message, finite = client.send(torch.zeros_like(gradient_D)), False

@@ -82,6 +82,23 @@ def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
         checks.read()
 
 
+@pytest.mark.parametrize("name", ["TCS-Q5", "top-K", "rand-K", "FedAvg"])
+def test_client_and_server_by_halves_stay_on_their_device(name, on_cuda):
+    """To the one look of `Server.finish`, which everything goes into."""
+    known = tcs.Known(name, [60, 40], device="cuda")
+    known.rule.observe(torch.ones(100))
+    clients, server = [tcs.Client(known, n) for n in range(2)], tcs.Server(known)
+    known.begin()
+    for client in clients:
+        server.add(client.number, client.send(torch.ones(100)))
+    with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
+        server.finish()
+    assert len(known.checks.finite) == 3
+    known.checks.later = True
+    known.checks.read()
+    assert known.checks.explored.device.type == "cuda"
+
+
 # Each of these would be noticed ───────────────────────────────────────────────────────────────────
 
 
