@@ -411,15 +411,15 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     taken.
     """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
-    others = [suffix for suffix in SUFFIXES if suffix.form != form]
+    says = f"values of q bits, quantizer {name}"
+    others = [suffix for suffix in SUFFIXES if (suffix.form, suffix.says) != (form, says)]
     taken = any(re.fullmatch(suffix.pattern, f"{letter.lower()}5") for suffix in others)
-    taken = taken or (name != "fractional" and letter.upper() == "Q")
     if taken or not letter.isalpha():
         raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
 
-    @register_suffix(form, pattern, f"values of q bits, quantizer {name}")
+    @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
         return {"value_bits": number, "quantizer": name}
 
