@@ -1387,10 +1387,15 @@ class Checks:
     """
 
     def __init__(self, device: Any):
-        self.device, self.at_once = device, may_look(torch.empty(0, device=device))
+        self.device, self.looks = device, may_look(torch.empty(0, device=device))
         self.later = False
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what is not finite is known as soon as it is asked for."""
+        return self.looks and not self.later
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
