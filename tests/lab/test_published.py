@@ -25,7 +25,7 @@ class Linear(nn.Module):
 
 def federation(scheme, schedule):
     rounds = deltas_like_training(10, 2, SIZES)
-    feed = zip(*rounds, strict=True)  # a list a client
+    feed = list(zip(*rounds, strict=True))  # a list a client
     return tcs.Federation(Linear(), feed, scheme, schedule, loss=lambda model, batch: model(batch))
 
 
