@@ -2423,9 +2423,18 @@ class Federation:
             before = self.schedule(t - 1).eta  # with momentum all differences are gradients
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
         self.t += 1
-        with self.lent():
-            update_D = self.play(chosen, t, phase.eta, phase.dense, phase.masks)
-        return update_D
+        try:
+            with self.lent():
+                return self.play(chosen, t, phase.eta, phase.dense, phase.masks)
+        except ClientError as error:
+            error.round = t
+            if not hasattr(error, "__notes__"):
+                error.add_note(self._unheard(t))
+            raise
+
+    def _unheard(self, t: int | Tensor) -> str:
+        kept = self.compressor.scheme.keeps_errors
+        return f"round {t}: nobody was heard in it" + ("" if kept else "; what was sent is lost")
 
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
@@ -2437,7 +2446,7 @@ class Federation:
             try:
                 return self.difference(n, t, eta)  # Alg. 2, line 7
             except Exception as error:
-                error.add_note(f"client {n}, round {t}: nobody was heard in it")
+                error.add_note(f"client {n}, {self._unheard(t)}")
                 raise
 
         self.active = chosen
