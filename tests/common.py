@@ -8,6 +8,7 @@ import weakref
 
 import tcs_lab as lab
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 from torch.optim.sgd import sgd
@@ -157,3 +158,35 @@ class Peak(TorchDispatchMode):
     def _freed(self, place, size):
         del self.known[place]
         self.live -= size
+
+
+# The DDP hook without processes ────────────────────────────────────────────────────────────────────
+
+
+class Alone:
+    """A group of one rank; a collective's work, done at once."""
+
+    def __init__(self, *sent):
+        self.sent = list(sent)
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result(self.sent)
+        return future
+
+
+def alone_in_a_group(monkeypatch):
+    """Collectives of the only rank of a group."""
+
+    def gather(gathered, part, group, async_op):
+        gathered[0].copy_(part)
+        return Alone(gathered)
+
+    monkeypatch.setattr(dist, "all_reduce", lambda sent, group, async_op: Alone(sent))
+    monkeypatch.setattr(dist, "all_gather", gather)

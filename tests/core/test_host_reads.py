@@ -5,14 +5,12 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
-from common import deltas_like_training
+from common import Alone, Bucket, alone_in_a_group, deltas_like_training
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tcs_core as tcs
 
 SIZES, ROUNDS = [900, 100], 6
-PARAMETERS = [torch.zeros(size) for size in SIZES]
 LOOKS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"}
 
 
@@ -154,6 +152,19 @@ def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monke
         late.read()
 
 
+@pytest.mark.parametrize(("last", "finite"), [(3e38, True), (torch.inf, False), (torch.nan, False)])
+def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monkeypatch):
+    values, at_once = torch.tensor([3e38] * 40 + [last]), tcs.Checks("cpu")
+    with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError):
+        at_once.finite_part(values, 0)
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    late = tcs.Checks("cpu")
+    kept = late.finite_part(values, 0)
+    assert bool(late.finite[0]) == finite and torch.equal(kept, values if finite else torch.zeros(41))
+    with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError, match="client 0"):
+        late.read()
+
+
 class Bucket:
     """A gradient as DDP hands it to a hook, of the only rank of a group."""
 
@@ -170,36 +181,12 @@ class Bucket:
         return True
 
 
-class Alone:
-    """A group of one rank; a collective's work, done at once."""
-
-    def __init__(self, *sent):
-        self.sent = list(sent)
-
-    def size(self):
-        return 1
-
-    def rank(self):
-        return 0
-
-    def get_future(self):
-        future = torch.futures.Future()
-        future.set_result(self.sent)
-        return future
-
-
 def test_what_a_step_of_the_hook_reads(as_on_a_gpu, monkeypatch):
     """Whether the gradient, what is meant and the sum are finite; copies to the host: of the
     mask, for its checksum, of the message's parts, and of what a rank sent."""
     plain, copies = torch.Tensor.cpu, []
 
-    def gather(gathered, part, group, async_op):
-        gathered[0].copy_(part)
-        return Alone(gathered)
-
-    monkeypatch.setattr(dist, "all_reduce", lambda sent, group, async_op: Alone(sent))
-    monkeypatch.setattr(dist, "all_gather", gather)
-
+    alone_in_a_group(monkeypatch)
     def on_the_host(work):
         def unseen(*args):
             with _disable_current_modes():
@@ -210,11 +197,12 @@ def test_what_a_step_of_the_hook_reads(as_on_a_gpu, monkeypatch):
     for coding in ("encode_message", "decode_message"):
         monkeypatch.setattr(tcs, coding, on_the_host(getattr(tcs, coding)))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t) or plain(t))
+    parameters = [torch.zeros(size) for size in SIZES]
     state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
     *before, last_ND = deltas_like_training(ROUNDS, 1, SIZES)
     for deltas_ND in before:
-        tcs.tcs_hook(state, Bucket(deltas_ND[0])).wait()
+        tcs.tcs_hook(state, Bucket(deltas_ND[0], parameters)).wait()
     copies.clear()
     with Reads(copies=("tolist",)) as reads:
-        tcs.tcs_hook(state, Bucket(last_ND[0])).wait()
+        tcs.tcs_hook(state, Bucket(last_ND[0], parameters)).wait()
     assert (reads.count, len(copies)) == (3, 6)
