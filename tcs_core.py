@@ -2653,6 +2653,11 @@ class Federation:
             raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")
         for key, buffer in own.items():
             _check_same(f"state: buffer {key}", state["buffers"][key], buffer)
+        if state["optimizers"] and self.local_optimizer is None:
+            raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
+        if ("server_optimizer" in state) != (self.server_optimizer is not None):
+            what = "one" if "server_optimizer" in state else "none"
+            raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
         self.compressor.load_state_dict(state["compressor"])
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             if getattr(self, key) is not None:
@@ -2665,9 +2670,9 @@ class Federation:
         self.optimizers.clear()
         for n, saved in state["optimizers"].items():
             self.optimizers[n] = self.local_optimizer(self.flat.parameters)
-            self.optimizers[n].load_state_dict(saved)
+            self.optimizers[n].load_state_dict(copy.deepcopy(saved))  # else it shares tensors
         if self.server_optimizer is not None:
-            self.server_optimizer.load_state_dict(state["server_optimizer"])
+            self.server_optimizer.load_state_dict(copy.deepcopy(state["server_optimizer"]))
         self.flat.put(self.theta_views)
         self.flat.put_statistics(self._average(self.statistics_NS))
         self._left_S = self.flat.statistics()
