@@ -163,6 +163,22 @@ class Peak(TorchDispatchMode):
 # The DDP hook without processes ────────────────────────────────────────────────────────────────────
 
 
+class Bucket:
+    """A gradient as DDP hands it to a hook, of the only rank of a group."""
+
+    def __init__(self, gradient_D, parameters):
+        self.gradient_D, self._parameters = gradient_D, parameters
+
+    def buffer(self):
+        return self.gradient_D
+
+    def parameters(self):
+        return self._parameters
+
+    def is_last(self):
+        return True
+
+
 class Alone:
     """A group of one rank; a collective's work, done at once."""
 

@@ -176,7 +176,10 @@ def test_frozen_parameters_stay():
 @pytest.mark.parametrize("nothing", [[], iter([])])
 def test_a_client_without_data_is_named(nothing):
     made = tcs.Federation(mlp(), [batches(1, 0), nothing], "TCS", 0.1, loss=mse)
-    with pytest.raises(ValueError, match=r"^feed: client 1 has no batch for step 1: .*ended, or is empty\nclient 1, round 0: "):
+    with pytest.raises(
+        ValueError,
+        match=r"^feed: client 1 has no batch for step 1: .*ended, or is empty\nclient 1, round 0: ",
+    ):
         made.round()
 
 
@@ -188,7 +191,9 @@ def test_no_clients_at_all():
 def test_data_that_can_be_gone_through_once_only_ends_with_a_word():
     made = tcs.Federation(mlp(), [iter(batches(2, 0))], "TCS", 0.1, loss=mse)
     made.round(), made.round()
-    with pytest.raises(ValueError, match="feed: client 0 has no batch for step 1: its iterable has ended"):
+    with pytest.raises(
+        ValueError, match="feed: client 0 has no batch for step 1: its iterable has ended"
+    ):
         made.round()
 
 
@@ -237,7 +242,11 @@ def test_buffers_that_are_not_batch_norms_are_restored_too():
     for _ in range(3):
         one.round()
     saved = {key: copy.deepcopy(value) for key, value in one.state_dict().items()}
-    assert {key.rsplit(".", 1)[1] for key in saved["buffers"]} == {"_u", "_v", "num_batches_tracked"}
+    assert {key.rsplit(".", 1)[1] for key in saved["buffers"]} == {
+        "_u",
+        "_v",
+        "num_batches_tracked",
+    }
     for _ in range(3):
         one.round()
     two.load_state_dict(saved)

@@ -184,10 +184,12 @@ def test_a_message_that_is_not_this_rounds_is_named_and_changes_nothing(forged, 
 
 
 def test_a_sparse_message_in_a_dense_round_is_refused():
-    sides, sent = after_two_rounds(dense=True)
+    sides, _sent = after_two_rounds(dense=True)
     places = torch.empty(0, dtype=torch.int64)
     sparse = tcs.Message(torch.ones(sum(LAYERS)), places, 1, 2)
-    with pytest.raises(tcs.MessageError, match=r"^client 1: message: dense: got False, allowed: True$"):
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 1: message: dense: got False, allowed: True$"
+    ):
         sides.server.add(1, sparse)
     assert sides.server.heard == [0]
 
@@ -197,12 +199,16 @@ def test_a_round_that_was_not_opened_is_named():
     sides.server.add(1, sent[1]), sides.server.add(2, sent[2])
     update_D, reply = sides.server.finish()
     sides.known.observe(update_D)
-    with pytest.raises(tcs.MessageError, match=r"^client 1: no round is open, allowed: after Known"):
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 1: no round is open, allowed: after Known"
+    ):
         sides.server.add(1, sent[1])
     client = sides.clients[0]
     client.receive(reply)
     before_D = client.errors_D.clone()
-    with pytest.raises(ValueError, match=r"^client 0: no round is open, allowed: after Known.begin$"):
+    with pytest.raises(
+        ValueError, match=r"^client 0: no round is open, allowed: after Known.begin$"
+    ):
         client.send(torch.ones(sum(LAYERS)))
     assert torch.equal(client.errors_D, before_D) and client.sent is None
     with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 3$"):

@@ -15,7 +15,9 @@ class Broken:
     def __init__(self, how, scheme="TCS", dense=False, rounds=8):
         self.how, self.passes, self.link = how, [0] * CLIENTS, None
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 3))
+        self.model = nn.Sequential(
+            nn.Linear(8, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 3)
+        )
         self.model[1].eval() if how != "a batch of one" else None
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(CLIENTS, rounds, 6, 8, generator=generator)
@@ -28,7 +30,9 @@ class Broken:
         if how == "a refused message":
             self.link = tcs.ByteLink("stop", self.channel)
         schedule = lambda t: tcs.Phase(0.05, dense=dense and t >= GOOD)  # noqa: E731
-        self.made = tcs.Federation(self.model, feed, scheme, schedule, loss=self.loss, link=self.link)
+        self.made = tcs.Federation(
+            self.model, feed, scheme, schedule, loss=self.loss, link=self.link
+        )
         self.meant = {}
         self.made.on_delta = lambda n, delta_D: self.meant.update({n: delta_D.clone()})
 
@@ -54,7 +58,7 @@ WAYS = {
     "a batch of one": (ValueError, r"more than 1 value per channel(.|\n)*\nclient 2, round 3: nobody was heard"),
     "an error of the loss": (ArithmeticError, r"^odd\nclient 2, round 3: nobody was heard in it$"),
     "a refused message": (tcs.MessageError, r"^client 2: message: wrong checksum\nround 3: nobody was heard"),
-    "Ctrl-C": (KeyboardInterrupt, ""),
+    "Ctrl-C": (KeyboardInterrupt, None),
 }  # fmt: skip
 
 
@@ -140,7 +144,7 @@ def test_a_scheme_without_errors_loses_what_was_sent_and_says_so():
     broken = Broken("an error of the loss", "FedAvg")
     for _ in range(GOOD):
         broken.made.round()
-    with pytest.raises(ArithmeticError, match="nobody was heard in it; what was sent is lost$"):
+    with pytest.raises(ArithmeticError, match=r"nobody was heard in it; what was sent is lost$"):
         broken.made.round()
     update_D = broken.made.round()
     torch.testing.assert_close(update_D, torch.stack([broken.meant[n] for n in range(3)]).mean(0))

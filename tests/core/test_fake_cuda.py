@@ -12,7 +12,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import tcs_core as tcs
 
 CLIENTS = 2
-FREE = ["TCS", "TCS-Q5", "TCS-L4-Q5", "TCS-Q5-Global Momentum", "top-K", "top-K-Q5", "rand-K", "FedAvg"]
+FREE = [
+    "TCS",
+    "TCS-Q5",
+    "TCS-L4-Q5",
+    "TCS-Q5-Global Momentum",
+    "top-K",
+    "top-K-Q5",
+    "rand-K",
+    "FedAvg",
+]
 MASKED = [name for name in FREE if name not in ("rand-K", "FedAvg")]  # of those, by S_top
 
 
@@ -37,7 +46,11 @@ def play(name, loss=tcs.cross_entropy):
 @pytest.fixture
 def on_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)
-    for name in ("_random_state", "_put_random_state", "_reseed"):  # a device that is there has them
+    for name in (
+        "_random_state",
+        "_put_random_state",
+        "_reseed",
+    ):  # a device that is there has them
         monkeypatch.setattr(tcs, name, lambda *_: None)
     with FakeTensorMode(), torch.device("cuda"):
         yield

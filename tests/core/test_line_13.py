@@ -94,7 +94,9 @@ def test_without_line_13_no_way_of_sending_balances(way, name, monkeypatch):
 
     monkeypatch.setattr(tcs.Client, "arrived", leaves_errors)
     meant_D, sent_D, left_D = way(name, monkeypatch)
-    torch.testing.assert_close(left_D, meant_D - (first_of_the_hook() if way is with_the_hook else 0))
+    torch.testing.assert_close(
+        left_D, meant_D - (first_of_the_hook() if way is with_the_hook else 0)
+    )
     assert float((sent_D + left_D - meant_D).abs().max()) > 0.1
     assert len(broken) == (ROUNDS - 1 if way is with_the_hook else ROUNDS * CLIENTS)
 

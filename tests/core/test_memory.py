@@ -29,7 +29,9 @@ def federation(scheme):
     return tcs.Federation(model, feed, scheme, 0.1)
 
 
-@pytest.mark.parametrize("scheme", ["TCS", "TCS-L2-Q5-D5", "TCS-LF-Momentum", "top-K", "rand-K", "FedAvg", "FedAvg-L2"])
+@pytest.mark.parametrize(
+    "scheme", ["TCS", "TCS-L2-Q5-D5", "TCS-LF-Momentum", "top-K", "rand-K", "FedAvg", "FedAvg-L2"]
+)
 def test_a_round_makes_no_tensor_of_all_clients_differences(scheme):
     made = federation(scheme)
     flat = 4 * len(made.theta_D)

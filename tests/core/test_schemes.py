@@ -72,7 +72,9 @@ def test_what_only_a_variant_can_do_is_refused_where_none_is_registered(monkeypa
     monkeypatch.setattr(tcs, "RULE_PARTS", {})
     monkeypatch.setattr(tcs, "DOWNLINKS", [])
     for changes in ({"dense_warmup": False}, {"shared_from": "weights"}, {"down_value_bits": 5}):
-        with pytest.raises(ValueError, match=r"^TCS: .* is a variant of tcs_lab's: import it first$"):
+        with pytest.raises(
+            ValueError, match=r"^TCS: .* is a variant of tcs_lab's: import it first$"
+        ):
             tcs.Compressor(tcs.Scheme.named("TCS", **changes), [10], 2)
 
 

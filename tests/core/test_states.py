@@ -90,7 +90,9 @@ def test_a_state_is_by_value(name):
     for _ in range(2):
         one.load_state_dict(state)
         assert same(one.state_dict(), kept)
-        assert all(torch.equal(one.step(d), e) for d, e in zip((next_ND, last_ND), expected, strict=True))
+        assert all(
+            torch.equal(one.step(d), e) for d, e in zip((next_ND, last_ND), expected, strict=True)
+        )
         assert same(state, kept)
 
 
@@ -128,13 +130,17 @@ def test_two_sides_whose_parameters_lie_in_another_order_refuse_each_other():
     for known in (plain, last, again):
         known.begin()
     server, delta_D = tcs.Server(plain), torch.ones(plain.dimension)
-    with pytest.raises(tcs.MessageError, match=r"^client 0: message: tag: .* another order in memory"):
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 0: message: tag: .* another order in memory"
+    ):
         plain.from_bytes(last.to_bytes(client.send(delta_D)), 0)
     message = plain.from_bytes(again.to_bytes(tcs.Client(again).send(delta_D)), 0)
     server.add(0, message)
     update_D, reply = server.finish()
     data = plain.to_bytes(reply)
-    with pytest.raises(tcs.MessageError, match=r"^server: message: tag: .* another order in memory"):
+    with pytest.raises(
+        tcs.MessageError, match=r"^server: message: tag: .* another order in memory"
+    ):
         last.from_bytes(data, tcs.SERVER)
     assert torch.equal(again.expanded(again.from_bytes(data, tcs.SERVER)), update_D)
 

@@ -220,7 +220,9 @@ def test_parameters_put_in_the_place_of_others_are_followed(how):
         model.head.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
     else:
         model.head = copy.deepcopy(other)
-    fresh = tcs.Federation(copy.deepcopy(model), [batches(3, n)[1:] for n in range(2)], "FedSGD", 0.1)
+    fresh = tcs.Federation(
+        copy.deepcopy(model), [batches(3, n)[1:] for n in range(2)], "FedSGD", 0.1
+    )
     assert torch.equal(made.round(), fresh.round())
     assert not torch.equal(model.head.weight, other.weight)
     assert torch.equal(flat(model), flat(fresh.model))
@@ -257,9 +259,11 @@ def test_a_parameter_that_was_added_is_trained():
     made = federation(model)
     made.round()
     model.head.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    model.head.forward = lambda x: model.head.scale * F.linear(x, model.head.weight, model.head.bias)
+    model.head.forward = lambda x: (
+        model.head.scale * F.linear(x, model.head.weight, model.head.bias)
+    )
     made.round()
-    assert float(model.head.scale) != 1.0 and len(made.theta_D) == len(flat(model))
+    assert model.head.scale.item() != 1.0 and len(made.theta_D) == len(flat(model))
 
 
 def test_a_layer_of_another_size_is_named_and_nothing_has_changed():
@@ -327,10 +331,14 @@ def test_sparse_gradients_and_empty_parameters_work():
 # Clients and feeds ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("clients", [[True], [1.0], [False, 1], ["1"], [None], [0, 0], [2], [-1], []])
+@pytest.mark.parametrize(
+    "clients", [[True], [1.0], [False, 1], ["1"], [None], [0, 0], [2], [-1], []]
+)
 def test_clients_are_whole_numbers_each_once(clients):
     made = federation(Classifier())
-    with pytest.raises(ValueError, match=r"^clients: got .*, allowed: one or more of 0 to 1, each once$"):
+    with pytest.raises(
+        ValueError, match=r"^clients: got .*, allowed: one or more of 0 to 1, each once$"
+    ):
         made.round(clients)
     assert made.t == 0 and made.feed.given == [0, 0]
 

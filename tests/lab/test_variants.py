@@ -41,7 +41,8 @@ def test_smaller_masks_are_all_smaller_whatever_else_the_name_says():
 
 
 @pytest.mark.parametrize(
-    ("typed", "kept"), [("tcs-l4-q5++", "TCS-L4-Q5++"), ("tcs-wplf", "TCS-WPLF"), ("top-k-ge", "top-K-GE")]
+    ("typed", "kept"),
+    [("tcs-l4-q5++", "TCS-L4-Q5++"), ("tcs-wplf", "TCS-WPLF"), ("top-k-ge", "top-K-GE")],
 )
 def test_a_name_is_read_in_any_case_and_kept_in_one_form(typed, kept):
     assert tcs.Scheme.named(typed) == tcs.Scheme.named(kept)
