@@ -281,6 +281,29 @@ def test_a_layer_of_another_size_is_named_and_nothing_has_changed():
     made.round()
 
 
+def test_what_cannot_be_followed_is_named():
+    """Norms that come and go, and other parameters under a server's optimizer."""
+    model = Classifier()
+    made = federation(model)
+    made.round()
+    model.body[1] = nn.Identity()
+    with pytest.raises(
+        ValueError, match=r"^model: norms: got 1 of 8 statistics, allowed: those it had"
+    ):
+        made.round()
+    model = Classifier()
+    whole = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    made = federation(model, server_optimizer=whole)
+    made.round()
+    model.stem.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"^model: others are trained, allowed with server_optimizer"
+    ):
+        made.round()
+    model.stem.requires_grad_(True)
+    made.round()
+
+
 def test_tied_weights_are_one_and_stay_tied():
     class Tied(nn.Module):
         def __init__(self):
