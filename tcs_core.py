@@ -381,7 +381,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     if unknown := sorted(fields.keys() - allowed):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
-    if (name in FAMILIES and name in _THE_PAPERS) or name.endswith("+") or _is_suffixed(name):
+    papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
+    if papers or name.endswith("+") or _is_suffixed(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
@@ -424,15 +425,15 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     taken.
     """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
-    others = [suffix for suffix in SUFFIXES if suffix.form != form]
+    says = f"values of q bits, quantizer {name}"
+    others = [suffix for suffix in SUFFIXES if (suffix.form, suffix.says) != (form, says)]
     taken = any(re.fullmatch(suffix.pattern, f"{letter.lower()}5") for suffix in others)
-    taken = taken or (name != "fractional" and letter.upper() == "Q")
     if taken or not letter.isalpha():
         raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
 
-    @register_suffix(form, pattern, f"values of q bits, quantizer {name}")
+    @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
         return {"value_bits": number, "quantizer": name}
 
@@ -1405,10 +1406,15 @@ class Checks:
     """
 
     def __init__(self, device: Any):
-        self.at_once = may_look(torch.empty(0, device=device))
+        self.device, self.looks = device, may_look(torch.empty(0, device=device))
         self.later = False
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what is not finite is known as soon as it is asked for."""
+        return self.looks and not self.later
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
@@ -1426,9 +1432,8 @@ class Checks:
         something was not finite. The only look at values in a round on a GPU."""
         if self.at_once:
             return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
-        self.explored = (
-            torch.zeros((), dtype=torch.int64) if explored_D is None else explored_D.sum()
-        )
+        nothing = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.explored = nothing if explored_D is None else explored_D.sum()
         if self.later:
             return 0
         senders = list(self.finite)
@@ -2020,11 +2025,7 @@ class Compressor:
         """
 
         def send(n: int) -> Message:
-            try:
-                return self.client(n).send(difference(n))
-            except Exception as error:
-                error.add_note(f"client {n}, round {self.known.round}: nobody was heard in it")
-                raise
+            return self.client(n).send(difference(n))
 
         return self._round(send, chosen, dense, theta_D, masks)
 
@@ -2035,8 +2036,14 @@ class Compressor:
         known, server = self.known, self.server
         known.begin(dense, theta_D, masks)
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
+        asked: list[int] = []
+
+        def sent(n: int) -> Message:
+            asked.append(n)
+            return send(n)
+
         try:
-            for n, message, size in self.link.gather(known, chosen, send):
+            for n, message, size in self.link.gather(known, chosen, sent):
                 if message is None:
                     refused.append(n)
                     continue
@@ -2045,7 +2052,10 @@ class Compressor:
                 bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
                 del message  # of a dense round it is as large as the model
             update_D, down = self.link.down(server, server.average())  # line 15, line 16
-        except BaseException:
+        except BaseException as error:
+            error.add_note(self._unheard(asked, error))
+            if isinstance(error, ClientError):
+                error.round = known.round
             known.skip()
             raise
         finally:
@@ -2059,6 +2069,12 @@ class Compressor:
             average_up, down.bits, bytes_up, down.bytes, tuple(heard), tuple(refused)
         )
         return update_D
+
+    def _unheard(self, asked: list[int], error: BaseException) -> str:
+        """What a failed round means; a ClientError names its client itself."""
+        who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
+        lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
+        return f"{who}round {self.known.round}: nobody was heard in it{lost}"
 
     def client(self, n: int) -> Client:
         """Client n, if it is of this process."""
@@ -2460,8 +2476,7 @@ class Federation:
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
         self.t += 1
         with self.lent():
-            update_D = self.play(chosen, t, phase.eta, phase.dense, phase.masks)
-        return update_D
+            return self.play(chosen, t, phase.eta, phase.dense, phase.masks)
 
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
@@ -2677,6 +2692,11 @@ class Federation:
             raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")
         for key, buffer in own.items():
             _check_same(f"state: buffer {key}", state["buffers"][key], buffer)
+        if state["optimizers"] and self.local_optimizer is None:
+            raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
+        if ("server_optimizer" in state) != (self.server_optimizer is not None):
+            what = "one" if "server_optimizer" in state else "none"
+            raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
         self.compressor.load_state_dict(state["compressor"])
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             if getattr(self, key) is not None:
@@ -2689,9 +2709,9 @@ class Federation:
         self.optimizers.clear()
         for n, saved in state["optimizers"].items():
             self.optimizers[n] = self.local_optimizer(self.flat.parameters)
-            self.optimizers[n].load_state_dict(saved)
+            self.optimizers[n].load_state_dict(copy.deepcopy(saved))  # else it shares tensors
         if self.server_optimizer is not None:
-            self.server_optimizer.load_state_dict(state["server_optimizer"])
+            self.server_optimizer.load_state_dict(copy.deepcopy(state["server_optimizer"]))
         self.flat.put(self.theta_views)
         self.flat.put_statistics(self._average(self.statistics_NS))
         self._left_S = self.flat.statistics()
@@ -3087,6 +3107,7 @@ def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures
         found = _average(known, summed, gathered, ranks)
         if found is None:
             client.withdraw(buffer.float() if well else torch.zeros_like(summed[:1]))
+            _forget_overflow(client)
             known.skip()
             return buffer.fill_(math.nan)
         update_D, all_used_L = found
@@ -3116,8 +3137,7 @@ def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
         message = client.send(buffer.float())
     except NotFiniteError:
         well = ~well
-        if client.errors_D is not None and not client.errors_D.isfinite().all():
-            client.load_state_dict(Client(client.known).state_dict())  # they outgrew float32
+        _forget_overflow(client)
         message = client.send(torch.zeros(len(buffer), device=buffer.device))
     for found in checks.finite.values():  # of a GPU, where it is not known yet
         well = well & found
@@ -3125,6 +3145,12 @@ def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
     most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
     values = message.values.clamp(-most, most)
     return dataclasses.replace(message, values=values), well
+
+
+def _forget_overflow(client: Client) -> None:
+    """Errors that outgrew float32 begin anew."""
+    if client.errors_D is not None and not client.errors_D.isfinite().all():
+        client.load_state_dict(Client(client.known).state_dict())
 
 
 def _average(
