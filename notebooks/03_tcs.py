@@ -12,7 +12,7 @@
 # After this notebook you will be able to
 #
 # - write a client of TCS,
-# - say where the shared mask comes from, and what the local one is for.
+# - say where the shared mask comes from.
 #
 # **Claim (Sec. II-A, Alg. 2).** The large entries of a model update stay in the same places from round
 # to round, so the last update tells all sides where the next values belong. Clients send those values
@@ -515,10 +515,10 @@ for name in ("no local mask", "no error accumulation"):
 # %% [markdown]
 # ## Exercises
 #
-# The cell compares what you put in place of `return None` with the core.
+# Put your lines in place of `return None`; the cell compares with the core.
 #
-# 1. Lines 9 to 13: the own positions (from 0, ascending), what is sent (D,), the new errors.
-# 2. Line 5: the next round's `shared_K`, from what a client has at hand.
+# 1. Lines 9 to 13: own positions (from 0, ascending), what is sent (D,), new errors.
+# 2. Line 5: the next round's `shared_K`.
 #
 # `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$.
 
