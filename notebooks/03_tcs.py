@@ -214,13 +214,13 @@ for number in range(2, 7):
 #
 # ## Do important positions change slowly?
 #
+# **What do you expect?** Are more than half of a round's largest entries among the next round's, or fewer?
+#
 # Now a real network. First without any compression (FedAvg): in every round we take the $K_{global}$
 # largest entries of the dense update. The overlap of two masks is the share of places they have in
 # common; two random masks would share $K/D$:
 #
 # $$\text{overlap}(t, t+\ell) = \frac{|m_t \cap m_{t+\ell}|}{K}$$
-#
-# **What do you expect?** Is more than half of a mask in the next one, or less?
 #
 # One function trains any scheme and keeps, for every round, where the update is not zero and where its
 # largest entries are.
