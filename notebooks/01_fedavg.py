@@ -9,19 +9,22 @@
 # %% [markdown]
 # # 01 · Train one model at many clients: federated averaging
 #
+# After this notebook you will be able to
+#
+# - work out a round of federated averaging by hand,
+# - say what more local steps save, and what they change.
+#
 # **Claim (Sec. I-A and I-B, Alg. 1, Eq. 3, Fig. 1).** A server that adds the average of its clients'
 # *model differences* takes the same step as one that averages their *models*; with one local step
 # (H = 1) it is the step that SGD takes with the average gradient.
 #
 # Everything in this package compresses one thing: what a client tells the server after its local
-# training. This notebook shows what that is, before any compression, and settles three things the
-# other notebooks rely on: model differences, the learning rate, and batch norm.
+# training. This notebook shows what that is, before any compression.
 #
 # *Run time*: about 20 s on two cores of a Xeon. *Read before*: the README.
 #
 # Each notebook has a twin in plain text beside it (`.py`), which is what to read in a diff or to edit
-# anywhere: saving either in JupyterLab writes both. In JupyterLab a twin opens as a notebook by right
-# click, *Open With*, *Notebook*.
+# anywhere: saving either in JupyterLab writes both.
 
 # %%
 import copy
@@ -85,8 +88,6 @@ print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images
 #
 # $$\min_{\theta\in\mathbb{R}^D}\; \frac{1}{N}\sum_{n=1}^{N} f_n(\theta),\qquad
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
-#
-# Two helpers draw boxes and arrows; a third draws a client, with four of its own images inside.
 
 
 # %%
@@ -104,7 +105,6 @@ def arrow(axes, x, start, end, text, colour, dash, align):
     axes.text(x + shift, 3.2, text, color=colour, ha=align, va="center", fontsize=13)
 
 
-# %%
 def draw_client(axes, x, name, n):
     box(axes, x, 0.2, 2.6, 1.9, f"client {name}\nH steps of SGD on own data")
     for i, sample in enumerate(training.samples_NM[n, :4]):
@@ -120,7 +120,6 @@ def draw_server(axes):
     box(axes, 0.2, 4.4, 10.4, 0.6, f"server:   {rule}", 14)
 
 
-# %%
 drawing, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
 for x, name, n in ((0.2, "1", 0), (3.6, "2", min(1, clients - 1)), (8.0, "N", clients - 1)):
     draw_client(axes, x, name, n)
@@ -158,6 +157,8 @@ print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training)))
 # whole model, 32 bits a parameter; one local iteration then costs
 #
 # $$\frac{32}{H}\ \text{bits per parameter, each way.}$$
+#
+# **What do you expect?** After the same passes over the data, does H = 4 end above H = 1, or below?
 
 
 # %%
@@ -173,7 +174,6 @@ for steps, (_, curve) in runs.items():
     rounds, accuracy = curve[-1]["rounds"], 100 * curve[-1]["accuracy"]
     print(f"H = {steps}: {rounds:2d} rounds an epoch, {32 / steps:4.1f} bits, {accuracy:.1f} %")
 
-# %%
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for i, (steps, (_, curve)) in enumerate(runs.items()):
     accuracy = [100 * row["accuracy"] for row in curve]
@@ -458,6 +458,63 @@ schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 1
 claim(
     "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))
 )
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. The server's new θ, from the clients' differences (N, D) and their weights in the average, which need
+#    not add up to 1.
+# 2. A client's *difference* after so many local steps; `gradient(theta_D)` is the gradient at a model.
+
+
+# %%
+def fedavg_round(theta_D, differences_ND, weights_N):
+    return None  # yours
+
+
+def local_difference(theta_D, gradient, eta, steps):
+    return None  # yours
+
+
+lab.check_exercise("fedavg_round", fedavg_round)
+lab.check_exercise("local_difference", local_difference)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def fedavg_round(theta_D, differences_ND, weights_N):
+#     shares_N = torch.tensor(weights_N) / sum(weights_N)
+#     return theta_D + shares_N @ differences_ND
+#
+#
+# def local_difference(theta_D, gradient, eta, steps):
+#     local_D = theta_D
+#     for _ in range(steps):
+#         local_D = local_D - eta * gradient(local_D)
+#     return local_D - theta_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def fedavg_round(theta_D, differences_ND, weights_N):
+    shares_N = torch.tensor(weights_N) / sum(weights_N)
+    return theta_D + shares_N @ differences_ND
+
+
+def local_difference(theta_D, gradient, eta, steps):
+    local_D = theta_D
+    for _ in range(steps):
+        local_D = local_D - eta * gradient(local_D)
+    return local_D - theta_D
+
+
+assert lab.exercises.verdict("fedavg_round", fedavg_round) == "right"
+assert lab.exercises.verdict("local_difference", local_difference) == "right"
 
 # %% [markdown]
 # ## What we saw

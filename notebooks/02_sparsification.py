@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 02 · Send only the largest entries: top-K against rand-K
 #
+# After this notebook you will be able to
+#
+# - choose entries by $S_{top}$, and keep errors for the rest,
+# - say what top-K costs: positions, and a full way down.
+#
 # **Claim (Sec. I-B, I-C and II-B, Fig. 2).** Top-K keeps far more of an update than rand-K does with the
 # same number of entries, and error accumulation rescues what it leaves out. But it pays twice: for the
 # positions, which outweigh quantized values, and on the way down, where the clients' choices add up.
@@ -256,6 +261,8 @@ for name in ("top-K", "top-K, no errors kept"):
 #
 # Now the five trainings from the start. The bars say which share of θ the server ever moved after the
 # dense first epoch.
+#
+# **What do you expect?** Does keeping errors help rand-K as it helps top-K, or only top-K?
 
 # %%
 size = {"figsize": (9.4, 3.8), "width_ratios": (3, 2), "layout": "constrained"}
@@ -439,6 +446,64 @@ claim("the way down keeps its bound", over <= 1e-6)
 claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
       f"{largest['top-K']:.2%} against {largest['TCS']:.2%} of the entries")  # fmt: skip
 claim("the budgets are the paper's", all(printed_so), f"{len(known)} schemes")
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core. Positions count from 0.
+#
+# 1. $S_{top}$: the positions of the k entries of largest magnitude, ascending; of equal magnitudes the
+#    lower position wins.
+# 2. Error accumulation with top-K, the three formulas above: what is sent, zeros elsewhere, and the new
+#    errors. (`tcs.top_k_mask` may help.)
+
+
+# %%
+def s_top(vector_D, k):
+    return None  # yours
+
+
+def accumulate(errors_D, delta_D, k):
+    return None  # yours
+
+
+lab.check_exercise("s_top", s_top)
+lab.check_exercise("accumulate", accumulate)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def s_top(vector_D, k):
+#     magnitudes = vector_D.abs().tolist()
+#     order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
+#     return sorted(order[:k])
+#
+#
+# def accumulate(errors_D, delta_D, k):
+#     intended_D = delta_D + errors_D
+#     sent_D = tcs.top_k_mask(intended_D, k) * intended_D
+#     return sent_D, intended_D - sent_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def s_top(vector_D, k):
+    magnitudes = vector_D.abs().tolist()
+    order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
+    return sorted(order[:k])
+
+
+def accumulate(errors_D, delta_D, k):
+    intended_D = delta_D + errors_D
+    sent_D = tcs.top_k_mask(intended_D, k) * intended_D
+    return sent_D, intended_D - sent_D
+
+
+assert lab.exercises.verdict("s_top", s_top) == "right"
+assert lab.exercises.verdict("accumulate", accumulate) == "right"
 
 # %% [markdown]
 # ## What we saw

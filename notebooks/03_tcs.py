@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 03 · Follow the important positions through time
 #
+# After this notebook you will be able to
+#
+# - write a client of TCS,
+# - say where the shared mask comes from.
+#
 # **Claim (Sec. II-A, Alg. 2).** The large entries of a model update stay in the same places from round
 # to round, so the last update tells all sides where the next values belong. Clients send those values
 # without positions, and look for new places with a small mask of their own. The server's message then
@@ -209,6 +214,8 @@ for number in range(2, 7):
 #
 # ## Do important positions change slowly?
 #
+# **What do you expect?** Are more than half of a round's largest entries among the next round's, or fewer?
+#
 # Now a real network. First without any compression (FedAvg): in every round we take the $K_{global}$
 # largest entries of the dense update. The overlap of two masks is the share of places they have in
 # common; two random masks would share $K/D$:
@@ -302,7 +309,6 @@ turnover = float(entered_T.float().mean() / k_global)
 print(f"explored in a round: {explored_T.float().mean():.0f} places by {clients} clients")
 print(f"of these, {entering:.0%} enter the next global mask; turnover {turnover:.0%} a round")
 
-# %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 rounds = range(start + 1, start + len(explored_T) + 1)
 axes.axhline(clients * k_local, label="N · K_local", **line(0, dash=3))
@@ -336,7 +342,6 @@ for name, share in shares.items():
     )
 print(f"bound {bound} entries, {bound / dimension:.3f} of all (the paper: 0.02, with 10 clients)")
 
-# %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 for name in ("top-K", "TCS"):
     look = lab.curve_style(name) | {"markersize": 5, "markevery": 12}
@@ -374,7 +379,6 @@ axes.grid(alpha=0.25)
 figure.legend(loc="outside right upper", frameon=False)
 plt.show()
 
-# %%
 masks = {name: runs[name]["mask"][start - 1 :] for name in order}
 table = pd.DataFrame({
     "scheme": order,
@@ -433,7 +437,6 @@ axes.minorticks_off()
 axes.legend(frameon=False, ncols=2, loc="upper right")
 plt.show()
 
-# %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 ages = min(6, len(masks["TCS"]) - 2)
 for name, look in shown.items():
@@ -508,6 +511,66 @@ claim("dense masks share more than their layers explain", measured > float(by_la
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,
           f"{final['TCS']:.2f} against {final[name]:.2f}")  # fmt: skip
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. Lines 9 to 13: own positions (from 0, ascending), what is sent (D,), new errors.
+# 2. Line 5: the next round's `shared_K`.
+#
+# `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$.
+
+
+# %%
+def client_lines(errors_D, delta_D, shared_K, k_local):
+    return None  # yours
+
+
+def shared_mask(theta_D, delta_D, update_D, k_global):
+    return None  # yours
+
+
+lab.check_exercise("client_lines", client_lines)
+lab.check_exercise("shared_mask", shared_mask)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def client_lines(errors_D, delta_D, shared_K, k_local):
+#     intended_D = delta_D + errors_D  # line 9
+#     own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10
+#     places_K = torch.cat([shared_K, own_K])
+#     sent_D = torch.zeros_like(intended_D)
+#     sent_D[places_K] = intended_D[places_K]  # lines 11 and 12
+#     return own_K, sent_D, intended_D - sent_D  # line 13
+#
+#
+# def shared_mask(theta_D, delta_D, update_D, k_global):
+#     return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def client_lines(errors_D, delta_D, shared_K, k_local):
+    intended_D = delta_D + errors_D  # line 9
+    own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10
+    places_K = torch.cat([shared_K, own_K])
+    sent_D = torch.zeros_like(intended_D)
+    sent_D[places_K] = intended_D[places_K]  # lines 11 and 12
+    return own_K, sent_D, intended_D - sent_D  # line 13
+
+
+def shared_mask(theta_D, delta_D, update_D, k_global):
+    return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
+
+
+assert lab.exercises.verdict("client_lines", client_lines) == "right"
+assert lab.exercises.verdict("shared_mask", shared_mask) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 04 · Give every layer its share
 #
+# After this notebook you will be able to
+#
+# - give every layer its minimum share of a mask,
+# - say which layers top-K favours, and what a minimum changes.
+#
 # **Claim (Sec. II-C, Tables 1 and 2).** Global top-K spends its budget unevenly over the layers and
 # starves some. A minimum share for every layer (TCS-LF: both masks, TCS-PLF: only the global one) mends
 # that; it costs a little accuracy at η = 0.5 and wins some at η = 0.8.
@@ -90,6 +95,8 @@ print(f"K_global = {k_global}, K_local = {k_local}")
 # share $\phi_{global}$ of each layer. What is really kept of layer $l$ with $d_l$ entries is
 #
 # $$\phi_l = \frac{|m \cap \text{layer } l|}{d_l}, \qquad \sum_l \phi_l\, d_l = K$$
+#
+# **What do you expect?** Do input and head, a tiny part of the parameters, get more than half of the budget, or less?
 
 
 # %%
@@ -366,6 +373,87 @@ weights = [n for n, kind in enumerate(kinds) if kind == "weights"]
 least, most = (top_k_L / sizes_L)[weights].min(), (top_k_L / sizes_L)[weights].max()
 claim("dense top-K is uneven by a factor of 10", bool(most > 10 * least),
       f"{least:.3%} to {most:.0%} of a layer's weights")  # fmt: skip
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; each cell compares with the core.
+#
+# **1. Free places.** Every layer gets its least share of K, rounded up to whole entries. How many of the
+# K places are then left to go by magnitude? (Where the shares alone exceed K, none.)
+
+
+# %%
+def free_places(layer_sizes, k, phi_min):
+    return None  # yours
+
+
+lab.check_exercise("free_places", free_places)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def free_places(layer_sizes, k, phi_min):
+#     bound = sum(math.ceil(phi_min * size) for size in layer_sizes)
+#     return max(0, k - bound)
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def free_places(layer_sizes, k, phi_min):
+    bound = sum(math.ceil(phi_min * size) for size in layer_sizes)
+    return max(0, k - bound)
+
+
+assert lab.exercises.verdict("free_places", free_places) == "right"
+
+# %% [markdown]
+# **2. Fair top-K.** The positions, from 0 and ascending: first every layer's own largest entries, then
+# the largest of all others. Here the shares fit into k. `tcs.top_k_positions(vector, k, excluded)` is
+# $S_{top}$, `tcs.kept(phi, size)` a share as a whole number.
+
+
+# %%
+def fair_top_k(vector_D, k, layer_sizes, phi_min):
+    return None  # yours
+
+
+lab.check_exercise("fair_top_k", fair_top_k)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def fair_top_k(vector_D, k, layer_sizes, phi_min):
+#     shares, start = [], 0
+#     for size in layer_sizes:
+#         layer_D = vector_D[start : start + size]
+#         shares.append(start + tcs.top_k_positions(layer_D, tcs.kept(phi_min, size)))
+#         start += size
+#     fair_K = torch.cat(shares)
+#     rest_K = tcs.top_k_positions(vector_D, k - len(fair_K), fair_K)
+#     return torch.cat([fair_K, rest_K]).sort().values
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def fair_top_k(vector_D, k, layer_sizes, phi_min):
+    shares, start = [], 0
+    for size in layer_sizes:
+        layer_D = vector_D[start : start + size]
+        shares.append(start + tcs.top_k_positions(layer_D, tcs.kept(phi_min, size)))
+        start += size
+    fair_K = torch.cat(shares)
+    rest_K = tcs.top_k_positions(vector_D, k - len(fair_K), fair_K)
+    return torch.cat([fair_K, rest_K]).sort().values
+
+
+assert lab.exercises.verdict("fair_top_k", fair_top_k) == "right"
 
 # %% [markdown]
 # ## What we saw

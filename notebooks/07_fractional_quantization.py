@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
+# After this notebook you will be able to
+#
+# - find the interval of a value, and turn codes back into values,
+# - say which errors are bounded, and where another quantizer does better.
+#
 # **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization sends a value as a sign and the number of one
 # of $P=2^{q-1}$ intervals; every value, large or small, arrives within the fraction
 # $(1-\sigma)/\sigma$ of itself.
@@ -260,6 +265,8 @@ for copies in (1, 10, 100, 1000):
 # the nearest power of two, as in the scheme that inspired this one (which rounds at random).
 # **Scaled sign**: one bit a value and the mean magnitude of a block, with blocks so short that all bits
 # are used.
+#
+# **What do you expect?** At q = 5, which leaves the smaller error of the whole message: fractional or uniform?
 
 
 # %%
@@ -273,7 +280,6 @@ def uniform(u, q: int) -> tuple:
     return (cell + 0.5) * step * u.sign(), q * len(u) + 32
 
 
-# %%
 def natural(u, q: int) -> tuple:
     top = u.abs().max().log2().round()
     power = u.abs().log2().round().clamp(min=top - 2 ** (q - 1) + 1)
@@ -421,6 +427,66 @@ claim("sent + errors = intended", rounded and exact >= sure,
 claim("the budget of TCS-LF-Q5 is the paper's", round(tcs.bit_budget("TCS-LF-Q5"), 3) == 0.067)
 alike = torch.allclose(fractional(u, 1)[0], tcs.scaled_sign(u))
 claim("one interval is the scaled sign", alike or (u == 0).any().item())
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. The interval p, from 1 to P, of a value, where magnitudes go from `u_min` to `u_max`; zeros are in the
+#    last one.
+# 2. What the receiver sees: a list of codes and the list of P means as values. (The section *One message*
+#    says what a code is.)
+
+
+# %%
+def interval_of(value, u_max, u_min, intervals):
+    return None  # yours
+
+
+def dequantize(codes, means):
+    return None  # yours
+
+
+lab.check_exercise("interval_of", interval_of)
+lab.check_exercise("dequantize", dequantize)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def interval_of(value, u_max, u_min, intervals):
+#     sigma = (u_min / u_max) ** (1 / intervals)
+#     for p in range(1, intervals):
+#         if abs(value) > sigma**p * u_max:
+#             return p
+#     return intervals
+#
+#
+# def dequantize(codes, means):
+#     signed = [*means, *(-mean for mean in means)]
+#     return [signed[code] for code in codes]
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def interval_of(value, u_max, u_min, intervals):
+    sigma = (u_min / u_max) ** (1 / intervals)
+    for p in range(1, intervals):
+        if abs(value) > sigma**p * u_max:
+            return p
+    return intervals
+
+
+def dequantize(codes, means):
+    signed = [*means, *(-mean for mean in means)]
+    return [signed[code] for code in codes]
+
+
+assert lab.exercises.verdict("interval_of", interval_of) == "right"
+assert lab.exercises.verdict("dequantize", dequantize) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -58,6 +58,7 @@ from tcs_lab.data import (
     partition,
     synthetic_dataset,
 )
+from tcs_lab.exercises import check as check_exercise
 from tcs_lab.figures import (
     COLOURS,
     LOOK,
