@@ -16,6 +16,7 @@ if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is No
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command imports just ends it
 
+import tcs_lab.exercise_cases
 from tcs_lab.analysis import Comparison, Estimate, holm
 from tcs_lab.bench import (
     bench_codecs,

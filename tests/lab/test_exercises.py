@@ -9,6 +9,8 @@ import tcs_lab as lab
 import torch
 from tcs_lab.exercises import EXERCISES, RIGHT, UNWRITTEN, verdict
 
+import tcs_core as tcs
+
 NOTEBOOKS = sorted((lab.ROOT / "notebooks").glob("0[1-7]_*.py"))
 MISTAKES = [(name, *one) for name, found in EXERCISES.items() for one in found.mistakes]
 by_name = {"ids": lambda path: path.stem}
@@ -87,7 +89,7 @@ S_TOP = "positions: got [3], wanted [1] (counted from 0). Given: vector_D = [1, 
     [
         ("s_top", lambda vector_D, k: [3], S_TOP),
         ("s_top", lambda vector_D, k: torch.tensor([3]), S_TOP),
-        ("s_top", lambda v, k: lab.exercises.tcs.top_k_mask(v, k), "got a mask of True and False"),
+        ("s_top", lambda v, k: tcs.top_k_mask(v, k), "got a mask of True and False"),
         ("s_top", lambda v, k: 1, "positions: got 1, wanted a vector or a list"),
         ("s_top", lambda v, k: {"a": 1}, "wanted a vector or a list"),
         ("s_top", lambda v, k: v[99], "it raises IndexError: "),
