@@ -176,7 +176,7 @@ def shown_value(value: Any) -> str:
         return str(value.__doc__)
     value = _plain(value)
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(shown_value, value))}]"
     if isinstance(value, float) and math.isfinite(value):
         text = f"{value:.4f}".rstrip("0").rstrip(".")
         return "0" if text == "-0" else text
