@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -39,15 +41,25 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
 class Listening(tcs.ByteLink):
     """Keeps the clients' messages of a round, as they arrived."""
 
-    def begin(self, agreed: tcs.Agreed) -> None:
-        super().begin(agreed)
+    def __init__(self, on_bad: str = "stop"):
+        super().__init__(on_bad)
         self.messages: list[tcs.Message] = []
 
-    def send_up(self, message: tcs.Message) -> tcs.Message | None:
-        arrived = super().send_up(message)
-        if arrived is not None:
-            self.messages.append(arrived)
-        return arrived
+    def gather(self, *round: Any) -> Iterator[tcs.Arrival]:
+        self.messages = []
+        for n, message, size in super().gather(*round):
+            if message is not None:
+                self.messages.append(message)
+            yield n, message, size
+
+
+def show_code(*things: Any) -> None:
+    """Functions, methods and classes as they stand in their files, one below the other, each moved
+    to the left margin and nothing else."""
+    from IPython.display import Markdown, display
+
+    texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    display(Markdown("```python\n" + "\n\n".join(texts) + "\n```"))
 
 
 def parameter_digest(values: dict[str, Any]) -> str:
