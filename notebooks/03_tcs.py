@@ -116,7 +116,7 @@ marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
 lines = [[line, words, *marked[line]] for line, words in BOX.items()]
 lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "in the core", "where"])
-display(Markdown(lab.markdown(lines)))
+display(Markdown(lab.markdown(lines).replace("---:", "---")))
 
 # %% [markdown]
 # Lines 5 and 6 stand at the end of the round before. Now whole, in the box's order. What all sides know
@@ -126,7 +126,7 @@ display(Markdown(lab.markdown(lines)))
 lab.show_code(tcs.Known.observe, tcs.Known.begin)
 
 # %% [markdown]
-# A client, lines 9 to 13, and the server, 15 and 16. The core works with the *positions* of the ones in a
+# A client (`send` to `arrived`), lines 9 to 13, and the server, 15 and 16. The core works with the *positions* of the ones in a
 # mask. Outside them nothing is sent, so there the error is the whole intended entry, and line 13 has to
 # touch only the positions.
 
@@ -228,6 +228,7 @@ for number in range(2, 7):
 #
 # `follow` trains any scheme and keeps, for every round, where the update is not zero and where its
 # largest entries are.
+
 
 # %%
 def follow(scheme):
@@ -459,6 +460,7 @@ plt.show()
 # and for two epochs we compare what had piled up with the round's difference:
 #
 # $$\text{pile} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
+
 
 # %%
 def pile(errors_ND, deltas_ND, places):

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -38,16 +38,16 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
         validated(kind, namespace[name], name, strict=True)
 
 
-class Listening(tcs.ByteLink):
-    """Keeps the clients' messages of a round, as they arrived."""
+class Listening(tcs.Link):
+    """Keeps the clients' messages of a round."""
 
-    def __init__(self, on_bad: str = "stop"):
-        super().__init__(on_bad)
-        self.messages: list[tcs.Message] = []
+    messages: list[tcs.Message]
 
-    def gather(self, *round: Any) -> Iterator[tcs.Arrival]:
+    def gather(
+        self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
+    ) -> Iterator[tcs.Arrival]:
         self.messages = []
-        for n, message, size in super().gather(*round):
+        for n, message, size in super().gather(known, chosen, send):
             if message is not None:
                 self.messages.append(message)
             yield n, message, size
