@@ -1833,7 +1833,7 @@ class Server(Hub):
             return Message.dense_of(update_D, SERVER, known.round)
         own_K = mask_to_positions(self.explored_D)
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
-        return Message(values_K, own_K, SERVER, known.round)
+        return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def finish(self) -> tuple[Tensor, Message]:
         """Lines 15 and 16: what all sides have after the round, (D,), and the message that says it.

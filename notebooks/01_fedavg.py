@@ -29,8 +29,6 @@
 # %%
 import copy
 import dataclasses
-import inspect
-import textwrap
 from typing import Annotated
 
 import matplotlib.pyplot as plt
@@ -138,18 +136,19 @@ plt.show()
 #
 # ## Algorithm 1
 #
-# The core runs it for all clients in turn, in one process. `_local_training` is lines 3 to 6; line 8
-# adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
+# The core runs it for all clients in turn, in one process. `local_training` is lines 3 to 6, with the backward passes
+# in `_steps`; line 8 adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
 # multiplied by −η they are the model difference.
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 
 # %%
-print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training)))
+lab.show_code(tcs.Federation.local_training, tcs.Federation._steps)
 
 # %% [markdown]
-# In the loop over τ stand the backward pass (line 5) and the local step (line 6). With H = 1 no local step is taken at all: the gradient is all that the server needs.
+# `_steps` makes one backward pass after another (line 5); between two of them comes the local step (line 6). `put` and
+# `add_gradients_` copy into and out of the module's own parameters. With H = 1 no local step is taken at all: the gradient is all that the server needs.
 #
 # ## What H buys
 #
@@ -199,6 +198,13 @@ plt.show()
 
 
 # %%
+def theta_of(net):  # all its parameters in one vector (D,), in the core's order
+    flat = tcs.FlatView(net)
+    theta_D = torch.empty(flat.dimension)
+    flat.read_(flat.views(theta_D))
+    return theta_D
+
+
 def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one after the other
     net = copy.deepcopy(training.flat.model).train()  # line 3: pull theta_t
     sgd = torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay)
@@ -206,7 +212,7 @@ def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one af
         sgd.zero_grad()
         F.cross_entropy(net(images), labels).backward()  # line 5
         sgd.step()  # line 6
-    return tcs.FlatModel(net).theta_D  # line 7: push the model, (D,)
+    return theta_of(net)  # line 7: push the model, (D,)
 
 
 # %%
@@ -223,7 +229,8 @@ models_ND = torch.stack([small_steps([batch(n, t) for t in range(H)], eta) for n
 
 # %%
 average_D = models_ND.mean(0)  # line 8: federated averaging, of models
-update_D = training.federation.play(list(range(clients)), 0, eta)  # the core's; it moves theta_D
+with training.federation.lent():  # the core's; it moves theta_D
+    update_D = training.federation.play(list(range(clients)), 0, eta)
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
 print(f"by hand against the core: {gap_core:.0e} of the update's length")
 
@@ -264,10 +271,10 @@ cut = {
 }
 loss = {}
 for name, theta_D in cut.items():
-    training.theta_D.copy_(theta_D)
+    training.flat.put(training.flat.views(theta_D))  # into the module
     loss[name] = training.evaluate()["loss"]
     print(f"{name:32s} test loss {loss[name]:.2f}")
-training.theta_D[:] = average_D  # back to the whole update
+training.flat.put(training.flat.views(average_D))  # back to the whole update
 
 # %% [markdown]
 # The cut difference costs nothing (its loss may even be lower), and the cut model is useless. This is
@@ -288,11 +295,11 @@ def large_step(batches, eta):  # one step with the batches' average gradient, al
     for images, labels in batches:
         (F.cross_entropy(net(images), labels) / len(batches)).backward()
     torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay).step()
-    return tcs.FlatModel(net).theta_D
+    return theta_of(net)
 
 
 def gap_between(first_D, second_D):  # in units of the second one's step
-    return float((first_D - second_D).norm() / (second_D - training.theta_D).norm())
+    return float((first_D - second_D).norm() / (second_D - average_D).norm())
 
 
 # %%
@@ -374,7 +381,7 @@ plt.show()
 # %%
 work = [batch(n, 0) for n in range(clients)]
 together = [(torch.cat([images for images, _ in work]), torch.cat([labels for _, labels in work]))]
-many_D, one_D = (large_step(batches, eta) - training.theta_D for batches in (work, together))
+many_D, one_D = (large_step(batches, eta) - average_D for batches in (work, together))
 alike = float(F.cosine_similarity(many_D, one_D, dim=0))
 print(
     f"{clients} batches of {batch_size} against 1 batch of {clients * batch_size}: cosine {alike:.2f}"
@@ -425,8 +432,8 @@ print(f"averaged once against every round: {gap_statistics:.0e}; same theta: "
 # evaluated is not part of the algorithm. For the paper's network, beside one round of messages:
 
 # %% tags=["nbval-check-output"]
-net = tcs.FlatModel(tcs.resnet18())
-size, statistics = len(net.theta_D), len(net.statistics())
+net = tcs.FlatView(tcs.resnet18())
+size, statistics = net.dimension, len(net.statistics())
 print(f"ResNet-18: {size:,} parameters, {statistics:,} running statistics")
 for scheme in ("FedAvg", "TCS", "TCS-Q5"):
     ratio = 32 * statistics / (tcs.bit_budget(scheme) * size)

@@ -25,9 +25,7 @@
 
 # %%
 import dataclasses
-import inspect
 import math
-import textwrap
 from typing import Annotated
 
 import matplotlib.pyplot as plt
@@ -230,11 +228,10 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squares in {100 * phi:g} % 
 #
 # In the core, this is one client's side of a round. Its words: *shared* is the mask that all sides know (the paper's global mask),
 # *own* is what one client chose (the paper's local mask). Top-K has only an own mask, so its φ is `phi_local`; rand-K has only a
-# shared one. The `link` carries a message, and here only counts its bits; the `host` looks for NaN.
+# shared one. `compress` makes the message; `arrived` is called when the server has had it.
 
 # %%
-for function in (tcs.Compressor.client, tcs.Compressor._message):
-    print(textwrap.dedent(inspect.getsource(function)))
+lab.show_code(tcs.Client.compress, tcs.Client.arrived)
 
 # %% [markdown]
 # The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2, which [03_tcs](03_tcs.ipynb) reads whole. So nothing gets lost on the way: what arrived

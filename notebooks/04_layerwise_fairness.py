@@ -26,7 +26,6 @@
 
 # %%
 import dataclasses
-import inspect
 import math
 import statistics
 from typing import Annotated
@@ -81,7 +80,7 @@ params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
 federation = lab.Training(config, data)
-names = [name for name, _ in federation.flat.model.named_parameters()]
+names = federation.flat.names
 layer_sizes, dimension = federation.flat.layer_sizes, len(federation.theta_D)
 sizes_L = torch.tensor(layer_sizes)
 k_global, k_local = tcs.kept(phi_global, dimension), tcs.kept(phi_local, dimension)
@@ -172,7 +171,7 @@ display(
 # paper's rows of LF and PLF may come from that. [13_evidence](13_evidence.ipynb) has both.
 
 # %%
-print(inspect.getsource(tcs.layerwise_top_k_positions))
+lab.show_code(tcs.layerwise_top_k_positions)
 
 # %% [markdown]
 # Three layers, $K = 5$, at least a fifth of each layer. `#` is kept, `·` is not.

@@ -26,7 +26,6 @@
 
 # %%
 import dataclasses
-import inspect
 import itertools
 import math
 import statistics
@@ -114,8 +113,7 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 # error accumulation, all as before. What a client hands to them, and the whole round:
 
 # %%
-print(inspect.getsource(tcs.Federation.difference))
-print(inspect.getsource(tcs.Federation.play))
+lab.show_code(tcs.Federation.difference, tcs.Federation.play)
 
 # %% [markdown]
 # Without momentum a factor, −η, turns gradients into a model difference before the compression; with
@@ -222,7 +220,7 @@ federation, memory, masks = lab.Training(config, data), [], {"g": [], "w": []}
 k_global = federation.compressor.rule.k_global
 for epoch in range(epochs):
     for update_D in federation.rounds(epoch):
-        if not federation.compressor.last_dense:
+        if not federation.compressor.known.dense:
             w = federation.momentum_D
             memory.append(float(w[update_D == 0].abs().sum() / w.abs().sum()))
             masks["g"].append(tcs.top_k_mask(update_D, k_global))

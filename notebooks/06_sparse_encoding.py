@@ -26,7 +26,6 @@
 # and [03_tcs](03_tcs.ipynb), for what the masks are.
 
 # %%
-import inspect
 import math
 from typing import Annotated
 
@@ -214,7 +213,7 @@ print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist(
 # $$i\,(1+\lceil\log_2(1/\phi)\rceil)+b .$$
 
 # %%
-print(inspect.getsource(tcs.encode_positions))
+lab.show_code(tcs.encode_positions)
 
 # %% [markdown]
 # The decoder has to find the flags: not every `1` is one. What comes `1 + width` bits after a flag, up
@@ -222,8 +221,7 @@ print(inspect.getsource(tcs.encode_positions))
 # and then reads all the places inside blocks side by side.
 
 # %%
-print(inspect.getsource(tcs.decode_positions))
-print(inspect.getsource(tcs._flag_starts))
+lab.show_code(tcs.decode_positions, tcs._flag_starts)
 
 # %% [markdown]
 # The paper's pseudo-code leaves two things open: the block index starts at 0, positions count from

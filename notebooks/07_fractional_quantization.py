@@ -26,7 +26,6 @@
 # errors; [06_sparse_encoding](06_sparse_encoding.ipynb) has the positions.
 
 # %%
-import inspect
 import math
 from typing import Annotated
 
@@ -87,24 +86,24 @@ print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval,
 
 
 # %%
-def look(federation, before_ND, global_K) -> list[tuple]:
+def look(federation, before_ND) -> list[tuple]:
     """Per client: the intended vector (D,) and the positions sent, global mask first (Alg. 2)."""
-    seen = []
+    seen, known = [], federation.compressor.known
     for intended_D in before_ND + federation.deltas_ND:  # line 9
-        local_K = federation.compressor.rule.local_mask(intended_D, global_K)  # line 10
-        seen.append((intended_D, torch.cat([global_K, local_K])))  # line 11
+        local_K = known.own_mask(intended_D)  # line 10
+        seen.append((intended_D, torch.cat([known.shared_K, local_K])))  # line 11
     return seen
 
 
 # %%
 federation, all_sent = lab.Training(config, data, keep_deltas=True), []
-compressor, before_ND, global_K = federation.compressor, None, None
+compressor, before_ND = federation.compressor, None
 for epoch in range(epochs):
     for update_D in federation.rounds(epoch):
-        if not compressor.last_dense:
-            messages, server_D = look(federation, before_ND, global_K), update_D
+        if not compressor.known.dense:
+            messages, server_D = look(federation, before_ND), update_D
             all_sent += [intended_D[where] for intended_D, where in messages]
-        before_ND, global_K = compressor.errors_ND.clone(), compressor.rule.global_mask()
+        before_ND = compressor.errors_ND.clone()
 
 # %%
 u = all_sent[-clients]  # client 0, last round: the example from here on
@@ -128,8 +127,7 @@ print(f"magnitudes from {u.abs().min():.1e} to {u.abs().max():.1e} in the exampl
 # travel once a message, as 32-bit numbers. The receiver puts $\pm\mu_p$ in the value's place.
 
 # %%
-for function in (tcs.interval_edges, tcs._fractional, tcs._sums):  # in tcs.fractional_quantize
-    print(inspect.getsource(function))
+lab.show_code(tcs.interval_edges, tcs._fractional, tcs._sums)  # in tcs.fractional_quantize
 
 # %% [markdown]
 # Two departures from the paper's text: intervals are half open, and the last one holds $u_{min}$ too, so that each value has
@@ -147,7 +145,8 @@ print(f"{len(filled)} of {P} intervals hold any value")
 size = u.abs()
 low, high = float(size[size > 0].min()), float(size.max())
 bins = torch.logspace(math.log10(low), math.log10(high) + 0.001, 64).tolist()
-parts = [size[: len(global_K)].tolist(), size[len(global_K) :].tolist()]
+shared = len(compressor.known.shared_K)
+parts = [size[:shared].tolist(), size[shared:].tolist()]
 ends = [low, *edges, high]
 masks = {"color": [lab.COLOURS[6], lab.COLOURS[0]], "label": ["global mask", "local mask"]}
 

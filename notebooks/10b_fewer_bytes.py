@@ -31,7 +31,6 @@
 
 # %%
 import collections
-import inspect
 import math
 
 import matplotlib.pyplot as plt
@@ -40,6 +39,7 @@ import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from matplotlib.ticker import LogLocator
+from tcs_lab import shorter_codes, variants
 from tcs_lab.paper_size import PaperSize
 
 import tcs_core as tcs
@@ -100,10 +100,10 @@ print(f"N = {clients}, {data.label} images, {epochs} epochs of {scheme.name}")
 compressor.link, sent = lab.Listening(), []
 for epoch in range(epochs):
     for _ in federation.rounds(epoch):
-        if not compressor.last_dense:
-            sent += [(one, compressor.shared_K) for one in compressor.link.messages]
+        if not compressor.known.dense:
+            sent += [(one, compressor.known.shared_K) for one in compressor.link.messages]
 message, shared_K = sent[-clients]  # client 0, last round
-D, shared, own = compressor.dimension, len(shared_K), len(message.positions)
+D, shared, own = compressor.known.dimension, len(shared_K), len(message.positions)
 print(f"{len(sent)} messages; in each {shared} values on the shared mask and {own} on the own one")
 
 # %% [markdown]
@@ -112,7 +112,7 @@ print(f"{len(sent)} messages; in each {shared} values on the shared mask and {ow
 # shorter.
 
 # %%
-print(inspect.getsource(tcs._entropy_code))
+lab.show_code(shorter_codes._entropy_code)
 
 # %% [markdown]
 # Every part of both codes, in bytes, beside the paper's formula and the entropy bound:
@@ -145,13 +145,14 @@ def with_frame(data: bytes, *rest: float) -> list[float]:
 
 def plus_streams() -> list[bytes]:
     """Intervals and positions, in "+" code."""
-    streams = [tcs._shortest(part.numpy().astype("uint16"), q - 1) for part in halves]
-    return [*streams, tcs._gap_code(message.positions.numpy(), wire.layer_sizes)]
+    streams = [shorter_codes._shortest(part.numpy().astype("uint16"), q - 1) for part in halves]
+    return [*streams, shorter_codes._gap_code(message.positions.numpy(), wire.layer_sizes)]
 
 
 # %%
 block = tcs.encode_message(message, wire)
-plus = bytes(tcs.OVERHEAD_BYTES) + tcs._entropy_code(message, plus_wire)  # header, checksum: alike
+code = shorter_codes._entropy_code(message, plus_wire)
+plus = bytes(tcs.OVERHEAD_BYTES) + code  # header, checksum: alike
 places = tcs.position_bits(own, D, tcs.block_for(own, D)) / 8
 a, b = (size * D / 8 for size in (scheme.phi_global, phi))  # formula: values in eighths
 entropies = [entropy(part) * len(part) / 8 for part in halves]
@@ -265,7 +266,10 @@ def lost(quantize, bits: int) -> float:
 
 
 widths = range(1, 9)
-quantizers = {"the paper's": tcs.fractional_quantize, "Lloyd and Max's": tcs.lloyd_max_quantize}
+quantizers = {
+    "the paper's": tcs.fractional_quantize,
+    "Lloyd and Max's": variants.lloyd_max_quantize,
+}
 losses = pd.DataFrame({n: [lost(how, w) for w in widths] for n, how in quantizers.items()}, widths)
 theirs, ours = losses.loc[5, "the paper's"], losses["Lloyd and Max's"]
 enough = ours.index[ours <= theirs].min()
@@ -307,7 +311,7 @@ display(Markdown(f"**Bits per parameter and iteration, up**\n\n{lab.markdown(pd.
 # %%
 k = tcs.kept(1e-3, large.dimension)
 uniform_K = tcs.top_k_positions(torch.rand(large.dimension, generator=large.generator), k)
-code = tcs._gap_code(uniform_K.numpy(), large.layer_sizes)
+code = shorter_codes._gap_code(uniform_K.numpy(), large.layer_sizes)
 alg4 = tcs.position_bits(k, large.dimension, tcs.block_for(k, large.dimension))
 bound = log2_choose(large.dimension, k)
 above = 8 * len(code) / bound

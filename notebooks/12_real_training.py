@@ -22,7 +22,6 @@
 # gradients on its own part of a batch, and all processes average them before the step.
 
 # %%
-import inspect
 import json
 import os
 import subprocess
@@ -270,7 +269,7 @@ plt.show()
 # their errors stay as they were; another mask is a ValueError.
 
 # %%
-print(inspect.getsource(tcs._exchanged))
+lab.show_code(tcs._exchanged)
 
 # %% [markdown]
 # ## The claim, checked

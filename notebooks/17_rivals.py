@@ -27,6 +27,7 @@
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 
 # %%
+import dataclasses
 import math
 from typing import Annotated
 
@@ -88,10 +89,9 @@ deltas_ND = torch.randn(CLIENTS, DIMENSION, generator=torch.Generator().manual_s
 
 
 def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
-    """The scheme's own kind of compressor, for so many parameters."""
-    scheme = tcs.Scheme.named(name)
-    kind = getattr(tcs.RULES[scheme.rule], "compressor", tcs.Compressor)
-    return kind(scheme, [DIMENSION], CLIENTS, link=link)
+    """Of the scheme, for so many parameters. (One rate, so errors in any unit are the same.)"""
+    scheme = dataclasses.replace(tcs.Scheme.named(name), error_unit="difference")
+    return tcs.Compressor(scheme, [DIMENSION], CLIENTS, link=link)
 
 
 # %%
@@ -101,7 +101,7 @@ def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
     for n, message in enumerate(compressor.link.messages):
         meant_D = before_ND[n] + deltas_ND[n]
         rest_D = meant_D - compressor.errors_ND[n]
-        message.add_to_(rest_D, compressor.shared_K, -1.0)
+        message.add_to_(rest_D, compressor.known.shared_K, -1.0)
         left[n] = rest_D.norm() / meant_D.norm()
     return float(left.max())
 
@@ -114,7 +114,7 @@ def one_round(name: str) -> dict:
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
     scheme = compressor.scheme
-    keeps = scheme.error_accumulation and len(compressor.errors_ND) == CLIENTS
+    keeps = scheme.error_accumulation and scheme.rule not in tcs.SIDES
     formula = DIMENSION * scheme.local_steps * tcs.bit_budget(scheme, DIMENSION)
     bits = {"formula": formula, "sent": compressor.bits_up, "down": compressor.bits_down}
     left = left_over(compressor, before_ND) if keeps else math.nan

@@ -35,6 +35,7 @@ from tcs_lab.cells import (
     check_values,
     decided,
     paired_gain,
+    show_code,
 )
 from tcs_lab.claims import (
     VERDICTS,

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -41,18 +43,28 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
             raise ValueError(f"{error}{text_hint(name, namespace[name], check)}") from None
 
 
-class Listening(tcs.ByteLink):
-    """Keeps the clients' messages of a round, as they arrived."""
+class Listening(tcs.Link):
+    """Keeps the clients' messages of a round."""
 
-    def begin(self, agreed: tcs.Agreed) -> None:
-        super().begin(agreed)
-        self.messages: list[tcs.Message] = []
+    messages: list[tcs.Message]
 
-    def send_up(self, message: tcs.Message) -> tcs.Message | None:
-        arrived = super().send_up(message)
-        if arrived is not None:
-            self.messages.append(arrived)
-        return arrived
+    def gather(
+        self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
+    ) -> Iterator[tcs.Arrival]:
+        self.messages = []
+        for n, message, size in super().gather(known, chosen, send):
+            if message is not None:
+                self.messages.append(message)
+            yield n, message, size
+
+
+def show_code(*things: Any) -> None:
+    """Functions, methods and classes as they stand in their files, one below the other, each moved
+    to the left margin and nothing else."""
+    from IPython.display import Markdown, display
+
+    texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    display(Markdown("```python\n" + "\n\n".join(texts) + "\n```"))
 
 
 def parameter_digest(values: dict[str, Any]) -> str:
