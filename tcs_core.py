@@ -1402,25 +1402,26 @@ class Checks:
     """Whether a round's numbers are finite.
 
     On a CPU that is known at once. A GPU would have to be waited for: there, what is not finite
-    counts as 0, and all answers are read together, at the end of a round or, `later`, by who asks.
+    counts as 0, and all answers are read together, at the end of a round or, `later`, by who asks
+    (on a CPU, too).
     """
 
     def __init__(self, device: Any):
-        self.device, self.looks = device, may_look(torch.empty(0, device=device))
+        self.none = torch.zeros((), dtype=torch.int64, device=device)  # of a mask with no entries
         self.later = False
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
 
     @property
     def at_once(self) -> bool:
-        """Whether what is not finite is known as soon as it is asked for."""
-        return self.looks and not self.later
+        """Whether values are looked at as they come."""
+        return not self.later and may_look(self.none)
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
         if self.at_once:
-            well = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
-            if not well:  # sums of finite numbers can overflow
+            finite = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+            if not finite:  # sums of finite numbers can overflow
                 raise NotFiniteError(sender)
             return values
         well = values.sum(dtype=torch.float64).isfinite()  # no sum of float32 overflows that
@@ -1432,8 +1433,7 @@ class Checks:
         something was not finite. The only look at values in a round on a GPU."""
         if self.at_once:
             return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
-        nothing = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.explored = nothing if explored_D is None else explored_D.sum()
+        self.explored = self.none if explored_D is None else explored_D.sum()
         if self.later:
             return 0
         senders = list(self.finite)
@@ -1557,7 +1557,7 @@ class Side:
         """Line 13: see `Client`."""
         raise NotImplementedError
 
-    def __init__(self, known: Agreement, number: int = 0, errors_D: Tensor | None = None):
+    def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
         self.known, self.number = known, number
         if errors_D is None and known.scheme.keeps_errors:
             errors_D = torch.zeros(known.dimension, device=known.device)
@@ -1667,7 +1667,7 @@ class Hub:
     """What `Server` stands on: the sum of a round's messages, and its state."""
 
     def __init__(
-        self, known: Agreement, weights: list[float] | None = None, downlink: Downlink | None = None
+        self, known: Known, weights: list[float] | None = None, downlink: Downlink | None = None
     ):
         self.known, self.weights, self.downlink = known, weights, downlink
         self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
@@ -1792,10 +1792,11 @@ class Client(Side):
         places_K, values_K = self.taken()
         if self.errors_D is None:
             return
-        if places_K is None:  # everything arrived
+        if places_K is None or values_K is None:  # everything arrived
             self.errors_D.zero_()
             return
-        values_K = values_K if received is None else received.values
+        if received is not None:
+            values_K = received.values
         self.errors_D.index_add_(0, places_K, values_K, alpha=-1)  # line 13: what stays behind
 
 
@@ -2221,8 +2222,9 @@ class Feed:
             first = [batch for batch in [next(running, _END)] if batch is not _END]
             for _ in range(skip - 1):
                 next(running, _END)
-        self._running[n] = running if skip else chain(first, running)
-        return self._running[n]
+        begun = running if skip else chain(first, running)
+        self._running[n] = begun
+        return begun
 
     def state_dict(self) -> dict[str, Any]:
         return {"passes": list(self.passes), "given": list(self.given)}
@@ -2325,12 +2327,12 @@ class FlatView:
     @torch.no_grad()
     def read_(self, views: list[Tensor]) -> None:
         """The parameters into such views."""
-        torch._foreach_copy_(views, self.parameters)
+        torch._foreach_copy_(views, [*self.parameters])
 
     @torch.no_grad()
     def put(self, views: list[Tensor]) -> None:
         """Such views into the parameters."""
-        torch._foreach_copy_(self.parameters, views)
+        torch._foreach_copy_([*self.parameters], views)
 
     @torch.no_grad()
     def add_gradients_(self, views: list[Tensor]) -> None:
@@ -2363,7 +2365,8 @@ class FlatView:
         return torch.cat([empty, *(b.detach() for b in self.statistics_buffers())])
 
     def statistics_buffers(self) -> list[Tensor]:
-        return [b for m in self.norms for b in (m.running_mean, m.running_var)]
+        both = (b for m in self.norms for b in (m.running_mean, m.running_var))
+        return [b for b in both if b is not None]
 
     def put_statistics(self, statistics_S: Tensor) -> None:
         if self.norms:
@@ -2435,7 +2438,8 @@ class Federation:
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
         self._left_S = self.flat.statistics()  # that the module was left with
         self.losses_N = torch.zeros(len(self.own), device=self.flat.device)  # over local steps
-        self.server_theta = nn.Parameter(self.theta_D.clone()) if server_optimizer else None
+        own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
+        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
         self.server_optimizer = server_optimizer([self.server_theta]) if server_optimizer else None
 
     def _take(self, flat: FlatView) -> None:
@@ -2490,7 +2494,7 @@ class Federation:
         self.active = chosen
         update_D = self.compressor.round(difference, chosen, dense, self.theta_D, masks)
         if self.server_optimizer is not None:
-            self._server_step(update_D)
+            self._server_step(self.server_optimizer, update_D)
         elif self.momentum_D is None:
             self.theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
         else:
@@ -2542,9 +2546,7 @@ class Federation:
 
     def _optimized(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
-        if n not in self.optimizers:
-            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
-        optimizer = self.optimizers[n]
+        optimizer = self._optimizer_of(n)
         if self._schedule is not None:
             for group in optimizer.param_groups:
                 group["lr"] = eta
@@ -2557,11 +2559,19 @@ class Federation:
             self.flat.put(self.theta_views)
         return torch.sub(self.local_D, self.theta_D, out=self.gradient_D)
 
-    def _server_step(self, update_D: Tensor) -> None:
+    def _optimizer_of(self, n: int) -> torch.optim.Optimizer:
+        """Client n's own, made where it has none yet."""
+        if self.local_optimizer is None:
+            raise ValueError("local_optimizer: got None, allowed: that of the state's federation")
+        if n not in self.optimizers:
+            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
+        return self.optimizers[n]
+
+    def _server_step(self, optimizer: torch.optim.Optimizer, update_D: Tensor) -> None:
         parameter = self.server_theta
         parameter.data.copy_(self.theta_D)
         parameter.grad = -update_D
-        self.server_optimizer.step()
+        optimizer.step()
         self.theta_D.copy_(parameter.detach())
 
     # The module, lent for a round.
@@ -2664,7 +2674,7 @@ class Federation:
 
     def state_dict(self) -> dict[str, Any]:
         """By value, all that a resumed run needs, the feed's place and optimizers included."""
-        state = {
+        state: dict[str, Any] = {
             "theta_D": self.theta_D, "statistics_NS": self.statistics_NS,
             "momentum_D": self.momentum_D, "t": self.t, "active": list(self.active),
             "buffers": self.flat.other_buffers(),
@@ -2708,8 +2718,7 @@ class Federation:
             self.feed.load_state_dict(state["feed"])
         self.optimizers.clear()
         for n, saved in state["optimizers"].items():
-            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
-            self.optimizers[n].load_state_dict(copy.deepcopy(saved))  # else it shares tensors
+            self._optimizer_of(n).load_state_dict(copy.deepcopy(saved))  # else it shares tensors
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(copy.deepcopy(state["server_optimizer"]))
         self.flat.put(self.theta_views)

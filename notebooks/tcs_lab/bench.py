@@ -30,7 +30,7 @@ from tcs_core import (
     encode_message,
     encode_positions,
     kept,
-    positions_to_mask,
+    top_k_mask,
 )
 from tcs_lab.data import synthetic_dataset
 from tcs_lab.errors import reject_unknown
@@ -211,8 +211,8 @@ def bench_round(
             works["plain top-K"] = _plain_rounds(training, ours)
             works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
         if bench.torch_device.type == "cuda":
-            graphed = made(graph=True)  # its static rounds hold the federation weakly
-            works["graph"] = lambda: graphed.static.play(range(rounds))
+            graphed = made(graph=True)  # its GraphRounds hold the federation weakly
+            works["graph"] = lambda: cast(Any, graphed.graph).play(range(rounds))
         elif goes_side_by_side(replace(training.config, side_by_side=None)):
             works["side by side"] = _rounds(made())
         else:
@@ -226,7 +226,6 @@ def bench_round(
 def _one_pass(training: Training) -> Callable[[], None]:
     """Forward and backward pass of one batch."""
     federation, batch = training.federation, training.feed.batch(0, 0, 0)
-    federation.flat.use(federation.statistics_views[0])
     return lambda: federation.loss(federation.model.train(), batch).backward()
 
 
@@ -277,10 +276,10 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
     before = _resident(device)
     deltas_ND, change = _drifting(dimension, clients, device)
     compressor = Compressor(scheme, [dimension], clients, device)
-    compressor.step(deltas_ND)
+    update_D = compressor.step(deltas_ND)
     works = {"change": change, "step": lambda: compressor.step(deltas_ND)}
     if textbook:
-        mask_D = positions_to_mask(compressor.rule.global_mask(), dimension)
+        mask_D = top_k_mask(update_D, compressor.rule.k_global)
         errors = [torch.zeros(dimension, device=device) for _ in range(clients)]
         ks = compressor.rule.k_global, compressor.rule.k_local
         works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
@@ -290,8 +289,9 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
     part = "step" if textbook else "growth"
     bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
     allowed = (2 * clients + 8) * 4 * dimension
-    if not textbook and before is not None:
-        used = _peak(device) - before
+    peak = _peak(device)
+    if not textbook and before is not None and peak is not None:
+        used = peak - before
         bench.rows.append(
             {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
              "bytes": used, "allowed": allowed, **numbers}
@@ -312,7 +312,8 @@ def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> in
         return of_cuda(device)
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
-        return 1024 * int(re.search(rf"{key}:\s*(\d+) kB", status)[1])
+        if found := re.search(rf"{key}:\s*(\d+) kB", status):
+            return 1024 * int(found[1])
     return None
 
 
@@ -331,11 +332,11 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
         scheme = Scheme.named(name)
         compressor = Compressor(scheme, sizes, 1)
         compressor.step(deltas_ND)
-        compressor.open()
-        shared_K = compressor.shared_K
-        own_K = compressor.rule.local_mask(deltas_ND[0].roll(7), shared_K)
+        known = compressor.known
+        known.begin()
+        shared_K, own_K = known.shared_K, known.own_mask(deltas_ND[0].roll(7))
         intended = deltas_ND[0][torch.cat([shared_K, own_K])]
-        wire, message = compressor.up, Message.of(intended, own_K, scheme.value_bits)
+        wire, message = known.up, Message.of(intended, own_K, scheme.value_bits)
         data = encode_message(message, wire)
         works: dict[str, Any] = {
             "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),

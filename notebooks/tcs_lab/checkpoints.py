@@ -65,7 +65,7 @@ def load_checkpoint(
     try:
         rows, ways = ranks.first(lambda: _read_checkpoint(config, training, state))
         if rows:
-            whole, clients = state.get("training"), config.client_count
+            whole, clients = state.get("training", {}), config.client_count  # rank 0's
             training.load_state_dict(ranks.split(whole, clients, training.device))
         if sum(row["rounds"] for row in rows) != training.compressor.known.round:
             raise ValueError("rows and state are of different rounds")

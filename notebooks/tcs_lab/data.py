@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ class Dataset:
         label = f"{self.label}, {size} x {size}"
         arrays = [_areas(self.train_images, size), self.train_labels]
         arrays += [_areas(self.test_images, size), self.test_labels]
-        if self.unused_images is not None:
+        if self.unused_images is not None and self.unused_labels is not None:
             arrays += [_areas(self.unused_images, size), self.unused_labels]
         return _dataset(label, *arrays, classes=self.classes)
 
@@ -314,7 +314,8 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
                     raise ValueError(f"{member.name!r} is a link or points outside")
                 _check_size(member.name, member.size)  # what an extended header says of it
-                yield name, archive.extractfile(member).read()
+                file = cast(IO[bytes], archive.extractfile(member))  # it is a regular one
+                yield name, file.read()
             archive.fileobj.seek(archive.offset)
             end = archive.fileobj.read(1 << 20)  # reading on to the end checks a compressed stream
             if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
@@ -503,7 +504,7 @@ class Batches:
         self.padded = padded.contiguous()  # (n, h + 2 padding, w + 2 padding, 3) uint8
         self.train_labels = data.train_labels.to(device)
         tests = [(data.test_images, data.test_labels)]
-        if data.unused_images is not None:
+        if data.unused_images is not None and data.unused_labels is not None:
             tests.append((data.unused_images, data.unused_labels))
         images, labels = zip(*tests, strict=True)
         self.test_count = len(data.test_labels)  # without those that no client has

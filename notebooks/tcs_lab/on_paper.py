@@ -1,19 +1,22 @@
-"""What a GPU would have to do for a static round, found without one: a trace on fake tensors, which
-have shapes, types and devices, and no values."""
+"""What a GPU would have to do for a round as a CUDA graph, found without one: a trace on fake
+tensors, which have shapes, types and devices, and no values."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from tcs_core import Federation, StaticRounds, build_model
+import tcs_core
+from tcs_core import Federation, build_model
+from tcs_lab.cuda_graph import GraphRounds
 from tcs_lab.data import Batches, Dataset
 from tcs_lab.settings import RunConfig
 from tcs_lab.training import CrossEntropy, ImageFeed
@@ -115,27 +118,40 @@ def fake_feed(
         return ImageFeed(batches, samples_NM, config, range(clients))
 
 
+def _make_fake_(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Parameters and buffers become fake ones, which lie in memory as they did."""
+    for module in model.modules():
+        for kind in ("_parameters", "_buffers"):
+            tensors = vars(module)[kind]
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = mode.from_tensor(tensor)
+
+
 def static_round(config: RunConfig, data: Dataset) -> tuple[list[Op], list[Op]]:
-    """What one client does in a static round: augmentation, passes and local steps; and what
-    follows: the compression of all clients, and the server's step.
+    """What one client does in such a round: augmentation, passes and local steps; and what follows:
+    the compression of all clients, and the server's step.
 
     `data` has as many training images as the clients need for one round, or a multiple. The fake
-    device is a CPU, since a backward pass asks a GPU for its streams. One check that all is finite
-    stands in both parts.
+    device is a CPU, since a backward pass asks a GPU for its streams; so the core is told that it
+    may not look at values.
     """
     config, mode = replace(config, device="cpu"), fake_mode()
     feed = fake_feed(config, data, mode)
-    with mode:
-        model, loss = build_model(config.model, config.width), CrossEntropy(config)
+    model, loss = build_model(config.model, config.width), CrossEntropy(config)
+    _make_fake_(model, mode)
+    with mode, mock.patch.object(tcs_core, "may_look", lambda tensor: False):
         decay = config.weight_decay
         federation = Federation(model, feed, config.scheme, 0.1, loss=loss, weight_decay=decay)
-        rounds, compressor = StaticRounds(federation, feed.rounds), federation.compressor
-        compressor.use(rounds.host)
+        compressor = federation.compressor
+        compressor.keep_errors_in(torch.zeros(compressor.errors_ND.shape))
         compressor.rule.observe(federation.theta_D)  # a mask to start with
+        rounds = GraphRounds(federation, feed.rounds)
         feed.hold(range(feed.rounds))
-        with Trace() as client:
+        with federation.lent(), Trace() as client:
             federation.difference(0, rounds.index, rounds.eta)
-        deltas_ND = torch.empty_like(compressor.errors_ND)
-        with Trace() as server:
-            federation.theta_D.add_(compressor.step(deltas_ND))
+        deltas_ND = torch.empty(feed.clients, federation.flat.dimension)
+        made = mock.patch.object(federation, "difference", lambda n, *_: deltas_ND[n])
+        with made, Trace() as server:
+            rounds._round()
     return client.ops, server.ops

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from tcs_core import (
     OVERHEAD_BYTES,
-    RULES,
-    MaskRule,
+    Known,
     Message,
     Scheme,
     Wire,
@@ -16,6 +15,7 @@ from tcs_core import (
     encode_message,
     resnet18,
 )
+from tcs_lab.variants import Downlink
 
 
 class PaperSize:
@@ -41,34 +41,45 @@ class PaperSize:
     def _normal(self, count: int) -> Tensor:
         return torch.randn(count, generator=self.generator)
 
-    def _rule(self, scheme: Scheme, all_clients: bool, first: bool, times: int) -> MaskRule:
-        """The scheme's masks, so many times as large; of all clients, no two places alike."""
-        rule = RULES[scheme.rule](scheme, self.layer_sizes)
-        rule.widen(times)
+    def _known(self, scheme: Scheme, first: bool, times: int) -> Known:
+        """What all sides know in a round whose masks are so many times as large."""
+        known = Known(scheme, self.layer_sizes)
+        known.begin(masks=times)
         if not first:
-            rule.observe(self.old_D)
-        if all_clients:
-            rule.k_local *= self.clients
-            rule.k_global *= self.clients if first else 1  # there is no shared mask yet
-        return rule
+            known.observe(self.old_D)
+            known.begin(masks=times)
+        return known
 
     def message(
         self, name: str, way: str = "up", first: bool = False, times: int = 1
-    ) -> tuple[Message, Tensor]:
-        """A message and the shared mask's positions. `first`: nothing was received before it."""
-        scheme, down = Scheme.named(name), way == "down"
-        compressed = down and scheme.phi_down is not None
-        rule = self._rule(scheme, down and not compressed, first, times)
-        known_K = rule.global_mask()
-        rule.begin(known_K)
-        own_K = (rule.server_mask if compressed else rule.local_mask)(self.new_D, known_K)
-        bits, quantizer = scheme.value_bits, scheme.quantizer
-        if down:
+    ) -> tuple[Message, Tensor | None]:
+        """A message and the shared mask's positions, None if it is dense. `first`: nothing was
+        received before it."""
+        scheme = Scheme.named(name)
+        known = self._known(scheme, first, times)
+        if known.dense:
+            return Message.dense_of(self.new_D), None
+        if way == "up":
+            own_K = known.own_mask(self.new_D)
+            bits, quantizer = scheme.value_bits, scheme.quantizer
+        else:
+            own_K = self._servers_own(known)
             bits, quantizer = scheme.down_value_bits, scheme.down_quantizer
-        values = self.new_D[torch.cat([known_K, own_K])]
-        return Message.of(values, own_K, bits, quantizer=quantizer), known_K
+        values = self.new_D[torch.cat([known.shared_K, own_K])]
+        return Message.of(values, own_K, bits, quantizer=quantizer), known.shared_K
 
-    def bits(self, name: str, made: tuple[Message, Tensor] | None = None, way: str = "up") -> float:
+    def _servers_own(self, known: Known) -> Tensor:
+        """A mask of its own, or that of all clients: no two of them have a place in common."""
+        if known.scheme.phi_down is not None:
+            return Downlink(known).own_mask(self.new_D)
+        shared = len(known.shared_K)
+        own = known.rule.k_local if known.own_count is None else known.own_count
+        k = min(self.clients * own, self.dimension - shared)
+        return known.rule.own_mask(self.new_D, known.shared_D, k)
+
+    def bits(
+        self, name: str, made: tuple[Message, Tensor | None] | None = None, way: str = "up"
+    ) -> float:
         """Bits per parameter of one round's message, as sent and decoded again."""
         message, known_K = made or self.message(name, way)
         wire = getattr(Wire, way)(Scheme.named(name), self.layer_sizes)

@@ -11,8 +11,9 @@
 
 All suffixes of the core go with them where they make sense: "STC-K4" keeps 1/400, as in its paper.
 Two quantizers are new: -S<q> rounds at random, -R<q> to the nearest of evenly spaced values.
-EF21 and DGC keep more than errors, so they have clients or a server of their own. Records are named by a scheme's fields alone, as those
-of the core's schemes are: whoever changes what one of these computes gives it another name.
+EF21 and DGC keep more than errors, so they have clients or a server of their own; EF21's messages
+are counted, not made into bytes. Records are named by a scheme's fields alone, as those of the
+core's schemes are: whoever changes what one of these computes gives it another name.
 
 Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None of these
 has a dense warm-up: their papers have none.
@@ -158,9 +159,10 @@ class EF21Client(Client):
         if self.known.dense:
             name = self.known.scheme.name
             raise ValueError(f"{name}: got a dense round, allowed: sparse ones")
-        known_D = self.errors_D.clone()
+        errors_D = cast(Tensor, self.errors_D)
+        known_D = errors_D.clone()
         message = super().compress(delta_D)  # of delta_D + known_D
-        self.errors_D.copy_(known_D)
+        errors_D.copy_(known_D)
         return message
 
 
@@ -169,27 +171,32 @@ class EF21Server(Server):
 
     def __init__(self, known: Known, weights: list[float] | None = None, downlink: Any = None):
         super().__init__(known, weights, downlink)
+        self.rule = cast(EF21, known.rule)
         self.clients = 0  # that sent in the first round, and in every one
-        self.mean_D = torch.zeros(known.dimension, device=known.device)
 
     def average(self) -> Tensor:
         self.clients = self.clients or len(self.heard)
         if len(self.heard) != self.clients:
             name = self.known.scheme.name
             raise ValueError(f"{name}: allowed: messages of all {self.clients} clients")
-        return self.mean_D.add_(super().average()).clone()
+        return self.rule.mean_D + super().average()
+
+    def reply(self, update_D: Tensor) -> Message:
+        """There is none: the update is g, of which only what is new has places in a message."""
+        name = self.known.scheme.name
+        raise ValueError(
+            f"{name}: got messages as bytes, in code + or both ways: counted links only"
+        )
 
     def scale_(self, factor: float) -> None:
         super().scale_(factor)
-        self.mean_D.mul_(factor)
+        self.rule.mean_D.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"mean_D": self.mean_D.clone(), "clients": self.clients}
-        return super().state_dict() | own
+        return super().state_dict() | {"clients": self.clients}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.mean_D.copy_(state["mean_D"])
         self.clients = int(state["clients"])
 
 
@@ -225,7 +232,17 @@ class DGCClient(Client):
 
 @register_scheme("EF21", phi_global=None, phi_local=1e-2, dense_warmup=False, error_unit="gradient")
 class EF21(TopK):
-    """Top-K of differences to what the server knows of a client's gradient."""
+    """Top-K of differences to what the server knows of a client's gradient. `mean_D` is g as of the
+    last round that went well."""
+
+    keeps = ("mean_D",)
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.mean_D = torch.zeros(self.dimension, device=self.device)
+
+    def observe(self, update_D: Tensor) -> None:
+        self.mean_D.copy_(update_D)
 
 
 @register_scheme(

@@ -163,7 +163,7 @@ def _memory_kept() -> Iterator[None]:
     of ResNet-18. Without glibc nothing changes.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(libc, "mallopt"):
+    if libc is None or not hasattr(libc, "mallopt"):
         yield
         return
     _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h

@@ -33,13 +33,16 @@ class Setting(BaseModel, extra="forbid"):
             raise ValueError("allowed: either values or named")
         if self.named and self.schemes:
             raise ValueError("schemes: allowed only beside values")
-        given = self.named if self.values is None else self.values
-        if len(self.choices) < max(2, len(given)):
+        if len(self.choices) < max(2, len(self._given)):
             raise ValueError(f"got {shown(list(self.choices))}, allowed: two or more, each once")
         if self.marked not in (None, *self.choices):
             allowed = ", ".join(self.choices)
             raise ValueError(f"paper: got {shown(self.paper)}, allowed: one of {allowed}")
         return self
+
+    @property
+    def _given(self) -> list | dict:
+        return self.values or self.named or []
 
     @property
     def marked(self) -> str | None:
@@ -49,7 +52,7 @@ class Setting(BaseModel, extra="forbid"):
     @property
     def choices(self) -> dict[str, Any]:
         """The values, or schemes, by the words that tables and figures write for them."""
-        given = self.named if self.values is None else self.values
+        given = self._given
         pairs = given.items() if isinstance(given, dict) else zip(given, given, strict=True)
         return {_word(word): value for word, value in pairs}
 

@@ -46,7 +46,7 @@ class EntropyCode(Code):
 
 def _entropy_code(message: Message, wire: Wire) -> bytes:
     own, shared = len(message.positions), len(message.values) - len(message.positions)
-    if wire.intervals:
+    if message.codes is not None and message.means is not None:
         codes = message.codes.cpu().numpy()
         interval = (codes & wire.intervals - 1).astype(np.uint16)
         values = [float_bytes(message.means), packed_bits([codes >= wire.intervals])]
@@ -77,7 +77,7 @@ def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> M
 
 
 # zlib's strategies, in the order of the byte before a stream; 0 is plain bits of fixed width.
-_STRATEGIES = (None, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
+_STRATEGIES = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
 
 
 def _shortest(numbers: np.ndarray, width: int) -> bytes:

@@ -179,13 +179,14 @@ class SideBySide(Federation):
     def _train(self, mine: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Alg. 1, l. 3 to 6, of all these clients: their summed gradients, (N, D)."""
         rows = slice(None) if mine == list(self.own) else [self.own.index(n) for n in mine]
-        theta, sums_ND, decay = self.theta_D, None, self.weight_decay
+        theta, decay = self.theta_D, self.weight_decay
+        sums_ND = theta[:0]
         for tau in range(self.scheme.local_steps):
             batches = [self.feed.batch(n, t, tau) for n in mine]
             batch = tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
             gradients_ND, losses_N, seen_NS = self._passes(theta, batch)
             gradients_ND = gradients_ND.add_(theta, alpha=decay)
-            sums_ND = gradients_ND if sums_ND is None else sums_ND.add_(gradients_ND)
+            sums_ND = sums_ND.add_(gradients_ND) if tau else gradients_ND
             self.losses_N[rows] += losses_N
             self.statistics_NS[rows] = self.statistics_NS[rows].lerp(seen_NS, 0.1)
             if tau + 1 < self.scheme.local_steps:

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ class ImageFeed:
         self.rounds = samples_NM.shape[1] // self.size // self.steps  # an epoch
         self.offsets = torch.arange(self.size, device=batches.padded.device)
         self._epoch, self._draws = -1, dict[int, Draws]()
-        self._held: list[Draws] | None = None  # of static rounds: tensors that stay where they are
+        self._held: list[Draws] = []  # of GraphRounds: tensors that stay where they are
         self._ahead: dict[int, tuple[Draws, dict[int, tuple[Tensor, Tensor]]]] = {}
 
     @staticmethod
@@ -107,7 +107,7 @@ class ImageFeed:
         """From here on a tensor in the place of a round counts from the first of these, an epoch's.
         Their samples are kept in the same tensors every time."""
         draws = self.draws(rounds.start // self.rounds)
-        if self._held is None:
+        if not self._held:
             self._held = [Draws(*(t.clone() for t in vars(d).values())) for d in draws]
         for kept, new in zip(self._held, draws, strict=True):
             for name, tensor in vars(kept).items():
@@ -216,13 +216,14 @@ class Training:
         error.args = (f"{error.args[0]}; {where}",)
         return error
 
-    def _graph_rounds(self, rounds: range) -> list[Traffic]:
+    def _graph_rounds(self, graph: GraphRounds, rounds: range) -> list[Traffic]:
         """All of them at once; what each sent."""
         self.federation.losses_N.zero_()
         try:
-            return self.graph.play(rounds)
+            return graph.play(rounds)
         except ClientError as error:
-            raise self._placed(error, error.round) from None
+            first_bad = rounds.start if error.round is None else error.round
+            raise self._placed(error, first_bad) from None
 
     def _traffic(self, epoch: int, watch: Watch | None) -> Iterator[Traffic]:
         """The same, each as what it sent."""
@@ -241,8 +242,10 @@ class Training:
         if isinstance(compressor.rule, tcs_core.TCS):
             compressor.rule.overlap_2.zero_()
         watch = Watch(self.flat.layer_sizes) if scheme.dense else None
-        at_once = self.graph is not None and self.graph.ready(span)
-        for traffic in self._graph_rounds(span) if at_once else self._traffic(epoch, watch):
+        played: Iterable[Traffic] = self._traffic(epoch, watch)
+        if self.graph is not None and self.graph.ready(span):
+            played = self._graph_rounds(self.graph, span)
+        for traffic in played:
             for key in counted:
                 row[key] += getattr(traffic, key)
             row["dense_rounds"] += compressor.known.dense

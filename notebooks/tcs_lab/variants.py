@@ -136,12 +136,13 @@ class WideMasks(MaskRule):
         self._masks = masks
         self.k_global = self.size(self.scheme.phi_global, self.dimension)
         self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
-        if self.positions is not None and len(self.positions) > self.k_global:
-            self._shrink()
+        last_K, magnitudes_K = self.positions, self.magnitudes_K
+        if last_K is not None and magnitudes_K is not None and len(last_K) > self.k_global:
+            self._shrink(last_K, magnitudes_K)
 
-    def _shrink(self) -> None:
+    def _shrink(self, last_K: Tensor, magnitudes_K: Tensor) -> None:
         last_D = torch.zeros(self.dimension, device=self.device)
-        last_D[self.positions] = self.magnitudes_K
+        last_D[last_K] = magnitudes_K
         self.positions = self.select(
             last_D, self.k_global, self.scheme.phi_min_global, None, "last"
         )
@@ -187,7 +188,7 @@ class Downlink(Client):
 
     def __init__(self, known: Known):
         super().__init__(known, SERVER, torch.zeros(known.dimension, device=known.device))
-        self.explored_D: Tensor | None = None  # what came up in this round
+        self.explored_D = known.shared_D[:0]  # what came up in this round, (D,)
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
         """What it says of an update (D,); it will arrive."""
