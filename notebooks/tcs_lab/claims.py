@@ -375,9 +375,11 @@ def unequal(
     """Differences of unequal clients (`there`: by setting, as `unequal_records` gives them) and of
     equal ones, three rows a pair and setting: `where` is "there", "equal" or "there − equal".
     Equal clients have the seeds that the setting has."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if read.unequal is None:
+        return pd.DataFrame(rows)
     for setting, found in there.items():
-        both = _beside(read, records, found)
+        both = _beside(read.unequal, records, found)
         model = comparison(both)
         for one, other in read.unequal.pairs:
             pair = {where: [(1, where, one), (-1, where, other)] for where in both}
@@ -389,7 +391,7 @@ def unequal(
 
 
 def _beside(
-    read: Claims, records: Mapping[str, Record], there: Mapping[str, Record]
+    asked: Unequal, records: Mapping[str, Record], there: Mapping[str, Record]
 ) -> dict[str, Runs]:
     """A setting's runs, and those of equal clients with its schemes and seeds."""
     seeds = {record["config"]["seed"] for record in there.values()}
@@ -397,8 +399,7 @@ def _beside(
         file: record
         for file, record in records.items()
         if record["config"]["seed"] in seeds
-        and (record["config"]["scheme"]["name"], record["config"]["learning_rate"])
-        in read.unequal.sides
+        and (record["config"]["scheme"]["name"], record["config"]["learning_rate"]) in asked.sides
     }
     return {"there": Runs(there), "equal": Runs(equal)}
 

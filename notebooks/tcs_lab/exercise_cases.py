@@ -14,6 +14,13 @@ import tcs_core as tcs
 from tcs_lab.exercises import Case, exercise, shown_value
 
 
+def _as_it_is(vector_D: Tensor | None) -> Tensor:
+    """A copy of what a client or a server keeps."""
+    if vector_D is None:
+        raise ValueError("nothing is kept")
+    return vector_D.clone()
+
+
 def _drawn(seed: int, *shape: int) -> Tensor:
     """Seeded numbers from -5 to 5, with one decimal, so that a learner can follow them."""
     generator = torch.Generator().manual_seed(seed)
@@ -156,12 +163,12 @@ def _accumulate() -> Iterator[Case]:
     known = tcs.Known(tcs.Scheme.named("top-K", phi_local=0.4), [5])
     client = tcs.Client(known)
     for number in range(1, 5):
-        delta_D, errors_D = _drawn(number + 30, 5), client.errors_D.clone()
+        delta_D, errors_D = _drawn(number + 30, 5), _as_it_is(client.errors_D)
         known.begin()
         sent_D = known.expanded(client.send(delta_D))
         client.arrived()
         given = {"errors_D": errors_D, "delta_D": delta_D, "k": 2}
-        yield Case(given, (sent_D, client.errors_D.clone()), f"round {number},")
+        yield Case(given, (sent_D, _as_it_is(client.errors_D)), f"round {number},")
         known.observe(sent_D)
 
 
@@ -200,13 +207,13 @@ def _client_lines() -> Iterator[Case]:
     client = tcs.Client(known)
     known.begin()  # dense: there is no update yet to take a mask from
     for number in range(1, 6):
-        delta_D, errors_D = _drawn(number + 40, 8), client.errors_D.clone()
+        delta_D, errors_D = _drawn(number + 40, 8), _as_it_is(client.errors_D)
         message = client.send(delta_D)
         client.arrived()
         if not known.dense:
             k, shared_K = known.rule.k_local, known.shared_K
             given = {"errors_D": errors_D, "delta_D": delta_D, "shared_K": shared_K, "k_local": k}
-            result = message.positions, known.expanded(message), client.errors_D.clone()
+            result = message.positions, known.expanded(message), _as_it_is(client.errors_D)
             yield Case(given, result, f"round {number},")
         known.observe(known.expanded(message))
         known.begin()
@@ -305,9 +312,9 @@ def _momentum_rounds(seed: int, rounds: int, eta: float, beta: float) -> Iterato
     scheme = tcs.Scheme.named("FedSGD", momentum=beta)
     federation = _trained(_drawn(seed, 3), batches, scheme, eta)
     for _ in range(rounds):
-        before = federation.theta_D.clone(), federation.momentum_D.clone()
+        before = federation.theta_D.clone(), _as_it_is(federation.momentum_D)
         update_D = federation.round().clone()
-        yield before, update_D, (federation.theta_D.clone(), federation.momentum_D.clone())
+        yield before, update_D, (federation.theta_D.clone(), _as_it_is(federation.momentum_D))
 
 
 def _beta_elsewhere(theta_D: Tensor, w_D: Tensor, g_D: Tensor, eta: float, beta: float) -> tuple:

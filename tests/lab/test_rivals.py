@@ -318,7 +318,7 @@ def test_what_ef21_can_not_do_is_said():
     with pytest.raises(ValueError, match=f"EF21: allowed: messages of all {N} clients"):
         ready.step(torch.ones(N, D), clients=[0])
     for link in (tcs.ByteLink(), ProcessLink(lambda work: [work()], 0, 1)):
-        with pytest.raises(ValueError, match="EF21: got messages as bytes.*: counted links only"):
+        with pytest.raises(ValueError, match=r"EF21: got messages as bytes.*: counted links only"):
             compressor_of("EF21", link).step(torch.ones(N, D))
     with pytest.raises(ValueError, match=r"EF21\+: got messages as bytes"):
         compressor_of("EF21+").step(torch.ones(N, D))
