@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,17 +33,17 @@ CAPTION = (
 )
 TRAFFIC = (
     "**Traffic: by construction.** In that training, both ways and warm-up included, TCS sends "
-    "{whole[0]:.0f} times and TCS-L4-Q5 {whole[1]:.0f} times fewer bytes than FedAvg (local steps "
-    "alone make {local}). After the dense warm-up it is {both[0]:.0f} and {both[1]:.0f} times, and on "
-    "the way up alone {up[0]:.0f} and {up[1]:,.0f}; the paper's formulas say {theirs[0]:.0f} and "
+    "{whole[0]:.0f} times and TCS-L4-Q5 {whole[1]:.0f} times fewer bytes than FedAvg ({local} of it "
+    "by local steps alone). After the dense warm-up it is {both[0]:.0f} and {both[1]:.0f} times, and "
+    "on the way up alone {up[0]:.0f} and {up[1]:,.0f}; the paper's formulas say {theirs[0]:.0f} and "
     "{theirs[1]:,.0f} for its ResNet-18."
 )
 OPEN_ACCURACY = (
     "**Accuracy: open.** {made} of the {planned} runs that decide are made (profile `evidence`, five "
-    "seeds); supported would mean at most half a point below centralized training, with the whole "
-    "interval. Smaller finished trainings, judged nowhere (n = {n}): after 150 epochs TCS ended "
-    "{cpu[0]} points from it in `cpu` and {small[0]} in `small`, TCS-L4-Q5 {cpu[1]} and {small[1]}; "
-    "after 300 epochs of `small` {longer[0]} and {longer[1]}."
+    "seeds); supported will mean at most half a point below centralized training. Smaller finished "
+    "trainings, judged nowhere (n = {n}): after 150 epochs TCS ended {cpu[0]} points from it in "
+    "`cpu` and {small[0]} in `small`, TCS-L4-Q5 {cpu[1]} and {small[1]}; after 300 epochs of `small` "
+    "{longer[0]} and {longer[1]}."
 )
 OPEN_PREMISE = (
     "**Premise: open**, until the same runs are made. In the smaller trainings the important entries "
@@ -50,9 +51,9 @@ OPEN_PREMISE = (
     "chance would replace, {cpu} stay in `cpu` and {small} in `small`."
 )
 ACCURACY = (
-    "**Accuracy: {parity} for TCS; {x2000-parity} for TCS-L4-Q5.** Supported means at most half a "
-    "point below centralized training. In profile `evidence` (n = {n}) that difference, what dense "
-    "federated training has of it, and what sparsity adds, in points with 95 % intervals: {parts}."
+    "**Accuracy: TCS is {parity}, TCS-L4-Q5 {x2000-parity}**, where supported means at most half a "
+    "point below centralized training. In profile `evidence` (n = {n}), points with 95 % interval, "
+    "and of them what federated training loses by itself and what sparsity adds: {parts}."
 )
 PREMISE = (
     "**Premise: {correlation}** that important entries stay more often than by chance; **{slowly}** "
@@ -68,6 +69,7 @@ def params(*names: str) -> dict[str, Any]:
     return lab.read_params([ROOT / f"params/{name}.yaml" for name in names])
 
 
+@cache
 def records(scheme: str, profile: str, **changes: Any) -> list[Record]:
     """The finished records of a scheme at Table 1's rate in a profile, by seed."""
     seeds = {} if profile == "evidence" else {"seeds": 100}
@@ -75,6 +77,7 @@ def records(scheme: str, profile: str, **changes: Any) -> list[Record]:
     return list(lab.recorded(lab.plan(asked), diverged=False).values())
 
 
+@cache
 def stage_1() -> tuple[int, int]:
     """How many of the runs on which verdicts are made there are, and are planned."""
     planned = lab.planned_runs(ROOT / "params/evidence_plan.yaml")["1"]
@@ -98,8 +101,13 @@ def both_ways(found: Iterable[Record]) -> float:
 
 def difference(one: Iterable[Record], other: Iterable[Record]) -> tuple[float, float, float]:
     """Final accuracies of the first minus the second's, in points, over the seeds of both."""
-    ends = [{r["config"]["seed"]: 100 * r["rows"][-1]["accuracy"] for r in of} for of in (one, other)]
-    return lab.mean_interval(ends[0][s] - ends[1][s] for s in sorted(ends[0].keys() & ends[1]))
+    first, second = final(one), final(other)
+    return lab.mean_interval(first[s] - second[s] for s in sorted(first.keys() & second))
+
+
+def final(found: Iterable[Record]) -> dict[int, float]:
+    """Final accuracies in percent, by seed."""
+    return {r["config"]["seed"]: 100 * r["rows"][-1]["accuracy"] for r in found}
 
 
 # The picture ──────────────────────────────────────────────────────────────────────────────────────
@@ -111,8 +119,10 @@ def drawn() -> dict[str, list[Record]]:
 
 def setting(record: Record) -> dict[str, Any]:
     """What a record trained, in words."""
-    net = {"resnet8": "ResNet-8", "resnet18": "ResNet-18"}[record["config"]["model"]]
     config = record["config"]
+    net = {"resnet8": "ResNet-8", "resnet18": "ResNet-18"}[config["model"]]
+    if config["model"] == "resnet18" and config["width"] == 16:
+        net += ", a quarter as wide,"
     return {"net": net, "data": config["data_label"], "epochs": config["epochs"]}
 
 
@@ -121,6 +131,7 @@ def picture() -> Any:
     found = drawn()
     first = found["FedAvg"][0]
     said = setting(first) | {"pixels": first["config"]["image_size"], "size": first["dimension"]}
+    said["net"] = said["net"].split(",")[0]  # the size says the rest
     title = "{data} at {pixels} × {pixels}, {net} ({size:,} parameters), {epochs} epochs"
     table = lab.summary([record for of in found.values() for record in of])
     return lab.megabytes_figure(table, title.format(**said))
@@ -152,7 +163,7 @@ def traffic() -> str:
     after = [lab.bits_per_parameter(found[name][0]) for name in names]
     return TRAFFIC.format(
         whole=[dense / both_ways(found[name]) for name in names],
-        local={4: "four of it"}[local],
+        local={4: "a factor of four"}[local],
         both=[64 / (bits["uplink"] + bits["downlink"]) for bits in after],
         up=[32 / bits["uplink"] for bits in after],
         theirs=[32 / tcs.bit_budget(name, 11_173_962) for name in names],
@@ -195,12 +206,9 @@ def judged_verdicts() -> list[str]:
     read = lab.read_claims(ROOT / "params/claims.yaml")
     found = lab.claim_records(read, params("evidence"), [params(f"table{n}") for n in (1, 2, 3)])
     rows = {row["claim"]: row for row in lab.judged(read, found).to_dict("records")}
-    words = {name: lab.said(row) for name, row in rows.items()}
-    chains = [
-        [estimate(row) for row in part.to_dict("records")]
-        for _, part in lab.decomposed(read, found).groupby("chain")
-    ]
-    parts = "; ".join(f"{whole} = {' + '.join(steps)}" for whole, *steps in chains)
+    words = {name: re.sub(": (.*)", r" (\1)", lab.said(row)) for name, row in rows.items()}
+    chains = lab.decomposed(read, found).groupby("chain")
+    parts = "; ".join(decomposition(part.to_dict("records")) for _, part in chains)
     slowly = rows["slowly"]
     ends = [f"{100 * slowly[key]:.1f}" for key in ("measured", "low", "high")]
     share = "{} % ({} to {})".format(*ends)
@@ -210,10 +218,14 @@ def judged_verdicts() -> list[str]:
     ]
 
 
-def estimate(row: dict[str, Any]) -> str:
-    """One difference of a decomposition."""
-    numbers = lab.with_interval(row["measured"], row["low"], row["high"])
-    return f"{row['first']} − {row['second']} {numbers}"
+def decomposition(rows: list[dict[str, Any]]) -> str:
+    """A difference with its interval, and the steps that it is made of."""
+    whole, *steps = rows
+    named = [f"({row['first']} − {row['second']})" for row in steps]
+    values = [lab.with_interval(row["measured"], math.nan, math.nan) for row in steps]
+    ours = lab.with_interval(whole["measured"], whole["low"], whole["high"])
+    ends = f"{whole['first']} − {whole['second']}"
+    return f"{ends} = {' + '.join(named)} is {ours} = {' '.join(values)}"
 
 
 def verdicts_block() -> str:
@@ -224,6 +236,7 @@ def verdicts_block() -> str:
 # What to use ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
 def at_best_rates(profile: str) -> dict[str, list[Record]]:
     """The rivals' records of notebook 17, of each at the best of the rates tried."""
     sweep = lab.read_sensitivity(ROOT / f"params/rivals_{profile}.yaml")
@@ -236,12 +249,12 @@ def at_best_rates(profile: str) -> dict[str, list[Record]]:
 def against_dense(found: dict[str, list[Record]], *names: str) -> list[str]:
     """n, times fewer bytes than FedAvg both ways, and points from it, of schemes."""
     dense = found["FedAvg"]
-    less = [f"{both_ways(dense) / both_ways(found[name]):,.3g}" for name in names]
+    ratios = [both_ways(dense) / both_ways(found[name]) for name in names]
+    less = [f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.3g}'):,.0f}" for ratio in ratios]
     points = [lab.with_interval(*difference(found[name], dense)) for name in names]
     counts = {len(found[name]) for name in (*names, "FedAvg")}
     assert len(counts) == 1, f"{names}: got n = {counts}, allowed: one n"
-    grouped = [f"{float(number):,.0f}" if float(number) >= 10 else number for number in less]
-    return [f"n = {counts.pop()}", "<br>".join(grouped), "<br>".join(points)]
+    return [f"n = {counts.pop()}", "<br>".join(less), "<br>".join(points)]
 
 
 def ddp_said() -> tuple[str, str]:
