@@ -219,13 +219,15 @@ def judged_verdicts() -> list[str]:
 
 
 def decomposition(rows: list[dict[str, Any]]) -> str:
-    """A difference with its interval, and the steps that it is made of."""
+    """A difference with its interval, and the steps that it is made of; the last, which is what
+    sparsity adds, with its own."""
     whole, *steps = rows
-    named = [f"({row['first']} − {row['second']})" for row in steps]
-    values = [lab.with_interval(row["measured"], math.nan, math.nan) for row in steps]
+    named = " + ".join(f"({row['first']} − {row['second']})" for row in steps)
+    ends = [(row["measured"], math.nan, math.nan) for row in steps[:-1]]
+    ends.append(tuple(steps[-1][key] for key in ("measured", "low", "high")))
+    values = " + ".join(f"[{lab.with_interval(*end)}]" for end in ends)
     ours = lab.with_interval(whole["measured"], whole["low"], whole["high"])
-    ends = f"{whole['first']} − {whole['second']}"
-    return f"{ends} = {' + '.join(named)} is {ours} = {' '.join(values)}"
+    return f"{whole['first']} − {whole['second']} = {named} is {ours} = {values}"
 
 
 def verdicts_block() -> str:
