@@ -25,7 +25,7 @@ import tcs_core as tcs
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-DRAWN = ("Baseline", "FedAvg", "FedAvg-L4", "top-K", "TCS", "TCS-L4", "TCS-L4-Q5")  # stage 1's, too
+DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")  # stage 1's, too
 CAPTION = (
     "What one client sends and gets in a whole training, and the accuracy at its end. `-L4` is four "
     "local steps a round, `-Q5` 5-bit values; FedAvg sends everything; the Baseline is centralized "
@@ -130,9 +130,9 @@ def picture() -> Any:
     """Final accuracy against megabytes."""
     found = drawn()
     first = found["FedAvg"][0]
-    said = setting(first) | {"pixels": first["config"]["image_size"], "size": first["dimension"]}
-    said["net"] = said["net"].split(",")[0]  # the size says the rest
-    title = "{data} at {pixels} × {pixels}, {net} ({size:,} parameters), {epochs} epochs"
+    said = setting(first) | {"pixels": first["config"]["image_size"]}
+    said["net"] = said["net"].removesuffix(",")
+    title = "{data} at {pixels} × {pixels}, {net}, {epochs} epochs"
     table = lab.summary([record for of in found.values() for record in of])
     return lab.megabytes_figure(table, title.format(**said))
 
