@@ -4,12 +4,6 @@ the messages' bytes. It needs Flower (`uv run --extra flower`), so that `import 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +11,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from tcs_lab.nodes import Job, Node, Rounds
@@ -52,18 +47,16 @@ def client_app(make_job: MakeJob) -> ClientApp:
         job, path = make_job(context.run_config), Path(str(folder)) / f"partition-{number}.pt"
         return Node(job, number, path, context.run_id, known["checksum"])
 
-    def answer(message: Message, context: Context, work: Callable[..., bytes] | None) -> Message:
+    def answer(message: Message, context: Context, work: Any = None) -> Message:
         node = node_of(context)
-        data = {"message": work(node, of_record(message.content))} if work else {}
+        said = node.answer(work(node, of_record(message.content)) if work else None)
         if node.marks:
-            key = {"file": node.path.name, "checksum": node.marks[-1]}
-            context.state["tcs"] = ConfigRecord(key)
-        stand = {"round": node.stand.round, "checksum": node.stand.theta}
-        fields = stand | {"client": node.client.number} | data
-        return Message(to_record(fields), reply_to=message)
+            mine = {"file": node.path.name, "checksum": node.marks[-1]}
+            context.state["tcs"] = ConfigRecord(mine)
+        return Message(to_record(said), reply_to=message)
 
     app = ClientApp()
-    app.query()(lambda message, context: answer(message, context, None))
+    app.query()(answer)
     app.train()(lambda message, context: answer(message, context, Node.train))
     app.evaluate()(lambda message, context: answer(message, context, Node.end))
     return app
@@ -90,117 +83,31 @@ def server_app(make_job: MakeJob) -> ServerApp:
 
 
 def ask(grid: Grid, rounds: Rounds, kind: str) -> dict[str, int]:
-    """Orders to all nodes till enough have answered. A node that is new, or failed, is first asked
-    where it stands; one that comes back meanwhile is asked, too. Bytes both ways, Flower's count."""
-    job, out, start = rounds.job, {}, time.monotonic()
-    row = {"round": rounds.here.round, "flower up": 0, "flower down": 0}
+    """Orders to all nodes till enough have answered. One that joins or fails on the way is first
+    asked where it stands. Returns bytes: all messages', and what Flower counts both ways."""
+    job, start = rounds.job, time.monotonic()
+    row = {"round": rounds.here.round, "Flower up": 0, "Flower down": 0}
+    out: dict[str, int] = {}  # nodes that are asked, by message
     while len(rounds.answers) < job.clients:
         enough = len(rounds.answers) >= (job.least or job.clients)
         if enough and time.monotonic() - start > job.patience:
             break
         for node in set(grid.get_node_ids()) - set(out.values()):
             if rounds.wants(node):
-                known = node in rounds.stands
-                content = to_record(rounds.order(node) if known else {})
-                row["flower down"] += size_of(content)
-                message = Message(content, node, kind if known else "query")
+                content = to_record(rounds.order(node) if rounds.knows(node) else {})
+                row["Flower down"] += size_of(content)
+                message = Message(content, node, kind if rounds.knows(node) else "query")
                 out |= dict.fromkeys(grid.push_messages([message]), node)
         for reply in grid.pull_messages(list(out)):
             node = out.pop(reply.metadata.reply_to_message_id)
-            if reply.has_error():
+            if not reply.has_error():
+                row["Flower up"] += size_of(reply.content)
+                rounds.take(node, of_record(reply.content))
+            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                raise RuntimeError(f"round {rounds.here.round}: {reply.error.reason}")
+            else:  # the node is gone, or its process was killed
                 print(f"node {node}: {reply.error.reason}", flush=True)
                 rounds.stands.pop(node, None)
-                continue
-            row["flower up"] += size_of(reply.content)
-            rounds.take(node, of_record(reply.content))
         time.sleep(0.1)
     row["up"] = sum(map(len, rounds.answers.values()))
     return row
-
-
-# Flower's processes on one machine ────────────────────────────────────────────────────────────────
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-class Loopback:
-    """A SuperLink and its SuperNodes on this machine, in `folder`, ended with the `with` block.
-
-    `simulated` nodes live in Flower's simulation (ray) instead. Each process has a log there.
-    """
-
-    def __init__(self, folder: Path, simulated: int = 0):
-        self.folder, self.simulated, self.port = folder.resolve(), simulated, free_port()
-        bin_folder = Path(sys.executable).parent
-        self.environment = os.environ | {
-            "FLWR_HOME": str(self.folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0",
-            "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }  # fmt: skip
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Loopback:
-        home = self.folder / "flwr"
-        home.mkdir(parents=True, exist_ok=True)
-        address = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
-        (home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n{address}')
-        words = [
-            "--insecure",
-            "--port",
-            str(self.port),
-            "--disable-runtime-dependency-installation",
-        ]
-        more = ["--simulation"] if self.simulated else []
-        self.start("link", "flower-superlink", *words, *more)
-        self._wait_for_link()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for name in reversed(list(self.processes)):  # nodes first
-            self.stop(name)
-
-    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command, cwd=self.folder, env=self.environment, stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        return self.processes[name]
-
-    def stop(self, name: str, with_signal: int = signal.SIGINT) -> None:
-        """Ends a process and those that it started: all are of one group."""
-        process = self.processes.pop(name)
-        for ask_by in (with_signal, signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, ask_by)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-        process.wait()
-
-    def node(self, partition: int, link_port: int | None = None) -> None:
-        """A SuperNode joins; `link_port` is where it finds the SuperLink, if not there."""
-        link = f"127.0.0.1:{link_port or self.port}"
-        words = ["--insecure", "--superlink", link, "--port", str(free_port())]
-        config = ["--node-config", f"partition-id={partition}"]
-        self.start(f"node{partition}", "flower-supernode", *words, *config)
-
-    def run(self, app: Path, **config: str | int) -> subprocess.Popen[bytes]:
-        """`flwr run`, begun: it ends when the run has ended."""
-        given = " ".join(f"{key.replace('_', '-')}={value!r}" for key, value in config.items())
-        words = [str(app), "here", "--stream", *(["--run-config", given] if given else [])]
-        if self.simulated:
-            sizes = f"num-supernodes={self.simulated} client-resources-num-cpus=1"
-            words += ["--federation-config", sizes]
-        return self.start("run", "flwr", "run", *words)
-
-    def _wait_for_link(self) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
-            time.sleep(0.2)
-        raise TimeoutError(f"no SuperLink on port {self.port}: see {self.folder / 'link.log'}")

@@ -44,7 +44,7 @@ class Stand(NamedTuple):
     """Where a side stands: the round that is next for it, and the checksum of its theta."""
 
     round: int
-    theta: int
+    checksum: int
 
 
 def packed(state: dict[str, Any]) -> bytes:
@@ -132,8 +132,9 @@ class Node(Half):
         }  # fmt: skip
         write_whole(self.path, lambda file: torch.save(state, file))
 
-    def follow(self, order: Mapping[str, Any]) -> None:
-        """Comes to where the server stands, by its last message or by all that it knows."""
+    def follow(self, order: Mapping[str, Any]) -> bool:
+        """Comes to where the server stands, by its last message or by all that it knows. False if
+        that does not lead there: the server is to send more."""
         heard = self.client.sent is not None and order["heard"] == self.client.last_round
         if "theta" in order:  # rounds were missed
             if heard:
@@ -144,26 +145,32 @@ class Node(Half):
             self.known.begin(order["reply_dense"], self.theta_D)
             reply = self.known.from_bytes(order["reply"], tcs.SERVER)
             self.theta_D.add_(self.client.receive(reply, heard))
-        if tuple(self.stand) != (order["round"], order["checksum"]):
-            got = f"got {tuple(self.stand)}, allowed: {order['round'], order['checksum']}"
-            raise ValueError(f"client {self.client.number}: theta: {got}")
+        return tuple(self.stand) == (order["round"], order["checksum"])
 
-    def train(self, order: Mapping[str, Any]) -> bytes:
-        """The message of a round. Asked again for the same round, the same message."""
+    def train(self, order: Mapping[str, Any]) -> bytes | None:
+        """The message of a round; None if rounds were missed. Asked again for the same round, the
+        same message."""
         if self.client.last_round == order["round"] == self.known.round:
             return self.message
-        self.follow(order)
+        if not self.follow(order):
+            return None
         self.known.begin(order["dense"], self.theta_D)
         delta_D = self.difference(self.client.number, self.known.round)
         self.message = self.known.to_bytes(self.client.send(delta_D))
         self.save()
         return self.message
 
-    def end(self, order: Mapping[str, Any]) -> bytes:
-        """After the last round: the server's last message."""
-        self.follow(order)
+    def end(self, order: Mapping[str, Any]) -> bytes | None:
+        """After the last round: the server's last message, or all that it knows."""
+        if not self.follow(order):
+            return None
         self.save()
         return b""
+
+    def answer(self, message: bytes | None) -> dict[str, Any]:
+        """What it says to the server: the message, and where it stands now."""
+        stand = {"client": self.client.number} | self.stand._asdict()
+        return stand if message is None else stand | {"message": message}
 
 
 class Rounds(Half):
@@ -186,13 +193,15 @@ class Rounds(Half):
         self.answers.clear()
         self.known.begin(self.known.round < self.job.warmup, self.theta_D)
 
+    def knows(self, node: int) -> bool:
+        """Whether there is an order for it. In round 0 all stand where the job says."""
+        return node in self.stands or self.here.round == 0
+
     def order(self, node: int) -> dict[str, Any]:
-        """What brings a known node to where the server stands, and opens the round there."""
-        number, stand = self.stands[node]
-        order: dict[str, Any] = {
-            "round": self.here.round, "checksum": self.here.theta, "dense": self.known.dense,
-            "heard": self.heard[number],
-        }  # fmt: skip
+        """What brings a node to where the server stands, and opens the round there."""
+        number, stand = self.stands.get(node, (None, self.here))
+        order = self.here._asdict() | {"dense": self.known.dense}
+        order["heard"] = -1 if number is None else self.heard[number]
         if stand == self.before != self.here:
             order |= {"reply": self.reply, "reply_dense": self.reply_dense}
         elif stand != self.here:
@@ -200,16 +209,14 @@ class Rounds(Half):
             order |= {"theta": theta, "known": packed(self.known.state_dict())}
         return order
 
-    def take(self, node: int, answer: Mapping[str, Any]) -> bool:
-        """Whether the answer was one to this round's order; any says where a node stands."""
+    def take(self, node: int, answer: Mapping[str, Any]) -> None:
+        """An answer: where the node stands and, if it came to this round, its message."""
         number, stand = answer["client"], Stand(answer["round"], answer["checksum"])
-        if not 0 <= number < self.job.clients:
+        if number not in range(self.job.clients):
             raise ValueError(f"client: got {number}, allowed: 0 to {self.job.clients - 1}")
         self.stands[node] = number, stand
-        if "message" not in answer or stand != self.here:
-            return False
-        self.answers[number] = answer["message"]
-        return True
+        if "message" in answer and stand == self.here:
+            self.answers[number] = answer["message"]
 
     def wants(self, node: int) -> bool:
         return node not in self.stands or self.stands[node][0] not in self.answers
