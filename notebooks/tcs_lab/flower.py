@@ -36,8 +36,10 @@ def size_of(record: RecordDict) -> int:
     return sum(part.count_bytes() for part in record.values())
 
 
-def client_app(make_job: MakeJob) -> ClientApp:
-    """The node's file is partition-<id>.pt in the folder `tcs-folder` of the node's configuration,
+def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
+    """A node's app, with Flower's own mods around it (they must not change the message's bytes).
+
+    The node's file is partition-<id>.pt in the folder `tcs-folder` of the node's configuration,
     or of the run's. Flower's `context.state` has its name and checksum."""
 
     def node_of(context: Context) -> Node:
@@ -55,7 +57,7 @@ def client_app(make_job: MakeJob) -> ClientApp:
             context.state["tcs"] = ConfigRecord(mine)
         return Message(to_record(said), reply_to=message)
 
-    app = ClientApp()
+    app = ClientApp(mods=mods)
     app.query()(answer)
     app.train()(lambda message, context: answer(message, context, Node.train))
     app.evaluate()(lambda message, context: answer(message, context, Node.end))

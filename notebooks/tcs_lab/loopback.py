@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,41 @@ class Loopback:
                 return
             time.sleep(0.2)
         raise TimeoutError(f"no SuperLink on port {self.port}: see {self.folder / 'link.log'}")
+
+
+class Relay:
+    """Counts the bytes that pass to a port of this machine and back: `up` and `down`."""
+
+    def __init__(self, port: int):
+        self.to_port, self.port, self.up, self.down = port, free_port(), 0, 0
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> Relay:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+    def _work(self) -> None:
+        self.loop.run_until_complete(asyncio.start_server(self._join, "127.0.0.1", self.port))
+        self.loop.run_forever()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    async def _join(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        far, onward = await asyncio.open_connection("127.0.0.1", self.to_port)
+        await asyncio.gather(self._pass(near, onward, "up"), self._pass(far, back, "down"))
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                setattr(self, way, getattr(self, way) + len(data))
+                writer.write(data)
+                await writer.drain()
+        writer.close()
