@@ -284,7 +284,8 @@ class Training:
         with federation.evaluated(average_S):
             found = list(each(self._judged, parts))
         losses = self.ranks.rows(torch.tensor([f[0] for f in found], dtype=torch.float64))
-        right = self.ranks.rows(torch.cat([f[1] for f in found])).cpu()
+        none = torch.empty(0, dtype=torch.bool, device=self.device)  # of a rank without a part
+        right = self.ranks.rows(torch.cat([none, *(f[1] for f in found)])).cpu()
         row = {"accuracy": int(right.sum()) / len(right), "loss": sum(losses.tolist()) / len(right)}
         return row | ({"right": packed(right)} if last and self.config.test_unused else {})
 

@@ -148,19 +148,19 @@ def test_ranks_exchange_the_encoded_bytes_and_little_else(tmp_path):
 def poisoned(ranks, folder):
     """A NaN in the gradient of client 2 alone, once its first epoch is over."""
     (one,) = configs(["TCS"])
-    train = tcs.Federation._local_training
+    train = tcs.Federation.local_training
 
     def poison(self, n, *arguments):
         gradient_D = train(self, n, *arguments)
-        if n == 2 and self.compressor.round == 6:
+        if n == 2 and self.compressor.known.round == 6:
             gradient_D[5] = float("nan")
         return gradient_D
 
-    tcs.Federation._local_training = poison
+    tcs.Federation.local_training = poison
     try:
         return lab.run(one, folder / str(ranks.size), ranks=ranks)
     finally:
-        tcs.Federation._local_training = train
+        tcs.Federation.local_training = train
 
 
 def test_a_client_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path, small_synthetic):
@@ -171,7 +171,7 @@ def test_a_client_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path, small_s
 
 
 def link(ranks):
-    return tcs.ProcessLink(ranks.exchange, ranks.rank, ranks.size)
+    return lab.ranks.ProcessLink(ranks.exchange, ranks.rank, ranks.size)
 
 
 def overflowing(ranks, folder):
@@ -198,7 +198,7 @@ def mistaken(ranks, folder, what):
     elif what == "replica":
         ranks.check_same(torch.full((3,), float(ranks.rank)), "theta_D")
     elif what == "bug" and ranks.rank == 1:
-        compressor.client = lambda *_: [][1]
+        compressor.clients[0].send = lambda *_: [][1]
     compressor.step(torch.ones(len(compressor.own), 50))
 
 

@@ -315,6 +315,7 @@ def test_what_ef21_can_not_do_is_said():
     ready = compressor_of("EF21")
     with pytest.raises(ValueError, match="EF21: got a dense round"):
         ready.step(torch.zeros(N, D), dense=True)
+    ready.step(torch.ones(N, D))
     with pytest.raises(ValueError, match=f"EF21: allowed: messages of all {N} clients"):
         ready.step(torch.ones(N, D), clients=[0])
     for link in (tcs.ByteLink(), ProcessLink(lambda work: [work()], 0, 1)):
