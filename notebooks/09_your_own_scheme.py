@@ -366,7 +366,7 @@ for name in ("TCS", "TCS-Average"):
     print(f"{name}: {sparse['stay'].mean():.0f} % of the shared mask stays from round to round")
 
 # %% [markdown]
-# Ten lines are enough for a row, a curve and honest bits. Whether an idea is *good* needs a larger profile
+# Whether an idea is *good* needs a larger profile
 # and more trials: in profile `ci`, after three epochs, every scheme is far below Baseline and differences
 # between them are noise: try the command at the top. What surprised us is how much TCS's shared mask moves,
 # and how calm it gets with one line of memory.

@@ -243,6 +243,9 @@ _, with_adamw = verdict(adaptive_curves)
 print(f"AdamW: {with_adamw}")
 
 # %% [markdown]
+# AdamW's steps are about equally large in all entries, so the largest hundredth is a smaller part of a difference than with SGD, and more
+# of it waits: that costs some of the loss, or takes more entries or rounds.
+#
 # ## The module is still yours
 #
 # Parameters are ordinary tensors, which hold the trained values after every round; modes, the frozen part and its values are as their owner
