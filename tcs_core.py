@@ -2018,8 +2018,7 @@ class Compressor:
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
         theta_D: Tensor | None = None, masks: int = 1,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,),
-        known to be `finite` or not.
+        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without

@@ -172,8 +172,10 @@ def federation_of(name: str) -> lab.Training:
 
 
 # %%
-def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Of a mask that a rule gave, as booleans or as positions."""
+def known_mask(rule: tcs.MaskRule, theta_D: torch.Tensor) -> torch.Tensor:
+    """Positions of the shared mask that a rule has now; it may look at the weights."""
+    rule.begin(theta_D)
+    mask = rule.shared_mask()
     return (tcs.mask_to_positions(mask) if mask.dtype == torch.bool else mask).cpu()
 
 
@@ -184,9 +186,7 @@ def follow(name: str) -> pd.DataFrame:
     for epoch in range(federation.config.warmup + 1):
         for update_D in federation.rounds(epoch):
             outsider.observe(update_D)
-            for rule in (compressor.rule, outsider):
-                rule.begin(federation.theta_D)  # the weights, which all sides have
-            mask, guess = (positions(rule.shared_mask()) for rule in (compressor.rule, outsider))
+            mask, guess = (known_mask(r, federation.theta_D) for r in (compressor.rule, outsider))
             row = {"dense": compressor.known.dense, "known": torch.equal(mask, guess)}
             rows.append(row | {"stay": 100 * torch.isin(mask, last).float().mean().item()})
             last = mask
@@ -366,11 +366,10 @@ for name in ("TCS", "TCS-Average"):
     print(f"{name}: {sparse['stay'].mean():.0f} % of the shared mask stays from round to round")
 
 # %% [markdown]
-# Ten lines are enough for a row, a curve and honest bits. Whether an idea is *good* needs a larger profile
+# Whether an idea is *good* needs a larger profile
 # and more trials: in profile `ci`, after three epochs, every scheme is far below Baseline and differences
-# between them are noise. What surprised us is how much TCS's shared mask moves, given that the scheme
-# counts on masks that change slowly, and how calm it gets with one line of memory. Whether calm is better
-# is another question: try the command at the top.
+# between them are noise: try the command at the top. What surprised us is how much TCS's shared mask moves,
+# and how calm it gets with one line of memory.
 #
 # For another table or profile change `files` and `profile` above; for [notebook 08](08_tables_and_curves.ipynb) copy the class into a
 # cell of it, since a name is known only where it was registered. Next: [00_reproduce](00_reproduce.ipynb) makes the rest of the paper.

@@ -81,7 +81,7 @@ print(lab.rivals.__doc__)
 # K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
 # decoded. Shorter codes (those of STC, QSGD and CocktailSGD) need fewer bits than the formula. In the same round:
 # *left* is how far what a client meant is from what it sent and what waits, relative to what it
-# meant. (QSGD keeps no errors, and DGC keeps something else; their tests are in `tests/lab/test_rivals.py`.)
+# meant. (FedAvg and QSGD keep no errors, and DGC keeps something else; their tests are in `tests/lab/test_rivals.py`.)
 
 # %%
 DIMENSION, CLIENTS = 100_000, 4
@@ -114,7 +114,7 @@ def one_round(name: str) -> dict:
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
     scheme = compressor.scheme
-    keeps = scheme.error_accumulation and scheme.rule not in tcs.SIDES
+    keeps = scheme.keeps_errors and scheme.rule not in tcs.SIDES
     formula = DIMENSION * scheme.local_steps * tcs.bit_budget(scheme, DIMENSION)
     bits = {"formula": formula, "sent": compressor.bits_up, "down": compressor.bits_down}
     left = left_over(compressor, before_ND) if keeps else math.nan

@@ -1,10 +1,13 @@
 """What notebooks share: parameters checked in one line, claims said or asserted."""
 
 import math
+from pathlib import Path
 
 import pytest
 import tcs_lab as lab
 from tcs_lab.cells import literals, parameter_digest
+
+import tcs_core as tcs
 
 CELL = "phi = 0.25  # share\npositions = [1, 3]  # which\n"
 
@@ -65,3 +68,17 @@ def test_a_gain_is_taken_pair_by_pair():
     assert lab.decided(2, 1) == "supported" and lab.decided(-2, 1) == "contradicted"
     assert lab.decided(1, 2) == lab.decided(1, math.inf) == "open"
     assert lab.decided(0, 0.3, least=-0.5) == "supported"
+
+
+def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
+    """The names of the core that 03 is about: whole, one below the other, none changed."""
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    lab.show_code(tcs.Client.arrived, tcs.kept)
+    first, *lines, last = shown[0].data.splitlines()
+    assert (first, last) == ("```python", "```")
+    assert lines[0] == "def arrived(self, received: Message | None = None) -> None:"
+    assert lines[1].startswith('    """Line 13')
+    source = Path(tcs.__file__).read_text(encoding="utf-8").splitlines()
+    assert {line.strip() for line in lines} <= {line.strip() for line in source}
+    assert lines.count("") == 1 and lines[lines.index("") + 1] == "@lru_cache"

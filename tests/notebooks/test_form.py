@@ -118,11 +118,15 @@ def test_ways_to_other_notebooks_are_links_and_commands_can_be_copied(path):
 @pytest.mark.parametrize("path", IPYNB, **by_name)
 def test_the_code_it_shows_is_the_code_it_runs(path):
     """Execute a notebook again when a function that it prints has changed."""
-    core = {line.strip() for line in Path(tcs.__file__).read_text(encoding="utf-8").splitlines()}
+    files = [Path(tcs.__file__), *Path(lab.__file__).parent.glob("*.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    there = {line.strip() for text in texts for line in text.splitlines()}
     for cell in code_of(nbformat.read(path, 4)):
-        if "inspect.getsource(" in cell.source:
-            shown = "".join(o.text for o in cell.outputs).splitlines()
-            assert shown and not [line for line in shown if line.strip() not in core]
+        if "lab.show_code(" in cell.source:
+            (output,) = cell.outputs
+            first, *shown, last = output.data["text/markdown"].splitlines()
+            assert (first, last) == ("```python", "```")
+            assert shown and not [line for line in shown if line.strip() not in there]
 
 
 def test_an_unknown_parameter_stops_the_notebook(tmp_path):
