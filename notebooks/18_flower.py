@@ -211,8 +211,8 @@ def outcome(folder):
 
 
 def waited(run, folder):
-    code = run.wait(timeout=patience)
-    assert code == 0, (folder / "run.log").read_text()[-3000:]
+    run.wait(timeout=patience)  # its exit status is 0 for a run that failed, too
+    assert (folder / "rows.json").exists(), (folder / "run.log").read_text()[-3000:]
     return outcome(folder)
 
 
@@ -317,7 +317,9 @@ for name, took in seconds.items():
 # The server holds no client's errors, and a client no other's. Who was killed went on with its errors; who was
 # away is told theta and mask, and what it had sent without being heard stays in its errors.
 #
-# BIG
+# A large net was tried once on this kind of machine (two nodes on loopback, 100,000,000 parameters, scheme TCS, three rounds, the first dense, two shared
+# cores, n = 1): theta equal on all sides, `context.state` 42 bytes, a node's file 0.8 GB (1.2 after a dense round), 4.5 MB up in a sparse message
+# and 5.1 MB down, of 400 dense; about 13 GB of memory at most for all five sides together, in the dense round; 395 s.
 #
 # Not shown: encryption and authentication (Flower's own, by its certificates), several machines, a server that is killed
 # (Flower ends the run), batch norm (its statistics are not sent: `nodes.py` refuses it).

@@ -28,7 +28,9 @@ def to_record(fields: Mapping[str, Any]) -> RecordDict:
 
 
 def of_record(record: RecordDict) -> dict[str, Any]:
-    return dict(record["said"]) | {key: array.data for key, array in record["data"].items()}
+    return dict(record.config_records["said"]) | {
+        key: array.data for key, array in record.array_records["data"].items()
+    }
 
 
 def size_of(record: RecordDict) -> int:
@@ -45,16 +47,17 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
     def node_of(context: Context) -> Node:
         number = int(context.node_config["partition-id"])
         folder = context.node_config.get("tcs-folder") or context.run_config["tcs-folder"]
-        known = context.state.get("tcs", {"checksum": ""})
+        kept = context.state.config_records.get("tcs")
+        mark = str(kept["checksum"]) if kept else ""
         job, path = make_job(context.run_config), Path(str(folder)) / f"partition-{number}.pt"
-        return Node(job, number, path, context.run_id, known["checksum"])
+        return Node(job, number, path, context.run_id, mark)
 
     def answer(message: Message, context: Context, work: Any = None) -> Message:
         node = node_of(context)
         said = node.answer(work(node, of_record(message.content)) if work else None)
         if node.marks:
-            mine = {"file": node.path.name, "checksum": node.marks[-1]}
-            context.state["tcs"] = ConfigRecord(mine)
+            kept = {"file": node.path.name, "checksum": node.marks[-1]}
+            context.state["tcs"] = ConfigRecord({**kept})
         return Message(to_record(said), reply_to=message)
 
     app = ClientApp(mods=mods)

@@ -28,6 +28,7 @@ build-backend = "hatchling.build"
 [project]
 name = "tcs-app"
 version = "0.1.0"
+description = "TCS in Flower"
 license = "Apache-2.0"
 [tool.flwr.app]
 publisher = "tcs"
@@ -113,7 +114,7 @@ class Loopback:
         self.start(f"node{partition}", "flower-supernode", *words, *config)
 
     def run(self, app: Path, **config: str | int) -> subprocess.Popen[bytes]:
-        """`flwr run`, begun: it ends when the run has ended."""
+        """`flwr run`, begun: it ends when the run has; its exit status is 0 if the run failed, too."""
         given = " ".join(f"{key.replace('_', '-')}={value!r}" for key, value in config.items())
         words = [str(app), "here", "--stream", *(["--run-config", given] if given else [])]
         if self.simulated:
