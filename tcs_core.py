@@ -1348,9 +1348,13 @@ class TCS(MaskRule):
             return
         before = self.positions
         self.positions = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
-        if before is not None and len(before) == self.k_global:
-            self.overlap_2[0] += in_common(before, self.positions)
-            self.overlap_2[1] += self.k_global
+        self.count_overlap(before, self.positions)
+
+    def count_overlap(self, before: Tensor | None, now: Tensor) -> None:
+        """How many positions of a shared mask were in the one before."""
+        if before is not None and len(before) == len(now):
+            self.overlap_2[0] += in_common(before, now)
+            self.overlap_2[1] += len(now)
 
 
 # What fields of Scheme do that the paper does not have: of a rule, a class that is put before it.
@@ -1469,9 +1473,13 @@ class Agreement:
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
 
+    def close(self) -> None:
+        """The round is over."""
+        self.skip_to(self.round + 1)
+
     def skip(self) -> None:
         """The round is over without an update: nobody was heard in it."""
-        self.skip_to(self.round + 1)
+        self.close()
 
     def skip_to(self, round: int) -> None:
         """The next round is this one."""
@@ -1749,7 +1757,7 @@ class Known(Agreement):
     def observe(self, update_D: Tensor) -> None:
         """Line 5 of the next round: its shared mask comes from this one's update (D,)."""
         self.rule.observe(update_D)
-        self.skip()
+        self.close()
 
 
 class Client(Side):
