@@ -236,7 +236,7 @@ if FLOWER:
 #
 # A SuperLink and SuperNodes, each a process that could be on another machine: what `flower-superlink` and
 # `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"` start. They talk through a relay that counts the bytes that
-# pass. Once node 0 has sent something, it is killed with `SIGKILL` and started again; to Flower it is a new node then. The server asks it where it stands.
+# pass. Once node 0 has sent something, it is killed with `SIGKILL` and started again; to Flower it is a new node then. Unless that is plain (in round 0), the server first asks it where it stands.
 
 # %%
 if FLOWER:
