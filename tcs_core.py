@@ -3053,10 +3053,15 @@ def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[
         steps.append(_step(state, client, joined_D, step))
 
     def handed_back(done: torch.futures.Future[list[torch.futures.Future]]) -> None:
-        for key, found in zip(groups, done.value(), strict=True):
-            sizes = [gradients[slot].numel() for slot in key]
-            for slot, part in zip(key, found.value().split(sizes), strict=True):
-                gradients[slot].copy_(part.view_as(gradients[slot]))
+        try:
+            for key, found in zip(groups, done.value(), strict=True):
+                sizes = [gradients[slot].numel() for slot in key]
+                for slot, part in zip(key, found.value().split(sizes), strict=True):
+                    gradients[slot].copy_(part.view_as(gradients[slot]))
+        except Exception as error:  # DDP would wait for ever
+            for _, its_future in waiting:
+                its_future.set_exception(error)
+            return
         for its_buffer, its_future in waiting:
             its_future.set_result(its_buffer)
 
