@@ -2920,9 +2920,9 @@ class TCSState:
         mine = {
             "step": self.iter,
             "start_iter": self.start_iter,
-            "phi_global, phi_local": zlib.crc32(repr(dataclasses.astuple(self.scheme)).encode()),
-            "masks": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
-            "buckets": zlib.crc32(repr(self._groups).encode()),
+            "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
+            "shared mask": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
+            "set of buckets": zlib.crc32(repr(self._groups).encode()),
             "rank of the saved state": self._saved.get("rank", rank) - rank,
             "world size of the saved state": self._saved.get("world_size", ranks) - ranks,
         }
