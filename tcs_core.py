@@ -3090,7 +3090,7 @@ def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures
     """Steps 2 to 5."""
     known, ranks = client.known, state.group.size()
     used_L = _used(buffer, known.layer_sizes)
-    message, well = _own_message(client, buffer)  # step 2
+    message, well = _own_message(client, buffer, ranks)  # step 2
     shared = len(known.shared_K)
     shared_values = message.values[:shared].to(buffer.dtype)
     own_values = message.values[shared:].contiguous()
@@ -3133,9 +3133,9 @@ def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
     return torch.tensor([bool(part[:few].any()) or bool(part.any()) for part in parts])
 
 
-def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
-    """This rank's side of Alg. 2, with values that fit the buffer's type, and whether all were
-    finite, bool (). If not, they are 0, and all errors are kept."""
+def _own_message(client: Client, buffer: Tensor, ranks: int) -> tuple[Message, Tensor]:
+    """This rank's side of Alg. 2, with values that fit the buffer's type, so many shares of them
+    too, and whether all were finite, bool (). If not, they are 0, and all errors are kept."""
     checks = client.known.checks
     well = torch.ones((), dtype=torch.bool, device=buffer.device)
     try:
@@ -3148,6 +3148,7 @@ def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
         well = well & found
     checks.finite.clear()
     most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
+    most /= 1 + torch.finfo(buffer.dtype).eps * (ranks - 1)  # the sum of rounded shares fits, too
     values = message.values.clamp(-most, most)
     return dataclasses.replace(message, values=values), well
 
