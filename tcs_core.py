@@ -2831,8 +2831,9 @@ class TCSState:
 
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
     "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
-    `state_dict` and loads it before the first step, into the same model with the same
-    bucket_cap_mb; then the run goes on as if it had not been stopped.
+    `state_dict` and loads it between two steps, into the same model with the same bucket_cap_mb;
+    then the run goes on as if it had not been stopped (of several buckets, which DDP packs anew
+    after its first step, bit for bit if the state was saved after the second or later).
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
@@ -2883,12 +2884,12 @@ class TCSState:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` returned; before the first step."""
+        """Takes up what `state_dict` returned; between two steps."""
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
         self._groups = [tuple(key) for key in state.get("buckets", [])]
         self._saved = {key: int(state[key]) for key in ("rank", "world_size") if key in state}
-        self._slots, self._agreed = {}, False
+        self._waiting, self._gradients, self._agreed = [], {}, False
 
     def __reduce__(self) -> Any:
         warnings.warn("TCSState: a copy lets go of it; save its state_dict()", stacklevel=2)
@@ -2896,6 +2897,9 @@ class TCSState:
 
     def slots_of(self, parameters: Iterable[Tensor]) -> tuple[int, ...]:
         """The parameters' numbers, in the order in which they first came."""
+        parameters = list(parameters)
+        if not (self._agreed or all(p in self._slots for p in parameters)):
+            self._slots = {}  # a loaded state goes on in new objects
         return tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
 
     def client(self, key: tuple[int, ...], sizes: list[int], device: Any) -> Client:
@@ -3007,8 +3011,8 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     buffer = bucket.buffer()
     if buffer.is_sparse:
         raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
-    state.agree(buffer.device)
     key = state.slots_of(bucket.parameters())
+    state.agree(buffer.device)
     if state._groups:
         return _as_saved(state, bucket)
     step, state.iter = state.iter, state.iter + bucket.is_last()

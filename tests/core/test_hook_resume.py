@@ -65,12 +65,40 @@ def stopped_and_resumed(ranks, folder, cap, stop, start_iter, again):
 
 @pytest.mark.parametrize(
     ("cap", "stop", "start_iter", "again"),
-    [(25, 5, 2, 0), (SMALL, 5, 2, 0), (SMALL, 2, 3, 0), (SMALL, 3, 3, 0), (SMALL, 5, 1, 1)],
+    [
+        (25, 5, 2, 0),
+        (SMALL, 5, 2, 0),
+        (SMALL, 2, 3, 0),
+        (SMALL, 3, 3, 0),
+        (SMALL, 5, 1, 1),
+    ],
 )
 def test_a_run_in_two_parts_ends_in_the_bits_of_one(tmp_path, cap, stop, start_iter, again):
     """Stopped among sparse steps, dense ones, and where they meet."""
     for answer in start(2, tmp_path, stopped_and_resumed, cap, stop, start_iter, again):
         assert answer[:5] == (True, True, True, True, 8) and (answer[5] > 1) == (cap < 1)
+
+
+def rolled_back(ranks, folder, cap):
+    """To what was saved after five steps of eight, in the same objects."""
+    training = Training(cap, start_iter=2).train(range(5))
+    saved = training.saved()
+    training.train(range(5, 8))
+    ends = [flat(training.model.parameters())]
+    for _ in range(2):
+        for part, one in zip(
+            (training.model, training.optimizer, training.state), through_a_file(saved), strict=True
+        ):
+            part.load_state_dict(one)
+        training.train(range(5, 8))
+        ends.append(flat(training.model.parameters()))
+    return [torch.equal(ends[0], end) for end in ends], training.state.iter
+
+
+@pytest.mark.parametrize("cap", [25, SMALL])
+def test_a_run_can_go_back_to_what_it_saved(tmp_path, cap):
+    """DDP has packed its buckets anew since the first step: parameters keep their numbers."""
+    assert start(2, tmp_path, rolled_back, cap) == [([True] * 3, 8)] * 2
 
 
 def spoiled_at_once(ranks, folder):
