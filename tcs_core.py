@@ -2848,8 +2848,9 @@ class TCSState:
 
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
     "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
-    `state_dict` and loads it before the first step, into the same model with the same
-    bucket_cap_mb; then the run goes on as if it had not been stopped.
+    `state_dict` and loads it between two steps, into the same model with the same bucket_cap_mb;
+    then the run goes on as if it had not been stopped (of several buckets, which DDP packs anew
+    after its first step, bit for bit if the state was saved after the second or later).
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
@@ -2900,12 +2901,12 @@ class TCSState:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` returned; before the first step."""
+        """Takes up what `state_dict` returned; between two steps."""
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
         self._groups = [tuple(key) for key in state.get("buckets", [])]
         self._saved = {key: int(state[key]) for key in ("rank", "world_size") if key in state}
-        self._slots, self._agreed = {}, False
+        self._waiting, self._gradients, self._agreed = [], {}, False
 
     def __reduce__(self) -> Any:
         warnings.warn("TCSState: a copy lets go of it; save its state_dict()", stacklevel=2)
@@ -2913,6 +2914,9 @@ class TCSState:
 
     def slots_of(self, parameters: Iterable[Tensor]) -> tuple[int, ...]:
         """The parameters' numbers, in the order in which they first came."""
+        parameters = list(parameters)
+        if not (self._agreed or all(p in self._slots for p in parameters)):
+            self._slots = {}  # a loaded state goes on in new objects
         return tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
 
     def client(self, key: tuple[int, ...], sizes: list[int], device: Any) -> Client:
@@ -2937,9 +2941,9 @@ class TCSState:
         mine = {
             "step": self.iter,
             "start_iter": self.start_iter,
-            "phi_global, phi_local": zlib.crc32(repr(dataclasses.astuple(self.scheme)).encode()),
-            "masks": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
-            "buckets": zlib.crc32(repr(self._groups).encode()),
+            "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
+            "shared mask": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
+            "set of buckets": zlib.crc32(repr(self._groups).encode()),
             "rank of the saved state": self._saved.get("rank", rank) - rank,
             "world size of the saved state": self._saved.get("world_size", ranks) - ranks,
         }
@@ -3024,8 +3028,8 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     buffer = bucket.buffer()
     if buffer.is_sparse:
         raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
-    state.agree(buffer.device)
     key = state.slots_of(bucket.parameters())
+    state.agree(buffer.device)
     if state._groups:
         return _as_saved(state, bucket)
     step, state.iter = state.iter, state.iter + bucket.is_last()
@@ -3070,10 +3074,15 @@ def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[
         steps.append(_step(state, client, joined_D, step))
 
     def handed_back(done: torch.futures.Future[list[torch.futures.Future]]) -> None:
-        for key, found in zip(groups, done.value(), strict=True):
-            sizes = [gradients[slot].numel() for slot in key]
-            for slot, part in zip(key, found.value().split(sizes), strict=True):
-                gradients[slot].copy_(part.view_as(gradients[slot]))
+        try:
+            for key, found in zip(groups, done.value(), strict=True):
+                sizes = [gradients[slot].numel() for slot in key]
+                for slot, part in zip(key, found.value().split(sizes), strict=True):
+                    gradients[slot].copy_(part.view_as(gradients[slot]))
+        except Exception as error:  # DDP would wait for ever
+            for _, its_future in waiting:
+                its_future.set_exception(error)
+            return
         for its_buffer, its_future in waiting:
             its_future.set_result(its_buffer)
 
@@ -3102,7 +3111,7 @@ def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures
     """Steps 2 to 5."""
     known, ranks = client.known, state.group.size()
     used_L = _used(buffer, known.layer_sizes)
-    message, well = _own_message(client, buffer)  # step 2
+    message, well = _own_message(client, buffer, ranks)  # step 2
     shared = len(known.shared_K)
     shared_values = message.values[:shared].to(buffer.dtype)
     own_values = message.values[shared:].contiguous()
@@ -3145,9 +3154,9 @@ def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
     return torch.tensor([bool(part[:few].any()) or bool(part.any()) for part in parts])
 
 
-def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
-    """This rank's side of Alg. 2, with values that fit the buffer's type, and whether all were
-    finite, bool (). If not, they are 0, and all errors are kept."""
+def _own_message(client: Client, buffer: Tensor, ranks: int) -> tuple[Message, Tensor]:
+    """This rank's side of Alg. 2, with values that fit the buffer's type, so many shares of them
+    too, and whether all were finite, bool (). If not, they are 0, and all errors are kept."""
     checks = client.known.checks
     well = torch.ones((), dtype=torch.bool, device=buffer.device)
     try:
@@ -3160,6 +3169,7 @@ def _own_message(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
         well = well & found
     checks.finite.clear()
     most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
+    most /= 1 + torch.finfo(buffer.dtype).eps * (ranks - 1)  # the sum of rounded shares fits, too
     values = message.values.clamp(-most, most)
     return dataclasses.replace(message, values=values), well
 

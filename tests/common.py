@@ -176,6 +176,10 @@ class Bucket:
     def parameters(self):
         return self._parameters
 
+    def gradients(self):
+        parts = self.gradient_D.split([p.numel() for p in self._parameters])
+        return [part.view_as(p) for part, p in zip(parts, self._parameters, strict=True)]
+
     def is_last(self):
         return True
 
@@ -201,7 +205,7 @@ class Alone:
 def alone_in_a_group(monkeypatch):
     """Collectives of the only rank of a group."""
 
-    def gather(gathered, part, group, async_op):
+    def gather(gathered, part, group, async_op=False):
         gathered[0].copy_(part)
         return Alone(gathered)
 

@@ -1,5 +1,6 @@
 """Section 9: the DDP hook with small buckets, and with numbers near the largest of their type."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import start
@@ -24,7 +25,8 @@ def in_small_buckets(ranks, folder):
 
 def _noting_full_masks(full):
     def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        positions = state.client(bucket).known.rule.positions
+        key, sizes = state.slots_of(bucket.parameters()), [p.numel() for p in bucket.parameters()]
+        positions = state.client(key, sizes, bucket.buffer().device).known.rule.positions
         full.append(positions is not None and len(positions) == bucket.buffer().numel())
         return tcs.tcs_hook(state, bucket)
 
@@ -58,8 +60,10 @@ def near_the_largest(ranks, folder):
     return finite
 
 
-def test_finite_gradients_of_float16_stay_finite(tmp_path):
-    assert start(2, tmp_path, near_the_largest) == [[True] * 8] * 2
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_finite_gradients_of_float16_stay_finite(tmp_path, ranks):
+    """Three thirds of the largest number, rounded to float16, are beyond it."""
+    assert start(ranks, tmp_path, near_the_largest) == [[True] * 8] * ranks
 
 
 def test_what_a_shorter_type_cannot_hold_stays_behind():
@@ -69,7 +73,7 @@ def test_what_a_shorter_type_cannot_hold_stays_behind():
     client.errors_D.fill_(3e4)
     intended_D = client.errors_D + gradient_D.float()
     known.begin()
-    message, finite = tcs._own_message(client, gradient_D)
+    message, finite = tcs._own_message(client, gradient_D, ranks=1)
     assert finite and message.values.tolist() == [torch.finfo(torch.float16).max] * 11
     client.arrived(message)
     sent_D = torch.zeros(1000)

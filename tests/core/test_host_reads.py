@@ -156,29 +156,31 @@ def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monke
         late.read()
 
 
-def test_what_a_step_of_the_hook_reads(as_on_a_gpu, monkeypatch):
-    """Whether the gradient, what is meant and the sum are finite; copies to the host: of the
-    mask, for its checksum, of the message's parts, and of what a rank sent."""
-    plain, copies = torch.Tensor.cpu, []
-
+def test_a_step_of_the_hook_reads_one_value_a_bucket(as_on_a_gpu, monkeypatch):
+    """The first: what the ranks begin with. The second, last of the dense ones: whether the mask
+    can come from it. Each after that: whether all was finite on all ranks."""
     alone_in_a_group(monkeypatch)
-
-    def on_the_host(work):
-        def unseen(*args):
-            with _disable_current_modes():
-                return work(*args)
-
-        return unseen
-
-    for coding in ("encode_message", "decode_message"):
-        monkeypatch.setattr(tcs, coding, on_the_host(getattr(tcs, coding)))
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t) or plain(t))
-    parameters = [torch.zeros(size) for size in SIZES]
+    parameters, counts = [torch.zeros(size) for size in SIZES], []
     state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
-    *before, last_ND = deltas_like_training(ROUNDS, 1, SIZES)
-    for deltas_ND in before:
-        tcs.tcs_hook(state, Bucket(deltas_ND[0], parameters)).wait()
-    copies.clear()
-    with Reads(copies=("tolist",)) as reads:
-        tcs.tcs_hook(state, Bucket(last_ND[0], parameters)).wait()
-    assert (reads.count, len(copies)) == (3, 6)
+    for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES):
+        with Reads() as reads:
+            tcs.tcs_hook(state, Bucket(deltas_ND[0], parameters)).wait()
+        counts.append(reads.count)
+    assert counts == [1] * ROUNDS and state.bytes_sent["explored"] == 4 * 8 * 20
+
+
+def test_a_loaded_state_of_the_hook_reads_its_masks_once(as_on_a_gpu, monkeypatch):
+    """A mask a parameter, for its checksum, and where it lies; then one value a bucket."""
+    alone_in_a_group(monkeypatch)
+    parameters = [torch.zeros(size) for size in SIZES]
+    first, second = (tcs.TCSState(Alone(), start_iter=1) for _ in range(2))
+    *before, one, two = (deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES))
+    for delta_D in before:
+        tcs.tcs_hook(first, Bucket(delta_D, parameters)).wait()
+    second.load_state_dict(first.state_dict())
+    with Reads(copies=("tolist", "cpu")) as reads:
+        tcs.tcs_hook(second, Bucket(one, parameters)).wait()
+    assert reads.count == len(SIZES) + 1 + 1 + 1  # also the collective's answer, and whether finite
+    with Reads() as reads:
+        tcs.tcs_hook(second, Bucket(two, parameters)).wait()
+    assert reads.count == 1
