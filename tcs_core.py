@@ -69,6 +69,7 @@ import dataclasses
 import math
 import re
 import struct
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -83,6 +84,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+__all__ = [  # noqa: RUF022
+    "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "STAGES", "SUFFIXES",
+    "ByteLink", "Client", "ClientError", "Code", "Compressor", "Federation", "Feed", "Known",
+    "Link", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase", "RandK", "Scheme",
+    "Selection", "Server", "Size", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
+    "build_model", "cross_entropy", "decode_message", "decode_positions", "encode_message",
+    "encode_positions", "fractional_dequantize", "fractional_quantize", "kept", "layer_sizes",
+    "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "register_code",
+    "register_downlink", "register_part", "register_quantizer", "register_scheme",
+    "register_sides", "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_mask",
+    "top_k_positions",
+]  # fmt: skip
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
 #    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
@@ -367,7 +381,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     if unknown := sorted(fields.keys() - allowed):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
-    if (name in FAMILIES and name in _THE_PAPERS) or name.endswith("+") or _is_suffixed(name):
+    papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
+    if papers or name.endswith("+") or _is_suffixed(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
@@ -410,15 +425,15 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     taken.
     """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
-    others = [suffix for suffix in SUFFIXES if suffix.form != form]
+    says = f"values of q bits, quantizer {name}"
+    others = [suffix for suffix in SUFFIXES if (suffix.form, suffix.says) != (form, says)]
     taken = any(re.fullmatch(suffix.pattern, f"{letter.lower()}5") for suffix in others)
-    taken = taken or (name != "fractional" and letter.upper() == "Q")
     if taken or not letter.isalpha():
         raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
 
-    @register_suffix(form, pattern, f"values of q bits, quantizer {name}")
+    @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
         return {"value_bits": number, "quantizer": name}
 
@@ -989,10 +1004,15 @@ class Wire:
 
     def block_code_bits(self, values: int, own: int) -> int:
         """Bits of code "block" for so many values and own positions."""
-        bits = self.value_bits * values + 32 * self.intervals
-        if own:
-            bits += position_bits(own, self.dimension, block_for(own, self.dimension))
-        return bits
+        return _block_code_bits(self.value_bits, values, own, self.dimension)
+
+
+@lru_cache(1024)
+def _block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
+    bits = value_bits * values + 32 * _intervals(value_bits)
+    if own:
+        bits += position_bits(own, dimension, block_for(own, dimension))
+    return bits
 
 
 class Code:
@@ -1232,7 +1252,7 @@ class MaskRule:
         return min(self.k_local, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """A side's own mask, k entries outside the shared one (D,): S_top of the rest (line 10)."""
+        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10."""
         fair = self.scheme.phi_min_local
         return self.select(intended_D, k, fair, shared_D, "own")
 
@@ -1328,9 +1348,13 @@ class TCS(MaskRule):
             return
         before = self.positions
         self.positions = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
-        if before is not None and len(before) == self.k_global:
-            self.overlap_2[0] += in_common(before, self.positions)
-            self.overlap_2[1] += self.k_global
+        self.count_overlap(before, self.positions)
+
+    def count_overlap(self, before: Tensor | None, now: Tensor) -> None:
+        """How many positions of a shared mask were in the one before."""
+        if before is not None and len(before) == len(now):
+            self.overlap_2[0] += in_common(before, now)
+            self.overlap_2[1] += len(now)
 
 
 # What fields of Scheme do that the paper does not have: of a rule, a class that is put before it.
@@ -1442,16 +1466,24 @@ class Agreement:
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
         self.checks = Checks(device)
         self.round = 0
+        self.always_dense = self.scheme.dense
         self.is_open = False  # a round has begun
         self.dense = True  # in this round everything travels
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
 
+    def close(self) -> None:
+        """The round is over."""
+        self.skip_to(self.round + 1)
+
     def skip(self) -> None:
         """The round is over without an update: nobody was heard in it."""
-        self.round += 1
-        self.is_open = False
+        self.close()
+
+    def skip_to(self, round: int) -> None:
+        """The next round is this one."""
+        self.round, self.is_open = round, False
 
     def own_mask(self, intended_D: Tensor) -> Tensor:
         """A client's own positions, outside the shared mask, as the rule chooses them."""
@@ -1516,7 +1548,7 @@ class Agreement:
         if missing:
             raise ValueError(f"state: rule: {', '.join(sorted(missing))} is missing")
         self.rule.load_state_dict(state["rule"])
-        self.round, self.is_open = int(state["round"]), False
+        self.skip_to(int(state["round"]))
 
 
 class Sent(NamedTuple):
@@ -1528,6 +1560,10 @@ class Sent(NamedTuple):
 
 class Side:
     """What `Client` stands on: its errors, what it has sent, and its state."""
+
+    def arrived(self, received: Message | None = None) -> None:
+        """Line 13: see `Client`."""
+        raise NotImplementedError
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
         self.known, self.number = known, number
@@ -1548,6 +1584,22 @@ class Side:
         if self.last_round == known.round:
             raise ValueError(f"client {self.number}: has sent in round {known.round} already")
 
+    def withdraw(self, delta_D: Tensor) -> None:
+        """The step is void for all: errors as before it, but for rounding."""
+        self.sent = None
+        if self.errors_D is not None:
+            self.errors_D.sub_(delta_D)
+
+    def receive(self, reply: Message, heard: bool = True) -> Tensor:
+        """For a client with a `Known` of its own: the server's message ends the round. `heard` says
+        whether this client's own message was among those averaged. The update (D,)."""
+        update_D = self.known.expanded(reply)
+        if heard:
+            self.arrived()
+        self.sent = None
+        self.known.observe(update_D)
+        return update_D
+
     def own_mask(self, intended_D: Tensor) -> Tensor:
         """Its own positions in this round, outside the shared mask."""
         return self.known.own_mask(intended_D)
@@ -1565,6 +1617,10 @@ class Side:
             raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
         sent, self.sent = self.sent, None
         return sent
+
+    def keep_errors_in(self, errors_D: Tensor | None) -> None:
+        """Errors live in this tensor (D,) from here on."""
+        self.errors_D = errors_D
 
     def scale_(self, factor: float) -> None:
         """Errors times a factor: where their unit changes."""
@@ -1603,7 +1659,7 @@ class Downlink(Protocol):
     """The server's sending side, where it does not send all that it means to; tcs_lab has one."""
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """The message for an update (D,); `explored_D`: which entries only some clients sent."""
+        """The message for an update (D,); `explored_D` are the entries that only some sent."""
 
     def scale_(self, factor: float) -> None:
         """Its errors times a factor."""
@@ -1624,6 +1680,7 @@ class Hub:
         self.known, self.weights, self.downlink = known, weights, downlink
         self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
         self.total = 0.0  # their weights
+        self.round = 0  # whose messages these are
         self.heard: list[int] = []
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
 
@@ -1635,6 +1692,9 @@ class Hub:
 
     def check(self, number: int, message: Message) -> None:
         known = self.known
+        if self.round != known.round:  # the one before was never finished
+            self.drop()
+            self.round = known.round
         if not known.is_open:
             raise MessageError(number, "no round is open, allowed: after Known.begin")
         sizes = known.dimension if known.dense else len(known.shared_K) + len(message.positions)
@@ -1652,9 +1712,10 @@ class Hub:
 
     def drop(self) -> None:
         """Forgets what came: the round is over, or failed."""
+        if self.heard:
+            self.explored_D.zero_()
         self.heard, self.total = [], 0.0
         self.sum_D = self.sum_D.new_zeros(0)
-        self.explored_D.zero_()
 
     def scale_(self, factor: float) -> None:
         """Errors of the downlink times a factor: where their unit changes."""
@@ -1685,7 +1746,7 @@ class Known(Agreement):
         """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
         model gets `theta_D` (D,); for `masks` see `Phase`."""
         self.rule.begin(theta_D, masks)
-        mask = None if dense or self.scheme.dense else self.rule.shared_mask()
+        mask = None if dense or self.always_dense else self.rule.shared_mask()
         self.dense = mask is None
         if mask is not None:
             self.shared_K = self.checked_mask(mask)
@@ -1696,7 +1757,7 @@ class Known(Agreement):
     def observe(self, update_D: Tensor) -> None:
         """Line 5 of the next round: its shared mask comes from this one's update (D,)."""
         self.rule.observe(update_D)
-        self.skip()
+        self.close()
 
 
 class Client(Side):
@@ -1707,23 +1768,19 @@ class Client(Side):
     the way stays.
     """
 
-    def send(self, delta_D: Tensor, finite: bool = False) -> Message:
-        """A model difference (D,) to this round's message; `delta_D` stays as it is. It is checked
-        to be finite, unless that is known.
+    def send(self, delta_D: Tensor) -> Message:
+        """A model difference (D,) to this round's message; `delta_D` stays as it is.
 
         Raises NotFiniteError, before anything is changed, for NaN or infinity; ValueError for
         another shape, a round that was not opened, or a second message in it.
         """
         self.check_turn(delta_D)
-        delta_D = delta_D.detach()
-        if not finite:
-            delta_D = self.known.checks.finite_part(delta_D, self.number)
-        self.last_round = self.known.round
-        return self.compress(delta_D)
+        return self.compress(self.known.checks.finite_part(delta_D.detach(), self.number))
 
     def compress(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12."""
+        """Lines 9 to 12, of a difference that is known to be finite."""
         known = self.known
+        self.last_round = known.round
         intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
         if known.dense:
             self.sent = Sent(None, None)
@@ -1749,22 +1806,6 @@ class Client(Side):
         if received is not None:
             values_K = received.values
         self.errors_D.index_add_(0, places_K, values_K, alpha=-1)  # line 13: what stays behind
-
-    def withdraw(self, delta_D: Tensor) -> None:
-        """The step is void for all: errors as before it, but for rounding."""
-        self.sent = None
-        if self.errors_D is not None:
-            self.errors_D.sub_(delta_D)
-
-    def receive(self, reply: Message, heard: bool = True) -> Tensor:
-        """For a client with a `Known` of its own: the server's message ends the round. `heard` says
-        whether this client's own message was among those averaged. The update (D,)."""
-        update_D = self.known.expanded(reply)
-        if heard:
-            self.arrived()
-        self.sent = None
-        self.known.observe(update_D)
-        return update_D
 
 
 class Server(Hub):
@@ -1801,7 +1842,7 @@ class Server(Hub):
             return Message.dense_of(update_D, SERVER, known.round)
         own_K = mask_to_positions(self.explored_D)
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
-        return Message(values_K, own_K, SERVER, known.round)
+        return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def finish(self) -> tuple[Tensor, Message]:
         """Lines 15 and 16: what all sides have after the round, (D,), and the message that says it.
@@ -1960,7 +2001,7 @@ class Compressor:
         _check_same("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
         for index, client in enumerate(self.clients):
-            client.errors_D = self._row(index)
+            client.keep_errors_in(self._row(index))
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -1976,50 +2017,77 @@ class Compressor:
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        finite = self.known.checks.at_once
-        for n in chosen if finite else []:  # before any is changed
-            if n in self.own:
-                self.known.checks.finite_part(deltas_ND[self.own.index(n)], n)
-        return self.round(lambda n: deltas_ND[self.own.index(n)], chosen, dense, finite=finite)
+        rows = {n: deltas_ND[self.own.index(n)].detach() for n in chosen if n in self.own}
+        for n, delta_D in rows.items():  # before any is changed
+            rows[n] = self.known.checks.finite_part(delta_D, n)
+        return self._round(lambda n: self.client(n).compress(rows[n]), chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1, finite: bool = False,
+        theta_D: Tensor | None = None, masks: int = 1,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,),
-        known to be `finite` or not.
+        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without
         errors lose what was sent, as they lose any message.
         """
+
+        def send(n: int) -> Message:
+            return self.client(n).send(difference(n))
+
+        return self._round(send, chosen, dense, theta_D, masks)
+
+    def _round(
+        self, send: Callable[[int], Message], chosen: list[int], dense: bool = False,
+        theta_D: Tensor | None = None, masks: int = 1,
+    ) -> Tensor:  # fmt: skip
         known, server = self.known, self.server
         known.begin(dense, theta_D, masks)
-        server.drop()
-        arrivals: list[tuple[int, bool, Size]] = []
+        heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
+        asked: list[int] = []
+
+        def sent(n: int) -> Message:
+            asked.append(n)
+            return send(n)
+
         try:
-            sending = self.link.gather(
-                known, chosen, lambda n: self._sent(n, difference(n), finite)
-            )
-            for n, message, size in sending:
-                if message is not None:
-                    server.add(n, message)
-                arrivals.append((n, message is not None, size))
+            for n, message, size in self.link.gather(known, chosen, sent):
+                if message is None:
+                    refused.append(n)
+                    continue
+                server.add(n, message)
+                heard.append(n)
+                bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
                 del message  # of a dense round it is as large as the model
             update_D, down = self.link.down(server, server.average())  # line 15, line 16
-        except BaseException:
-            server.drop()
+        except BaseException as error:
+            error.add_note(self._unheard(asked, error))
+            if isinstance(error, ClientError):
+                error.round = known.round
             known.skip()
             raise
-        for n, accepted, _ in arrivals:
-            if accepted and n in self.own:
-                self.clients[self.own.index(n)].arrived()  # line 13
+        finally:
+            server.drop()
+        for n in heard:
+            if n in self.own:
+                self.client(n).arrived()  # line 13
         known.observe(update_D)  # line 5 of the next round
-        self.traffic = _traffic(arrivals, down)
+        average_up = -(-bits_up // len(heard))
+        self.traffic = Traffic(
+            average_up, down.bits, bytes_up, down.bytes, tuple(heard), tuple(refused)
+        )
         return update_D
 
-    def _sent(self, n: int, delta_D: Tensor, finite: bool) -> Message:
-        return self.clients[self.own.index(n)].send(delta_D, finite)
+    def _unheard(self, asked: list[int], error: BaseException) -> str:
+        """What a failed round means; a ClientError names its client itself."""
+        who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
+        lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
+        return f"{who}round {self.known.round}: nobody was heard in it{lost}"
+
+    def client(self, n: int) -> Client:
+        """Client n, if it is of this process."""
+        return self.clients[self.own.index(n)]
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
@@ -2076,19 +2144,6 @@ class Compressor:
         for client, own in zip(self.clients, state["clients"], strict=True):
             client.load_state_dict(own)
         self.server.load_state_dict(state["server"])
-
-
-def _traffic(arrivals: list[tuple[int, bool, Size]], down: Size) -> Traffic:
-    sizes = [size for _, accepted, size in arrivals if accepted]
-    bits = sum(size.bits for size in sizes)
-    return Traffic(
-        bits_up=-(-bits // len(sizes)),
-        bits_down=down.bits,
-        bytes_up=sum(size.bytes for size in sizes),
-        bytes_down=down.bytes,
-        heard=tuple(n for n, accepted, _ in arrivals if accepted),
-        refused=tuple(n for n, accepted, _ in arrivals if not accepted),
-    )
 
 
 def _downlink_of(known: Known) -> Downlink | None:
@@ -2433,8 +2488,7 @@ class Federation:
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
         self.t += 1
         with self.lent():
-            update_D = self.play(chosen, t, phase.eta, phase.dense, phase.masks)
-        return update_D
+            return self.play(chosen, t, phase.eta, phase.dense, phase.masks)
 
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
@@ -2443,11 +2497,7 @@ class Federation:
         """`round` with all that it depends on given; t and eta may be tensors."""
 
         def difference(n: int) -> Tensor:
-            try:
-                return self.difference(n, t, eta)  # Alg. 2, line 7
-            except Exception as error:
-                error.add_note(f"client {n}, round {t}: nobody was heard in it")
-                raise
+            return self.difference(n, t, eta)  # Alg. 2, line 7
 
         self.active = chosen
         update_D = self.compressor.round(difference, chosen, dense, self.theta_D, masks)
@@ -2526,10 +2576,11 @@ class Federation:
         return self.optimizers[n]
 
     def _server_step(self, optimizer: torch.optim.Optimizer, update_D: Tensor) -> None:
-        self.server_theta.data.copy_(self.theta_D)
-        self.server_theta.grad = -update_D
+        parameter = self.server_theta
+        parameter.data.copy_(self.theta_D)
+        parameter.grad = -update_D
         optimizer.step()
-        self.theta_D.copy_(self.server_theta.detach())
+        self.theta_D.copy_(parameter.detach())
 
     # The module, lent for a round.
 
@@ -2558,7 +2609,7 @@ class Federation:
         if self.server_optimizer is not None:
             raise ValueError("model: others are trained, allowed with server_optimizer: the same")
         self._take(new)
-        self.compressor.known.round = before.known.round
+        self.compressor.known.skip_to(before.known.round)
         self.optimizers.clear()
         for kept_D, was_D in self._pairs(before, momentum_D):
             there = dict(zip(old.names, old.views(was_D), strict=True))
@@ -2659,6 +2710,11 @@ class Federation:
             raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")
         for key, buffer in own.items():
             _check_same(f"state: buffer {key}", state["buffers"][key], buffer)
+        if state["optimizers"] and self.local_optimizer is None:
+            raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
+        if ("server_optimizer" in state) != (self.server_optimizer is not None):
+            what = "one" if "server_optimizer" in state else "none"
+            raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
         self.compressor.load_state_dict(state["compressor"])
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             if getattr(self, key) is not None:
@@ -2670,9 +2726,9 @@ class Federation:
             self.feed.load_state_dict(state["feed"])
         self.optimizers.clear()
         for n, saved in state["optimizers"].items():
-            self._optimizer_of(n).load_state_dict(saved)
+            self._optimizer_of(n).load_state_dict(copy.deepcopy(saved))  # else it shares tensors
         if self.server_optimizer is not None:
-            self.server_optimizer.load_state_dict(state["server_optimizer"])
+            self.server_optimizer.load_state_dict(copy.deepcopy(state["server_optimizer"]))
         self.flat.put(self.theta_views)
         self.flat.put_statistics(self._average(self.statistics_NS))
         self._left_S = self.flat.statistics()
@@ -2774,7 +2830,8 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
 
 
 # ══ 9. A communication hook for PyTorch's DistributedDataParallel ═════════════════════════════════
-#    Values whose places all ranks know are one dense all-reduce; the rest is gathered.
+#    Values whose places all ranks know are one dense all-reduce; the rest is gathered. Inside a
+#    step all of it stays tensors on their device.
 
 
 class TCSState:
@@ -2791,15 +2848,18 @@ class TCSState:
 
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
     "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
-    `state_dict`; load it before the first step, into the same model with the same bucket_cap_mb.
+    `state_dict` and loads it between two steps, into the same model with the same bucket_cap_mb;
+    then the run goes on as if it had not been stopped (of several buckets, which DDP packs anew
+    after its first step, bit for bit if the state was saved after the second or later).
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
     finite becomes NaN on every rank, so that all GradScalers skip the step; its bucket's errors and
-    mask stay as they were. Errors are in the units of the gradients that DDP hands over: where a
-    GradScaler changes its scale, they count by the old one.
+    mask stay as they were. What is sent of a parameter that no rank used in a step, which DDP
+    throws away, stays in the errors. Errors are in the units of the gradients that DDP hands over:
+    where a GradScaler changes its scale, they count by the old one.
     Raises ValueError for a share, or start_iter, that is none.
-    """  # fmt: skip
+    """
 
     def __init__(
         self, process_group: Any = None, phi_global: float | None = 1e-2,
@@ -2813,37 +2873,95 @@ class TCSState:
         )
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
         self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
-        self._buckets: dict[tuple[int, ...], Client] = {}
+        self._buckets: dict[tuple[int, ...], Client] = {}  # by the slots in it
         self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
+        self._agreed = False  # the ranks have compared what they begin with
+        self._saved: dict[str, int] = {}  # rank and world size of a loaded state
+        # Of a loaded state, the buckets that it had, until its first step is over; and what DDP
+        # has handed over of that step so far.
+        self._groups: list[tuple[int, ...]] = []
+        self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+        self._gradients: dict[int, Tensor] = {}  # by slot
+
+    @property
+    def group(self) -> Any:
+        return self.process_group or dist.group.WORLD
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors and mask, parameter by parameter, and the counters."""
+        """This rank's errors and masks, parameter by parameter, and the counters: by value."""
         slots = dict(self._loose)
         for key, client in self._buckets.items():
             slots |= _by_slot(key, client)
-        return {"iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots}
-
-    def __getstate__(self) -> None:  # a copy would not know its model's parameters
-        raise TypeError("TCSState: can't be pickled or copied; save its state_dict()")
+        ranks = self._saved
+        if dist.is_initialized():
+            ranks = {"rank": self.group.rank(), "world_size": self.group.size()}
+        return {
+            "iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots, **ranks,
+            "buckets": [list(key) for key in self._buckets] or [list(key) for key in self._groups],
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` returned; before the first step."""
+        """Takes up what `state_dict` returned; between two steps."""
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
+        self._groups = [tuple(key) for key in state.get("buckets", [])]
+        self._saved = {key: int(state[key]) for key in ("rank", "world_size") if key in state}
+        self._waiting, self._gradients, self._agreed = [], {}, False
 
-    def client(self, bucket: dist.GradBucket) -> Client:
-        """This rank's side of Alg. 2 for a bucket, with what its parameters brought along."""
-        parameters = bucket.parameters()
-        key = tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
+    def __reduce__(self) -> Any:
+        warnings.warn("TCSState: a copy lets go of it; save its state_dict()", stacklevel=2)
+        return _nothing, ()
+
+    def slots_of(self, parameters: Iterable[Tensor]) -> tuple[int, ...]:
+        """The parameters' numbers, in the order in which they first came."""
+        parameters = list(parameters)
+        if not (self._agreed or all(p in self._slots for p in parameters)):
+            self._slots = {}  # a loaded state goes on in new objects
+        return tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
+
+    def client(self, key: tuple[int, ...], sizes: list[int], device: Any) -> Client:
+        """This rank's side of Alg. 2 for the bucket of these slots, with what its parameters
+        brought along from other buckets."""
         if key in self._buckets:
             return self._buckets[key]
         for other in [k for k in self._buckets if set(k) & set(key)]:
             self._loose |= _by_slot(other, self._buckets.pop(other))
-        sizes = [p.numel() for p in parameters]
-        client = Client(Known(self.scheme, sizes, device=bucket.buffer().device))
+        client = Client(Known(self.scheme, sizes, device=device))
         _take_up(client, [self._loose.pop(slot, None) for slot in key])
         self._buckets[key] = client
         return client
+
+    def agree(self, device: Any) -> None:
+        """Before the first step all ranks compare what they begin with. ValueError, on all of
+        them, names the first rank that begins with something else."""
+        if self._agreed:
+            return
+        rank, ranks = self.group.rank(), self.group.size()
+        masks = [part["mask"].cpu().numpy().data for part in self._loose.values() if "mask" in part]
+        mine = {
+            "step": self.iter,
+            "start_iter": self.start_iter,
+            "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
+            "shared mask": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
+            "set of buckets": zlib.crc32(repr(self._groups).encode()),
+            "rank of the saved state": self._saved.get("rank", rank) - rank,
+            "world size of the saved state": self._saved.get("world_size", ranks) - ranks,
+        }
+        numbers = torch.tensor(list(mine.values()), device=device)
+        gathered = [torch.empty_like(numbers) for _ in range(ranks)]
+        dist.all_gather(gathered, numbers, group=self.group)
+        said = torch.stack(gathered).tolist()
+        for other in range(ranks):
+            for name, got, first in zip(mine, said[other], said[0], strict=True):
+                wrong = got != 0 if "saved" in name else got != first
+                if wrong:
+                    what = "its own state_dict" if "saved" in name else "as rank 0"
+                    raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
+        self._agreed = True
+
+
+def _nothing() -> None:
+    """What a copy of a TCSState is."""
 
 
 def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor]]:
@@ -2853,7 +2971,7 @@ def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor
     if client.errors_D is not None:
         for slot, part in zip(key, client.errors_D.split(sizes), strict=True):
             slots[slot]["errors"] = part.clone()
-    positions_K = cast(TCS, known.rule).positions
+    positions_K = known.rule.state_dict()["positions"]
     if positions_K is not None:
         masks = positions_to_mask(positions_K, known.dimension).split(sizes)
         for slot, mask in zip(key, masks, strict=True):
@@ -2884,11 +3002,11 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
 
     1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
-    2. This rank's side of Alg. 2, lines 9 to 12, for the bucket's gradient: `Client.send`; line 13
-       once it has come through.
+    2. This rank's side of Alg. 2, lines 9 to 12, for the bucket's gradient: `Client.send`.
     3. Values on the shared mask: all_reduce, in the gradients' own type.
-    4. Values and positions of its own: all_gather of one encoded message a rank.
-    5. Their average is the bucket's gradient on every rank, and gives the next shared mask.
+    4. Values and positions of its own: all_gather, 8 bytes each.
+    5. Their average is the bucket's gradient on every rank, and gives the next shared mask; line 13
+       takes what came through out of the errors.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
@@ -2903,30 +3021,82 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
         >>> state.iter
         5
         >>> state.bytes_sent
-        {'dense': 80080, 'shared': 1212, 'explored': 258}
+        {'dense': 80080, 'shared': 1248, 'explored': 264}
 
-    Raises ValueError naming the rank whose message can't be used or whose mask is another.
+    Raises ValueError, on all ranks, if they begin with different states; for sparse gradients.
     """
-    group = state.process_group or dist.group.WORLD
-    client = state.client(bucket)
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
+    key = state.slots_of(bucket.parameters())
+    state.agree(buffer.device)
+    if state._groups:
+        return _as_saved(state, bucket)
     step, state.iter = state.iter, state.iter + bucket.is_last()
-    client.known.begin(dense=step < state.start_iter)
-    if client.known.dense:
-        return _reduced(state, bucket, client, step + 1 >= state.start_iter, group)
-    return _exchanged(state, bucket, client, step, group)
+    client = state.client(key, [p.numel() for p in bucket.parameters()], buffer.device)
+    return _step(state, client, buffer, step)
 
 
 # DDP compares annotations with the types themselves; here they are text (PEP 563).
 tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
+def _step(
+    state: TCSState, client: Client, buffer: Tensor, step: int
+) -> torch.futures.Future[Tensor]:
+    """A bucket's gradient to its average, in its own buffer."""
+    client.known.begin(dense=step < state.start_iter)
+    if client.known.dense:
+        return _reduced(state, client, buffer, step + 1 >= state.start_iter)
+    return _exchanged(state, client, buffer)
+
+
+def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The first step of a loaded state. DDP packs parameters into other buckets after its first
+    step: so all of them are awaited here, and go on in the buckets that were saved."""
+    buffer = bucket.buffer()
+    device = buffer.device
+    future = torch.futures.Future[Tensor](devices=[device] if device.type == "cuda" else None)
+    state._waiting.append((buffer, future))
+    slots = state.slots_of(bucket.parameters())
+    state._gradients |= dict(zip(slots, bucket.gradients(), strict=True))
+    if not bucket.is_last():
+        return future
+    waiting, gradients, groups = state._waiting, state._gradients, state._groups
+    state._waiting, state._gradients, state._groups = [], {}, []
+    if sorted(gradients) != sorted(slot for key in groups for slot in key):
+        raise ValueError("TCSState: another model's state, allowed: one of the same parameters")
+    step, state.iter = state.iter, state.iter + 1
+    steps = []
+    for key in groups:
+        joined_D = torch.cat([gradients[slot].reshape(-1) for slot in key])
+        client = state.client(key, [gradients[slot].numel() for slot in key], device)
+        steps.append(_step(state, client, joined_D, step))
+
+    def handed_back(done: torch.futures.Future[list[torch.futures.Future]]) -> None:
+        try:
+            for key, found in zip(groups, done.value(), strict=True):
+                sizes = [gradients[slot].numel() for slot in key]
+                for slot, part in zip(key, found.value().split(sizes), strict=True):
+                    gradients[slot].copy_(part.view_as(gradients[slot]))
+        except Exception as error:  # DDP would wait for ever
+            for _, its_future in waiting:
+                cast(Any, its_future).set_exception(error)
+            return
+        for its_buffer, its_future in waiting:
+            its_future.set_result(its_buffer)
+
+    torch.futures.collect_all(steps).then(handed_back)
+    return future
+
+
 def _reduced(
-    state: TCSState, bucket: dist.GradBucket, client: Client, last: bool, group: Any
+    state: TCSState, client: Client, buffer: Tensor, last: bool
 ) -> torch.futures.Future[Tensor]:
     """Step 1: plain all-reduce."""
-    buffer = bucket.buffer().div_(group.size())
+    buffer.div_(state.group.size())
     state.bytes_sent["dense"] += buffer.nbytes
-    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future()
 
     def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         update_D = done.value()[0]
@@ -2937,80 +3107,110 @@ def _reduced(
     return future.then(averaged)
 
 
-_SIGNS = struct.Struct("<?I")  # in front of a message: all finite, and the shared mask's CRC-32
-
-
-def _exchanged(
-    state: TCSState, bucket: dist.GradBucket, client: Client, step: int, group: Any
-) -> torch.futures.Future[Tensor]:
+def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures.Future[Tensor]:
     """Steps 2 to 5."""
-    buffer, ranks = bucket.buffer(), group.size()
-    known = client.known
+    known, ranks = client.known, state.group.size()
+    used_L = _used(buffer, known.layer_sizes)
+    message, well = _own_message(client, buffer, ranks)  # step 2
     shared = len(known.shared_K)
-    message, finite = _own_message(client, buffer)  # step 2
-    sent = message.values[:shared].to(buffer.dtype)
-    own = dataclasses.replace(
-        message, values=message.values[shared:], sender=group.rank(), round=step
-    )
-    reduced = (sent if finite else sent + math.nan) / ranks  # step 3
-    futures = [dist.all_reduce(reduced, group=group, async_op=True).get_future()]
-    state.bytes_sent["shared"] += reduced.nbytes
-    signs = _SIGNS.pack(finite, zlib.crc32(known.shared_K.cpu().numpy().data))
-    gathered: list[Tensor] = []
-    if len(own.positions):  # step 4
-        data = bytearray(signs + encode_message(own, known.up))
-        parts = torch.frombuffer(data, dtype=torch.uint8).to(buffer.device)
-        gathered = [torch.empty_like(parts) for _ in range(ranks)]
-        futures.append(dist.all_gather(gathered, parts, group=group, async_op=True).get_future())
-        state.bytes_sent["explored"] += parts.nbytes
+    shared_values = message.values[:shared].to(buffer.dtype)
+    own_values = message.values[shared:].contiguous()
+    flags = torch.cat([used_L, ~well.view(1)]).to(buffer.dtype)
+    summed = torch.cat([shared_values / ranks, flags])  # step 3
+    futures = [dist.all_reduce(summed, group=state.group, async_op=True).get_future()]
+    state.bytes_sent["shared"] += summed.nbytes
+    packed = torch.cat([message.positions.int(), own_values.view(torch.int32)])  # step 4
+    gathered = [torch.empty_like(packed) for _ in range(ranks if len(packed) else 0)]
+    if gathered:
+        work = dist.all_gather(gathered, packed, group=state.group, async_op=True)
+        futures.append(work.get_future())
+        state.bytes_sent["explored"] += packed.nbytes
+    sent = dataclasses.replace(message, values=torch.cat([shared_values.float(), own_values]))
 
     def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
         for future in done.value():
             future.wait()
-        update_D = torch.zeros(known.dimension, device=buffer.device)
-        well = _add_explored_(update_D, gathered, signs[1:], known.up, step)
-        update_D.div_(ranks)[known.shared_K] = reduced.float()
-        if not (well and reduced.isfinite().all()):
-            if finite:
-                client.withdraw(buffer.float())
+        found = _average(known, summed, gathered, ranks)
+        if found is None:
+            client.withdraw(buffer.float() if well else torch.zeros_like(summed[:1]))
+            _forget_overflow(client)
             known.skip()
             return buffer.fill_(math.nan)
-        client.arrived(dataclasses.replace(message, values=torch.cat([sent.float(), own.values])))
+        update_D, all_used_L = found
+        alive_K = _alive(sent.places(known.shared_K), all_used_L, known.layer_sizes)
+        client.arrived(dataclasses.replace(sent, values=sent.values.where(alive_K, 0.0)))
         known.observe(update_D)
         return buffer.copy_(update_D)
 
     return torch.futures.collect_all(futures).then(averaged)
 
 
-def _own_message(client: Client, buffer: Tensor) -> tuple[Message, bool]:
-    """This rank's side of Alg. 2, with values that fit the buffer's type; False and zeros, all
-    errors kept, for a gradient that is not finite."""
-    known = client.known
-    gradient_D = buffer.float()
-    finite = bool(buffer.isfinite().all())
+def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
+    """Which parameters have a gradient that is not all 0, (L,) bool."""
+    parts = buffer.split(sizes)
+    if not may_look(buffer):
+        return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
+    few = 1024  # most often enough
+    return torch.tensor([bool(part[:few].any()) or bool(part.any()) for part in parts])
+
+
+def _own_message(client: Client, buffer: Tensor, ranks: int) -> tuple[Message, Tensor]:
+    """This rank's side of Alg. 2, with values that fit the buffer's type, so many shares of them
+    too, and whether all were finite, bool (). If not, they are 0, and all errors are kept."""
+    checks = client.known.checks
+    well = torch.ones((), dtype=torch.bool, device=buffer.device)
     try:
-        message = client.send(gradient_D if finite else torch.zeros_like(gradient_D))
-    except NotFiniteError:  # the errors themselves have grown beyond float32
-        client.load_state_dict(Client(known).state_dict())
-        message, finite = client.send(torch.zeros_like(gradient_D)), False
+        message = client.send(buffer.float())
+    except NotFiniteError:
+        well = ~well
+        _forget_overflow(client)
+        message = client.send(torch.zeros(len(buffer), device=buffer.device))
+    for found in checks.finite.values():  # of a GPU, where it is not known yet
+        well = well & found
+    checks.finite.clear()
     most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
-    return dataclasses.replace(message, values=message.values.clamp(-most, most)), finite
+    most /= 1 + torch.finfo(buffer.dtype).eps * (ranks - 1)  # the sum of rounded shares fits, too
+    values = message.values.clamp(-most, most)
+    return dataclasses.replace(message, values=values), well
 
 
-def _add_explored_(
-    update_D: Tensor, gathered: list[Tensor], mask: bytes, wire: Wire, step: int
-) -> bool:
-    """Adds every rank's own values; whether all of them were finite."""
-    nothing, well = torch.empty(0, dtype=torch.int64), True
-    for rank, part in enumerate(gathered):
-        data = part.cpu().numpy().tobytes()
-        well = well and bool(data[0])
-        if data[1 : _SIGNS.size] != mask:
-            raise ValueError(f"rank {rank}: its shared mask is another than here")
-        try:
-            own = decode_message(data[_SIGNS.size :], wire, nothing, rank, step)
-        except ValueError as error:
-            raise ValueError(f"rank {rank}, {error}") from error
-        own = own.to(update_D.device)
-        update_D.index_add_(0, own.positions, own.values)
-    return well
+def _forget_overflow(client: Client) -> None:
+    """Errors that outgrew float32 begin anew."""
+    if client.errors_D is not None and not client.errors_D.isfinite().all():
+        client.load_state_dict(Client(client.known).state_dict())
+
+
+def _average(
+    known: Known, summed: Tensor, gathered: list[Tensor], ranks: int
+) -> tuple[Tensor, Tensor] | None:
+    """The update (D,) and which parameters some rank used, (L,) bool; None if something was not
+    finite on some rank. The host looks at that one answer."""
+    shared = len(known.shared_K)
+    shared_values = summed[:shared].float()
+    flags = summed[shared:]
+    used_L, void = flags[:-1] > 0, flags[-1] > 0
+    explored = [part.view(2, -1) for part in gathered]
+    values = [part[1].view(torch.float32) for part in explored]
+    finite = torch.cat([shared_values, *values]).isfinite().all()
+    if bool(void | ~finite):
+        return None
+    update_D = torch.zeros(known.dimension, device=summed.device)
+    for (positions_K, _), values_K in zip(explored, values, strict=True):
+        update_D.index_add_(0, positions_K.long(), values_K)
+    update_D.div_(ranks)
+    update_D[known.shared_K] = shared_values
+    return _of_used(update_D, used_L, known), used_L
+
+
+def _of_used(update_D: Tensor, used_L: Tensor, known: Known) -> Tensor:
+    """The update without parameters that no rank used."""
+    if may_look(used_L) and used_L.all():
+        return update_D
+    sizes_L = torch.tensor(known.layer_sizes, device=used_L.device)
+    return update_D.where(used_L.repeat_interleave(sizes_L, output_size=known.dimension), 0.0)
+
+
+def _alive(places_K: Tensor, used_L: Tensor, sizes: list[int]) -> Tensor:
+    """Which places are of parameters that some rank used, (K,) bool."""
+    ends_L = torch.tensor(list(accumulate(sizes)), device=places_K.device)
+    return used_L[torch.searchsorted(ends_L, places_K, right=True)]

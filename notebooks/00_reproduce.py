@@ -12,7 +12,7 @@
 # **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, the
 # tables beside the paper's own numbers.
 #
-# As it stands this notebook draws them from the records that are in the repository (profile `cpu`): no run is made and no data
+# As it stands this notebook draws them from the records that are in the repository (profile `evidence`): no run is made and no data
 # is needed. With a profile's file it first makes all runs of that profile that have no record yet. From the repository's root:
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
@@ -42,16 +42,14 @@ points = [
     "TCS-L4",
     "TCS-L4-Q5",
 ]  # of the last figure
-evidence = "cpu"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
 data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
-test_unused = (
-    None  # whether training images that are not used are tested on, too, after the last epoch
-)
+test_unused = None  # whether the last epoch tests on unused training images, too
 image_size = None  # pixels a side, smaller than the images are
 crop_padding = None  # pixels around images that are then cropped at random
 context = None  # characters a sample of a text
@@ -136,16 +134,16 @@ print("\n".join(made))
 
 # %%
 for t, params in plans.items():
-    display(Markdown((folder / f"table{t}.md").read_text()))
+    display(Markdown((folder / f"table{t}.md").read_text(encoding="utf-8")))
     if records:
         display(Image(filename=str(folder / f"figure{params['figure']}.png"), width=700))
 
 # %% [markdown]
-# Three tables, each over its figure. Differences to the Baseline are in percentage points with 95 % intervals, ours paired by seed. Bits
-# are per parameter and local iteration: the paper's figure, its formula, and what was really counted: up, up with the dense
-# warm-up, down. The last column is one client's whole run in megabytes, both ways; it is also the axis of the last figure, which
-# has dense training beside the sparse schemes where that is recorded. Where a scheme falls short of the Baseline, its training loss
-# says how finished it is: with four local steps there are a quarter of the rounds.
+# Three tables, each over its figure: curves on the left, their last points, enlarged, on the right. Differences to the Baseline are in
+# percentage points with 95 % intervals, ours paired by seed. Bits are per parameter and local iteration: the paper's formula, and what
+# was really counted, after the dense warm-up. The last column is one client's whole run in megabytes, both ways, warm-up included; it
+# is also the axis of the last figure, which has dense training beside the sparse schemes where that is recorded. The csv files have
+# more, the training loss among it: where a scheme falls short of the Baseline, it says how finished the training is.
 
 # %%
 params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
@@ -182,7 +180,7 @@ for t, params in plans.items():
     print(f"table {t}: {rows['n'].sum()} runs; not measured yet (n = 0): {lacking}")
 
 # %% [markdown]
-# Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07.
+# The paper's claims are judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07.
 
 # %%
 made_by = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}

@@ -9,25 +9,26 @@
 # %% [markdown]
 # # 01 · Train one model at many clients: federated averaging
 #
+# After this notebook you will be able to
+#
+# - work out a round of federated averaging by hand,
+# - say what more local steps save, and what they change.
+#
 # **Claim (Sec. I-A and I-B, Alg. 1, Eq. 3, Fig. 1).** A server that adds the average of its clients'
 # *model differences* takes the same step as one that averages their *models*; with one local step
 # (H = 1) it is the step that SGD takes with the average gradient.
 #
 # Everything in this package compresses one thing: what a client tells the server after its local
-# training. This notebook shows what that is, before any compression, and settles three things the
-# other notebooks rely on: model differences, the learning rate, and batch norm.
+# training. This notebook shows what that is, before any compression.
 #
 # *Run time*: about 20 s on two cores of a Xeon. *Read before*: the README.
 #
 # Each notebook has a twin in plain text beside it (`.py`), which is what to read in a diff or to edit
-# anywhere: saving either in JupyterLab writes both. In JupyterLab a twin opens as a notebook by right
-# click, *Open With*, *Notebook*.
+# anywhere: saving either in JupyterLab writes both.
 
 # %%
 import copy
 import dataclasses
-import inspect
-import textwrap
 from typing import Annotated
 
 import matplotlib.pyplot as plt
@@ -85,8 +86,6 @@ print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images
 #
 # $$\min_{\theta\in\mathbb{R}^D}\; \frac{1}{N}\sum_{n=1}^{N} f_n(\theta),\qquad
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
-#
-# Two helpers draw boxes and arrows; a third draws a client, with four of its own images inside.
 
 
 # %%
@@ -104,7 +103,6 @@ def arrow(axes, x, start, end, text, colour, dash, align):
     axes.text(x + shift, 3.2, text, color=colour, ha=align, va="center", fontsize=13)
 
 
-# %%
 def draw_client(axes, x, name, n):
     box(axes, x, 0.2, 2.6, 1.9, f"client {name}\nH steps of SGD on own data")
     for i, sample in enumerate(training.samples_NM[n, :4]):
@@ -120,7 +118,6 @@ def draw_server(axes):
     box(axes, 0.2, 4.4, 10.4, 0.6, f"server:   {rule}", 14)
 
 
-# %%
 drawing, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
 for x, name, n in ((0.2, "1", 0), (3.6, "2", min(1, clients - 1)), (8.0, "N", clients - 1)):
     draw_client(axes, x, name, n)
@@ -139,18 +136,19 @@ plt.show()
 #
 # ## Algorithm 1
 #
-# The core runs it for all clients in turn, in one process. `_local_training` is lines 3 to 6; line 8
-# adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
+# The core runs it for all clients in turn, in one process. `local_training` is lines 3 to 6, with the backward passes
+# in `_steps`; line 8 adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
 # multiplied by −η they are the model difference.
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 
 # %%
-print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training)))
+lab.show_code(tcs.Federation.local_training, tcs.Federation._steps)
 
 # %% [markdown]
-# In the loop over τ stand the backward pass (line 5) and the local step (line 6). With H = 1 no local step is taken at all: the gradient is all that the server needs.
+# `_steps` makes one backward pass after another (line 5); between two of them comes the local step (line 6). `put` and
+# `add_gradients_` copy into and out of the module's own parameters. With H = 1 no local step is taken at all: the gradient is all that the server needs.
 #
 # ## What H buys
 #
@@ -158,6 +156,8 @@ print(textwrap.dedent(inspect.getsource(tcs.Federation._local_training)))
 # whole model, 32 bits a parameter; one local iteration then costs
 #
 # $$\frac{32}{H}\ \text{bits per parameter, each way.}$$
+#
+# **What do you expect?** After the same passes over the data, does H = 4 end above H = 1, or below?
 
 
 # %%
@@ -173,7 +173,6 @@ for steps, (_, curve) in runs.items():
     rounds, accuracy = curve[-1]["rounds"], 100 * curve[-1]["accuracy"]
     print(f"H = {steps}: {rounds:2d} rounds an epoch, {32 / steps:4.1f} bits, {accuracy:.1f} %")
 
-# %%
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for i, (steps, (_, curve)) in enumerate(runs.items()):
     accuracy = [100 * row["accuracy"] for row in curve]
@@ -199,6 +198,13 @@ plt.show()
 
 
 # %%
+def theta_of(net):  # all its parameters in one vector (D,), in the core's order
+    flat = tcs.FlatView(net)
+    theta_D = torch.empty(flat.dimension)
+    flat.read_(flat.views(theta_D))
+    return theta_D
+
+
 def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one after the other
     net = copy.deepcopy(training.flat.model).train()  # line 3: pull theta_t
     sgd = torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay)
@@ -206,7 +212,7 @@ def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one af
         sgd.zero_grad()
         F.cross_entropy(net(images), labels).backward()  # line 5
         sgd.step()  # line 6
-    return tcs.FlatModel(net).theta_D  # line 7: push the model, (D,)
+    return theta_of(net)  # line 7: push the model, (D,)
 
 
 # %%
@@ -223,7 +229,8 @@ models_ND = torch.stack([small_steps([batch(n, t) for t in range(H)], eta) for n
 
 # %%
 average_D = models_ND.mean(0)  # line 8: federated averaging, of models
-update_D = training.federation.play(list(range(clients)), 0, eta)  # the core's; it moves theta_D
+with training.federation.lent():  # the core's; it moves theta_D
+    update_D = training.federation.play(list(range(clients)), 0, eta)
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
 print(f"by hand against the core: {gap_core:.0e} of the update's length")
 
@@ -264,10 +271,10 @@ cut = {
 }
 loss = {}
 for name, theta_D in cut.items():
-    training.theta_D.copy_(theta_D)
+    training.flat.put(training.flat.views(theta_D))  # into the module
     loss[name] = training.evaluate()["loss"]
     print(f"{name:32s} test loss {loss[name]:.2f}")
-training.theta_D[:] = average_D  # back to the whole update
+training.flat.put(training.flat.views(average_D))  # back to the whole update
 
 # %% [markdown]
 # The cut difference costs nothing (its loss may even be lower), and the cut model is useless. This is
@@ -288,11 +295,11 @@ def large_step(batches, eta):  # one step with the batches' average gradient, al
     for images, labels in batches:
         (F.cross_entropy(net(images), labels) / len(batches)).backward()
     torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay).step()
-    return tcs.FlatModel(net).theta_D
+    return theta_of(net)
 
 
 def gap_between(first_D, second_D):  # in units of the second one's step
-    return float((first_D - second_D).norm() / (second_D - training.theta_D).norm())
+    return float((first_D - second_D).norm() / (second_D - average_D).norm())
 
 
 # %%
@@ -353,7 +360,7 @@ schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baselin
 for panel, last in zip(panels, (300, 10), strict=True):
     moments = [last * i / 600 for i in range(600)]
     for i, (name, run) in enumerate(schedules.items()):
-        look = lab.series_style(i)
+        look = lab.curve_style(name) if name == "Baseline" else lab.series_style(i + 1)
         curve = [run.learning_rate_at(epoch) for epoch in moments]
         panel.plot(moments, curve, label=name, markevery=(30 * i, 120), markersize=5, **look)
 panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="All 300 epochs")
@@ -374,7 +381,7 @@ plt.show()
 # %%
 work = [batch(n, 0) for n in range(clients)]
 together = [(torch.cat([images for images, _ in work]), torch.cat([labels for _, labels in work]))]
-many_D, one_D = (large_step(batches, eta) - training.theta_D for batches in (work, together))
+many_D, one_D = (large_step(batches, eta) - average_D for batches in (work, together))
 alike = float(F.cosine_similarity(many_D, one_D, dim=0))
 print(
     f"{clients} batches of {batch_size} against 1 batch of {clients * batch_size}: cosine {alike:.2f}"
@@ -425,8 +432,8 @@ print(f"averaged once against every round: {gap_statistics:.0e}; same theta: "
 # evaluated is not part of the algorithm. For the paper's network, beside one round of messages:
 
 # %% tags=["nbval-check-output"]
-net = tcs.FlatModel(tcs.resnet18())
-size, statistics = len(net.theta_D), len(net.statistics())
+net = tcs.FlatView(tcs.resnet18())
+size, statistics = net.dimension, len(net.statistics())
 print(f"ResNet-18: {size:,} parameters, {statistics:,} running statistics")
 for scheme in ("FedAvg", "TCS", "TCS-Q5"):
     ratio = 32 * statistics / (tcs.bit_budget(scheme) * size)
@@ -458,6 +465,63 @@ schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 1
 claim(
     "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))
 )
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. The server's new θ, from the clients' differences (N, D) and their weights in the average, which need
+#    not add up to 1.
+# 2. A client's *difference* after so many local steps; `gradient(theta_D)` is the gradient at a model.
+
+
+# %%
+def fedavg_round(theta_D, differences_ND, weights_N):
+    return None  # yours
+
+
+def local_difference(theta_D, gradient, eta, steps):
+    return None  # yours
+
+
+lab.check_exercise("fedavg_round", fedavg_round)
+lab.check_exercise("local_difference", local_difference)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def fedavg_round(theta_D, differences_ND, weights_N):
+#     shares_N = torch.tensor(weights_N) / sum(weights_N)
+#     return theta_D + shares_N @ differences_ND
+#
+#
+# def local_difference(theta_D, gradient, eta, steps):
+#     local_D = theta_D
+#     for _ in range(steps):
+#         local_D = local_D - eta * gradient(local_D)
+#     return local_D - theta_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def fedavg_round(theta_D, differences_ND, weights_N):
+    shares_N = torch.tensor(weights_N) / sum(weights_N)
+    return theta_D + shares_N @ differences_ND
+
+
+def local_difference(theta_D, gradient, eta, steps):
+    local_D = theta_D
+    for _ in range(steps):
+        local_D = local_D - eta * gradient(local_D)
+    return local_D - theta_D
+
+
+assert lab.exercises.verdict("fedavg_round", fedavg_round) == "right"
+assert lab.exercises.verdict("local_difference", local_difference) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 02 · Send only the largest entries: top-K against rand-K
 #
+# After this notebook you will be able to
+#
+# - choose entries by $S_{top}$, and keep errors for the rest,
+# - say what top-K costs: positions, and a full way down.
+#
 # **Claim (Sec. I-B, I-C and II-B, Fig. 2).** Top-K keeps far more of an update than rand-K does with the
 # same number of entries, and error accumulation rescues what it leaves out. But it pays twice: for the
 # positions, which outweigh quantized values, and on the way down, where the clients' choices add up.
@@ -20,9 +25,7 @@
 
 # %%
 import dataclasses
-import inspect
 import math
-import textwrap
 from typing import Annotated
 
 import matplotlib.pyplot as plt
@@ -198,8 +201,8 @@ for share in shares:
 
 # %%
 drawing, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-for i, (name, values) in enumerate(kept_share.items()):
-    look = lab.series_style(i + 1)
+for name, values in kept_share.items():
+    look = lab.curve_style(name)
     axes.plot([100 * share for share in shares], values, label=name, **look)
 axes.axvline(100 * phi, color=lab.COLOURS[0], linestyle=":", label=f"φ = {phi:g}")
 axes.set(xscale="log", xlabel="entries kept φ (%)", ylabel="squares of the update kept (%)")
@@ -225,11 +228,10 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squares in {100 * phi:g} % 
 #
 # In the core, this is one client's side of a round. Its words: *shared* is the mask that all sides know (the paper's global mask),
 # *own* is what one client chose (the paper's local mask). Top-K has only an own mask, so its φ is `phi_local`; rand-K has only a
-# shared one. The `link` carries a message, and here only counts its bits; the `host` looks for NaN.
+# shared one. `compress` makes the message; `arrived` is called when the server has had it.
 
 # %%
-for function in (tcs.Compressor.client, tcs.Compressor._message):
-    print(textwrap.dedent(inspect.getsource(function)))
+lab.show_code(tcs.Client.compress, tcs.Client.arrived)
 
 # %% [markdown]
 # The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2, which [03_tcs](03_tcs.ipynb) reads whole. So nothing gets lost on the way: what arrived
@@ -256,14 +258,16 @@ for name in ("top-K", "top-K, no errors kept"):
 #
 # Now the five trainings from the start. The bars say which share of θ the server ever moved after the
 # dense first epoch.
+#
+# **What do you expect?** Does keeping errors help rand-K as it helps top-K, or only top-K?
 
 # %%
 size = {"figsize": (9.4, 3.8), "width_ratios": (3, 2), "layout": "constrained"}
 drawing, panels = plt.subplots(1, 2, **size)
-for i, (name, run) in enumerate(runs.items()):
-    look = lab.series_style(i)
+for name, run in runs.items():
+    look = lab.curve_style(name, runs)
     panels[0].plot(range(1, epochs + 1), run["accuracy"], label=name, **look)
-    panels[1].barh(name, 100 * run["moved"], color=lab.COLOURS[i])
+    panels[1].barh(name, 100 * run["moved"], color=look["color"])
 panels[0].set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Training at φ = {phi:g}")
 panels[1].set(xlabel="entries (%)", title="Entries of θ ever moved")
 panels[0].locator_params(axis="x", integer=True)
@@ -324,13 +328,13 @@ print("\n".join(lines))
 # %%
 looks = {"top-K": r"bound $N\phi$", "TCS": r"bound $\phi_{global}+N\phi_{local}$"}
 drawing, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
-for i, (name, rows) in enumerate(down.items(), 1):
-    look = lab.series_style(i)
+for name, rows in down.items():
+    look = lab.curve_style(name, down)
     axes.plot(federation_sizes, [100 * row["last"] for row in rows], label=name, **look)
     if name in looks:
-        look = {"color": lab.COLOURS[i], "linestyle": ":", "linewidth": 2, "label": looks[name]}
+        look = {"color": look["color"], "linestyle": ":", "linewidth": 2, "label": looks[name]}
         axes.plot(federation_sizes, [100 * row["bound"] for row in rows], **look)
-axes.axhline(100 * phi, color=lab.COLOURS[7], label="rand-K")
+axes.axhline(100 * phi, color=lab.curve_style("rand-K")["color"], label="rand-K")
 axes.set(xlabel="clients N", ylabel="entries (%)", title="The way down", xticks=federation_sizes)
 axes.legend(frameon=False)
 plt.show()
@@ -439,6 +443,64 @@ claim("the way down keeps its bound", over <= 1e-6)
 claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
       f"{largest['top-K']:.2%} against {largest['TCS']:.2%} of the entries")  # fmt: skip
 claim("the budgets are the paper's", all(printed_so), f"{len(known)} schemes")
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core. Positions count from 0.
+#
+# 1. $S_{top}$: the positions of the k entries of largest magnitude, ascending; of equal magnitudes the
+#    lower position wins.
+# 2. Error accumulation with top-K, the three formulas above: what is sent, zeros elsewhere, and the new
+#    errors. (`tcs.top_k_mask` may help.)
+
+
+# %%
+def s_top(vector_D, k):
+    return None  # yours
+
+
+def accumulate(errors_D, delta_D, k):
+    return None  # yours
+
+
+lab.check_exercise("s_top", s_top)
+lab.check_exercise("accumulate", accumulate)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def s_top(vector_D, k):
+#     magnitudes = vector_D.abs().tolist()
+#     order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
+#     return sorted(order[:k])
+#
+#
+# def accumulate(errors_D, delta_D, k):
+#     intended_D = delta_D + errors_D
+#     sent_D = tcs.top_k_mask(intended_D, k) * intended_D
+#     return sent_D, intended_D - sent_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def s_top(vector_D, k):
+    magnitudes = vector_D.abs().tolist()
+    order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
+    return sorted(order[:k])
+
+
+def accumulate(errors_D, delta_D, k):
+    intended_D = delta_D + errors_D
+    sent_D = tcs.top_k_mask(intended_D, k) * intended_D
+    return sent_D, intended_D - sent_D
+
+
+assert lab.exercises.verdict("s_top", s_top) == "right"
+assert lab.exercises.verdict("accumulate", accumulate) == "right"
 
 # %% [markdown]
 # ## What we saw

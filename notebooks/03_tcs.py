@@ -9,21 +9,25 @@
 # %% [markdown]
 # # 03 · Follow the important positions through time
 #
+# After this notebook you will be able to
+#
+# - write a client of TCS,
+# - say where the shared mask comes from.
+#
 # **Claim (Sec. II-A, Alg. 2).** The large entries of a model update stay in the same places from round
 # to round, so the last update tells all sides where the next values belong. Clients send those values
 # without positions, and look for new places with a small mask of their own. The server's message then
 # never holds more than $K_{global} + N K_{local}$ of the entries, a share of 0.02 in Sec. III-B.
 #
-# You will read Algorithm 2 beside the code that runs it, follow it by hand on ten numbers, and then
-# measure in a real training run how slowly important positions change, what the local mask finds,
-# what the server sends back, and what is lost when a part of the algorithm is taken away.
+# Here is Algorithm 2 beside the code that runs it, then on ten numbers, then in a real training.
 #
 # *Run time*: about 40 s on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
-# [02_sparsification](02_sparsification.ipynb) (federated averaging, top-K and rand-K).
+# [02_sparsification](02_sparsification.ipynb).
 
 # %%
 import dataclasses
 import inspect
+import re
 from typing import Annotated
 
 import matplotlib.pyplot as plt
@@ -88,62 +92,60 @@ print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoc
 # ## Algorithm 2 beside the code
 #
 # Two masks, two jobs. $m_{global}$ **exploits**: it holds the places that mattered in the last update.
-# Everybody received that update, so everybody knows this mask, and its values travel without
-# positions. $m_{local}$ **explores**: a client's largest entries *outside* $m_{global}$. Nobody else
-# knows them, so their positions travel too, and therefore it is small.
+# Everybody received that update, so its values travel without positions. $m_{local}$ **explores**: a
+# client's largest entries *outside* $m_{global}$. Nobody else knows them, so their positions travel too,
+# and therefore it is small.
 #
-# | line | Algorithm 2, in our words | in the core |
-# |---:|:---|:---|
-# | 1, 3 | for every round $t$, for every client $n$ (in parallel) | `Federation.round`; `play`: `send` |
-# | 4 | receive $\Delta\theta_{t-1}$ | one process: all sides hold `update_D` |
-# | 5 | $m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$ | `TCS.observe`, one round earlier |
-# | 6 | $\theta \leftarrow \theta + \Delta\theta_{t-1}$ | `play`: `theta_D.add_`, one round earlier |
-# | 7 | $H$ local steps give client $n$'s difference $\Delta\theta_n$ | `play`: `difference` (notebook 01) |
-# | 9 | what it means to send: $\bar\Delta\theta_n = \Delta\theta_n + e_n$ | `client`: `errors_D.add_(delta_D)` |
-# | 10 | $m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$ | `client`: `MaskRule.local_mask`; `_filtered` |
-# | 11 | what it sends: $\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$ | `_message`: `index_select` |
-# | 12 | send it, quantized if $q < 32$ | `_message`: `Message.of`; `client`: `send_up` |
-# | 13 | what stays behind: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$ | `client`: `errors_D.scatter_`; of a dense round `_average`: `zero_` |
-# | 15 | server: $\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$ | `_average`: `add_to_`, `div_` |
-# | 16 | send $\Delta\theta_t$ to all clients | `server`: `_downlink` |
-#
-# (2, 8 and 14 are headings.) A round, with lines 1 to 7:
+# The box's lines in our words, and the code that carries their numbers (the others are loops and headings):
 
 # %%
-print(inspect.getsource(tcs.Federation.play))
+BOX = {
+    5: r"$m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$",
+    6: r"$\theta \leftarrow \theta + \Delta\theta_{t-1}$",
+    7: r"$H$ local steps give the difference $\Delta\theta_n$",
+    9: r"to send: $\bar\Delta\theta_n = \Delta\theta_n + e_n$",
+    10: r"$m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$",
+    11: r"$\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$",
+    12: r"send it, quantized if $q < 32$",
+    13: r"stays behind: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$",
+    15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
+    16: r"send $\Delta\theta_t$ to all clients",
+}
+
+# %%
+MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
+methods = [tcs.TCS.observe, tcs.Federation.play, tcs.Client.compress, tcs.Client.arrived,
+           tcs.Server.average, tcs.Server.reply]  # fmt: skip
+marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
+          for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
+assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
+lines = [[line, words, *marked[line]] for line, words in BOX.items()]
+lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "in the core", "where"])
+display(Markdown(lab.markdown(lines).replace("---:", "---")))
 
 # %% [markdown]
-# The client's side. The core works with the *positions* of the ones in a mask, K numbers, instead of D
-# zeros and ones. Outside these positions nothing is sent, so there the error is the whole intended
-# entry, and line 13 has to touch only the positions.
+# Lines 5 and 6 stand at the end of the round before. Now whole, in the box's order. What all sides know
+# without a word: a round ends with line 5 (`rule.observe`), and the next begins with that mask.
 
 # %%
-print(inspect.getsource(tcs.Compressor.client))
-print(inspect.getsource(tcs.Compressor._message))
+lab.show_code(tcs.Known.observe, tcs.Known.begin)
 
 # %% [markdown]
-# The server's side. What it adds up is in the messages, at the shared positions and at each client's own:
+# A client (`send` to `arrived`), lines 9 to 13, and the server, 15 and 16. The core works with the *positions* of the ones in a
+# mask. Outside them nothing is sent, so there the error is the whole intended entry, and line 13 has to
+# touch only the positions.
 
 # %%
-print(inspect.getsource(tcs.Compressor.server))
-print(inspect.getsource(tcs.Compressor._average))
-
-# %% [markdown]
-# And the two masks: the next shared one from every update, and $S_{top}$ itself. For a local mask
-# `excluded_D` is $m_{global}$, whose places are out of the running, so the two never overlap. (`floor`,
-# from the round before, is for speed only; `warmup_masks` and `shared_from` belong to other schemes.)
-
-# %%
-print(inspect.getsource(tcs.TCS.observe))
-print(inspect.getsource(tcs._filtered))
+lab.show_code(tcs.Client.send, tcs.Client.compress, tcs.Client.arrived,
+              tcs.Server.add, tcs.Server.average, tcs.Server.reply)  # fmt: skip
 
 # %% [markdown]
 # ## Ten numbers, two clients
 #
-# The same code on ten parameters: $K_{global} = 2$, $K_{local} = 1$, one row for each client and round.
-# `G` is a place in the global mask, `L` the client's own place, a dot an entry that waits in the error.
-# Places 1 and 4 are the large ones at first. From round 3 on, client 0 has a larger difference still, at
-# place 7; its mean over the two clients is just that of place 1.
+# The same code on ten parameters, $K_{global} = 2$, $K_{local} = 1$: `G` is a place in the global mask, `L`
+# the client's own place, a dot an entry that waits in the error. Places 1 and 4 are the large ones at first.
+# From round 3 on, client 0 has a larger difference still, at place 7; its mean over the two clients is just
+# that of place 1.
 
 # %%
 before = torch.zeros(2, 10)
@@ -162,39 +164,53 @@ def letters(global_K, local_K):
     return " ".join(marks)
 
 
-# %% tags=["nbval-check-output"]
+# %%
 toy = tcs.Scheme.named("TCS", phi_global=0.2, phi_local=0.1)
-compressor = tcs.Compressor(toy, [10], clients=2)
-_ = compressor.step(before)  # the first round is dense: there is no update yet to take a mask from
+known = tcs.Known(toy, [10])
+both, server = [tcs.Client(known, n) for n in range(2)], tcs.Server(known)
+
+
+def one_round(deltas_ND):
+    """Algorithm 2 without line 7: the messages, and the update."""
+    known.begin()
+    messages = [client.send(delta_D) for client, delta_D in zip(both, deltas_ND, strict=True)]
+    for client, message in zip(both, messages, strict=True):
+        server.add(client.number, message)
+    update_D, _ = server.finish()  # lines 15 and 16
+    for client in both:
+        client.arrived()
+    known.observe(update_D)
+    return messages, update_D
+
+
+# %% tags=["nbval-check-output"]
+_ = one_round(before)  # the first round is dense: there is no update yet to take a mask from
 print("                     0 1 2 3 4 5 6 7 8 9")
 for number in range(2, 11):
     deltas_ND = before if number < 3 else after
-    meant_D = (compressor.errors_ND + deltas_ND).mean(0)
-    compressor.open()  # all sides know the shared mask
-    messages = [compressor.client(n, deltas_ND[n]) for n in range(2)]
+    meant_D = torch.stack([client.errors_D for client in both]).add(deltas_ND).mean(0)
+    messages, update_D = one_round(deltas_ND)
     for n, message in enumerate(messages):
-        print(f"round {number:2d}, client {n}:  {letters(compressor.shared_K, message.positions)}")
-    update_D = compressor.server(messages)
-    assert torch.allclose(meant_D, update_D + compressor.errors_ND.mean(0))
+        print(f"round {number:2d}, client {n}:  {letters(known.shared_K, message.positions)}")
+    waiting_D = torch.stack([client.errors_D for client in both]).mean(0)
+    assert torch.allclose(meant_D, update_D + waiting_D)
 
 # %% [markdown]
-# Client 0's local mask finds place 7 in round 3. From round 4 on place 7 is in the global
-# mask (but for round 9), where it costs no position, and place 4 had to leave. The local masks are free again and go for
-# the largest thing that waits: place 4 mostly, and now and then 6, 8 or 3, whose small differences have been
-# adding up. After round 7, in which it waited, place 4 has twice its usual value, enough for a visit in the
-# global mask (round 9); of places 1 and 7, which tie, the lower one stays. The
-# `assert` says that nothing is lost: what was meant is what was sent plus what waits.
+# Client 0's local mask finds place 7 in round 3. From then on place 7 is in the global mask (but for round
+# 9), where it costs no position, and place 4 had to leave. The local masks then go for the largest thing
+# that waits: mostly place 4, now and then 6, 8 or 3, whose small differences add up. After round 7, in which
+# it waited, place 4 is large enough for a visit in the global mask. The `assert` says that nothing is lost:
+# what was meant is what was sent plus what waits.
 #
 # ## Without a local mask nothing ever moves
 #
-# Take $m_{local}$ away. The update is then zero outside $m_{global}$, so its $K_{global}$ largest entries
-# are those of $m_{global}$ again:
+# Take $m_{local}$ away. The update is then zero outside $m_{global}$:
 #
 # $$\operatorname{supp}(\Delta\theta_t) \subseteq m_{global}
 # \;\Rightarrow\; S_{top}(\Delta\theta_t, K_{global}) = m_{global}$$
 #
-# The first mask would be the only one for the whole training. A new place has one way in: some client
-# must send it although nobody asked. **That is what $m_{local}$ is for.**
+# A new place has one way in: some client must send it although nobody asked. **That is what $m_{local}$ is
+# for.**
 
 # %% tags=["nbval-check-output"]
 frozen = tcs.Compressor(dataclasses.replace(toy, phi_local=None), [10], clients=2)
@@ -209,13 +225,15 @@ for number in range(2, 7):
 #
 # ## Do important positions change slowly?
 #
+# **What do you expect?** Are more than half of a round's largest entries among the next round's, or fewer?
+#
 # Now a real network. First without any compression (FedAvg): in every round we take the $K_{global}$
 # largest entries of the dense update. The overlap of two masks is the share of places they have in
 # common; two random masks would share $K/D$:
 #
 # $$\text{overlap}(t, t+\ell) = \frac{|m_t \cap m_{t+\ell}|}{K}$$
 #
-# One function trains any scheme and keeps, for every round, where the update is not zero and where its
+# `follow` trains any scheme and keeps, for every round, where the update is not zero and where its
 # largest entries are.
 
 
@@ -243,9 +261,9 @@ def overlaps(masks_TD, lag):
 
 
 # %% [markdown]
-# $K/D$ is an easy opponent. Small layers may hold many of the large entries, and then two masks overlap
-# a lot even if places *inside* a layer are drawn at random. So there is a second, harder chance level:
-# keep how many entries every layer $l$ of size $d_l$ has in each mask, $k_l(t)$, and forget which.
+# $K/D$ is an easy opponent: small layers may hold many of the large entries, and then masks overlap even if
+# places *inside* a layer are random. A harder chance level keeps how many entries every layer $l$ of size
+# $d_l$ has in each mask, $k_l(t)$, and forgets which.
 #
 # $$\text{chance, layers known} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
 
@@ -277,15 +295,15 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# The measured line is far above $K/D$ in every round. But $K/D$ is beaten by any two masks with the same layers: what counts as
-# correlation in time is how far the measured line is above the second one. And most of the mask is new in nearly every round.
-# At this scale most of the overlap says *which layers* hold the large entries ([notebook 04](04_layerwise_fairness.ipynb) shows them), a smaller part says *which entries*.
+# What counts as correlation in time is how far the measured line is above the second one. Most of the mask
+# is new in nearly every round, and most of the overlap says *which layers* hold the large entries
+# ([notebook 04](04_layerwise_fairness.ipynb)), a smaller part *which entries*.
 #
 # ## What the local mask finds, round by round
 #
-# Now TCS. After the dense warm-up, all places that appear in an update but not in the mask before it
-# were explored by some client. Those among the $K_{global}$ largest enter the next mask, and as many
-# leave. The share of the mask that is new is its *turnover*.
+# Now TCS. After the dense warm-up, all places that appear in an update but not in the mask before it were
+# explored by some client. Those among the $K_{global}$ largest enter the next mask, and as many leave. The
+# share of the mask that is new is its *turnover*.
 
 # %%
 runs = {"TCS": follow(scheme)}
@@ -302,7 +320,6 @@ turnover = float(entered_T.float().mean() / k_global)
 print(f"explored in a round: {explored_T.float().mean():.0f} places by {clients} clients")
 print(f"of these, {entering:.0%} enter the next global mask; turnover {turnover:.0%} a round")
 
-# %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 rounds = range(start + 1, start + len(explored_T) + 1)
 axes.axhline(clients * k_local, label="N · K_local", **line(0, dash=3))
@@ -314,14 +331,13 @@ axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=9)
 plt.show()
 
 # %% [markdown]
-# The clients explore almost $N K_{local}$ different places after the first rounds, so they hardly ever look at the same one, and more than half of these enter the next mask. This is **not** a mask that changes
-# slowly. Three sections further down we find out why.
+# The clients explore almost $N K_{local}$ different places, and more than half of these enter the next mask.
+# This is **not** a mask that changes slowly. Three sections further down we find out why.
 #
 # ## What the server sends back
 #
-# Top-K has a second drawback beside its positions: every client picks its own places, so the average has
-# up to $N K$ of them, and the server's message is many times larger than a client's. With TCS the
-# clients share most places. Whatever they explore, in every round
+# With top-K every client picks its own places, so the average has up to $N K$ of them. With TCS, whatever
+# the clients explore, in every round
 #
 # $$|\operatorname{supp}(\Delta\theta_t)| \le K_{global} + N K_{local}$$
 
@@ -336,7 +352,6 @@ for name, share in shares.items():
     )
 print(f"bound {bound} entries, {bound / dimension:.3f} of all (the paper: 0.02, with 10 clients)")
 
-# %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 for name in ("top-K", "TCS"):
     look = lab.curve_style(name) | {"markersize": 5, "markevery": 12}
@@ -349,8 +364,7 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# TCS is just below its bound, later at it, and top-K several times higher: one downlink
-# message of top-K has up to ten times as many entries as a client's message on the way up.
+# TCS is just below its bound, later at it, and top-K several times higher.
 #
 # ## Take the parts away, one by one
 #
@@ -374,7 +388,6 @@ axes.grid(alpha=0.25)
 figure.legend(loc="outside right upper", frameon=False)
 plt.show()
 
-# %%
 masks = {name: runs[name]["mask"][start - 1 :] for name in order}
 table = pd.DataFrame({
     "scheme": order,
@@ -387,19 +400,15 @@ table = pd.DataFrame({
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
-# All runs are alike in the dense warm-up, and then drift apart. Without the local mask the model learns
-# with one fixed set of places, the one the warm-up left. Without error accumulation it explores, but
-# what is not sent is lost. A larger $\phi_{local}$ pays with more bits in both directions. Which of the
-# differences count is worked out at the end.
-#
-# *Mask* is here always the set of the $K_{global}$ largest entries of the update, for top-K and dense
-# runs as well, where nobody uses it.
+# Without the local mask the model learns with the one set of places that the warm-up left. Without error
+# accumulation it explores, but what is not sent is lost. A larger $\phi_{local}$ pays with more bits in both
+# directions. (*Mask* is here always the set of the $K_{global}$ largest entries of the update, for top-K and
+# dense runs as well.)
 #
 # ## Why the mask of TCS moves so fast
 #
-# The overlap at longer distances tells what happens. The second figure shows the fate of places that
-# have just entered the mask: the share of them that has been in it without a break since then.
-
+# The overlap at longer distances tells what happens; the second figure, which share of the places that have
+# just entered the mask has been in it without a break since then.
 
 # %%
 shown = {
@@ -433,7 +442,6 @@ axes.minorticks_off()
 axes.legend(frameon=False, ncols=2, loc="upper right")
 plt.show()
 
-# %%
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 ages = min(6, len(masks["TCS"]) - 2)
 for name, look in shown.items():
@@ -446,17 +454,13 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Three behaviours:
-#
-# - **dense**: the overlap hardly falls with distance, but neither is it far above what the layers alone
-#   would give: mostly it is the same layers that stay important.
+# - **dense**: the overlap hardly falls with distance, but is not far above what the layers alone would give.
 # - **no error accumulation**: a mask that does change more slowly, as the idea of TCS has it.
 # - **TCS**: many newcomers stay for one round more, nearly none for a second.
 #
-# An explanation would be the errors: a place enters when one client sends what has piled up there, and
-# once it is in, *all* clients send their piles, so it stays large for one more round. To check it, we
-# start the TCS run once more, and for two epochs after the first sparse one compare what had piled up with
-# the round's difference, over all places of a kind:
+# The errors would explain it: a place enters when one client sends what has piled up there; then *all*
+# clients send their piles, so it stays large for one more round. To check it, the TCS run starts once more,
+# and for two epochs we compare what had piled up with the round's difference:
 #
 # $$\text{pile} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 
@@ -480,21 +484,19 @@ explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
 print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the mask {others:.1f}")
 
 # %% [markdown]
-# On average a client has a few times the round's difference waiting at a place that somebody explores,
-# still so at the mask's newcomers, where all clients now send it, and by construction nothing where the
-# mask has been for longer (unless values are quantized): such a place has only one round's difference to
-# send, is outdone by the next piles, and falls out. Where, as in the paper, $N K_{local} = K_{global}$,
-# the clients together can propose a whole new mask in every round.
+# A client has a few times the round's difference waiting at a place that somebody explores, still so at the
+# mask's newcomers, where all clients now send it, and nothing where the mask has been for longer (unless
+# values are quantized): such a place is outdone by the next piles, and falls out.
 #
-# So in this run $m_{local}$ does much of the second of the two jobs that the paper gives it (Sec. I-E): it
-# picks up places that are important *for the moment*, because their error has grown. Exploration and the
-# emptying of errors share the same few positions.
+# So $m_{local}$ picks up places that are important *for the moment*, because their error has grown:
+# exploration and the emptying of errors share the same few positions.
 #
 # ## Claim
 #
-# Exact, for any parameters: the bound on the server's message, clients explore at most $N K_{local}$ places, and without
-# a local mask there is one mask for ever. Measured, with wide margins because training differs a little
-# between machines: dense masks overlap more than their layers explain, and full TCS ends with a training loss lower by more than 0.02 than without either part.
+# Exact, for any parameters: the bound on the server's message, at most $N K_{local}$ places explored, and
+# one mask for ever without a local mask. Measured, with wide margins because training differs between
+# machines: dense masks overlap more than their layers explain, and full TCS ends with a training loss lower
+# by more than 0.02 than without either part.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -508,6 +510,66 @@ claim("dense masks share more than their layers explain", measured > float(by_la
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,
           f"{final['TCS']:.2f} against {final[name]:.2f}")  # fmt: skip
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. Lines 9 to 13: own positions (from 0, ascending), what is sent (D,), new errors.
+# 2. Line 5: the next round's `shared_K`.
+#
+# `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$.
+
+
+# %%
+def client_lines(errors_D, delta_D, shared_K, k_local):
+    return None  # yours
+
+
+def shared_mask(theta_D, delta_D, update_D, k_global):
+    return None  # yours
+
+
+lab.check_exercise("client_lines", client_lines)
+lab.check_exercise("shared_mask", shared_mask)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def client_lines(errors_D, delta_D, shared_K, k_local):
+#     intended_D = delta_D + errors_D  # line 9
+#     own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10
+#     places_K = torch.cat([shared_K, own_K])
+#     sent_D = torch.zeros_like(intended_D)
+#     sent_D[places_K] = intended_D[places_K]  # lines 11 and 12
+#     return own_K, sent_D, intended_D - sent_D  # line 13
+#
+#
+# def shared_mask(theta_D, delta_D, update_D, k_global):
+#     return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def client_lines(errors_D, delta_D, shared_K, k_local):
+    intended_D = delta_D + errors_D  # line 9
+    own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10
+    places_K = torch.cat([shared_K, own_K])
+    sent_D = torch.zeros_like(intended_D)
+    sent_D[places_K] = intended_D[places_K]  # lines 11 and 12
+    return own_K, sent_D, intended_D - sent_D  # line 13
+
+
+def shared_mask(theta_D, delta_D, update_D, k_global):
+    return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
+
+
+assert lab.exercises.verdict("client_lines", client_lines) == "right"
+assert lab.exercises.verdict("shared_mask", shared_mask) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 04 · Give every layer its share
 #
+# After this notebook you will be able to
+#
+# - give every layer its minimum share of a mask,
+# - say which layers top-K favours, and what a minimum changes.
+#
 # **Claim (Sec. II-C, Tables 1 and 2).** Global top-K spends its budget unevenly over the layers and
 # starves some. A minimum share for every layer (TCS-LF: both masks, TCS-PLF: only the global one) mends
 # that; it costs a little accuracy at η = 0.5 and wins some at η = 0.8.
@@ -21,7 +26,6 @@
 
 # %%
 import dataclasses
-import inspect
 import math
 import statistics
 from typing import Annotated
@@ -76,7 +80,7 @@ params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
 federation = lab.Training(config, data)
-names = [name for name, _ in federation.flat.model.named_parameters()]
+names = federation.flat.names
 layer_sizes, dimension = federation.flat.layer_sizes, len(federation.theta_D)
 sizes_L = torch.tensor(layer_sizes)
 k_global, k_local = tcs.kept(phi_global, dimension), tcs.kept(phi_local, dimension)
@@ -90,6 +94,8 @@ print(f"K_global = {k_global}, K_local = {k_local}")
 # share $\phi_{global}$ of each layer. What is really kept of layer $l$ with $d_l$ entries is
 #
 # $$\phi_l = \frac{|m \cap \text{layer } l|}{d_l}, \qquad \sum_l \phi_l\, d_l = K$$
+#
+# **What do you expect?** Do input and head, a tiny part of the parameters, get more than half of the budget, or less?
 
 
 # %%
@@ -165,7 +171,7 @@ display(
 # paper's rows of LF and PLF may come from that. [13_evidence](13_evidence.ipynb) has both.
 
 # %%
-print(inspect.getsource(tcs.layerwise_top_k_positions))
+lab.show_code(tcs.layerwise_top_k_positions)
 
 # %% [markdown]
 # Three layers, $K = 5$, at least a fifth of each layer. `#` is kept, `·` is not.
@@ -368,6 +374,87 @@ claim("dense top-K is uneven by a factor of 10", bool(most > 10 * least),
       f"{least:.3%} to {most:.0%} of a layer's weights")  # fmt: skip
 
 # %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; each cell compares with the core.
+#
+# **1. Free places.** Every layer gets its least share of K, rounded up to whole entries. How many of the
+# K places are then left to go by magnitude? (Where the shares alone exceed K, none.)
+
+
+# %%
+def free_places(layer_sizes, k, phi_min):
+    return None  # yours
+
+
+lab.check_exercise("free_places", free_places)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def free_places(layer_sizes, k, phi_min):
+#     bound = sum(math.ceil(phi_min * size) for size in layer_sizes)
+#     return max(0, k - bound)
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def free_places(layer_sizes, k, phi_min):
+    bound = sum(math.ceil(phi_min * size) for size in layer_sizes)
+    return max(0, k - bound)
+
+
+assert lab.exercises.verdict("free_places", free_places) == "right"
+
+# %% [markdown]
+# **2. Fair top-K.** The positions, from 0 and ascending: first every layer's own largest entries, then
+# the largest of all others. Here the shares fit into k. `tcs.top_k_positions(vector, k, excluded)` is
+# $S_{top}$, `tcs.kept(phi, size)` a share as a whole number.
+
+
+# %%
+def fair_top_k(vector_D, k, layer_sizes, phi_min):
+    return None  # yours
+
+
+lab.check_exercise("fair_top_k", fair_top_k)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def fair_top_k(vector_D, k, layer_sizes, phi_min):
+#     shares, start = [], 0
+#     for size in layer_sizes:
+#         layer_D = vector_D[start : start + size]
+#         shares.append(start + tcs.top_k_positions(layer_D, tcs.kept(phi_min, size)))
+#         start += size
+#     fair_K = torch.cat(shares)
+#     rest_K = tcs.top_k_positions(vector_D, k - len(fair_K), fair_K)
+#     return torch.cat([fair_K, rest_K]).sort().values
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def fair_top_k(vector_D, k, layer_sizes, phi_min):
+    shares, start = [], 0
+    for size in layer_sizes:
+        layer_D = vector_D[start : start + size]
+        shares.append(start + tcs.top_k_positions(layer_D, tcs.kept(phi_min, size)))
+        start += size
+    fair_K = torch.cat(shares)
+    rest_K = tcs.top_k_positions(vector_D, k - len(fair_K), fair_K)
+    return torch.cat([fair_K, rest_K]).sort().values
+
+
+assert lab.exercises.verdict("fair_top_k", fair_top_k) == "right"
+
+# %% [markdown]
 # ## What we saw
 
 
@@ -389,8 +476,8 @@ often = len(seen[schemes[0]]) * k_global / dimension
 display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
 - Head and input get {table.loc["head + input", "kept"]:.0%} of top-K's budget and have
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
-- The paper says that later layers lose: **{"holds" if later else "does not hold"}** for the two halves of the body,
-  **{"holds" if last else "does not hold"}** for the last layer against the first block.
+- The paper says that later layers lose: **{"supported" if later else "contradicted"}** for the two halves of the body,
+  **{"supported" if last else "contradicted"}** for the last layer against the first block.
 - The gain in accuracy over TCS (n = {len(trials)}; with 95 % each, so that one of {len(compared)} may leave zero out by
   chance), after so few sparse rounds that an entry got to be sent {often:.1f} times (the paper: 234):
 """ + "\n".join(f"    - {said(*key)}" for key in compared) + f"""

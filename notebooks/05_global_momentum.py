@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 05 · Keep the momentum on every side
 #
+# After this notebook you will be able to
+#
+# - take the server's step with momentum, and tell it from the paper's misprints,
+# - say how much of a sparse step is memory.
+#
 # **Claim (Sec. II-D, Alg. 3, Table 3).** When clients send sparsified *gradients*, everybody can keep the
 # same momentum without sending it, and with it TCS reaches the accuracy of centralized training with
 # momentum.
@@ -21,7 +26,6 @@
 
 # %%
 import dataclasses
-import inspect
 import itertools
 import math
 import statistics
@@ -52,7 +56,7 @@ seeds = 3  # how many trials, or a list of seeds
 phi_global = 1e-2  # share of the entries kept by the mask that all sides know
 phi_local = 1e-3  # share kept by each client's own mask
 value_bits = 32  # q, bits of a value: 32, or 1 to 16 to quantize
-local_steps = 1  # H; the paper combines global momentum only with H = 1
+local_steps = 1  # H; the paper combines global momentum only with an H of 1
 profile = "ci"  # how large this is; nothing is written
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 480  # the first so many training images
@@ -109,8 +113,7 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 # error accumulation, all as before. What a client hands to them, and the whole round:
 
 # %%
-print(inspect.getsource(tcs.Federation.difference))
-print(inspect.getsource(tcs.Federation.play))
+lab.show_code(tcs.Federation.difference, tcs.Federation.play)
 
 # %% [markdown]
 # Without momentum a factor, −η, turns gradients into a model difference before the compression; with
@@ -217,7 +220,7 @@ federation, memory, masks = lab.Training(config, data), [], {"g": [], "w": []}
 k_global = federation.compressor.rule.k_global
 for epoch in range(epochs):
     for update_D in federation.rounds(epoch):
-        if not federation.compressor.last_dense:
+        if not federation.compressor.known.dense:
             w = federation.momentum_D
             memory.append(float(w[update_D == 0].abs().sum() / w.abs().sum()))
             masks["g"].append(tcs.top_k_mask(update_D, k_global))
@@ -262,6 +265,8 @@ plt.show()
 # The schemes of Table 3. With β a constant gradient makes steps $1/(1-\beta)$ times as long, so we train
 # TCS with global momentum twice: with TCS's η, as the paper's Table 3 suggests, and with $(1-\beta)\,\eta$,
 # where the steps are as long as without momentum.
+#
+# **What do you expect?** In so short a training, does momentum lower the loss of TCS, or raise it?
 
 
 # %%
@@ -315,8 +320,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %%
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
-for i, (label, group) in enumerate(runs.items()):
-    look = lab.series_style(i)
+for label, group in runs.items():
+    look = lab.curve_style(label, runs)
     losses = torch.tensor([run[0] for run in group]).mean(0)
     axes.plot(range(1, epochs + 1), losses, label=label, markersize=5, **look)
 axes.set(title=f"Training loss, mean of {len(trials)}", xlabel="epoch", ylabel="cross-entropy")
@@ -352,6 +357,74 @@ claim("the federation's weights are torch.optim.SGD's", max(dense_gap, sparse_ga
 sizes = {run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}
 claim("a message is as long as without momentum", len(sizes) == 1,
       f"{tcs.bit_budget(named):.3f} bits")  # fmt: skip
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; each cell compares with the core.
+#
+# **1. The step.** All sides have received the average `g_D`. Return the new `theta_D` and the new `w_D`.
+
+
+# %%
+def momentum_step(theta_D, w_D, g_D, eta, beta):
+    return None  # yours
+
+
+lab.check_exercise("momentum_step", momentum_step)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def momentum_step(theta_D, w_D, g_D, eta, beta):
+#     w_D = beta * w_D + g_D
+#     return theta_D - eta * w_D, w_D
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def momentum_step(theta_D, w_D, g_D, eta, beta):
+    w_D = beta * w_D + g_D
+    return theta_D - eta * w_D, w_D
+
+
+assert lab.exercises.verdict("momentum_step", momentum_step) == "right"
+
+# %% [markdown]
+# **2. Where the sign slips.** The text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
+# $w = g$, and a small step changes the loss by the gradient times the change of θ. Return this change
+# twice: for the rule as printed, and as meant. Which one descends?
+
+
+# %%
+def loss_changes(gradient_D, eta):
+    return None  # yours
+
+
+lab.check_exercise("loss_changes", loss_changes)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def loss_changes(gradient_D, eta):
+#     step_D = eta * gradient_D
+#     return gradient_D @ step_D, gradient_D @ -step_D  # up by the plus, down by the minus
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def loss_changes(gradient_D, eta):
+    step_D = eta * gradient_D
+    return gradient_D @ step_D, gradient_D @ -step_D  # up by the plus, down by the minus
+
+
+assert lab.exercises.verdict("loss_changes", loss_changes) == "right"
 
 # %% [markdown]
 # ## What we saw

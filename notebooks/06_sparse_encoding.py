@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 06 · Write positions in a few bits
 #
+# After this notebook you will be able to
+#
+# - decode positions by hand (Algorithm 4),
+# - work out how long a code is, and say when a bitmap is shorter.
+#
 # **Claim (Sec. II-E, Algorithm 4).** With a share φ of the entries kept, a position costs
 # $\log_2(1/\phi)+2$ bits instead of $\log_2 d$: about half at the paper's size, and the same whatever
 # the positions are.
@@ -21,7 +26,6 @@
 # and [03_tcs](03_tcs.ipynb), for what the masks are.
 
 # %%
-import inspect
 import math
 from typing import Annotated
 
@@ -140,7 +144,6 @@ def boxes(ax, y: float, texts, colours, hatches) -> None:
         ax.text(x + 0.5, y + 0.5, text, **fit, bbox=plate)
 
 
-# %%
 def links(ax, steps, dimension: int, length: int) -> None:
     """A line from every kept entry of the vector to its bits in the code."""
     for pointer, read, _, found in steps:
@@ -151,7 +154,6 @@ def links(ax, steps, dimension: int, length: int) -> None:
             ax.plot([above, middle], [2.56, 1.42], color="black", linewidth=1.2)
 
 
-# %%
 fig, ax = plt.subplots(figsize=(8.6, 3.4), layout="constrained")
 grounds = ["#FFFFFF" if i // block % 2 else "#D0D0D0" for i in range(dimension)]
 grounds = ["#333333" if i + 1 in positions else ground for i, ground in enumerate(grounds)]
@@ -211,7 +213,7 @@ print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist(
 # $$i\,(1+\lceil\log_2(1/\phi)\rceil)+b .$$
 
 # %%
-print(inspect.getsource(tcs.encode_positions))
+lab.show_code(tcs.encode_positions)
 
 # %% [markdown]
 # The decoder has to find the flags: not every `1` is one. What comes `1 + width` bits after a flag, up
@@ -219,8 +221,7 @@ print(inspect.getsource(tcs.encode_positions))
 # and then reads all the places inside blocks side by side.
 
 # %%
-print(inspect.getsource(tcs.decode_positions))
-print(inspect.getsource(tcs._flag_starts))
+lab.show_code(tcs.decode_positions, tcs._flag_starts)
 
 # %% [markdown]
 # The paper's pseudo-code leaves two things open: the block index starts at 0, positions count from
@@ -250,6 +251,8 @@ print(f"{agreed} of 200 random masks: walk, core and mask agree")
 #
 # $$\frac{H_2(\phi)}{\phi}=\log_2\frac1\phi+\frac{1-\phi}{\phi}\log_2\frac1{1-\phi}
 # \;\approx\;\log_2\frac1\phi+1.44\quad\text{for small }\phi .$$
+#
+# **What do you expect?** Does a bitmap win only where more than half of the entries are kept, or earlier?
 
 
 # %%
@@ -281,7 +284,6 @@ LINES = {
 }
 
 
-# %%
 def curves(ax, table: pd.DataFrame, every: int, title: str) -> None:
     """Counted bits as points on a line, yardsticks as lines, over phi."""
     for column, (label, colour, dash) in LINES.items():
@@ -407,6 +409,75 @@ for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.i
     if d == paper_d:
         claim("at the paper's size within 0.5 %", abs(cost / expected - 1) < 0.005)
         claim("there it is half of a plain index", 0.45 < cost / math.log2(d) < 0.55)
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. Algorithm 4: the positions, from 0, that a string of bits says, with blocks of so many entries.
+# 2. The bits that so many positions in a vector of so many entries cost. Blocks need be no power of two,
+#    and the last one may be shorter.
+
+
+# %%
+def decode(bits, block):
+    return None  # yours
+
+
+def code_bits(count, dimension, block):
+    return None  # yours
+
+
+lab.check_exercise("decode", decode)
+lab.check_exercise("code_bits", code_bits)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def decode(bits, block):
+#     width, pointer, index, found = math.ceil(math.log2(block)), 0, 0, []
+#     while pointer < len(bits):
+#         if bits[pointer] == "1":  # an entry: its place inside the block follows
+#             place = bits[pointer + 1 : pointer + 1 + width]
+#             found.append(block * index + int("0" + place, 2))
+#             pointer += width
+#         else:  # the block ends
+#             index += 1
+#         pointer += 1
+#     return found
+#
+#
+# def code_bits(count, dimension, block):
+#     blocks = math.ceil(dimension / block)
+#     return count * (1 + math.ceil(math.log2(block))) + blocks
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def decode(bits, block):
+    width, pointer, index, found = math.ceil(math.log2(block)), 0, 0, []
+    while pointer < len(bits):
+        if bits[pointer] == "1":  # an entry: its place inside the block follows
+            place = bits[pointer + 1 : pointer + 1 + width]
+            found.append(block * index + int("0" + place, 2))
+            pointer += width
+        else:  # the block ends
+            index += 1
+        pointer += 1
+    return found
+
+
+def code_bits(count, dimension, block):
+    blocks = math.ceil(dimension / block)
+    return count * (1 + math.ceil(math.log2(block))) + blocks
+
+
+assert lab.exercises.verdict("decode", decode) == "right"
+assert lab.exercises.verdict("code_bits", code_bits) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
+# After this notebook you will be able to
+#
+# - find the interval of a value, and turn codes back into values,
+# - say which errors are bounded, and where another quantizer does better.
+#
 # **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization sends a value as a sign and the number of one
 # of $P=2^{q-1}$ intervals; every value, large or small, arrives within the fraction
 # $(1-\sigma)/\sigma$ of itself.
@@ -21,7 +26,6 @@
 # errors; [06_sparse_encoding](06_sparse_encoding.ipynb) has the positions.
 
 # %%
-import inspect
 import math
 from typing import Annotated
 
@@ -82,24 +86,24 @@ print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval,
 
 
 # %%
-def look(federation, before_ND, global_K) -> list[tuple]:
+def look(federation, before_ND) -> list[tuple]:
     """Per client: the intended vector (D,) and the positions sent, global mask first (Alg. 2)."""
-    seen = []
+    seen, known = [], federation.compressor.known
     for intended_D in before_ND + federation.deltas_ND:  # line 9
-        local_K = federation.compressor.rule.local_mask(intended_D, global_K)  # line 10
-        seen.append((intended_D, torch.cat([global_K, local_K])))  # line 11
+        local_K = known.own_mask(intended_D)  # line 10
+        seen.append((intended_D, torch.cat([known.shared_K, local_K])))  # line 11
     return seen
 
 
 # %%
 federation, all_sent = lab.Training(config, data, keep_deltas=True), []
-compressor, before_ND, global_K = federation.compressor, None, None
+compressor, before_ND = federation.compressor, None
 for epoch in range(epochs):
     for update_D in federation.rounds(epoch):
-        if not compressor.last_dense:
-            messages, server_D = look(federation, before_ND, global_K), update_D
+        if not compressor.known.dense:
+            messages, server_D = look(federation, before_ND), update_D
             all_sent += [intended_D[where] for intended_D, where in messages]
-        before_ND, global_K = compressor.errors_ND.clone(), compressor.rule.global_mask()
+        before_ND = compressor.errors_ND.clone()
 
 # %%
 u = all_sent[-clients]  # client 0, last round: the example from here on
@@ -123,8 +127,7 @@ print(f"magnitudes from {u.abs().min():.1e} to {u.abs().max():.1e} in the exampl
 # travel once a message, as 32-bit numbers. The receiver puts $\pm\mu_p$ in the value's place.
 
 # %%
-for function in (tcs.interval_edges, tcs._fractional, tcs._sums):  # in tcs.fractional_quantize
-    print(inspect.getsource(function))
+lab.show_code(tcs.interval_edges, tcs._fractional, tcs._sums)  # in tcs.fractional_quantize
 
 # %% [markdown]
 # Two departures from the paper's text: intervals are half open, and the last one holds $u_{min}$ too, so that each value has
@@ -142,7 +145,8 @@ print(f"{len(filled)} of {P} intervals hold any value")
 size = u.abs()
 low, high = float(size[size > 0].min()), float(size.max())
 bins = torch.logspace(math.log10(low), math.log10(high) + 0.001, 64).tolist()
-parts = [size[: len(global_K)].tolist(), size[len(global_K) :].tolist()]
+shared = len(compressor.known.shared_K)
+parts = [size[:shared].tolist(), size[shared:].tolist()]
 ends = [low, *edges, high]
 masks = {"color": [lab.COLOURS[6], lab.COLOURS[0]], "label": ["global mask", "local mask"]}
 
@@ -260,6 +264,8 @@ for copies in (1, 10, 100, 1000):
 # the nearest power of two, as in the scheme that inspired this one (which rounds at random).
 # **Scaled sign**: one bit a value and the mean magnitude of a block, with blocks so short that all bits
 # are used.
+#
+# **What do you expect?** At q = 5, which leaves the smaller error of the whole message: fractional or uniform?
 
 
 # %%
@@ -273,7 +279,6 @@ def uniform(u, q: int) -> tuple:
     return (cell + 0.5) * step * u.sign(), q * len(u) + 32
 
 
-# %%
 def natural(u, q: int) -> tuple:
     top = u.abs().max().log2().round()
     power = u.abs().log2().round().clamp(min=top - 2 ** (q - 1) + 1)
@@ -421,6 +426,66 @@ claim("sent + errors = intended", rounded and exact >= sure,
 claim("the budget of TCS-LF-Q5 is the paper's", round(tcs.bit_budget("TCS-LF-Q5"), 3) == 0.067)
 alike = torch.allclose(fractional(u, 1)[0], tcs.scaled_sign(u))
 claim("one interval is the scaled sign", alike or (u == 0).any().item())
+
+# %% [markdown]
+# ## Exercises
+#
+# Put your lines in place of `return None`; the cell compares with the core.
+#
+# 1. The interval p, from 1 to P, of a value, where magnitudes go from `u_min` to `u_max`; zeros are in the
+#    last one.
+# 2. What the receiver sees: a list of codes and the list of P means as values. (The section *One message*
+#    says what a code is.)
+
+
+# %%
+def interval_of(value, u_max, u_min, intervals):
+    return None  # yours
+
+
+def dequantize(codes, means):
+    return None  # yours
+
+
+lab.check_exercise("interval_of", interval_of)
+lab.check_exercise("dequantize", dequantize)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def interval_of(value, u_max, u_min, intervals):
+#     sigma = (u_min / u_max) ** (1 / intervals)
+#     for p in range(1, intervals):
+#         if abs(value) > sigma**p * u_max:
+#             return p
+#     return intervals
+#
+#
+# def dequantize(codes, means):
+#     signed = [*means, *(-mean for mean in means)]
+#     return [signed[code] for code in codes]
+# ```
+#
+# </details>
+
+
+# %% tags=["solution"]
+def interval_of(value, u_max, u_min, intervals):
+    sigma = (u_min / u_max) ** (1 / intervals)
+    for p in range(1, intervals):
+        if abs(value) > sigma**p * u_max:
+            return p
+    return intervals
+
+
+def dequantize(codes, means):
+    signed = [*means, *(-mean for mean in means)]
+    return [signed[code] for code in codes]
+
+
+assert lab.exercises.verdict("interval_of", interval_of) == "right"
+assert lab.exercises.verdict("dequantize", dequantize) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -13,7 +13,7 @@
 # centralized accuracy while each client sends about 1/100 of the bits (TCS), or 1/2000 (TCS-L4-Q5).
 #
 # One notebook draws any of the three tables in any profile. As it stands it draws Table 1 from the records that are
-# there for the profile `cpu`, and makes no run; with a profile's file it makes the runs that have no record yet:
+# there for the profile `evidence`, and makes no run; with a profile's file it makes the runs that have no record yet:
 #
 #     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
@@ -35,7 +35,7 @@ from IPython.display import Image, Markdown, display
 
 # %% tags=["parameters"]
 table = 1  # which table of the paper: params/table<n>.yaml
-evidence = "cpu"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 figure = None  # which figure its curves are
 title = None  # over the table
@@ -47,9 +47,7 @@ data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; 
 data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
-test_unused = (
-    None  # whether training images that are not used are tested on, too, after the last epoch
-)
+test_unused = None  # whether the last epoch tests on unused training images, too
 image_size = None  # pixels a side, smaller than the images are
 crop_padding = None  # pixels around images that are then cropped at random
 context = None  # characters a sample of a text
@@ -116,23 +114,24 @@ print(f"{len(records)} records; not measured yet (n = 0): {', '.join(lacking) or
 # %% [markdown]
 # ## The table
 #
-# Differences to the Baseline come first, in percentage points with a 95 % interval: ours paired by seed, the
-# paper's from the means and deviations of five trials that it prints. Levels stand beside them, and the training loss of the
-# last epoch, which says how finished the trainings are. Bits are **per parameter and local iteration**. *Paper* and *Formula*
-# are the paper's bit budget, as printed and as its formula gives it:
+# Accuracies, and beside them differences to the Baseline in percentage points with a 95 % interval: ours paired by seed, the
+# paper's from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**. *Formula*
+# is the paper's bit budget:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$
 #
-# *Sent up* is counted from the codes of one client's messages, after the dense warm-up; the next
-# column includes the warm-up, which the paper's budget leaves out. *Sent down* is the server's
-# message. Small models pay visibly for the quantizer's 16 means and for whole numbers K.
+# *Sent* is counted from the codes of one client's messages, after the dense warm-up, which the paper's budget leaves out. Small
+# models pay visibly for the quantizer's 16 means and for whole numbers K. The csv beside the table has the rest: the bits that the
+# paper prints, those with the warm-up and those of the server's message, and the training loss of the last epoch, which says how
+# finished a training is.
 
 # %%
 summary = lab.draw_table(params, records, configs, folder)
-display(Markdown((folder / f"table{table}.md").read_text()))
+display(Markdown((folder / f"table{table}.md").read_text(encoding="utf-8")))
 
 # %% [markdown]
-# One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways.
+# One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways, warm-up
+# included.
 #
 # ## The curves
 
@@ -143,7 +142,8 @@ else:
     print("no curves: nothing is measured yet")
 
 # %% [markdown]
-# One curve a scheme: the mean of its trials, in a band of one standard deviation. The rate drops after half and three quarters of the epochs.
+# One curve a scheme: the mean of its trials, in a band of one standard deviation; on the right the last points, enlarged, the best at the
+# top. The rate drops after half and three quarters of the epochs.
 #
 # ## Claim
 #
@@ -176,7 +176,7 @@ for row in summary.itertuples():
     print(f"{row.scheme:20s} {level}, to Baseline {gap}{bits}")
 
 # %% [markdown]
-# Which of the paper's claims hold is judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
+# The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
 # scheme of your own into this table.
 
 # %%

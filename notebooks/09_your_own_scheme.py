@@ -24,7 +24,6 @@
 
 # %%
 import copy
-import inspect
 from typing import Annotated
 
 import matplotlib.pyplot as plt
@@ -71,17 +70,16 @@ print(
 # ## What a scheme decides
 #
 # Everything but the masks is shared by all schemes: training, errors, quantizer, averaging, counting. A
-# scheme is a **rule**: `global_mask` gives the entries that all sides know without being told;
-# `local_mask` those that a client adds, with their positions (`own_count` says how many); `observe` sees
-# every update that the server sent. TCS's own two are short:
+# scheme is a **rule**: `shared_mask` gives the entries that all sides know without being told (the paper's
+# global mask); `own_mask` those that a client adds, with their positions (the local one; `own_count` says
+# how many); `observe` sees every update that the server sent. TCS's are short:
 
 # %%
-for method in (tcs.TCS.global_mask, tcs.TCS.observe):
-    print(inspect.getsource(method))
+lab.show_code(tcs.TCS.shared_mask, tcs.TCS.observe, tcs.MaskRule.own_mask)
 
 # %% [markdown]
-# `select` is $S_{top}$, `k_global` is $K=\lceil\phi_{global}\,d\rceil$. The local mask is inherited from
-# `MaskRule`: $S_{top}$ of what the global mask leaves. (The rest is for schemes with other suffixes.)
+# `select` is $S_{top}$, `k_global` is $K=\lceil\phi_{global}\,d\rceil$. (The last lines of `observe` count,
+# for the records, how much of the mask stays.)
 #
 # ## First idea: a mask with a memory
 #
@@ -97,14 +95,17 @@ for method in (tcs.TCS.global_mask, tcs.TCS.observe):
 class RunningAverage(tcs.TCS):
     """The shared mask follows a running average of the updates instead of the last one."""
 
+    keeps = ("average_D", *tcs.TCS.keeps)
+    average_D = 0.0
+
     def observe(self, update_D):
-        self.average_D = 0.9 * getattr(self, "average_D", 0.0) + update_D.abs()
+        self.average_D = 0.9 * self.average_D + update_D.abs()
         super().observe(self.average_D)
 
 
 # %% [markdown]
-# That is all. The name is now a family, with every suffix; its budget is TCS's, since the shares kept
-# are the same:
+# That is all. `keeps` names what a run that is interrupted must save. The name is now a family, with every
+# suffix; its budget is TCS's, since the shares kept are the same:
 
 # %% tags=["nbval-check-output"]
 for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
@@ -126,10 +127,10 @@ for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
 class Threshold(tcs.MaskRule):
     """A client sends what stands out: entries beyond four standard deviations."""
 
-    def own_count(self, shared_K):
+    def own_count(self, shared):
         return None  # how many they are is open: the message says
 
-    def local_mask(self, intended_D, shared_K):
+    def own_mask(self, intended_D, shared_D, k):
         return intended_D.abs() > 4 * intended_D.std()
 
 
@@ -145,19 +146,21 @@ class Threshold(tcs.MaskRule):
 class Peek(tcs.TCS):
     """A cheat: the shared mask needs what was never sent."""
 
-    def local_mask(self, intended_D, shared_K):
+    secret_D = None
+
+    def own_mask(self, intended_D, shared_D, k):
         self.secret_D = intended_D.clone()
-        return super().local_mask(intended_D, shared_K)
+        return super().own_mask(intended_D, shared_D, k)
 
     def observe(self, update_D):
-        super().observe(getattr(self, "secret_D", update_D))
+        super().observe(update_D if self.secret_D is None else self.secret_D)
 
 
 # %% [markdown]
 # It trains, and its bits look like TCS's, but they are wrong: the secret was never paid for. The test is
 # a **replay**. A copy of the rule, made before the first round, is shown the updates and nothing else,
 # like a server or a client that joins. If it knows the mask in every round, the shared mask needs nothing hidden. (It can't see what
-# one client's `local_mask` learns from another client.)
+# one client's `own_mask` learns from another client.)
 
 
 # %%
@@ -169,8 +172,10 @@ def federation_of(name: str) -> lab.Training:
 
 
 # %%
-def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Of a mask that a rule gave, as booleans or as positions."""
+def known_mask(rule: tcs.MaskRule, theta_D: torch.Tensor) -> torch.Tensor:
+    """Positions of the shared mask that a rule has now; it may look at the weights."""
+    rule.begin(theta_D)
+    mask = rule.shared_mask()
     return (tcs.mask_to_positions(mask) if mask.dtype == torch.bool else mask).cpu()
 
 
@@ -178,12 +183,11 @@ def follow(name: str) -> pd.DataFrame:
     """Per round: does a copy that sees only updates know the mask; how much of it stays."""
     federation, rows, last = federation_of(name), [], torch.empty(0)
     compressor, outsider = federation.compressor, copy.deepcopy(federation.compressor.rule)
-    outsider._theta_D = compressor.rule._theta_D  # the weights, which all sides have
     for epoch in range(federation.config.warmup + 1):
         for update_D in federation.rounds(epoch):
             outsider.observe(update_D)
-            mask, guess = (positions(rule.global_mask()) for rule in (compressor.rule, outsider))
-            row = {"dense": compressor.last_dense, "known": torch.equal(mask, guess)}
+            mask, guess = (known_mask(r, federation.theta_D) for r in (compressor.rule, outsider))
+            row = {"dense": compressor.known.dense, "known": torch.equal(mask, guess)}
             rows.append(row | {"stay": 100 * torch.isin(mask, last).float().mean().item()})
             last = mask
     return pd.DataFrame(rows)
@@ -201,9 +205,9 @@ for name, rounds in followed.items():
 
 # %%
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
-for i, name in enumerate(("TCS", "TCS-Average")):
+for name in ("TCS", "TCS-Average"):
     rounds = followed[name].iloc[1:]
-    style = lab.series_style(i + 1) | {"markersize": 4}
+    style = lab.curve_style(name) | {"markersize": 4}
     _ = ax.plot(rounds.index + 1, rounds["stay"], **style, label=name)
 ax.axvline(rounds["dense"].sum() + 1.5, color=lab.COLOURS[7], ls=":", label="sparse rounds begin")
 ax.set(title="How much of the shared mask stays from one round to the next")
@@ -219,6 +223,37 @@ plt.show()
 # mask, and is small again a round later. (In dense rounds, where nothing piles up, it moves at least as
 # much.) A memory smooths that out.
 #
+# ## Names and values of your own
+#
+# Two more doors. A **suffix** says which fields of `Scheme` it sets, and what a scheme must have for it to make
+# sense. A **quantizer** gives each value a code, and the magnitude of each code; its letter is a suffix, too.
+# This one has intervals of equal width, where the paper's have equal ratio:
+
+
+# %%
+@tcs.register_suffix("-G<n>", r"g([1-9])", "a shared mask of n/1000", needs=("shared",))
+def smaller_mask(fields, number):
+    return {"phi_global": number / 1000}
+
+
+@tcs.register_quantizer("U", "uniform")
+def uniform_quantize(values_K, intervals):
+    width = (values_K.abs().max() / intervals).clamp(min=1e-30)  # they may all be 0
+    interval_K = (values_K.abs() / width).ceil().clamp(1, intervals).long() - 1
+    means_P = width * (torch.arange(intervals, device=width.device) + 0.5)
+    return (interval_K + intervals * (values_K < 0)).int(), means_P
+
+
+# %%
+normal_D = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
+for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
+    compressor = tcs.Compressor(name, [100_000], 1)
+    _ = compressor.step(normal_D)  # dense: it gives the mask
+    sent_D = compressor.step(normal_D)
+    off = float((sent_D - normal_D[0])[sent_D != 0].norm() / normal_D[0, sent_D != 0].norm())
+    print(f"{name:18s} {compressor.bits_up:,} bits; values off by {off:.1%}")
+
+# %% [markdown]
 # ## The row and the curve
 #
 # From here on it is notebook 08: plan, run, summary, figure. A record is reused if its configuration is
@@ -241,7 +276,7 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
 # The own schemes are on top, with the paper's columns empty, and every bit is counted: by the formula
-# from the shares declared, and, under *Sent up*, from what the clients really sent.
+# from the shares declared, and, as *sent*, from what the clients really sent.
 
 # %%
 label = records[0]["provenance"]["dataset"]
@@ -277,15 +312,14 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #
 # - **No hidden information.** The shared mask may depend on updates, a seed and the round number, on nothing
 #   that a client keeps. Run `follow` on every new rule; it tests the shared mask.
-# - **One object serves all clients.** What `local_mask` stores is seen by the next client: a leak.
-# - **Local and global masks must not overlap**: the core refuses entries that would be sent twice.
-#   `select(…, excluded=…)` takes care; a mask of booleans needs `mask[shared_K] = False`.
-# - **Random masks** are drawn from `self._seed` and a counter, as `tcs.RandK` does, never from
+# - **One object serves all clients.** What `own_mask` stores is seen by the next client: a leak.
+# - **Own and shared masks must not overlap**: the core refuses entries that would be sent twice.
+#   `select(…, excluded_D=shared_D)` takes care; a mask of booleans needs `& ~shared_D`.
+# - **Random masks** are drawn from `self.seed` and a counter, as `tcs.RandK` does, never from
 #   `torch.rand`: both sides must draw the same.
-# - **State**: tensors and numbers in attributes without a leading underscore are saved, so an interrupted run resumes exactly. Lists,
-#   dicts and generators are not: keep a history as a tensor, and random draws as a counter.
+# - **State**: what `keeps` names is saved, tensors or numbers, so an interrupted run resumes exactly: keep a
+#   history as a tensor, and random draws as a counter.
 # - **Declare the shares you keep.** The formula believes them; the counted bits do not.
-# - **Values of your own** are a function with `tcs.register_quantizer`; `help` on it shows one of four lines.
 #
 # ## Claim
 #
@@ -332,11 +366,10 @@ for name in ("TCS", "TCS-Average"):
     print(f"{name}: {sparse['stay'].mean():.0f} % of the shared mask stays from round to round")
 
 # %% [markdown]
-# Ten lines are enough for a row, a curve and honest bits. Whether an idea is *good* needs a larger profile
+# Whether an idea is *good* needs a larger profile
 # and more trials: in profile `ci`, after three epochs, every scheme is far below Baseline and differences
-# between them are noise. What surprised us is how much TCS's shared mask moves, given that the scheme
-# counts on masks that change slowly, and how calm it gets with one line of memory. Whether calm is better
-# is another question: try the command at the top.
+# between them are noise: try the command at the top. What surprised us is how much TCS's shared mask moves,
+# and how calm it gets with one line of memory.
 #
 # For another table or profile change `files` and `profile` above; for [notebook 08](08_tables_and_curves.ipynb) copy the class into a
 # cell of it, since a name is known only where it was registered. Next: [00_reproduce](00_reproduce.ipynb) makes the rest of the paper.

@@ -24,7 +24,6 @@
 
 # %%
 import dataclasses
-import inspect
 import struct
 import tempfile
 import zlib
@@ -101,7 +100,7 @@ compressor = federation.compressor
 compressor.link = lab.Listening()
 for epoch in range(config.epochs):
     *_, server_D = federation.rounds(epoch)  # the last round's update
-messages, shared_K = compressor.link.messages, compressor.shared_K  # of the last round
+messages, shared_K = compressor.link.messages, compressor.known.shared_K  # of the last round
 message = messages[0]  # client 0's
 D, shared, own = len(server_D), len(shared_K), len(message.positions)
 print(f"a message: {shared} values on the shared mask and {own} on the client's own one")
@@ -113,10 +112,10 @@ print(f"the model has D = {D:,} parameters, so a dense message would be {4 * D:,
 # arrive whole?
 
 # %%
-print(inspect.getsource(tcs.encode_message))
+lab.show_code(tcs.encode_message)
 
 # %%
-wire = tcs.Wire.up(scheme, federation.flat.layer_sizes)
+wire = compressor.known.up  # how both sides write and read what goes up
 block = tcs.encode_message(message, wire)
 names = ["version", "kind (1: dense)", "sender", "round", "tag: code and layers", "own positions"]
 ends = [0, 1, 2, 4, 8, 12, 16]
@@ -175,7 +174,7 @@ def resealed(data: bytes) -> bytes:
 
 
 # %%
-other = tcs.Wire.up(tcs.Scheme.named("TCS-Q4"), wire.layer_sizes)
+other = tcs.Wire.up(tcs.Scheme.named("TCS-Q4"), wire.layer_sizes, wire.order)
 stride = max(1, len(block) // 1000)  # of a long message, not every place
 every = "every single" if stride == 1 else f"one in {stride}"
 places = range(0, 8 * len(block), stride)

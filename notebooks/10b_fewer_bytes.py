@@ -31,7 +31,6 @@
 
 # %%
 import collections
-import inspect
 import math
 
 import matplotlib.pyplot as plt
@@ -40,6 +39,7 @@ import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from matplotlib.ticker import LogLocator
+from tcs_lab import shorter_codes, variants
 from tcs_lab.paper_size import PaperSize
 
 import tcs_core as tcs
@@ -100,10 +100,10 @@ print(f"N = {clients}, {data.label} images, {epochs} epochs of {scheme.name}")
 compressor.link, sent = lab.Listening(), []
 for epoch in range(epochs):
     for _ in federation.rounds(epoch):
-        if not compressor.last_dense:
-            sent += [(one, compressor.shared_K) for one in compressor.link.messages]
+        if not compressor.known.dense:
+            sent += [(one, compressor.known.shared_K) for one in compressor.link.messages]
 message, shared_K = sent[-clients]  # client 0, last round
-D, shared, own = compressor.dimension, len(shared_K), len(message.positions)
+D, shared, own = compressor.known.dimension, len(shared_K), len(message.positions)
 print(f"{len(sent)} messages; in each {shared} values on the shared mask and {own} on the own one")
 
 # %% [markdown]
@@ -112,7 +112,7 @@ print(f"{len(sent)} messages; in each {shared} values on the shared mask and {ow
 # shorter.
 
 # %%
-print(inspect.getsource(tcs._entropy_code))
+lab.show_code(shorter_codes._entropy_code)
 
 # %% [markdown]
 # Every part of both codes, in bytes, beside the paper's formula and the entropy bound:
@@ -145,13 +145,14 @@ def with_frame(data: bytes, *rest: float) -> list[float]:
 
 def plus_streams() -> list[bytes]:
     """Intervals and positions, in "+" code."""
-    streams = [tcs._shortest(part.numpy().astype("uint16"), q - 1) for part in halves]
-    return [*streams, tcs._gap_code(message.positions.numpy(), wire.layer_sizes)]
+    streams = [shorter_codes._shortest(part.numpy().astype("uint16"), q - 1) for part in halves]
+    return [*streams, shorter_codes._gap_code(message.positions.numpy(), wire.layer_sizes)]
 
 
 # %%
 block = tcs.encode_message(message, wire)
-plus = bytes(tcs.OVERHEAD_BYTES) + tcs._entropy_code(message, plus_wire)  # header, checksum: alike
+code = shorter_codes._entropy_code(message, plus_wire)
+plus = bytes(tcs.OVERHEAD_BYTES) + code  # header, checksum: alike
 places = tcs.position_bits(own, D, tcs.block_for(own, D)) / 8
 a, b = (size * D / 8 for size in (scheme.phi_global, phi))  # formula: values in eighths
 entropies = [entropy(part) * len(part) / 8 for part in halves]
@@ -265,7 +266,10 @@ def lost(quantize, bits: int) -> float:
 
 
 widths = range(1, 9)
-quantizers = {"the paper's": tcs.fractional_quantize, "Lloyd and Max's": tcs.lloyd_max_quantize}
+quantizers = {
+    "the paper's": tcs.fractional_quantize,
+    "Lloyd and Max's": variants.lloyd_max_quantize,
+}
 losses = pd.DataFrame({n: [lost(how, w) for w in widths] for n, how in quantizers.items()}, widths)
 theirs, ours = losses.loc[5, "the paper's"], losses["Lloyd and Max's"]
 enough = ours.index[ours <= theirs].min()
@@ -307,7 +311,7 @@ display(Markdown(f"**Bits per parameter and iteration, up**\n\n{lab.markdown(pd.
 # %%
 k = tcs.kept(1e-3, large.dimension)
 uniform_K = tcs.top_k_positions(torch.rand(large.dimension, generator=large.generator), k)
-code = tcs._gap_code(uniform_K.numpy(), large.layer_sizes)
+code = shorter_codes._gap_code(uniform_K.numpy(), large.layer_sizes)
 alg4 = tcs.position_bits(k, large.dimension, tcs.block_for(k, large.dimension))
 bound = log2_choose(large.dimension, k)
 above = 8 * len(code) / bound
@@ -418,16 +422,14 @@ dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * (steps // 4)  # FedAvg-L4's, wh
 # %%
 NAMED = ("FedAvg", "FedAvg-L4", "top-K", "TCS", baseline_scheme, "TCS-L4-M2-E3-W10++",
          "TCS-M2-E3-K4++", "TCS-L4-M2-E3++")  # fmt: skip
-LEFT = ("FedAvg", "FedAvg-L4", "TCS", baseline_scheme, "TCS-L4-M2-E3++")  # labels left of the end
 drawn = [name for name in dict.fromkeys(NAMED) if name in federated]
 fig, ax = plt.subplots(figsize=(9.2, 5.2), layout="constrained")
-for i, name in enumerate(drawn):
+ends = []
+for name in drawn:
     x, y = curves[name]["bytes"] / 1e6, 100 * curves[name]["accuracy"]
-    style = lab.series_style(i)
+    style = lab.curve_style(name, drawn)
     _ = ax.plot(x, y, **style, ms=7, markevery=[-1])
-    side = {"ha": "right", "xytext": (-12, 4)} if name in LEFT else {"ha": "left", "xytext": (8, 3)}
-    look = {"textcoords": "offset points", "color": style["color"], "fontsize": 9}
-    _ = ax.annotate(name, (x.iloc[-1], y.iloc[-1]), **side, **look)
+    ends.append((name, x.iloc[-1], y.iloc[-1], style["color"]))
 ax.set(xscale="log", xlabel="megabytes sent and received by one client so far (log scale)")
 ax.set(ylabel="test accuracy (%)", title=f"What accuracy costs (mean of the seeds)\n{label}")
 both_ways = (lambda mb: 8 * mb / links[0], lambda s: s * links[0] / 8)
@@ -437,6 +439,8 @@ for axis in (ax.xaxis, top.xaxis):
     axis.set_major_locator(LogLocator(subs=(1, 3)))
 top.set_xlabel(f"seconds on a link of {links[0]:g} Mbit/s, communication only")
 ax.grid(alpha=0.25)
+ax.margins(0.12, 0.12)
+lab.figures.label_points(ax, ends)
 plt.show()
 
 # %% [markdown]
@@ -447,8 +451,9 @@ plt.show()
 # ## What the shorter schemes cost in accuracy
 #
 # Runs with the same seed share their start, partition and order of samples, so differences are taken
-# seed by seed, with Student's 95 % interval for the *mean* difference. *No loss* holds if the whole
-# interval is above minus half a point (`no_loss`); *not decided* means that the seeds at hand cannot tell.
+# seed by seed, with Student's 95 % interval for the *mean* difference. *No loss* is supported if the
+# whole interval is above minus half a point (`no_loss`), contradicted if none of it is; *open* means that the seeds at hand cannot
+# tell.
 # No loss is against the paper's shortest scheme alone, which itself ends below dense training (FedAvg) in trainings as short as these.
 # The last columns: megabytes until `target` is reached, and what they take on each link.
 

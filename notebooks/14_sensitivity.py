@@ -79,7 +79,7 @@ for first in list(records.values())[:1]:
 title = f"Sensitivity, {scale}"
 table = lab.sensitivity_table(sweep, profile | {"seeds": 100})
 lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
-display(Markdown((folder / "sensitivity.md").read_text()))
+display(Markdown((folder / "sensitivity.md").read_text(encoding="utf-8")))
 
 # %% [markdown]
 # One row a value: accuracy in percent, ± one standard deviation over n seeds (none
@@ -156,7 +156,7 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
     lower.set(xlabel=setting.label, xlim=(-0.4, len(words) - 0.6))
     mark_paper(panels, setting.marked, words)
     write_names(upper, lower, curves, words)
-    upper.set_title(f"{name}: {scale}", fontsize=10)
+    upper.set_title(f"{name}: {scale}; bars: ± one std", fontsize=10)
     plt.show()
 
 

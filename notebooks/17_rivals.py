@@ -27,6 +27,7 @@
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 
 # %%
+import dataclasses
 import math
 from typing import Annotated
 
@@ -39,17 +40,15 @@ from IPython.display import Markdown, display
 
 import tcs_core as tcs
 
-plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
+plt.rcParams.update({"figure.constrained_layout.use": True} | lab.LOOK)
 
 # %% tags=["parameters"]
-profile = (
-    "small"  # whose records are drawn, of the schemes and rates in params/rivals_<profile>.yaml
-)
+profile = "small"  # whose records are drawn: params/rivals_<profile>.yaml says which
 seeds = 5  # records of seeds 0 to seeds - 1 are looked for
 below = 3.0  # points below the most accurate scheme: the target whose time is asked for
 links = [1, 10, 100]  # Mbit/s, each way
 latencies = [10, 100]  # ms a round
-drawn = ["FedAvg", "top-K", "TCS", "TCS-Q5-NW", "STC", "EF-signSGD-D1", "QSGD", "DGC"]
+drawn = ["FedAvg", "top-K", "TCS", "TCS-Q5-NW", "STC", "EF-signSGD-D1", "QSGD", "DGC"]  # with lines
 make = False  # True: first make the runs that have no record
 data_root = None  # make: the folder or tar of the data; None: the profile's
 
@@ -82,7 +81,7 @@ print(lab.rivals.__doc__)
 # K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
 # decoded. Shorter codes (those of STC, QSGD and CocktailSGD) need fewer bits than the formula. In the same round:
 # *left* is how far what a client meant is from what it sent and what waits, relative to what it
-# meant. (QSGD keeps no errors, and DGC keeps something else; their tests are in `tests/lab/test_rivals.py`.)
+# meant. (FedAvg and QSGD keep no errors, and DGC keeps something else; their tests are in `tests/lab/test_rivals.py`.)
 
 # %%
 DIMENSION, CLIENTS = 100_000, 4
@@ -90,10 +89,9 @@ deltas_ND = torch.randn(CLIENTS, DIMENSION, generator=torch.Generator().manual_s
 
 
 def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
-    """The scheme's own kind of compressor, for so many parameters."""
-    scheme = tcs.Scheme.named(name)
-    kind = getattr(tcs.RULES[scheme.rule], "compressor", tcs.Compressor)
-    return kind(scheme, [DIMENSION], CLIENTS, link=link)
+    """Of the scheme, for so many parameters. (One rate, so errors in any unit are the same.)"""
+    scheme = dataclasses.replace(tcs.Scheme.named(name), error_unit="difference")
+    return tcs.Compressor(scheme, [DIMENSION], CLIENTS, link=link)
 
 
 # %%
@@ -103,7 +101,7 @@ def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
     for n, message in enumerate(compressor.link.messages):
         meant_D = before_ND[n] + deltas_ND[n]
         rest_D = meant_D - compressor.errors_ND[n]
-        message.add_to_(rest_D, compressor.shared_K, -1.0)
+        message.add_to_(rest_D, compressor.known.shared_K, -1.0)
         left[n] = rest_D.norm() / meant_D.norm()
     return float(left.max())
 
@@ -116,7 +114,7 @@ def one_round(name: str) -> dict:
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
     scheme = compressor.scheme
-    keeps = scheme.error_accumulation and len(compressor.errors_ND) == CLIENTS
+    keeps = scheme.keeps_errors and scheme.rule not in tcs.SIDES
     formula = DIMENSION * scheme.local_steps * tcs.bit_budget(scheme, DIMENSION)
     bits = {"formula": formula, "sent": compressor.bits_up, "down": compressor.bits_down}
     left = left_over(compressor, before_ND) if keeps else math.nan
@@ -221,7 +219,7 @@ lines = [
     {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
      "n": r.n, "Accuracy %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
      "− FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
-     "MB up": f"{r.up:.3g}", "MB down": f"{r.down:.3g}", "MB both": f"{r.both:.3g}",
+     "MB up": f"{r.up:.3g}", "MB both": f"{r.both:.3g}",
      "× less than FedAvg": f"{dense / r.both:.3g}"}
     for r in table.itertuples()
 ]  # fmt: skip
@@ -231,7 +229,8 @@ print("on the Pareto front:", ", ".join(front))
 # %% [markdown]
 # ## One picture
 #
-# On the Pareto front (the line) is a scheme that no other beats in both, by the means: more accurate, and fewer megabytes.
+# On the Pareto front is, by the means, a scheme that no other beats in both: more accurate, and fewer megabytes. The bars are 95 %
+# intervals. Where they overlap, the order of two schemes is not known, and who is on the front may be chance: there is no line.
 
 # %%
 scale, often = f"profile {profile}, no record yet", math.nan
@@ -242,28 +241,26 @@ for record in list(records.values())[:1]:
 
 
 def draw_point(axes, row) -> None:
-    """A scheme's mean and interval, named beside it; those off the front are grey."""
-    colour = lab.COLOURS[1 if row.scheme in front else 7]
-    half = row.high - row.mean if math.isfinite(row.high) else 0.0
-    axes.errorbar(row.both, row.mean, yerr=half, fmt="o", color=colour, capsize=3)
+    """A scheme's mean and interval (none with one seed)."""
+    look, half = lab.curve_style(row.scheme, table["scheme"]), row.high - row.mean
+    look = {"color": look["color"], "fmt": look["marker"], "markersize": 7, "capsize": 3}
+    axes.errorbar(row.both, row.mean, yerr=half if math.isfinite(half) else 0.0, **look)
 
 
 # %%
-figure, axes = plt.subplots(figsize=(10.4, 4.8))
+figure, axes = plt.subplots(figsize=(8.6, 4.8))
 for row in table.itertuples():
     draw_point(axes, row)
-on = order[order["scheme"].isin(front)]
-_ = axes.step(on["both"], on["mean"], where="post", color=lab.COLOURS[1], lw=1, zorder=0)
 axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
 axes.set(
     ylabel="final test accuracy (%)",
-    title=f"Rivals at the best rates tried (blue: Pareto front)\n{scale}",
+    title=f"Rivals at the best rates tried; bars: 95 % intervals\n{scale}",
 )
 axes.margins(0.15, 0.15)
 lab.plain_log(axes.xaxis)
 axes.grid(alpha=0.25)
 names = [
-    (r.scheme, r.both, r.mean, lab.COLOURS[1 if r.scheme in front else 7])
+    (r.scheme, r.both, r.mean, lab.curve_style(r.scheme, table["scheme"])["color"])
     for r in table.itertuples()
 ]
 lab.figures.label_points(axes, names)
@@ -305,12 +302,13 @@ print(
 )
 
 # %%
-figure, panels = plt.subplots(1, len(latencies), figsize=(10.4, 4.6), sharey=True, squeeze=False)
+figure, panels = plt.subplots(1, len(latencies), figsize=(8.6, 4.6), sharey=True, squeeze=False)
 shown = [name for name in drawn if name in arrive]
 for axes, latency in zip(panels[0], latencies, strict=True):
-    for i, name in enumerate(shown):
+    for name in shown:
         part = times[(times["scheme"] == name) & (times["latency"] == latency)]
-        _ = axes.plot(part["link"], part["seconds"], **lab.series_style(i), ms=5, label=name)
+        style = lab.curve_style(name, shown)
+        _ = axes.plot(part["link"], part["seconds"], **style, ms=6, label=name)
     axes.set(
         xscale="log", yscale="log", xlabel="link, Mbit/s", title=f"latency {latency:g} ms a round"
     )
@@ -336,7 +334,7 @@ def fastest(latency: float, rate: float) -> str:
     part = times[(times["latency"] == latency) & (times["link"] == rate)]
     part = part[part["seconds"] < math.inf].sort_values("seconds")
     if len(part) < 2:
-        return "not decided: fewer than two schemes reach the target"
+        return "open: fewer than two schemes reach the target"
     one, two = part.iloc[0], part.iloc[1]
     return f"{one['scheme']}: {one['seconds']:.3g} s; {two['scheme']} ×{two['seconds'] / one['seconds']:.2g}"
 
@@ -352,7 +350,7 @@ stateless = table[table["scheme"].isin(["FedAvg", "QSGD"])]
 beaten = [name for name in table["scheme"] if name not in front]
 untried = sum((name, rate) not in first for name in schemes for rate in rates)
 if untried or table["n"].min() < 2:
-    print(f"Not decided yet: {untried} of {len(schemes) * len(rates)} rates have no run, "
+    print(f"Open yet: {untried} of {len(schemes) * len(rates)} rates have no run, "
           f"and the smallest n is {table['n'].min()}. So far:")  # fmt: skip
 print(f"1. Fewest megabytes within {below:g} points of the best: {cheapest(near)}.")
 print(

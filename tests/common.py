@@ -4,11 +4,16 @@ import copy
 import io
 import json
 import tarfile
+import weakref
 
 import tcs_lab as lab
 import torch
+import torch.distributed as dist
 from PIL import Image
+from torch import Tensor
 from torch.optim.sgd import sgd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # A run of half a second.
 TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 3, "train_samples": 120,
@@ -25,7 +30,8 @@ def config(scheme="TCS-L2-Q5", **changes):
 def tiny_command(folder, **changes):
     """The words of a command that makes TINY runs under `folder`."""
     path = folder / "tiny.yaml"
-    path.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in (TINY | changes).items()))
+    lines = [f"{k}: {json.dumps(v)}\n" for k, v in (TINY | changes).items()]
+    path.write_text("".join(lines), encoding="utf-8")
     return ["run", "--params", str(path), "--results", str(folder)]
 
 
@@ -118,3 +124,90 @@ class HeldFeed:
         span = slice(rounds.start * self.steps, rounds.stop * self.steps)
         columns = [zip(*batches[span], strict=True) for batches in self.batches_N]
         self.held = [[torch.stack(parts) for parts in column] for column in columns]
+
+
+# Memory ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within it held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self._made(tensor.untyped_storage())
+        return result
+
+    def _made(self, storage):
+        if storage.data_ptr() not in self.known:
+            size, place = storage.nbytes(), storage.data_ptr()
+            self.known[place] = weakref.finalize(storage, self._freed, place, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _freed(self, place, size):
+        del self.known[place]
+        self.live -= size
+
+
+# The DDP hook without processes ────────────────────────────────────────────────────────────────────
+
+
+class Bucket:
+    """A gradient as DDP hands it to a hook, of the only rank of a group."""
+
+    def __init__(self, gradient_D, parameters):
+        self.gradient_D, self._parameters = gradient_D, parameters
+
+    def buffer(self):
+        return self.gradient_D
+
+    def parameters(self):
+        return self._parameters
+
+    def gradients(self):
+        parts = self.gradient_D.split([p.numel() for p in self._parameters])
+        return [part.view_as(p) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def is_last(self):
+        return True
+
+
+class Alone:
+    """A group of one rank; a collective's work, done at once."""
+
+    def __init__(self, *sent):
+        self.sent = list(sent)
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result(self.sent)
+        return future
+
+
+def alone_in_a_group(monkeypatch):
+    """Collectives of the only rank of a group."""
+
+    def gather(gathered, part, group, async_op=False):
+        gathered[0].copy_(part)
+        return Alone(gathered)
+
+    monkeypatch.setattr(dist, "all_reduce", lambda sent, group, async_op: Alone(sent))
+    monkeypatch.setattr(dist, "all_gather", gather)

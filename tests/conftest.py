@@ -1,10 +1,12 @@
 """Shared fixtures. Caches and results of the tests go to temporary folders."""
 
 import atexit
+import inspect
 import os
 import shutil
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 if sys.dont_write_bytecode:  # else each of the many processes would compile torch: 2 s of 3
@@ -61,6 +63,33 @@ def random():
     import torch
 
     return torch.Generator().manual_seed(7)
+
+
+@pytest.fixture
+def registry():
+    """What is registered in a test is taken out again."""
+    import tcs_core as tcs
+
+    tables = (tcs.RULES, tcs.FAMILIES, tcs.QUANTIZERS, tcs.CODES)
+    before, suffixes = [dict(table) for table in tables], list(tcs.SUFFIXES)
+    yield lambda: ([list(table) for table in tables], list(tcs.SUFFIXES))
+    for table, entries in zip(tables, before, strict=True):
+        table.clear(), table.update(entries)
+    tcs.SUFFIXES[:] = suffixes
+
+
+@pytest.fixture
+def uniform(registry):
+    """The quantizer in `register_quantizer`'s docstring."""
+    import torch
+
+    import tcs_core as tcs
+
+    lines = inspect.getdoc(tcs.register_quantizer).splitlines()
+    example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    names = {"torch": torch, "register_quantizer": tcs.register_quantizer}
+    exec(example, names)
+    return names["uniform_quantize"]
 
 
 @pytest.fixture

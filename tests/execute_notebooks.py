@@ -19,6 +19,7 @@ import jupytext
 import nbformat
 import papermill
 import tcs_lab as lab
+from jupytext.cli import jupytext as command
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
 
@@ -90,6 +91,7 @@ def of_profile(name: str, params: dict, profile: str, target: str) -> None:
 
 def execute(py: Path) -> None:
     start = time.perf_counter()
+    command(["--to", "ipynb", "--update", "--quiet", str(py)])  # else it would be the old one
     notebook = paired(py)
     client = NotebookClient(
         notebook,

@@ -86,7 +86,7 @@ def log_runs(folder, name):
     train = lab.runs._train
 
     def log(file, what):
-        with (folder / file).open("a") as lines:
+        with (folder / file).open("a", encoding="utf-8") as lines:
             lines.write(f"{name} {what}\n")
 
     def logged(config, data, on_epoch, ranks):
@@ -102,7 +102,8 @@ def log_runs(folder, name):
 
 def logged(path):
     """What was written down: pairs of the command's name and a scheme, or an epoch."""
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [line.split() for line in text.splitlines()]
 
 
 def start_command(words, folder, name="output", disturb=None):

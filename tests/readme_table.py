@@ -1,228 +1,345 @@
-"""README's table, figures and numbers, from records, params and formulas.
+"""README's picture, verdicts and table, from records, params, formulas and notebook 12's output.
 
     uv run python tests/readme_table.py
 
-writes the table between its comments, and the figures beside the records. Numbers in sentences stand
-in `numbers`, with the words around them, by where they come from; test_readme.py compares them.
+writes them between their comments, and the picture beside its records. What README says of
+accuracy and of the premise is open until all runs of stage 1 of params/evidence_plan.yaml are made;
+the first time after that this writes estimates and verdicts in their place. Other numbers in
+sentences stand in `numbers`, with the words around them; test_readme.py compares all.
 """
 
+import json
 import math
 import re
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pandas as pd
 import tcs_lab as lab
+from tcs_lab.claims import MEASURES
 
 import tcs_core as tcs
 
+Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-BLOCK = re.compile(r"(<!-- verdicts: [^\n]*-->\n).*?(<!-- end of verdicts -->)", re.S)
-# Claims and gates, by their names in params/claims.yaml
-MAIN = ("x100", "x2000", "downlink", "x2000-parity", "parity", "top-K", "dense", "local-steps")
-TRAININGS = (("cpu", 150), ("small", 150), ("small", 300))
-RIVALS = ("FedAvg", "QSGD", "top-K", "TCS", "EF-signSGD-D1", "STC")
-DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")
+DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")  # stage 1's, too
+CAPTION = (
+    "What one client sends and gets in a whole training, and the accuracy at its end. `-L4` is four "
+    "local steps a round, `-Q5` 5-bit values; FedAvg sends everything; the Baseline is centralized "
+    "training. {net} on {data}, {epochs} epochs (profile `{profile}`), {n} seeds."
+)
+TRAFFIC = (
+    "**Traffic: by construction.** In that training, both ways and warm-up included, TCS sends "
+    "{whole[0]:.0f} times and TCS-L4-Q5 {whole[1]:.0f} times fewer bytes than FedAvg (local steps "
+    "alone give {local}). After the dense warm-up it is {both[0]:.0f} and {both[1]:.0f} times, and on "
+    "the way up alone {up[0]:.0f} and {up[1]:,.0f}; the paper's formulas say {theirs[0]:.0f} and "
+    "{theirs[1]:,.0f} for its ResNet-18."
+)
+OPEN_ACCURACY = (
+    "**Accuracy: open.** {made} of the {planned} runs that decide are made (profile `evidence`, five "
+    "seeds); supported will mean at most half a point below centralized training. Smaller finished "
+    "trainings, judged nowhere (n = {n}): after 150 epochs TCS ended {cpu[0]} points from it in "
+    "`cpu` and {small[0]} in `small` (a quarter as large), TCS-L4-Q5 {cpu[1]} and {small[1]}; after 300 epochs of `small` "
+    "{longer[0]} and {longer[1]}."
+)
+OPEN_PREMISE = (
+    "**Premise: open**, until the same runs are made. In the smaller trainings the important entries "
+    "of FedAvg's updates stay more often than by chance, yet most change every round: of those that "
+    "chance would replace, {cpu} stay in `cpu` and {small} in `small`."
+)
+ACCURACY = (
+    "**Accuracy: TCS is {parity}, TCS-L4-Q5 {x2000-parity}**, where supported means at most half a "
+    "point below centralized training. In profile `evidence` (n = {n}), points with 95 % interval, "
+    "and of them what federated training loses by itself and what sparsity adds: {parts}."
+)
+PREMISE = (
+    "**Premise: {correlation}** that important entries stay more often than by chance; **{slowly}** "
+    "that they change slowly (our bound: half stay). Of the largest entries of FedAvg's updates that "
+    "chance would replace, {share} stay from round to round (`evidence`, n = {n})."
+)
+
+
+# Records ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def params(*names: str) -> dict[str, Any]:
     return lab.read_params([ROOT / f"params/{name}.yaml" for name in names])
 
 
-def evidence(scheme: str, profile: str = "cpu", **changes: Any) -> list[dict[str, Any]]:
-    """The finished records of a scheme at Table 1's rate in a profile."""
-    asked = {"schemes": [scheme], "seeds": 100} | changes
-    planned = lab.plan(params("table1", profile) | asked)
-    return list(lab.recorded(planned, diverged=False).values())
+@cache
+def records(scheme: str, profile: str, **changes: Any) -> list[Record]:
+    """The finished records of a scheme at Table 1's rate in a profile, by seed."""
+    seeds = {} if profile == "evidence" else {"seeds": 100}
+    asked = params("table1", profile) | seeds | {"schemes": [scheme]} | changes
+    return list(lab.recorded(lab.plan(asked), diverged=False).values())
 
 
-def final(scheme: str, **asked: Any) -> float:
-    """Their mean final accuracy, in percent."""
-    return fmean(100 * record["rows"][-1]["accuracy"] for record in evidence(scheme, **asked))
+@cache
+def stage_1() -> tuple[int, int]:
+    """How many of the runs on which verdicts are made there are, and are planned."""
+    planned = lab.planned_runs(ROOT / "params/evidence_plan.yaml")["1"]
+    return len(lab.recorded(planned)), len(planned)
 
 
-def bytes_less(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """How many times fewer bytes than FedAvg each sends, both ways, warm-up included."""
-    flows = {name: lab.traffic(record) for name, record in records.items()}
-    both = {name: flow["up"] + flow["down"] for name, flow in flows.items()}
-    return {name: both["FedAvg"] / flow for name, flow in both.items()}
+def stands() -> bool:
+    made, planned = stage_1()
+    return made == planned
 
 
-def verdicts() -> str:
-    """The main claims and the gates, judged on the records of each training."""
-    read, tables = lab.read_claims(ROOT / "params/claims.yaml"), {}
-    for profile, epochs in TRAININGS:
-        records = lab.claim_records(read, params(profile) | {"epochs": epochs})
-        judged = lab.judged(read, records).set_index("claim", drop=False)
-        tables[f"`{profile}`, {epochs} epochs"] = judged.loc[list(MAIN)]
-    table = lab.claims_beside(tables).drop(columns="Where")
-    return lab.markdown(table).replace("≥ ", "≥\N{NO-BREAK SPACE}")  # else the bound may break
+def shown() -> str:
+    """The profile of the picture and of the traffic."""
+    return "evidence" if stands() else "cpu"
 
 
-def with_table(text: str) -> str:
-    """README's text with the table as the records have it."""
-    return BLOCK.sub(lambda match: match[1] + verdicts() + "\n" + match[2], text)
+def both_ways(found: Iterable[Record]) -> float:
+    """Bytes of one client's messages in a whole run, up and down, mean over the runs."""
+    return fmean(flow["up"] + flow["down"] for flow in map(lab.traffic, found))
 
 
-def figure() -> Any:
-    """Final accuracy against megabytes, from records of profile cpu."""
-    table = lab.summary([record for name in DRAWN for record in evidence(name)])
-    return lab.megabytes_figure(table, "CIFAR-10 (JPEG copy) at 16 × 16, ResNet-8, 150 epochs")
+def difference(one: Iterable[Record], other: Iterable[Record]) -> tuple[float, float, float]:
+    """Final accuracies of the first minus the second's, in points, over the seeds of both."""
+    first, second = final(one), final(other)
+    return lab.mean_interval(first[s] - second[s] for s in sorted(first.keys() & second))
 
 
-def at_best_rates() -> dict[str, list[dict[str, Any]]]:
-    """The rivals' records in profile small, of each at its best rate."""
-    sweep = lab.read_sensitivity(ROOT / "params/rivals_small.yaml")
-    points = lab.sensitivity_plan(sweep, params("small") | {"seeds": 5}, "learning_rate")
+def final(found: Iterable[Record]) -> dict[int, float]:
+    """Final accuracies in percent, by seed."""
+    return {r["config"]["seed"]: 100 * r["rows"][-1]["accuracy"] for r in found}
+
+
+# The picture ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def drawn() -> dict[str, list[Record]]:
+    return {name: records(name, shown()) for name in DRAWN}
+
+
+def setting(record: Record) -> dict[str, Any]:
+    """What a record trained, in words."""
+    config = record["config"]
+    net = {"resnet8": "ResNet-8", "resnet18": "ResNet-18"}[config["model"]]
+    if config["model"] == "resnet18" and config["width"] == 16:
+        net += ", a quarter as wide,"
+    return {"net": net, "data": config["data_label"], "epochs": config["epochs"]}
+
+
+def picture() -> Any:
+    """Final accuracy against megabytes."""
+    found = drawn()
+    first = found["FedAvg"][0]
+    said = setting(first) | {"pixels": first["config"]["image_size"]}
+    said["net"] = said["net"].removesuffix(",")
+    title = "{data} at {pixels} × {pixels}, {net}, {epochs} epochs"
+    table = lab.summary([record for of in found.values() for record in of])
+    return lab.megabytes_figure(table, title.format(**said))
+
+
+def picture_path() -> Path:
+    """Without a suffix."""
+    return ROOT / f"results/{shown()}/megabytes"
+
+
+def picture_block() -> str:
+    """The picture and its caption."""
+    found = drawn()
+    counts = sorted({len(of) for of in found.values()})
+    n = " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
+    caption = CAPTION.format(**setting(found["FedAvg"][0]), profile=shown(), n=n)
+    file = picture_path().relative_to(ROOT).as_posix()
+    return f"![Final accuracy against megabytes, by scheme]({file}.png)\n\n{caption}"
+
+
+# The verdicts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def traffic() -> str:
+    """Counted in the picture's training, and by the paper's formula for its net."""
+    found, names = drawn(), ("TCS", "TCS-L4-Q5")
+    dense = both_ways(found["FedAvg"])
+    local = round(dense / both_ways(found["FedAvg-L4"]))
+    after = [lab.bits_per_parameter(found[name][0]) for name in names]
+    return TRAFFIC.format(
+        whole=[dense / both_ways(found[name]) for name in names],
+        local={4: "a factor of four"}[local],
+        both=[64 / (bits["uplink"] + bits["downlink"]) for bits in after],
+        up=[32 / bits["uplink"] for bits in after],
+        theirs=[32 / tcs.bit_budget(name, 11_173_962) for name in names],
+    )
+
+
+def from_baseline(profile: str, form: str, **changes: Any) -> list[str]:
+    """How TCS and TCS-L4-Q5 end, in points from the Baseline."""
+    base = records("Baseline", profile, **changes)
+    gaps = [difference(records(n, profile, **changes), base) for n in ("TCS", "TCS-L4-Q5")]
+    if form == "mean":
+        gaps = [(mean, math.nan, math.nan) for mean, _, _ in gaps]
+    said = [lab.with_interval(*gap) for gap in gaps]
+    return [text.replace("(", "(95 % interval ", 1) for text in said[:1]] + said[1:]
+
+
+def open_accuracy() -> str:
+    made, planned = stage_1()
+    asked = [("cpu", {}), ("small", {}), ("small", {"epochs": 300})]
+    counts = {len(records(n, p, **c)) for p, c in asked for n in ("Baseline", "TCS", "TCS-L4-Q5")}
+    return OPEN_ACCURACY.format(
+        made=made, planned=planned, n=counts.pop() if len(counts) == 1 else "several",
+        cpu=from_baseline("cpu", "interval"), small=from_baseline("small", "mean"),
+        longer=from_baseline("small", "mean", epochs=300),
+    )  # fmt: skip
+
+
+def open_premise() -> str:
+    return OPEN_PREMISE.format(**{profile: kept_share(profile) for profile in ("cpu", "small")})
+
+
+def kept_share(profile: str) -> str:
+    """Of the largest entries that chance would replace, the share that stays a round."""
+    of_runs = [MEASURES["dense_overlap"][0](record) for record in records("FedAvg", profile)]
+    return f"{100 * fmean(of_runs):.1f} %"
+
+
+def judged_verdicts() -> list[str]:
+    """Accuracy and premise, from the analysis that was planned."""
+    read = lab.read_claims(ROOT / "params/claims.yaml")
+    found = lab.claim_records(read, params("evidence"), [params(f"table{n}") for n in (1, 2, 3)])
+    rows = {row["claim"]: row for row in lab.judged(read, found).to_dict("records")}
+    words = {name: re.sub(": (.*)", r" (\1)", lab.said(row)) for name, row in rows.items()}
+    chains = lab.decomposed(read, found).groupby("chain")
+    parts = "; ".join(decomposition(part.to_dict("records")) for _, part in chains)
+    slowly = rows["slowly"]
+    ends = [f"{100 * slowly[key]:.1f}" for key in ("measured", "low", "high")]
+    share = "{} % ({} to {})".format(*ends)
+    return [
+        ACCURACY.format(**words, n=rows["parity"]["n"], parts=parts),
+        PREMISE.format(**words, n=slowly["n"], share=share),
+    ]
+
+
+def decomposition(rows: list[dict[str, Any]]) -> str:
+    """A difference with its interval, and the steps that it is made of; the last, which is what
+    sparsity adds, with its own."""
+    whole, *steps = rows
+    named = " + ".join(f"({row['first']} − {row['second']})" for row in steps)
+    ends = [(row["measured"], math.nan, math.nan) for row in steps[:-1]]
+    ends.append(tuple(steps[-1][key] for key in ("measured", "low", "high")))
+    values = " + ".join(f"[{lab.with_interval(*end)}]" for end in ends)
+    ours = lab.with_interval(whole["measured"], whole["low"], whole["high"])
+    return f"{whole['first']} − {whole['second']} = {named} is {ours} = {values}"
+
+
+def verdicts_block() -> str:
+    others = judged_verdicts() if stands() else [open_accuracy(), open_premise()]
+    return "\n\n".join([traffic(), *others])
+
+
+# What to use ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def at_best_rates(profile: str) -> dict[str, list[Record]]:
+    """The rivals' records of notebook 17, of each at the best of the rates tried."""
+    sweep = lab.read_sensitivity(ROOT / f"params/rivals_{profile}.yaml")
+    points = lab.sensitivity_plan(sweep, params(profile) | {"seeds": 5}, "learning_rate")
     found = {point: lab.recorded(group) for point, group in points.items()}
     best = lab.best_values(found)
     return {name: list(found[rate, name].values()) for name, rate in best.items()}
 
 
-def rivals() -> Any:
-    """The same of six rivals, each at its best rate."""
-    made = at_best_rates()
-    records = [record for name in RIVALS for record in made[name]]
-    title = "Rivals at their best rates, 150 epochs: CIFAR-10 (JPEG copy) at 8 × 8, ResNet-8"
-    return lab.megabytes_figure(lab.summary(records), title)
+def against_dense(found: dict[str, list[Record]], *names: str) -> list[str]:
+    """n, times fewer bytes than FedAvg both ways, and points from it, of schemes."""
+    dense = found["FedAvg"]
+    less, points = [], []
+    for name in names:
+        label = f"{name} " if len(names) > 1 else ""
+        ratio = both_ways(dense) / both_ways(found[name])
+        times = f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.3g}'):,.0f}"
+        less.append(label + times)
+        points.append(label + lab.with_interval(*difference(found[name], dense)))
+    counts = {len(found[name]) for name in (*names, "FedAvg")}
+    assert len(counts) == 1, f"{names}: got n = {counts}, allowed: one n"
+    return [f"n = {counts.pop()}", "<br>".join(less), "<br>".join(points)]
 
 
-FIGURES = {figure: ROOT / "results/cpu/megabytes", rivals: ROOT / "results/small/rivals"}
-
-
-def intervals(claims: str, profile: str, **changes: Any) -> dict[str, str]:
-    """Claims by their names in params/<claims>.yaml: ours, with its interval."""
-    read = lab.read_claims(ROOT / f"params/{claims}.yaml")
-    table = lab.judged(read, lab.claim_records(read, params(profile) | changes))
-    return dict(zip(table["claim"], lab.readable_claims(table)["Ours (interval)"], strict=True))
-
-
-def from_150(scheme: str) -> str:
-    """A scheme after 300 epochs of profile small minus the Baseline after 150, in points."""
-    runs = evidence(scheme, "small", epochs=300), evidence("Baseline", "small")
-    ends = [{r["config"]["seed"]: 100 * r["rows"][-1]["accuracy"] for r in found} for found in runs]
-    common = ends[0].keys() & ends[1].keys()
-    return lab.with_interval(*lab.mean_interval(ends[0][s] - ends[1][s] for s in common))
-
-
-def text_bits(scheme: str) -> float:
-    """Bits per character at the end, of three seeds in profile text without momentum."""
-    asked = params("text") | {"schemes": [scheme], "learning_rate": 1.0, "seeds": 3}
-    found = lab.recorded(lab.plan(asked), diverged=False).values()
-    return fmean(record["rows"][-1]["loss"] for record in found) / math.log(2)
-
-
-def of_settings() -> list[str]:
-    """From params files, and from one record the size of its net."""
-    paper, cpu, small, short = map(params, ("paper", "cpu", "small", "short"))
-    ours, theirs = evidence("Baseline")[0]["dimension"], 11_173_962
-    quarters = (
-        cpu["train_samples"] / small["train_samples"],
-        (cpu["image_size"] / small["image_size"]) ** 2,
-        round(ours / evidence("Baseline", "small")[0]["dimension"]),
-        round(50_000 / cpu["train_samples"]),
-        (32 / cpu["image_size"]) ** 2,
+def ddp_said() -> tuple[str, str]:
+    """From the output of notebook 12: times fewer bytes, and points of accuracy."""
+    notebook = json.loads((ROOT / "notebooks/12_real_training.ipynb").read_text(encoding="utf-8"))
+    printed = "".join(
+        "".join(output.get("text", ""))
+        for cell in notebook["cells"]
+        for output in cell.get("outputs", [])
     )
-    assert set(quarters) == {4}
-    return [
-        f"with {ours:,} parameters",
-        f"first {cpu['train_samples']:,} images",
-        f"at {cpu['image_size']} × {cpu['image_size']}, {cpu['precision']}; `small` has a quarter",
-        f"images, {paper['epochs']} epochs, n = {paper['seeds']}",
-        f"at {params('table1')['paper']['TCS'][0]:.0f} % in the paper",
-        f"{theirs / ours:.0f} times the parameters and sees four times the images at four times the",
-        f"After {short['epochs']} epochs (`short`)",
-        f"fixed {cpu['epochs']} epochs",
+    whole, step = re.search(r"bytes: 1/([\d.]+) in all, 1/([\d.]+) in a sparse", printed).groups()
+    plain, ours = re.search(r"accuracy: plain ([\d.]+)%, TCS ([\d.]+)%", printed).groups()
+    gap = f"{float(ours) - float(plain):+.1f}".replace("-", "−")
+    return f"{whole} ({step} a sparse step)", gap
+
+
+SITUATIONS = (
+    "Your situation", "Use", "Measured in", "Times fewer bytes", "Points from dense (95 % interval)",
+)  # fmt: skip
+
+
+def situations() -> list[list[str]]:
+    """A row a situation, with the training that it is from."""
+    images, text = at_best_rates("small"), at_best_rates("text")
+    shorter = "TCS-M2-E3-K4++"
+    short = {name: records(name, "short") for name in ("FedAvg", shorter, "TCS-L4-Q5")}
+    epochs = {profile: params(profile)["epochs"] for profile in ("small", "text", "short")}
+    rows = [
+        ("Images, slow links both ways", "STC or TCS", "17", "small", images, ("STC", "TCS")),
+        ("Text, slow links", "DGC or TCS-Q5", "17", "text", text, ("DGC", "TCS-Q5")),
+        ("Every byte counts", shorter, "10b", "short", short, (shorter,)),
     ]
+    cells = []
+    for situation, use, notebook, profile, found, names in rows:
+        n, less, points = against_dense(found, *names)
+        where = f"{notebook}: `{profile}`, {epochs[profile]} epochs, {n}"
+        cells.append([situation, use, where, less, points])
+    less, points = ddp_said()
+    cells.append(["DDP on a slow network", "`tcs_hook`", "12: 120 steps, n = 1", less, points])
+    n, less, points = against_dense(short, "TCS-L4-Q5")
+    where = f"10b: `short`, {epochs['short']} epochs, {n}"
+    dont = ["Few rounds, one machine or a fast network", "**do not compress**", where]
+    cells.append([*dont, f"TCS-L4-Q5 {less}", points])
+    return cells
 
 
-def of_code(name: str, dimension: int) -> int:
-    """Bits of one client's message, after the warm-up, in a net of so many parameters."""
-    scheme = tcs.Scheme.named(name)
-    shared, own = (
-        tcs.kept(phi, dimension) if phi else 0 for phi in (scheme.phi_global, scheme.phi_local)
-    )
-    return tcs.Wire.up(scheme, [dimension]).block_code_bits(shared + own, own)
+def situations_block() -> str:
+    lines = [SITUATIONS, ["---"] * len(SITUATIONS), *situations()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def of_bytes() -> list[str]:
-    """From formulas, and from what the records of profiles cpu and small sent."""
-    budgets = {name: 32 / tcs.bit_budget(name) for name in ("TCS", "TCS-L4-Q5")}
-    sent, rivals = intervals("claims", "cpu"), at_best_rates()
-    less = bytes_less({name: made[0] for name, made in rivals.items()})
-    ours, theirs = evidence("Baseline", "small")[0]["dimension"], 11_173_962
-    large = {name: of_code(name, theirs) for name in ("TCS-Q5", "top-K-Q5")}
-    whole = bytes_less(
-        {name: evidence(name)[0] for name in ("FedAvg", "FedAvg-L4", "TCS", "TCS-L4-Q5")}
-    )
-    return [
-        f"1/{budgets['TCS']:.0f} of the bits",
-        f"1/{round(budgets['TCS-L4-Q5'], -2):,.0f} (there rounded to",
-        f"Our messages take 1/{float(sent['x100'][1:]):.0f} and 1/{sent['x2000'][1:]}",
-        f"the same code gives ×{large['top-K-Q5'] / large['TCS-Q5']:.4g}",
-        f"means take {32 * 16 / of_code('TCS-Q5', ours):.0%} of a message".replace("%", " %"),
-        f"sends {sent['x2000-whole']} less, not {sent['x2000']}",
-        f"TCS takes {whole['TCS']:.0f} times and TCS-L4-Q5 {whole['TCS-L4-Q5']:.0f} times",
-        f"is {whole['TCS-L4-Q5'] / whole['FedAvg-L4']:.0f} times fewer than FedAvg with four local steps",
-        f"STC {less['STC']:.0f} times, TCS {less['TCS']:.0f} times",
-    ]
+# All of it ────────────────────────────────────────────────────────────────────────────────────────
+
+BLOCKS = {"picture": picture_block, "verdicts": verdicts_block, "situations": situations_block}
 
 
-def of_images() -> list[str]:
-    """From the records of profiles cpu, small and short: accuracies and masks."""
-    ours, half = intervals("claims", "cpu"), intervals("claims", "small")
-    whole, brief = intervals("claims", "small", epochs=300), intervals("claims", "short")
-    gaps = pd.read_csv(ROOT / "results/short/table1.csv").set_index("scheme")["difference"]
-    shut = -0.5 - float(ours["local-steps"].split()[0].replace("−", "-"))
-    after = {name: from_150(name) for name in ("Baseline", "TCS", "TCS-L4-Q5")}
-    longer = [final(n, epochs=300) for n in ("Baseline", "FedAvg-L4", "TCS", "TCS-L4-Q5")]
-    once = [lab.with_interval(end - longer[0], math.nan, math.nan) for end in longer[1:]]
-    exact, rounded = (final("TCS", precision=p, seeds=1) for p in ("fp32", "bf16"))
-    levels = final("Baseline", profile="small"), final("Baseline", profile="small", epochs=300)
-    return [
-        f"ends at {final('Baseline'):.0f} % in `cpu`, at {levels[0]:.0f} % in `small` ({levels[1]:.0f} %",
-        f"shut by {shut:.2f} points",
-        f"TCS-L4 ends {ours['cost-4']} points from FedAvg-L4",
-        f"lower than after 150, by {after['Baseline']} points",
-        f"TCS-L4-Q5 ends at {after['TCS-L4-Q5']}, TCS at {after['TCS']}.",
-        "FedAvg-L4 ends {}, TCS {}, TCS-L4-Q5 {} points from the Baseline".format(*once),
-        f"which ends {final('Baseline', seeds=1) - longer[0]:.2f} lower than after 150",
-        f"{brief['top-K']} points from top-K in `short`",
-        f"fp32 instead of bf16 ended {abs(exact - rounded):.2f} points",
-        f"Momentum helps TCS in `cpu`, by {ours['momentum']} points",
-        f"lose up to {-100 * gaps[['TCS-L4', 'TCS-L4-Q5']].min():.1f} points",
-        f"TCS-Q5 sends {half['top-K-q5-bits']} less",
-        f"steady important entries: {whole['observes-better']}",
-        f"ends above η 0.5, by {ours['eta']} points",
-        f"(TCS-PLF) does not help: {ours['fair-partly-high']}",
-        f"(TCS-LF) at η 0.8 ({ours['fair-high']} points",
-        f"largest overlap by {ours['slowly']}",
-    ]
-
-
-def of_text() -> list[str]:
-    """From the records of profile text."""
-    gaps = intervals("claims_text", "text")
-    bits = "TCS ends at {:.3f} bits per character, dense training at {:.3f}"
-    return [
-        bits.format(*map(text_bits, ("TCS", "FedAvg"))),
-        f"accuracy is {gaps['cost-plain']} points from dense training",
-        f"TCS-L4-Q5's is {gaps['cost-4-q5-plain']}",
-        f"local steps alone make {gaps['local-steps-plain'].split()[0]}.",
-        f"{gaps['top-k-plain']} on text",
-        f"On text it does not, {gaps['momentum']}",
-        f"With global momentum TCS ends {gaps['cost']}",
-    ]
+def with_blocks(text: str) -> str:
+    """README's text with all that is generated as its sources have it."""
+    for name, made in BLOCKS.items():
+        block = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.S)
+        assert len(block.findall(text)) == 1, name
+        content = made()
+        text = block.sub(lambda match, c=content: f"{match[1]}{c}\n{match[2]}", text)
+    return text
 
 
 def numbers() -> list[str]:
-    """Words of README with a number in them, as they should be."""
-    return [*of_settings(), *of_bytes(), *of_images(), *of_text()]
+    """Words of README with a number in them, outside the blocks, as they should be."""
+    scheme = tcs.Scheme.named("TCS")
+    evidence, text = params("evidence"), (ROOT / "params/evidence.yaml").read_text("utf-8")
+    minutes = re.search(r"About (\d+) minutes a run on a core", text)[1]
+    return [
+        f"which {100 * scheme.phi_global:g} % of a model's entries to send",
+        f"each adds {100 * scheme.phi_local:g} % of its own choice",
+        f"half of the {2 * evidence['train_samples']:,} training images",
+        f"about {minutes} minutes each on a core",
+    ]
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
-    for draw, path in FIGURES.items():
-        lab.save_figure(draw(), path)
+    README.write_text(with_blocks(README.read_text(encoding="utf-8")), encoding="utf-8")
+    lab.save_figure(picture(), picture_path())

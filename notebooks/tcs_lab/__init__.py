@@ -1,11 +1,23 @@
 """The lab: what the notebooks share. A room a file; see each one's first line."""
 
+import importlib.util
 import signal
 import sys
+from pathlib import Path
+
+_NEEDED = ("torchvision", "pandas", "matplotlib", "yaml", "PIL", "tqdm", "scipy", "pydantic",
+           "filelock", "joblib")  # fmt: skip
+if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    _line = f"tcs_lab needs {', '.join(_lacking)}: pip install 'tcs-core[lab]'"
+    if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).stem == "tcs":  # the command line
+        sys.exit(f"error: {_line}")
+    raise ModuleNotFoundError(_line)
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command imports just ends it
 
+import tcs_lab.exercise_cases
+from tcs_lab.analysis import Comparison, Estimate, holm
 from tcs_lab.bench import (
     bench_codecs,
     bench_compiled,
@@ -23,14 +35,21 @@ from tcs_lab.cells import (
     check_values,
     decided,
     paired_gain,
+    show_code,
 )
 from tcs_lab.claims import (
     VERDICTS,
     claim_records,
-    claims_beside,
+    decomposed,
     judged,
+    not_measured,
+    numbers,
     read_claims,
     readable_claims,
+    said,
+    supported_if,
+    unequal,
+    unequal_records,
     verdict,
 )
 from tcs_lab.data import (
@@ -41,8 +60,10 @@ from tcs_lab.data import (
     partition,
     synthetic_dataset,
 )
+from tcs_lab.exercises import check as check_exercise
 from tcs_lab.figures import (
     COLOURS,
+    LOOK,
     accuracy_figure,
     curve_style,
     draw_table,
@@ -51,9 +72,10 @@ from tcs_lab.figures import (
     plain_log,
     save_figure,
     series_style,
+    text_colour,
 )
 from tcs_lab.files import cache_folder
-from tcs_lab.planned import planned_runs
+from tcs_lab.planned import made_of, planned_runs
 from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (
     config_of,
@@ -97,4 +119,4 @@ from tcs_lab.tables import (
     with_interval,
 )
 from tcs_lab.text import GPT, load_text
-from tcs_lab.training import Training, Watch, load_data
+from tcs_lab.training import Training, Watch, load_data, outcomes

@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     Under torchrun all ranks call it; what all of them know, rank 0 says.
     """
     if sys.stderr is None:  # closed
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)

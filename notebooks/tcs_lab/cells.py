@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
-from tcs_lab.errors import validated
+from tcs_lab.errors import text_hint, validated
 from tcs_lab.tables import CONFIDENCE, half_interval
 
-# The one vocabulary of verdicts.
-HOLDS, FAILS, UNDECIDED, UNTESTABLE = WORDS = (
-    "holds",
-    "does not hold",
-    "not decided",
-    "not testable here",
+# The one vocabulary of verdicts; tcs_lab/claims.py adds one word for what is counted.
+SUPPORTED, CONTRADICTED, OPEN, NOT_MEASURED = WORDS = (
+    "supported",
+    "contradicted",
+    "open",
+    "not measured",
 )
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -33,7 +36,11 @@ Count = Annotated[int, Field(ge=1)]
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
     """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type)."""
     for name, kind in kinds.items():
-        validated(kind, namespace[name], name, strict=True)
+        check = partial(validated, kind, source=name, strict=True)
+        try:
+            check(namespace[name])
+        except ValueError as error:
+            raise ValueError(f"{error}{text_hint(name, namespace[name], check)}") from None
 
 
 class Listening(tcs.Link):
@@ -49,6 +56,15 @@ class Listening(tcs.Link):
             if message is not None:
                 self.messages.append(message)
             yield n, message, size
+
+
+def show_code(*things: Any) -> None:
+    """Functions, methods and classes as they stand in their files, one below the other, each moved
+    to the left margin and nothing else."""
+    from IPython.display import Markdown, display
+
+    texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    display(Markdown("```python\n" + "\n\n".join(texts) + "\n```"))
 
 
 def parameter_digest(values: dict[str, Any]) -> str:
@@ -67,7 +83,7 @@ def literals(cell: str) -> dict[str, Any] | None:
 
 
 class Claims:
-    """Says of each claim whether it holds; at the notebook's own parameters each of them must.
+    """Says of each claim whether it is supported; at the notebook's own parameters each must be.
 
     Make it in the cell after the parameters, with globals() and the digest of the values for which
     the claims are asserted (a test says when it is not that of the committed cell).
@@ -80,26 +96,36 @@ class Claims:
         self.words: dict[str, str] = {}
 
     def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> None:
-        """Prints the word: for True, False or None (not testable), or a word itself.
+        """Prints the word: for True, False or None (not measured), or a word itself.
 
-        Raises AssertionError, at the notebook's own parameters, unless the claim holds.
+        Raises AssertionError, at the notebook's own parameters, unless the claim is supported.
         """
-        word = ok if ok in WORDS else UNTESTABLE if ok is None else HOLDS if ok else FAILS
+        word = self._word(ok)
         line = f"{word}: {text}" + (f" ({numbers})" if numbers else "")
-        assert word == HOLDS or not self.asserted, line
-        self.words[text] = str(word)
+        assert word == SUPPORTED or not self.asserted, line
+        self.words[text] = word
         print(line)
 
+    @staticmethod
+    def _word(ok: bool | str | None) -> str:
+        if ok is None:
+            return NOT_MEASURED
+        if isinstance(ok, str):
+            return ok
+        return SUPPORTED if ok else CONTRADICTED
+
     def summary(self) -> str:
-        """How many claims came to which word, and which did not hold."""
-        count = f"{list(self.words.values()).count(HOLDS)} of {len(self.words)} claims"
-        rest = [f"\n{word}: {text}" for text, word in self.words.items() if word != HOLDS]
-        return f"{HOLDS}: {count}" + "".join(rest)
+        """How many claims are supported, and which word the others came to."""
+        count = f"{list(self.words.values()).count(SUPPORTED)} of {len(self.words)} claims"
+        rest = [f"\n{word}: {text}" for text, word in self.words.items() if word != SUPPORTED]
+        return f"{SUPPORTED}: {count}" + "".join(rest)
 
 
 def decided(mean: float, half: float, least: float = 0.0) -> str:
-    """Whether a mean, known to ± `half`, is above `least`: holds, does not hold, not decided."""
-    return HOLDS if mean - half > least else FAILS if mean + half < least else UNDECIDED
+    """Whether a mean, known to ± `half`, is above `least`: supported, contradicted or open."""
+    if mean - half > least:
+        return SUPPORTED
+    return CONTRADICTED if mean + half < least else OPEN
 
 
 def paired_gain(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float]:

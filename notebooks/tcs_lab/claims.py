@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, PositiveInt, model_validator
 
 from tcs_core import Scheme, kept
-from tcs_lab.cells import WORDS
-from tcs_lab.errors import validated
-from tcs_lab.settings import plan, read_params
+from tcs_lab.analysis import Comparison, Estimate, holm
+from tcs_lab.cells import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
+from tcs_lab.errors import reject_unknown, validated
+from tcs_lab.settings import RUN_KEYS, checked, plan, read_params
 from tcs_lab.tables import Record, bits_per_parameter, mean_interval, recorded, with_interval
+from tcs_lab.training import outcomes
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
-VERDICTS = (*WORDS, "not measured")
-OPENS = {"holds": "gate: open, by its mean", "does not hold": "gate: shut, by its mean"}
+BY_CONSTRUCTION = "by construction"
+VERDICTS = (SUPPORTED, CONTRADICTED, OPEN, BY_CONSTRUCTION, NOT_MEASURED)
+
+
+# What is measured ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _dense_overlap(record: Record) -> float:
@@ -49,23 +56,41 @@ MEASURES = {
     "downlink": (lambda record: bits_per_parameter(record)["downlink"], "×{:,.4g}"),
 }
 DIFFERENCES = ("accuracy", "dense_overlap", "own_share")
-BY_CHANCE = ("accuracy", "dense_overlap")  # one record of these decides nothing
+COUNTED = ("own_share", "uplink", "uplink_whole", "downlink")  # not drawn by chance
+
+
+# The file ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _as_records_have_it(side: tuple[str, float]) -> tuple[str, float]:
+    if (known := Scheme.named(side[0]).name) != side[0]:
+        raise ValueError(f"got {side[0]!r}, allowed: {known!r}, as records have it")
+    return side
+
+
+def _of_a_run(changes: dict[str, Any]) -> dict[str, Any]:
+    reject_unknown(changes, RUN_KEYS, "setting")
+    return {key: checked(key, value) for key, value in changes.items()}
+
+
+Side = Annotated[tuple[str, FiniteFloat], AfterValidator(_as_records_have_it)]  # scheme, η
+Changes = Annotated[dict[str, Any], AfterValidator(_of_a_run), Field(min_length=1)]
 
 
 class Claim(BaseModel, extra="forbid"):
-    """One claim, or gate: see the head of params/claims.yaml."""
+    """One claim: see the head of params/claims.yaml."""
 
     says: str
     where: str = ""
     measure: Literal[tuple(MEASURES)]  # type: ignore[valid-type]
-    first: tuple[str, FiniteFloat]
-    second: tuple[str, FiniteFloat] | None = None
+    first: Side
+    second: Side | None = None
     at_least: FiniteFloat | None = None
     at_most: FiniteFloat | None = None
     more_than: FiniteFloat | None = None
     less_than: FiniteFloat | None = None
     n: PositiveInt = 3
-    needs: list[str] = []
+    main: bool = False
     paper: FiniteFloat | None = None
     paper_interval: tuple[FiniteFloat, FiniteFloat] | None = None
 
@@ -81,105 +106,235 @@ class Claim(BaseModel, extra="forbid"):
     def _can_be_judged(self) -> Claim:
         if len(self.bounds) != 1:
             raise ValueError(f"allowed: one number as {', '.join(BOUNDS)}")
-        if self.paper_interval and self.paper_interval[0] > self.paper_interval[1]:
-            raise ValueError("paper_interval: allowed: two numbers, rising")
         if self.measure == "accuracy" and not self.second:
             raise ValueError("second: an accuracy is claimed against another scheme's")
-        for name, _ in self.sides:
-            if (known := Scheme.named(name).name) != name:
-                raise ValueError(f"got {name!r}, allowed: {known!r}, as records have it")
+        if self.main and self.measure != "accuracy":
+            raise ValueError(f"main: got a claim on {self.measure}, allowed: on accuracy")
+        if self.first == self.second:
+            raise ValueError(f"second: got {self.second}, allowed: another than the first")
+        self._check_paper()
         return self
+
+    def _check_paper(self) -> None:
+        if self.paper_interval is None:
+            return
+        low, high = self.paper_interval
+        if self.paper is None or not low <= self.paper <= high:
+            got = f"got {[low, high]} around {self.paper}"
+            raise ValueError(f"paper_interval: {got}, allowed: two numbers, rising, around paper")
+
+
+class Unequal(BaseModel, extra="forbid"):
+    """Pairs of schemes, and settings in which their difference is set beside that of equal clients."""
+
+    pairs: Annotated[list[tuple[Side, Side]], Field(min_length=1)]
+    settings: Annotated[dict[str, Changes], Field(min_length=1)]
+
+    @property
+    def sides(self) -> list[tuple[str, float]]:
+        return list(dict.fromkeys(side for pair in self.pairs for side in pair))
 
 
 class Claims(BaseModel, extra="forbid"):
-    """A file like params/claims.yaml. Gates are judged first, and have none of their own."""
+    """A file like params/claims.yaml."""
 
     confidence: Annotated[float, Field(gt=0, lt=1)]
-    gates: dict[str, Claim] = {}
     claims: Annotated[dict[str, Claim], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _gates_are_there(self) -> Claims:
-        if both := self.gates.keys() & self.claims.keys():
-            raise ValueError(f"got a gate and a claim {min(both)!r}, allowed: a name for each")
-        for name, claim in self.all.items():
-            allowed = [] if name in self.gates else list(self.gates)
-            if unknown := [gate for gate in claim.needs if gate not in allowed]:
-                raise ValueError(f"{name}: needs: got {unknown[0]!r}, allowed: {allowed}")
-        return self
+    decomposition: list[Annotated[list[Side], Field(min_length=3)]] = []
+    unequal: Unequal | None = None
 
     @property
-    def all(self) -> dict[str, Claim]:
-        return self.gates | self.claims
+    def sides(self) -> list[tuple[str, float]]:
+        """All schemes at their rates that the file names, but for unequal clients."""
+        of_claims = [side for claim in self.claims.values() for side in claim.sides]
+        return list(dict.fromkeys(of_claims + [s for chain in self.decomposition for s in chain]))
 
 
 def read_claims(path: str | Path) -> Claims:
-    """The claims of a file; ValueError names the claim and what is allowed."""
+    """The claims of a file; ValueError names the claim, the value and what is allowed."""
     return validated(Claims, read_params([path]), path)
 
 
-def claim_records(read: Claims, profile: dict[str, Any]) -> dict[str, Record]:
-    """The records of a profile that bear on these claims, with any seed below 100."""
-    sides = sorted({side for claim in read.all.values() for side in claim.sides})
-    asked = [{"schemes": [name], "learning_rate": eta, "seeds": 100} for name, eta in sides]
-    return recorded(config for one in asked for config in plan(profile | one))
+# The records ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def judged(read: Claims, records: dict[str, Record]) -> pd.DataFrame:
-    """One row a gate and claim: the paper's number, ours with its interval over n seeds, verdict.
+def claim_records(
+    read: Claims, profile: dict[str, Any], tables: Iterable[dict[str, Any]] = (),
+    results: str | Path | None = None,
+) -> dict[str, Record]:  # fmt: skip
+    """The records of a profile that are judged, by file name: of every scheme that a claim or one
+    of the `tables` (contents of params/table1.yaml, ...) names, with the profile's seeds."""
+    asked = [_asked(side) for side in read.sides] + [
+        {key: table[key] for key in ("schemes", "learning_rate")} for table in tables
+    ]
+    return recorded((run for one in asked for run in plan(profile | one)), results)
 
-    `records` maps file names to records, all of one profile; those of a claim's two schemes are
-    paired by seed. Where one diverged, there is no verdict, and the reason names it. Columns
-    first_records and second_records name the files.
+
+def unequal_records(
+    read: Claims, profile: dict[str, Any], results: str | Path | None = None
+) -> dict[str, dict[str, Record]]:
+    """The records of unequal clients, by setting and file name; none if the file asks for none."""
+    if read.unequal is None:
+        return {}
+    asked = [_asked(side) for side in read.unequal.sides]
+    return {
+        title: recorded((run for one in asked for run in plan(profile | changes | one)), results)
+        for title, changes in read.unequal.settings.items()
+    }
+
+
+def _asked(side: tuple[str, float]) -> dict[str, Any]:
+    return {"schemes": [side[0]], "learning_rate": side[1]}
+
+
+class Runs:
+    """Records by scheme with rate, and seed. Of a scheme of which a run diverged none is judged."""
+
+    def __init__(self, records: Mapping[str, Record]):
+        self.records = records
+        self.files: dict[tuple[str, float], dict[int, str]] = {}
+        for file, record in records.items():
+            config = record["config"]
+            side, seed = (config["scheme"]["name"], config["learning_rate"]), config["seed"]
+            if seed in (of_side := self.files.setdefault(side, {})):
+                both = f"{of_side[seed]} and {file}"
+                raise ValueError(f"{both}: got two runs of one seed, allowed: one")
+            of_side[seed] = file
+        self.lost = {
+            side: [f for f in files.values() if records[f]["status"] != "finished"]
+            for side, files in self.files.items()
+        }
+
+    def seeds(self, sides: Iterable[tuple[str, float]]) -> list[int]:
+        """Those that all sides have."""
+        return sorted(set.intersection(*(set(self.files.get(side, {})) for side in sides)))
+
+    def record(self, side: tuple[str, float], seed: int) -> Record:
+        return self.records[self.files[side][seed]]
+
+    def judged(self) -> Iterable[tuple[tuple[str, float], int, Record]]:
+        for side, files in self.files.items():
+            for seed in () if self.lost[side] else files:
+                yield side, seed, self.record(side, seed)
+
+    def lacking(self, sides: Iterable[tuple[str, float]]) -> str:
+        """Why there is no number for these sides; "" if there may be one."""
+        sides = list(sides)
+        if diverged := [file for side in sides for file in self.lost.get(side, [])]:
+            return f"diverged: {', '.join(diverged)}"
+        if missing := [
+            f"{name} at {eta:g}" for name, eta in sides if (name, eta) not in self.files
+        ]:
+            return f"no records of {', '.join(missing)}"
+        return "" if self.seeds(sides) else "no seed in common"
+
+
+def comparison(runs: Mapping[str, Runs]) -> Comparison:
+    """The model over the runs of one or more settings, each with seeds' effects of its own: a
+    seed deals out other samples where clients are unequal. A cell is (setting, scheme with rate)."""
+    accuracies, right = {}, {}
+    for setting, of_setting in runs.items():
+        for side, seed, record in of_setting.judged():
+            run = (setting, side), seed
+            accuracies[run] = MEASURES["accuracy"][0](record)
+            if (found := outcomes(record)) is not None:
+                right[run] = found
+    return Comparison(accuracies, right, lambda cell, seed: (cell[0], seed))
+
+
+# The verdicts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def verdict(low: float, high: float, bound: str, value: float) -> str:
+    """What an interval says of a bound: "supported", "contradicted" or "open"."""
+    keeps = [KEEPS[bound](end, value) for end in (low, high)]
+    return SUPPORTED if all(keeps) else OPEN if any(keeps) else CONTRADICTED
+
+
+def judged(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
+    """One row a claim: the paper's number and verdict, ours with its interval and verdict.
+
+    `records` maps file names to records, all of one profile. `half` is half the interval's width,
+    half_seeds and half_images its two parts (they add up by their squares), `bootstrap` that of the
+    bootstrap beside it; p is two-sided, of the difference from the bound, `holm` the same corrected
+    for the main claims. `kept` says of a claim by construction whether it keeps its bound. Where
+    there is no verdict, `reason` says why. first_records and second_records name the files.
     """
-    runs: dict[tuple[str, float], dict[int, str]] = {}
-    for file, record in records.items():
-        config = record["config"]
-        key = (config["scheme"]["name"], config["learning_rate"])
-        runs.setdefault(key, {})[config["seed"]] = file
-    rows: dict[str, dict[str, Any]] = {}
-    for name, claim in read.all.items():
-        ours = _measured(claim, [runs.get(side, {}) for side in claim.sides], records, read)
-        row = {"claim": name, "gate": name in read.gates} | _stated(claim) | ours
-        rows[name] = row | dict(zip(("verdict", "reason"), _verdict(claim, row, rows), strict=True))
-    return pd.DataFrame(list(rows.values()))
+    runs = Runs(records)
+    model = comparison({"": runs})
+    rows = []
+    for name, claim in read.claims.items():
+        row = {"claim": name} | _stated(claim)
+        if why := runs.lacking(claim.sides):
+            ours = _row(Estimate()) | {"verdict": NOT_MEASURED, "reason": why}
+        elif claim.measure == "accuracy":
+            ours = _by_model(claim, model, read.confidence)
+        else:
+            ours = _by_seeds(claim, runs, read.confidence)
+        rows.append(row | ours | _files(claim, runs, ours["n"]))
+    table = pd.DataFrame(rows)
+    main = table[table["main"]].set_index("claim")["p"].to_dict()
+    return table.assign(holm=table["claim"].map(holm(main)).astype(float))
 
 
 def _stated(claim: Claim) -> dict[str, Any]:
     """What the file says of a claim, a column each."""
-    second, nothing = claim.second or ("", math.nan), (math.nan, math.nan)
-    low, high = claim.paper_interval or nothing
+    second, (bound, value) = claim.second or ("", math.nan), claim.bounds[0]
+    low, high = claim.paper_interval or (math.nan, math.nan)
+    theirs = ""
+    if claim.paper_interval:
+        theirs = verdict(low, high, bound, value)
+    elif claim.paper is not None and claim.measure in COUNTED:
+        theirs = BY_CONSTRUCTION
     return {
-        "says": claim.says, "where": claim.where, "measure": claim.measure,
+        "says": claim.says, "where": claim.where, "measure": claim.measure, "main": claim.main,
         "first": claim.first[0], "second": second[0], "eta": claim.first[1],
-        "second_eta": second[1], "bound": claim.bounds[0][0], "bound_value": claim.bounds[0][1],
+        "second_eta": second[1], "bound": bound, "bound_value": value,
         "paper": math.nan if claim.paper is None else claim.paper,
-        "paper_low": low, "paper_high": high, "planned": claim.n,
+        "paper_low": low, "paper_high": high, "paper_verdict": theirs, "planned": claim.n,
     }  # fmt: skip
 
 
-def _measured(
-    claim: Claim, sides: list[dict[int, str]], records: dict[str, Record], read: Claims
-) -> dict[str, Any]:
-    """What the records say, over the seeds that both sides have a number for."""
-    values: dict[int, float] = {}
-    lost = [f for side in sides for f in side.values() if records[f]["status"] != "finished"]
-    common = set.intersection(*(set(side) for side in sides))
-    for seed in [] if lost else sorted(common):
-        value = _compared(claim.measure, [records[side[seed]] for side in sides])
-        values |= {} if math.isnan(value) else {seed: value}
-    mean, low, high = mean_interval(values.values(), read.confidence)
-    if len(values) == 1 and claim.measure not in BY_CHANCE:
-        low = high = mean
-    files = [" ".join(side[seed] for seed in values) for side in sides] + [""]
-    lacking = [name for (name, _), side in zip(claim.sides, sides, strict=True) if not side]
-    why = f"no records of {', '.join(lacking)}" if lacking else "its records do not say"
-    if lost:
-        why = f"diverged: {', '.join(lost)}"
+def _row(estimate: Estimate, bound: float = math.nan) -> dict[str, Any]:
+    """An estimate, a column each."""
     return {
-        "measured": mean, "low": low, "high": high, "n": len(values),
-        "first_records": files[0], "second_records": files[1], "reason": "" if values else why,
+        "measured": estimate.value, "low": estimate.low, "high": estimate.high, "n": estimate.n,
+        "half": estimate.half, "half_seeds": estimate.half_of(estimate.seeds),
+        "half_images": estimate.half_of(estimate.images), "freedom": estimate.freedom,
+        "bootstrap": estimate.bootstrap, "p": estimate.p(bound),
+        "kept": None, "verdict": NOT_MEASURED, "reason": "",
     }  # fmt: skip
+
+
+def _by_model(claim: Claim, model: Comparison, confidence: float) -> dict[str, Any]:
+    """What the model over all runs says of a claim on accuracy."""
+    signs = {("", claim.first): 1, ("", claim.second): -1}
+    bound, value = claim.bounds[0]
+    row = _row(model.estimate(signs, confidence), value)
+    if math.isnan(row["half"]):
+        return row | {"reason": f"too few runs for an interval (n = {row['n']})"}
+    return row | {"verdict": verdict(row["low"], row["high"], bound, value)}
+
+
+def _by_seeds(claim: Claim, runs: Runs, confidence: float) -> dict[str, Any]:
+    """What the records say, seed by seed, of a claim on anything else."""
+    found = [
+        _compared(claim.measure, [runs.record(side, seed) for side in claim.sides])
+        for seed in runs.seeds(claim.sides)
+    ]
+    values = [value for value in found if not math.isnan(value)]
+    mean, low, high = mean_interval(values, confidence)
+    row = _row(Estimate()) | {"measured": mean, "n": len(values)}
+    bound, value = claim.bounds[0]
+    if not values:
+        return row | {"reason": "its records do not say"}
+    if claim.measure in COUNTED:
+        return row | {"verdict": BY_CONSTRUCTION, "kept": KEEPS[bound](mean, value)}
+    if len(values) < 2:
+        return row | {"reason": "too few runs for an interval (n = 1)"}
+    half = (high - low) / 2
+    row |= {"low": low, "high": high, "half": half, "half_seeds": half, "freedom": len(values) - 1}
+    return row | {"verdict": verdict(low, high, bound, value)}
 
 
 def _compared(measure: str, records: list[Record]) -> float:
@@ -189,35 +344,88 @@ def _compared(measure: str, records: list[Record]) -> float:
     return (other or [32])[0] / one
 
 
-def _verdict(claim: Claim, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tuple[str, str]:
-    """The verdict, and the reason where it is not the interval that decides: a gate's is its mean,
-    and a claim whose gates fail can't be tested."""
-    for gate in (rows[name] for name in claim.needs):
-        if gate["verdict"] == "does not hold":
-            mean = _form(gate, gate["measured"]).format(gate["measured"])
-            got = f"{mean}, needs {holds_if(gate)}".replace("-", "−")
-            return "not testable here", f"gate {gate['claim']}: {got}"
-    if not row["n"]:
-        return "not measured", row["reason"]
-    if waiting := [name for name in claim.needs if rows[name]["verdict"] != "holds"]:
-        return "not measured", f"gate {waiting[0]}: {rows[waiting[0]]['verdict']} yet"
-    by_mean = row["gate"] and row["n"] > 1  # one seed decides no gate
-    low, high = (row["measured"],) * 2 if by_mean else (row["low"], row["high"])
-    return verdict(low, high, *claim.bounds[0]), ""
+def _files(claim: Claim, runs: Runs, n: int) -> dict[str, str]:
+    """The record files behind a claim, in the order of their seeds."""
+    seeds = runs.seeds(claim.sides) if n else []
+    files = [" ".join(runs.files[side][seed] for seed in seeds) for side in claim.sides]
+    return dict(zip(("first_records", "second_records"), [*files, ""], strict=False))
 
 
-def verdict(low: float, high: float, bound: str, value: float) -> str:
-    """What an interval says of a bound: "holds", "does not hold" or "not decided"."""
-    keeps = [KEEPS[bound](end, value) for end in (low, high)]
-    return "holds" if all(keeps) else "not decided" if any(keeps) else "does not hold"
+# Without a verdict ────────────────────────────────────────────────────────────────────────────────
 
 
-def holds_if(row: dict[str, Any]) -> str:
+def decomposed(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
+    """What stands between a sparse scheme and centralized training, step by step: of every chain
+    the difference of its ends (`part` 0), then those of its neighbours, last pair first. By the
+    same model the parts add up to the whole."""
+    runs = Runs(records)
+    model = comparison({"": runs})
+    rows = []
+    for number, chain in enumerate(read.decomposition):
+        steps = [*itertools.pairwise(chain)][::-1]
+        for part, (one, other) in enumerate([(chain[0], chain[-1]), *steps]):
+            row = {"chain": number, "part": part, "first": one[0], "second": other[0]}
+            rows.append(row | _difference({"": runs}, model, [(1, "", one), (-1, "", other)], read))
+    return pd.DataFrame(rows)
+
+
+def unequal(
+    read: Claims, records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
+) -> pd.DataFrame:
+    """Differences of unequal clients (`there`: by setting, as `unequal_records` gives them) and of
+    equal ones, three rows a pair and setting: `where` is "there", "equal" or "there − equal".
+    Equal clients have the seeds that the setting has."""
+    rows: list[dict[str, Any]] = []
+    if read.unequal is None:
+        return pd.DataFrame(rows)
+    for setting, found in there.items():
+        both = _beside(read.unequal, records, found)
+        model = comparison(both)
+        for one, other in read.unequal.pairs:
+            pair = {where: [(1, where, one), (-1, where, other)] for where in both}
+            pair["there − equal"] = pair["there"] + [(-s, w, side) for s, w, side in pair["equal"]]
+            for where, terms in pair.items():
+                row = {"setting": setting, "first": one[0], "second": other[0], "where": where}
+                rows.append(row | _difference(both, model, terms, read))
+    return pd.DataFrame(rows)
+
+
+def _beside(
+    asked: Unequal, records: Mapping[str, Record], there: Mapping[str, Record]
+) -> dict[str, Runs]:
+    """A setting's runs, and those of equal clients with its schemes and seeds."""
+    seeds = {record["config"]["seed"] for record in there.values()}
+    equal = {
+        file: record
+        for file, record in records.items()
+        if record["config"]["seed"] in seeds
+        and (record["config"]["scheme"]["name"], record["config"]["learning_rate"]) in asked.sides
+    }
+    return {"there": Runs(there), "equal": Runs(equal)}
+
+
+def _difference(
+    runs: Mapping[str, Runs], model: Comparison, terms: list[tuple[int, str, tuple[str, float]]],
+    read: Claims,
+) -> dict[str, Any]:  # fmt: skip
+    """Of terms (sign, setting, scheme with rate): the estimate, or the reason why there is none."""
+    why = [runs[setting].lacking([side]) for _, setting, side in terms]
+    signs = {(setting, side): sign for sign, setting, side in terms}
+    if any(why) or not model.seeds(*signs):
+        reason = next(filter(None, why), "no seed in common")
+        return _row(Estimate()) | {"reason": reason}
+    return _row(model.estimate(signs, read.confidence))
+
+
+# For a person ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def supported_if(row: Mapping[str, Any]) -> str:
     """The bound as text, like "≥ −0.5"."""
     return f"{BOUNDS[row['bound']]} {row['bound_value']:g}".replace("-", "−")
 
 
-def _form(row: dict[str, Any], *ends: float) -> str:
+def _form(row: Mapping[str, Any], *ends: float) -> str:
     """How its numbers are written: with more digits where rounding would move an end over the
     bound."""
     form, keeps, bound = MEASURES[row["measure"]][1], KEEPS[row["bound"]], row["bound_value"]
@@ -229,51 +437,47 @@ def _form(row: dict[str, Any], *ends: float) -> str:
     return form
 
 
-def _numbers(row: dict[str, Any], *keys: str) -> str:
+def numbers(row: Mapping[str, Any], *keys: str) -> str:
     """Its mean with the ends of the interval, as a person reads them."""
-    mean, low, high = (row[key] for key in keys)
-    ends = (low, high, mean) if row["gate"] else (low, high)  # a gate's mean decides
+    mean, low, high = (row[key] for key in keys or ("measured", "low", "high"))
+    ends = (mean,) if math.isnan(low) else (low, high)
     return with_interval(mean, low, high, _form(row, *ends))
 
 
-def _stated_texts(row: dict[str, Any]) -> dict[str, str]:
-    """What the paper says, and what decides."""
-    return {"The paper says": row["says"], "Where": row["where"], "Holds if": holds_if(row),
-            "Paper (interval)": _numbers(row, "paper", "paper_low", "paper_high")}  # fmt: skip
+def said(row: Mapping[str, Any]) -> str:
+    """The verdict, with what has to be said beside it."""
+    word = row["verdict"]
+    if word == BY_CONSTRUCTION:
+        return f"{word}: {'kept' if row['kept'] else 'not kept'}"
+    if word == OPEN and row["measure"] == "accuracy" and (row["low"] > 0 or row["high"] < 0):
+        way = "higher" if row["low"] > 0 else "lower"
+        return f"{word}: {way}; whether by more than the bound is open"
+    if word == NOT_MEASURED and not math.isnan(row["measured"]):
+        return f"no verdict: {row['reason']}"
+    return f"{word}: {row['reason']}" if row["reason"] else word
 
 
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
-    """The judged claims, or gates, as a person reads them."""
+    """The claims that have a number of ours, as a person reads them; `not_measured` has the rest."""
     rows = [
-        _stated_texts(row)
-        | {"Ours (interval)": _numbers(row, "measured", "low", "high"), "n": str(row["n"]),
-           "Planned n": str(row["planned"]),
-           "Verdict": (OPENS if row["gate"] else {}).get(row["verdict"], row["verdict"])
-           + (f" ({row['reason']})" if row["reason"] else "")}
-        for row in table.to_dict("records")
+        {"The paper says": row["says"], "Where": row["where"], "Supported if": supported_if(row),
+         "Paper (interval)": numbers(row, "paper", "paper_low", "paper_high"),
+         "Paper's verdict": row["paper_verdict"] or "–", "Ours (interval)": numbers(row),
+         "n": str(row["n"]) if row["measure"] in COUNTED else f"{row['n']} of {row['planned']}",
+         "Verdict": said(row)}
+        for row in table[table["measured"].notna()].to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def claims_beside(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """The same claims judged in several trainings, a column each by its title: verdict (of a gate
-    whether it is open) and our numbers; – where nothing is measured. n stands in the title, or in
-    every cell where it differs."""
-    rows = {title: table.to_dict("records") for title, table in tables.items()}
-    stated = [_stated_texts(row) for row in next(iter(rows.values()))]
-    for text, row in zip(stated, next(iter(rows.values())), strict=True):
-        text["Claim"] = ("Gate: " if row["gate"] else "") + text.pop("The paper says")
-    table = pd.DataFrame(stated)[["Claim", "Where", "Holds if", "Paper (interval)"]]
-    for title, found in rows.items():
-        ns = {row["n"] for row in found if row["n"]}
-        cells = [
-            _cell(row) + (f", n = {row['n']}" if row["n"] and len(ns) > 1 else "") for row in found
-        ]
-        table[f"{title}, n = {ns.pop()}" if len(ns) == 1 else title] = cells
-    return table
-
-
-def _cell(row: dict[str, Any]) -> str:
-    words = {"holds": "open", "does not hold": "shut"} if row["gate"] else {}
-    verdict = words.get(row["verdict"], row["verdict"])
-    return f"{verdict}: {_numbers(row, 'measured', 'low', 'high')}" if row["n"] else "–"
+def not_measured(table: pd.DataFrame) -> str:
+    """One line that lists the claims without a number of ours, and why it is not for lack of records
+    alone; "" if there are none."""
+    rows = table[table["measured"].isna()]
+    if len(rows) == len(table):
+        return f"Not measured: none of {len(table)} claims has its records yet."
+    each = [
+        row.says if row.reason.startswith("no records") else f"{row.says} ({row.reason})"
+        for row in rows.itertuples()
+    ]
+    return f"Not measured: {'; '.join(each)}." if each else ""

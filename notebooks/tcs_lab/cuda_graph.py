@@ -55,6 +55,7 @@ class GraphRounds:
     def ready(self, rounds: range) -> bool:
         """Whether these rounds, judged by the first, are sparse and have a mask to start with."""
         rule, first = self.federation.compressor.rule, self.federation.schedule(rounds.start)
+        rule.begin(masks=first.masks)  # masks of a warm-up end with it
         mask = None if first.dense else rule.shared_mask()
         return mask is not None and len(mask) == rule.k_global and first.masks == 1
 

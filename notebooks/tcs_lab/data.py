@@ -7,6 +7,8 @@ import io
 import os
 import sys
 import tarfile
+import unicodedata
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -191,17 +193,23 @@ MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
 MAX_DATASET_BYTES = 4 << 30  # of all images, decoded
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")  # Pillow knows others that start programs
 PARTS = ("train", "test")
+LAYOUT = "train/<class>/<image> and test/<class>/<image>"
+# What computers put beside images; nothing with a dot in front is looked at, either.
+LITTER = {"__MACOSX", "Thumbs.db", "desktop.ini", "Icon\r", "@eaDir"}
 
 
 def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
-    """Class folders, or a tar of them, decoded once into the cache."""
+    """Class folders, or a tar of them, decoded once into the cache. They may stand in a single
+    folder inside, as archives often have it."""
     if root is None:
-        raise ValueError("data_root: got None, allowed: a folder or tar with train/<class>/* in it")
+        raise ValueError(f"data_root: got None, allowed: a folder or tar of {LAYOUT}")
     path = _user_path(root)
     if not path.exists():
         raise FileNotFoundError(f"data_root: {path} does not exist")
+    named = path.resolve().name
+    path = _with_parts(path) if path.is_dir() else path
     cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
-    label = label or path.resolve().name.lstrip(".").split(".")[0]
+    label = label or named.lstrip(".").split(".")[0]
     if found := _read_cached(cached, label):
         return found
     with alone(cached, f"the images in {path}"):
@@ -213,6 +221,26 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
         sealed: dict[str, Any] = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
         write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
         return dataset
+
+
+def _with_parts(root: Path) -> Path:
+    """The folder that holds train/ and test/: the root, or the one folder inside that does.
+    ValueError says what is there instead."""
+    if any((root / part).is_dir() for part in PARTS):
+        return root
+    folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not _litter(f.name)]
+    inside = [folder for folder in folders if (folder / PARTS[0]).is_dir()]
+    if len(inside) == 1:
+        return inside[0]
+    names = shown([folder.name for folder in inside or folders])
+    what = "several folders with a train/ in them" if inside else "no train/ and no test/, but"
+    way_out = "the folder above it" if root.resolve().name in PARTS else f"a folder of {LAYOUT}"
+    raise ValueError(f"data_root: {root} has {what} {names}; allowed: {way_out}")
+
+
+def _litter(name: str) -> bool:
+    """Whether a file or folder belongs to somebody's computer, not to a data set."""
+    return name.startswith(".") or name in LITTER
 
 
 _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -234,17 +262,27 @@ def _source_key(path: Path) -> str:
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
     sha, inside = hashlib.sha256(), path.resolve()
-    for file in sorted(file for part in PARTS for file in (path / part).rglob("*")):
+    for file in _below(path, "**/*"):
         if not file.exists() or not file.resolve().is_relative_to(inside):
-            raise ValueError(f"{path}: {file.name!r} is a link that leads nowhere, or outside")
+            where = file.relative_to(path).as_posix()
+            raise ValueError(
+                f"{path}: {where!r} is a link that leads nowhere, or outside; put the file there, "
+                "or a tar made with --dereference"
+            )
         status = file.stat()
         sha.update(os.fsencode(file.relative_to(path)))
         sha.update(f" {status.st_size} {status.st_mtime_ns}\n".encode())
     return sha.hexdigest()[:32]
 
 
+def _below(root: Path, pattern: str) -> list[Path]:
+    """What is in train/ and test/, but for litter and what is in it; sorted."""
+    found = sorted(file for part in PARTS for file in (root / part).glob(pattern))
+    return [f for f in found if not any(map(_litter, f.relative_to(root).parts))]
+
+
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    for file in sorted(file for part in PARTS for file in (root / part).glob("*/**/*")):
+    for file in _below(root, "*/**/*"):
         if file.is_file():
             _check_size(str(file), file.stat().st_size)
             yield file.relative_to(root).as_posix(), file.read_bytes()
@@ -262,6 +300,8 @@ class _Member(tarfile.TarInfo):
 
 def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
     """Regular files of an archive, any compression; nothing is unpacked to disk."""
+    if zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: is a zip archive, allowed: a folder (unpack it), or a tar")
     try:
         with tarfile.open(path, tarinfo=_Member) as archive:
             seen = set()
@@ -308,15 +348,22 @@ def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) 
 def _decoded(
     files: Iterable[tuple[str, bytes]], source: Path
 ) -> Iterator[tuple[str, str, str, np.ndarray]]:
-    """(train or test, class, file name, pixels) of every image; all of one size."""
-    shape, size = None, 0
+    """(train or test, class, file name, pixels) of every image; all of one size. A class is its
+    name, however its accents are spelled in Unicode."""
+    shape, size, places, others = None, 0, set[str](), list[str]()
     bar = {"desc": f"decoding {source.name}", "unit": " images", "leave": False}
     for name, content in tqdm(files, **bar, disable=not sys.stderr.isatty()):
-        part, *rest = name.split("/")
-        if part not in PARTS or len(rest) < 2 or rest[-1].startswith("."):
+        place, words = _placed(name)
+        if len(words) < 3 or any(map(_litter, words)):
+            others.append(name)
             continue
-        if len(rest) > 2:
+        part, kind, *rest = words
+        if len(rest) > 1:
             raise ValueError(f"{source}: {name}: allowed: {part}/<class>/<image>, no deeper")
+        places.add(place)
+        if len(places) > 1:
+            found = shown([f"{where}{PARTS[0]}/" for where in sorted(places)])
+            raise ValueError(f"{source}: images in several places, {found}; allowed: one")
         pixels = _decode_image(f"{source}: {name}", content)
         shape = shape or pixels.shape
         if pixels.shape != shape:
@@ -325,22 +372,42 @@ def _decoded(
         size += pixels.nbytes
         if size > MAX_DATASET_BYTES:
             raise ValueError(f"{source}: allowed: at most {MAX_DATASET_BYTES} bytes, decoded")
-        yield part, rest[0], rest[1], pixels
+        yield part, unicodedata.normalize("NFC", kind), rest[0], pixels
+    if not places:
+        raise ValueError(
+            f"{source}: no {LAYOUT} in it, but {shown(others) if others else 'nothing'}"
+        )
+
+
+def _placed(name: str) -> tuple[str, list[str]]:
+    """Where train/ and test/ are, "" or "folder/", and the words of a file's name from there on:
+    none if it is in neither."""
+    words = name.split("/")
+    if words[0] in PARTS:
+        return "", words
+    if words[1:] and words[1] in PARTS:
+        return f"{words[0]}/", words[1:]
+    return "", []
 
 
 def _classes(found: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
     """The names of the classes, which train and test must share; ValueError says what is there."""
-    train, test = (sorted({c for p, c, *_ in found if p == part}) for part in PARTS)
-    if len(train) < 2 or train != test:
+    train, test = ({c for p, c, *_ in found if p == part} for part in PARTS)
+    lonely = {"train": train - test, "test": test - train}
+    for part, names in lonely.items():
+        if names:
+            what = f"classes without an image in the other part: {shown(sorted(names))} in {part}/"
+            raise ValueError(f"{source}: {what}; allowed: the same two or more, as {LAYOUT}")
+    if len(train) < 2:
         raise ValueError(
-            f"{source}: classes {train[:20]} in train/, {test[:20]} in test/; "
-            "allowed: the same two or more, as train/<class>/* and test/<class>/*"
+            f"{source}: images of {len(train)} classes {sorted(train)}, allowed: two or more, "
+            f"as {LAYOUT}"
         )
-    return train
+    return sorted(train)
 
 
 def _decode_image(name: str, content: bytes) -> np.ndarray:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
@@ -349,6 +416,9 @@ def _decode_image(name: str, content: bytes) -> np.ndarray:
             if image.mode != "RGB":
                 raise ValueError(f"mode {image.mode}, allowed: RGB")
             return np.asarray(image, np.uint8)
+    except UnidentifiedImageError:  # its own words show an object's address
+        kinds = ", ".join(IMAGE_FORMATS)
+        raise ValueError(f"{name}: is no image, allowed: {kinds}; move it elsewhere") from None
     except Exception as error:  # Pillow's decoders raise many kinds
         raise ValueError(f"{name}: not a readable RGB image ({cut(one_line(error))})") from error
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 _SHORT = reprlib.Repr()
@@ -50,3 +52,17 @@ def validated(kind: Any, given: Any, source: object, strict: bool | None = None)
     if first["type"] == "value_error":  # of a check of the model's own, which names the value
         raise ValueError(f"{source}: {place}{first['ctx']['error']}")
     raise ValueError(f"{source}: {place}got {shown(first['input'])}; {first['msg']}")
+
+
+def text_hint(name: str, given: Any, fits: Callable[[Any], Any]) -> str:
+    """For a text where something else is meant: how to say it, if what stands in the text `fits`
+    (does not raise). Else nothing."""
+    if not isinstance(given, str) or len(given) > 200:
+        return ""
+    with contextlib.suppress(Exception):
+        fits(float(given))
+        return " (YAML reads 1e-3 as text: write 1.0e-3)"
+    with contextlib.suppress(Exception):  # tags of YAML raise many kinds
+        fits(yaml.safe_load(given))
+        return f' (papermill\'s -p hands that on as text: write -y "{name}: {given}")'
+    return ""

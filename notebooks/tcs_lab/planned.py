@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 from pydantic import BaseModel, Field
 
 from tcs_lab.errors import validated
 from tcs_lab.settings import RunConfig, Seed, plan, read_params
+from tcs_lab.tables import recorded
 
 
 class Stage(BaseModel, extra="forbid"):
@@ -42,3 +44,18 @@ def planned_runs(path: str | Path, **changes: Any) -> dict[str, list[RunConfig]]
         ]
         for stage in read.stages
     }
+
+
+def made_of(plans: dict[str, list[RunConfig]], results: str | Path | None = None) -> pd.DataFrame:
+    """One row a stage of a plan: its runs that are planned, made, and of these diverged; the hours
+    of computation that the made ones took."""
+    rows = []
+    for stage, configs in plans.items():
+        found = recorded(configs, results).values()
+        seconds = sum(record["provenance"]["wall_seconds"] for record in found)
+        diverged = sum(record["status"] == "diverged" for record in found)
+        rows.append(
+            {"stage": stage, "planned": len({config.digest for config in configs}),
+             "made": len(found), "diverged": diverged, "hours": seconds / 3600}
+        )  # fmt: skip
+    return pd.DataFrame(rows)

@@ -102,7 +102,7 @@ def rows_shown(bar: Progress) -> Iterator[Path]:
     done = threading.Event()
 
     def follow() -> None:
-        with told.open() as file:
+        with told.open(encoding="utf-8") as file:
             ended, half = False, ""
             while not ended:
                 ended = done.wait(0.2)

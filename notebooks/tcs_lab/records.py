@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -115,19 +116,35 @@ def _sha256_of(*files: Path) -> str:
 
 
 # Of what was imported, whatever is edited later.
-_CORE_SHA256 = _sha256_of(Path(tcs_core.__file__))
+_CORE_SOURCE = Path(tcs_core.__file__).read_bytes()
+_CORE_SHA256 = hashlib.sha256(_CORE_SOURCE).hexdigest()
 _LAB_SHA256 = _sha256_of(*sorted(Path(__file__).parent.glob("*.py")))
 
 
+@cache
 def core_sha256() -> str:
-    """Of the core's file, as it was when it was imported."""
-    return _CORE_SHA256
+    """Of the core's code as it was imported, without its comments, docstrings and line breaks.
+
+    It stands under every notebook: what a notebook shows stays true when a comment is mended.
+    (Records hold the hash of the file as it is, "core_sha256".)
+    """
+    return code_sha256(_CORE_SOURCE)
+
+
+def code_sha256(source: bytes) -> str:
+    """Sha256 of what a Python file does: of its syntax tree without docstrings, as text."""
+    tree = ast.parse(source)
+    with_docstrings = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, with_docstrings) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
 @cache
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -137,7 +154,8 @@ def _cpu_name() -> str:
 def git_state() -> dict[str, Any]:
     def git(*words: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(ROOT), *words]  # it may be killed
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+        return done.stdout.strip()
 
     try:
         dirty = bool(git("status", "--porcelain", "--untracked-files=no"))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, StrictBool, model_validator
 from tcs_core import Scheme
 from tcs_lab.errors import shown, validated
 from tcs_lab.settings import RUN_KEYS, SCHEME_KEYS, WHERE_KEYS, RunConfig, plan, read_params
-from tcs_lab.tables import _digits, _ours, recorded, summary
+from tcs_lab.tables import _digits, _ours, measured, recorded, summary
 
 
 class Setting(BaseModel, extra="forbid"):
@@ -166,11 +166,15 @@ def _row(name: str, word: str, scheme: str, records: dict[str, dict[str, Any]]) 
 
 
 def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a sensitivity table as a person reads them; the files stay in the csv."""
+    """The rows of a sensitivity table that are measured, as a person reads them; the files stay in
+    the csv."""
     rows = [
         {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": _ours(r),
          "n": str(r.n), "MB up": _digits(r.megabytes_up), "MB down": _digits(r.megabytes_down),
          "of both: warm-up": _digits(r.megabytes_warmup)}
-        for r in table.itertuples()
+        for r in measured(table).itertuples()
     ]  # fmt: skip
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+_COLUMNS = ("Setting", "Value", "Scheme", "Accuracy %", "n", "MB up", "MB down", "of both: warm-up")

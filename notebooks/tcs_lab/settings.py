@@ -22,7 +22,8 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 import tcs_lab.rivals
 import tcs_lab.variants  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, RULES, SIDES, STAGES, Scheme, kept
-from tcs_lab.errors import cut, one_line, reject_unknown, shown
+from tcs_lab.errors import cut, one_line, reject_unknown, shown, text_hint
+from tcs_lab.twins import check_twin
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,9 +149,9 @@ class RunConfig:
             allowed = TEXT_MODEL if text else " or ".join(STAGES)
             got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"
             raise ValueError(f"model: {got}")
-        images = ["train_samples", "test_samples", "test_unused", "image_size"]
-        images += ["dirichlet_alpha", "graph"]
-        for key in images if text else []:
+        of_images = ["train_samples", "test_samples", "test_unused", "image_size"]
+        of_images += ["dirichlet_alpha", "graph"]
+        for key in of_images if text else ():
             if value := getattr(self, key):
                 raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
 
@@ -356,10 +357,9 @@ def checked(key: str, value: Any) -> Any:
         return _CHECKS[key].validate_python(value)
     except ValidationError:
         allowed = _allowed(_CHECKS[key].json_schema())
-    hint = isinstance(value, str) and "number" in allowed
+    hint = text_hint(key, value, _CHECKS[key].validate_python)
     raise ValueError(
-        f"{key}: got {shown(value)} ({type(value).__name__}), allowed: {allowed}"
-        f"{' (YAML reads 1e-3 as text: write 1.0e-3)' if hint else ''}"
+        f"{key}: got {shown(value)} ({type(value).__name__}), allowed: {allowed}{hint}"
     )
 
 
@@ -419,9 +419,13 @@ def check_notebook_params(namespace: dict[str, Any]) -> None:
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """What papermill assigned, and what the cell before it did: the notebook's own parameters."""
+    """What papermill assigned, and what the cell before it did: the notebook's own parameters.
+
+    ValueError if the notebook that runs is older than its .py."""
     injected, own = set[str](), set[str]()
-    for before, cell in itertools.pairwise(["", *namespace.get("In", [])]):
+    run = namespace.get("In", [])
+    check_twin([c for c in run[1:] if not c.startswith("# Parameters\n")], ROOT / "notebooks")
+    for before, cell in itertools.pairwise(["", *run]):
         if cell.startswith("# Parameters\n"):
             injected, own = injected | _assigned(cell), own | _assigned(before)
     return injected, own

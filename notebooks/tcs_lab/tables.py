@@ -239,41 +239,61 @@ def _printed(name: str, paper: dict[str, list]) -> dict[str, float]:
 # For a person ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The summary as a person reads it: differences in points with 95 % intervals first, if there
-    are any; then levels in percent, mean ± std; then bits per parameter and local iteration."""
-    rows = pd.DataFrame([_readable_row(row) for row in table.itertuples()])
-    empty = [c for c in (OURS, PAPERS) if c in rows and (rows[c] == "–").all()]
-    return rows.drop(columns=empty)
-
-
 OURS, PAPERS = "Ours − Baseline, points", "Paper − Baseline, points"
+COLUMNS = (
+    "Scheme", "n", "Ours: accuracy %", OURS, "Paper: accuracy %", PAPERS,
+    "Bits up: formula / sent", "MB both ways",
+)  # fmt: skip
 NOTE = (
-    "Differences have 95 % intervals: ours over the seeds that scheme and Baseline have in common, the "
-    "paper's from the means and deviations it prints. Accuracies: mean ± one standard deviation over n "
-    "seeds. Bits: per parameter and local iteration. MB: one client's whole run, warm-up included."
+    "Accuracies: mean ± one standard deviation over n seeds. Differences have 95 % intervals: ours over "
+    "the seeds that scheme and Baseline have in common, the paper's from the means and deviations it "
+    "prints. Bits: per parameter and local iteration, after the warm-up. MB: one client's whole run, "
+    "warm-up included. The csv beside this has all other numbers."
 )
 
 
-def _readable_row(r: Any) -> dict[str, str]:
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The summary as a person reads it, of what is measured: levels in percent, mean ± std, and
+    differences in points with 95 % intervals; bits per parameter and local iteration; megabytes.
+
+    Eight columns at most; those of the paper are left out where it says nothing.
+    """
+    rows = [_readable_row(row) for row in measured(table).itertuples()]
+    text = pd.DataFrame(rows, columns=COLUMNS)
+    empty = [c for c in (OURS, "Paper: accuracy %", PAPERS) if (text[c] == "–").all()]
+    return text.drop(columns=empty)
+
+
+def measured(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table that have a run, also if it diverged."""
+    return table[(table["n"] > 0) | (table["diverged"] > 0)]
+
+
+def unmeasured(table: pd.DataFrame) -> str:
+    """One line that lists the rows without a run, by setting, value and scheme, as far as the table
+    has these columns; "" if there are none."""
+    if not {"n", "diverged", "scheme"} <= set(table):
+        return ""
+    missing = table.drop(measured(table).index)
+    words = [column for column in ("setting", "value", "scheme") if column in table]
+    names = [" ".join(map(str, row)) for row in missing[words].to_numpy()]
+    return f"Not measured yet: {', '.join(names)}." if names else ""
+
+
+def _readable_row(r: Any) -> tuple[str, ...]:
     gap = with_interval(*(100 * v for v in (r.difference, r.difference_low, r.difference_high)))
     theirs = (r.paper_difference, r.paper_difference_low, r.paper_difference_high)
-    return {
-        "Scheme": r.scheme,
-        "η": f"{r.eta:g}",
-        OURS: gap + (f", n = {r.difference_n}" if 0 < r.difference_n < r.n else ""),
-        PAPERS: with_interval(*(100 * v for v in theirs)),
-        "n": str(r.n),
-        "Ours: accuracy %": _ours(r),
-        "Paper: accuracy %": _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
-        "Training loss": "–" if math.isnan(r.train_loss) else f"{r.train_loss:.3f}",
-        "Paper: bits": _digits(r.paper_bits),
-        "Formula": _digits(r.formula_bits),
-        "Sent up": _digits(r.uplink_bits),
-        "… with warm-up": _digits(r.uplink_bits_with_warmup),
-        "Sent down": _digits(r.downlink_bits),
-        "MB both ways": _digits(r.megabytes_up + r.megabytes_down),
-    }
+    sent = f"{_digits(r.formula_bits)} / {_digits(r.uplink_bits)}"
+    return (
+        r.scheme,
+        str(r.n),
+        _ours(r),
+        gap + (f", n = {r.difference_n}" if 0 < r.difference_n < r.n else ""),
+        _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
+        with_interval(*(100 * v for v in theirs)),
+        "–" if sent == "– / –" else sent,
+        _digits(r.megabytes_up + r.megabytes_down),
+    )
 
 
 def _ours(row: Any) -> str:
@@ -304,13 +324,17 @@ def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -
 
 def save_table(
     table: pd.DataFrame, path: str | Path, title: str,
-    reader: Callable[[pd.DataFrame], pd.DataFrame] = readable,
+    reader: Callable[[pd.DataFrame], pd.DataFrame] = readable, note: str | None = None,
 ) -> None:  # fmt: skip
-    """The summary as .csv (numbers) and .md (as a person reads it, by `reader`)."""
+    """The summary as .csv (numbers) and .md (as a person reads it, by `reader`; a line about what is
+    not measured; a note: of a summary, what its columns mean)."""
     csv = table.to_csv(index=False, lineterminator="\n")
     write_whole(Path(f"{path}.csv"), lambda f: f.write(csv.encode()))
-    text = f"**{title}**\n\n{markdown(reader(table))}\n"
-    text += f"\n{NOTE}\n" if reader is readable else ""
+    shown = reader(table)
+    missing = unmeasured(table) if reader is readable else ""
+    parts = [f"**{title}**", markdown(shown) if len(shown) else "", missing]
+    parts.append(NOTE if note is None and reader is readable and len(shown) else note or "")
+    text = "\n\n".join(part for part in parts if part) + "\n"
     write_whole(Path(f"{path}.md"), lambda f: f.write(text.encode()))
 
 

@@ -312,9 +312,23 @@ def packed(right: Tensor) -> str:
     return base64.b64encode(np.packbits(right.numpy()).tobytes()).decode()
 
 
-def unpacked(text: str, count: int) -> np.ndarray:
-    """The inverse of `packed`: (count,) bool."""
+def unpacked(text: str, count: int | None = None) -> np.ndarray:
+    """The inverse of `packed`: (count,) bool; without a count all bits, those that fill up, too."""
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
+
+
+def outcomes(record: dict[str, Any]) -> np.ndarray | None:
+    """Which of the images tested after the last epoch were right, (images,) bool; None if the record
+    did not keep it. ValueError if that is not what its accuracy says."""
+    last = record["rows"][-1] if record["rows"] else {}
+    if "right" not in last:
+        return None
+    padded = unpacked(last["right"])
+    count = round(padded.sum() / last["accuracy"]) if last["accuracy"] else len(padded)
+    short = len(padded) - count  # the last byte may be filled up
+    if not 0 <= short < 8 or padded[count:].any() or padded.sum() / count != last["accuracy"]:
+        raise ValueError(f"right: got {padded.sum()} of {len(padded)}, allowed: as accuracy says")
+    return padded[:count]
 
 
 def _phase(config: RunConfig, rounds: int, t: int) -> Phase:

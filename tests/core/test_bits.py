@@ -56,7 +56,7 @@ def test_counted_bits_are_the_parts_of_a_real_message(name, random):
     compressor = tcs.Compressor(scheme, [1500, 1500], 1)
     deltas = torch.randn(1, 3000, generator=random)
     compressor.step(deltas)
-    before = compressor.rule.global_mask()
+    before = compressor.rule.shared_mask()
     update = compressor.step(deltas)
     sent = update.nonzero().squeeze(1)
     own = torch.tensor(sorted(set(sent.tolist()) - set(before.tolist()))).long()

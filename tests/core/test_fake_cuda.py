@@ -1,5 +1,5 @@
-"""Section 9 on a GPU that is not there: on fake tensors of a CUDA device nothing is computed, but two
-devices in one operation raise, and so does every value that the host looks at.
+"""Sections 6 and 7 on a GPU that is not there: on fake tensors of a CUDA device nothing is computed,
+but two devices in one operation raise, and so does every value that the host looks at.
 
 Backward passes need a device that is there, so they are held to the second on a fake CPU."""
 
@@ -11,11 +11,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import tcs_core as tcs
 
-CLIENTS, NAMES = 2, [
-    "TCS", "TCS-Q5", "TCS-M3", "TCS-L4-Q5", "TCS-E3-K4", "TCS-Q5-Global Momentum", "TCS-L2-NW", "top-K",
-    "top-K-Q5", "top-K-M2-L2", "TCS-LF", "TCS-D5", "TCS+", "TCS-GE", "TCS-WPLF", "rand-K", "FedAvg",
-]  # fmt: skip
-STATIC = [name for name in NAMES if tcs.StaticRounds.suits(tcs.Scheme.named(name), tcs.Link())]
+CLIENTS = 2
+FREE = [
+    "TCS",
+    "TCS-Q5",
+    "TCS-L4-Q5",
+    "TCS-Q5-Global Momentum",
+    "top-K",
+    "top-K-Q5",
+    "rand-K",
+    "FedAvg",
+]
+MASKED = [name for name in FREE if name not in ("rand-K", "FedAvg")]  # of those, by S_top
 
 
 def small_net():
@@ -24,54 +31,85 @@ def small_net():
 
 
 def play(name, loss=tcs.cross_entropy):
-    """A federation on the default device that has made a static round."""
+    """A federation on the default device that has made a round, up to the one look at its end."""
     steps = tcs.Scheme.named(name).local_steps
     labels = torch.zeros(4, dtype=torch.int64)
     feed = HeldFeed([[(torch.empty(4, 3, 8, 8), labels)] * 2 * steps] * CLIENTS, steps)
     federation = tcs.Federation(small_net(), feed, name, 0.1, loss=loss, weight_decay=1e-4)
-    rounds = tcs.StaticRounds(federation, 2)
-    federation.compressor.use(rounds.host)
-    federation.compressor.rule.observe(federation.theta_D)  # a mask to start with
-    assert rounds.ready(range(2))
-    feed.hold(range(2))
-    rounds._round()
-    return federation, rounds
+    known = federation.compressor.known
+    known.rule.observe(federation.theta_D)  # a mask to start with
+    known.checks.later = True
+    federation.round()
+    return federation
 
 
 @pytest.fixture
 def on_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)
+    for name in (
+        "_random_state",
+        "_put_random_state",
+        "_reseed",
+    ):  # a device that is there has them
+        monkeypatch.setattr(tcs, name, lambda *_: None)
     with FakeTensorMode(), torch.device("cuda"):
         yield
 
 
 @pytest.fixture
-def on_cpu():
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    for name in ("_random_state", "_put_random_state", "_reseed"):  # no state of fake tensors
+        monkeypatch.setattr(tcs, name, lambda *_: None)
     with FakeTensorMode():
         yield
 
 
-def test_these_are_all_kinds_of_static_rounds():
-    assert [name in STATIC for name in NAMES] == [True] * 10 + [False] * 7
+def tensors_of(state):
+    """All tensors in a state, however deep."""
+    if torch.is_tensor(state):
+        return [state]
+    inside = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [tensor for value in inside for tensor in tensors_of(value)]
 
 
-@pytest.mark.parametrize("name", STATIC)
-def test_a_static_round_stays_on_its_device(name, on_cuda):
-    federation, rounds = play(name)
-    state, rule = federation.state_dict() | rounds.compressor.state_dict(), rounds.compressor.rule
-    tensors = [v for v in (*state.values(), *state["rule"].values()) if torch.is_tensor(v)]
-    tensors += [rounds.finite_TN, rounds.explored_T, federation.losses_N]
-    assert {t.device.type for t in tensors} == {"cuda"}
-    assert len(rule.global_mask()) == rule.k_global
+@pytest.mark.parametrize("name", FREE)
+def test_a_round_stays_on_its_device(name, on_cuda):
+    federation = play(name)
+    compressor = federation.compressor
+    checks, tensors = compressor.known.checks, tensors_of(compressor.state_dict())
+    tensors += [federation.theta_D, federation.statistics_NS, federation.losses_N, checks.explored]
+    tensors += [*checks.finite.values(), *compressor.known.rule.state_dict().values()]
+    assert len(checks.finite) == CLIENTS + 1
+    assert {t.device.type for t in tensors if torch.is_tensor(t)} == {"cuda"}
+    assert compressor.known.dense == (name == "FedAvg")
+    assert all(p.device.type == "cuda" for p in federation.model.parameters())
 
 
-@pytest.mark.parametrize("name", STATIC)
-def test_the_host_looks_at_no_value_of_a_static_round(name, on_cpu):
+@pytest.mark.parametrize("name", FREE)
+def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
     """With its backward passes: to the end of the round, with values that nobody knows yet."""
-    _, rounds = play(name)
+    checks = play(name).compressor.known.checks
+    checks.later = False
     with pytest.raises(DataDependentOutputException):
-        bool(rounds.finite_TN.all())
-    assert rounds.host.explored is not None
+        checks.read()
+
+
+@pytest.mark.parametrize("name", ["TCS-Q5", "top-K", "rand-K", "FedAvg"])
+def test_client_and_server_by_halves_stay_on_their_device(name, on_cuda):
+    """To the one look of `Server.finish`, which everything goes into."""
+    known = tcs.Known(name, [60, 40], device="cuda")
+    known.rule.observe(torch.ones(100))
+    clients, server = [tcs.Client(known, n) for n in range(2)], tcs.Server(known)
+    known.begin()
+    for client in clients:
+        server.add(client.number, client.send(torch.ones(100)))
+    with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
+        server.finish()
+    assert len(known.checks.finite) == 3
+    known.checks.later = True
+    known.checks.read()
+    assert known.checks.explored.device.type == "cuda"
 
 
 # Each of these would be noticed ───────────────────────────────────────────────────────────────────
@@ -90,8 +128,8 @@ SPOILED = [(looks, DataDependentOutputException, "_local_scalar_dense"),
 
 
 def spoil_masks(monkeypatch, spoiled):
-    plain = tcs.static_top_k
-    monkeypatch.setattr(tcs, "static_top_k", lambda *vector_and_k: spoiled(plain(*vector_and_k)))
+    plain = tcs._of_largest
+    monkeypatch.setattr(tcs, "_of_largest", lambda *vector_and_k: spoiled(plain(*vector_and_k)))
     return tcs.cross_entropy
 
 
@@ -114,8 +152,14 @@ def spoil_backward(monkeypatch, spoiled):
     return loss
 
 
-PLACES = [(spoil_masks, name) for name in STATIC]
-PLACES += [(spoil_values, "TCS-M3"), (spoil_passes, "top-K")]
+def spoil_updates(monkeypatch, spoiled):
+    plain = tcs.Server.average
+    monkeypatch.setattr(tcs.Server, "average", lambda server: spoiled(plain(server)))
+    return tcs.cross_entropy
+
+
+PLACES = [(spoil_masks, name) for name in MASKED] + [(spoil_updates, name) for name in FREE]
+PLACES += [(spoil_values, "TCS-Q5"), (spoil_values, "rand-K"), (spoil_passes, "top-K")]
 
 
 @pytest.mark.parametrize(("spoil", "name"), PLACES)
@@ -126,17 +170,16 @@ def test_what_does_not_belong_on_a_gpu_raises(spoil, name, how, error, says, on_
         play(name, loss)
 
 
-@pytest.mark.parametrize("spoil", [spoil_masks, spoil_values, spoil_passes, spoil_backward])
+@pytest.mark.parametrize(
+    "spoil", [spoil_masks, spoil_values, spoil_passes, spoil_backward, spoil_updates]
+)
 def test_what_the_host_looks_at_raises(spoil, on_cpu, monkeypatch):
     loss = spoil(monkeypatch, looks)
     with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
         play("TCS-L2-Q5", loss)
 
 
-def test_a_quantizer_of_ones_own_that_looks_at_a_value_raises(on_cuda, monkeypatch):
-    for registry in ("SUFFIXES", "QUANTIZERS"):
-        monkeypatch.setattr(tcs, registry, getattr(tcs, registry).copy())
-
+def test_a_quantizer_of_ones_own_that_looks_at_a_value_raises(registry, on_cuda):
     @tcs.register_quantizer("U", "uniform")
     def uniform_quantize(values_K, intervals):
         edge = float(values_K.abs().max()) / intervals

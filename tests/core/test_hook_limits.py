@@ -1,5 +1,6 @@
-"""Section 11: the DDP hook with small buckets, and with numbers near the largest of their type."""
+"""Section 9: the DDP hook with small buckets, and with numbers near the largest of their type."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import start
@@ -24,7 +25,8 @@ def in_small_buckets(ranks, folder):
 
 def _noting_full_masks(full):
     def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        positions = state._compressor(bucket).rule.positions
+        key, sizes = state.slots_of(bucket.parameters()), [p.numel() for p in bucket.parameters()]
+        positions = state.client(key, sizes, bucket.buffer().device).known.rule.positions
         full.append(positions is not None and len(positions) == bucket.buffer().numel())
         return tcs.tcs_hook(state, bucket)
 
@@ -58,5 +60,22 @@ def near_the_largest(ranks, folder):
     return finite
 
 
-def test_finite_gradients_of_float16_stay_finite(tmp_path):
-    assert start(2, tmp_path, near_the_largest) == [[True] * 8] * 2
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_finite_gradients_of_float16_stay_finite(tmp_path, ranks):
+    """Three thirds of the largest number, rounded to float16, are beyond it."""
+    assert start(ranks, tmp_path, near_the_largest) == [[True] * 8] * ranks
+
+
+def test_what_a_shorter_type_cannot_hold_stays_behind():
+    known = tcs.Known("TCS", [1000])
+    known.rule.load_state_dict(known.rule.state_dict() | {"positions": torch.arange(10)})
+    client, gradient_D = tcs.Client(known), torch.full((1000,), 5e4, dtype=torch.float16)
+    client.errors_D.fill_(3e4)
+    intended_D = client.errors_D + gradient_D.float()
+    known.begin()
+    message, finite = tcs._own_message(client, gradient_D, ranks=1)
+    assert finite and message.values.tolist() == [torch.finfo(torch.float16).max] * 11
+    client.arrived(message)
+    sent_D = torch.zeros(1000)
+    message.add_to_(sent_D, known.shared_K)
+    assert torch.equal(sent_D + client.errors_D, intended_D)

@@ -1,23 +1,26 @@
-"""How often an eager step of compression stops for the host: on a GPU each time with an empty queue.
+"""How often a round of compression stops for the host: on a GPU each time with an empty queue.
 Counted on a CPU, with the operations that a GPU would do."""
+
+import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
-from common import deltas_like_training
+from common import Alone, Bucket, alone_in_a_group, deltas_like_training
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tcs_core as tcs
 
 SIZES, ROUNDS = [900, 100], 6
-PARAMETERS = [torch.zeros(size) for size in SIZES]
 LOOKS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"}
 
 
 class Reads(TorchDispatchMode):
-    """Counts what needs a value on the host: a number, or how many places a mask has."""
+    """Counts what needs a value on the host: a number, or how many places a mask has; a list or a
+    copy counts as one, whatever it holds."""
 
-    count = 0
+    def __init__(self, copies=("tolist", "cpu", "numpy")):
+        super().__init__()
+        self.count, self.copies = 0, copies
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -26,88 +29,158 @@ class Reads(TorchDispatchMode):
         self.count += name in LOOKS or any(p.dtype == torch.bool for p in masks)
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self):
+        self.plain = {name: getattr(torch.Tensor, name) for name in self.copies}
+        for name in self.plain:
+            setattr(torch.Tensor, name, self.counted(name))
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        for name, plain in self.plain.items():
+            setattr(torch.Tensor, name, plain)
+        return super().__exit__(*raised)
+
+    def counted(self, name):
+        def read(tensor, *settings):
+            with _disable_current_modes():
+                found = self.plain[name](tensor, *settings)
+            self.count += 1
+            return found
+
+        return read
+
+
+def test_the_measure_counts_what_a_gpu_would_wait_for():
+    values = torch.arange(4.0)
+    looks = [
+        lambda: values[0].item(), lambda: bool(values.any()), lambda: values.tolist(), lambda: values.cpu(),
+        lambda: values.numpy(), lambda: values.nonzero(), lambda: values[values > 1],
+        lambda: int(values.sum()), lambda: torch.equal(values, values),
+    ]  # fmt: skip
+    for look in looks:
+        with Reads() as reads:
+            look()
+        assert reads.count == 1
+    with Reads() as reads:
+        torch.where(values > 1, values, 0.0).index_select(0, torch.tensor([1])).sum().add_(1)
+    assert reads.count == 0
+
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Tensors, where the core takes numpy's arrays on a CPU."""
-    monkeypatch.setattr(tcs, "_array", lambda tensor: tensor)
+    """The host may look at nothing at no cost."""
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
 
 
-@pytest.mark.parametrize(
-    ("name", "a_client", "server"), [("TCS", 6, 5), ("TCS-Q5", 6, 5), ("top-K", 5, 2)]
-)
-def test_what_an_eager_sparse_round_reads(name, a_client, server, as_on_a_gpu):
+FREE = ["TCS", "TCS-Q5", "top-K", "top-K-Q5", "rand-K", "rand-K-Q3"]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_sparse_round_reads_values_once(name, as_on_a_gpu):
     for clients in (2, 6):
-        compressor = tcs.Compressor(tcs.Scheme.named(name), SIZES, clients)
+        compressor = tcs.Compressor(name, SIZES, clients)
         *before, last_ND = deltas_like_training(ROUNDS, clients, SIZES)
         for deltas_ND in before:
             compressor.step(deltas_ND)
         with Reads() as reads:
             compressor.step(last_ND)
-        assert reads.count == a_client * clients + server
+        assert reads.count == 1 and not compressor.known.dense
 
 
-class Bucket:
-    """A gradient as DDP hands it to a hook, of the only rank of a group."""
-
-    def __init__(self, gradient_D):
-        self.gradient_D = gradient_D
-
-    def buffer(self):
-        return self.gradient_D
-
-    def parameters(self):
-        return PARAMETERS
-
-    def is_last(self):
-        return True
-
-
-class Alone:
-    """A group of one rank; a collective's work, done at once."""
-
-    def __init__(self, *sent):
-        self.sent = list(sent)
-
-    def size(self):
-        return 1
-
-    def rank(self):
-        return 0
-
-    def get_future(self):
-        future = torch.futures.Future()
-        future.set_result(self.sent)
-        return future
+@pytest.mark.parametrize("name", FREE)
+def test_what_is_not_looked_at_comes_out_the_same(name, monkeypatch):
+    """Update, errors and traffic, whether the host may look or not."""
+    with_looks = tcs.Compressor(name, SIZES, 3)
+    without = tcs.Compressor(name, SIZES, 3)
+    without.known.checks.looks = False
+    for deltas_ND in deltas_like_training(ROUNDS, 3, SIZES):
+        expected_D = with_looks.step(deltas_ND)
+        with monkeypatch.context() as as_on_a_gpu:
+            as_on_a_gpu.setattr(tcs, "may_look", lambda tensor: False)
+            update_D = without.step(deltas_ND)
+        assert torch.equal(update_D, expected_D)
+        assert torch.equal(without.errors_ND, with_looks.errors_ND)
+        assert without.traffic == with_looks.traffic
 
 
-def test_what_a_step_of_the_hook_reads(as_on_a_gpu, monkeypatch):
-    """A client's 6, the next mask's 3, and twice whether all is finite; copies to the host: of the
-    mask, for its checksum, of the message's parts, and of what a rank sent."""
-    plain, copies = torch.Tensor.cpu, []
-
-    def gather(gathered, part, group, async_op):
-        gathered[0].copy_(part)
-        return Alone(gathered)
-
-    monkeypatch.setattr(dist, "all_reduce", lambda sent, group, async_op: Alone(sent))
-    monkeypatch.setattr(dist, "all_gather", gather)
-
-    def on_the_host(work):
-        def unseen(*args):
-            with _disable_current_modes():
-                return work(*args)
-
-        return unseen
-
-    for coding in ("encode_message", "decode_message"):
-        monkeypatch.setattr(tcs, coding, on_the_host(getattr(tcs, coding)))
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t) or plain(t))
-    state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
-    *before, last_ND = deltas_like_training(ROUNDS, 1, SIZES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dense", [False, True])
+def test_what_is_not_finite_is_named_at_the_end_of_the_round_and_counts_for_nothing(
+    bad, dense, as_on_a_gpu
+):
+    compressor = tcs.Compressor("TCS", SIZES, 3)
+    *before, last_ND = deltas_like_training(3, 3, SIZES)
     for deltas_ND in before:
-        tcs.tcs_hook(state, Bucket(deltas_ND[0])).wait()
-    copies.clear()
+        compressor.step(deltas_ND)
+    expected_ND = compressor.errors_ND + last_ND
+    mask, broken_ND = compressor.rule.positions.clone(), last_ND.clone()
+    broken_ND[1, 7] = bad
+    with pytest.raises(tcs.NotFiniteError, match=r"^client 1: the update is not finite"):
+        compressor.step(broken_ND, dense)
+    expected_ND[1] -= last_ND[1]
+    torch.testing.assert_close(compressor.errors_ND, expected_ND, rtol=1e-6, atol=1e-7)
+    assert torch.equal(compressor.rule.positions, mask)
+    assert compressor.step(last_ND, dense).isfinite().all()
+
+
+def test_a_cpus_federation_and_one_that_may_not_look_give_the_same_bits(monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 5)
+        return tcs.Federation(model, [[(torch.randn(4, 20), torch.arange(4))]] * 2, "TCS-Q5", 0.1)
+
+    looks = made()
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    late = made()
+    for _ in range(4):
+        late_D = late.round()
+        with monkeypatch.context() as as_on_a_cpu:
+            as_on_a_cpu.setattr(tcs, "may_look", lambda tensor: True)
+            assert torch.equal(looks.round(), late_D)
+
+
+@pytest.mark.parametrize(("last", "finite"), [(3e38, True), (torch.inf, False), (torch.nan, False)])
+def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monkeypatch):
+    values, at_once = torch.tensor([3e38] * 40 + [last]), tcs.Checks("cpu")
+    with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError):
+        at_once.finite_part(values, 0)
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    late = tcs.Checks("cpu")
+    kept = late.finite_part(values, 0)
+    assert bool(late.finite[0]) == finite and torch.equal(
+        kept, values if finite else torch.zeros(41)
+    )
+    with (
+        contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError, match="client 0")
+    ):
+        late.read()
+
+
+def test_a_step_of_the_hook_reads_one_value_a_bucket(as_on_a_gpu, monkeypatch):
+    """The first: what the ranks begin with. The second, last of the dense ones: whether the mask
+    can come from it. Each after that: whether all was finite on all ranks."""
+    alone_in_a_group(monkeypatch)
+    parameters, counts = [torch.zeros(size) for size in SIZES], []
+    state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
+    for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES):
+        with Reads() as reads:
+            tcs.tcs_hook(state, Bucket(deltas_ND[0], parameters)).wait()
+        counts.append(reads.count)
+    assert counts == [1] * ROUNDS and state.bytes_sent["explored"] == 4 * 8 * 20
+
+
+def test_a_loaded_state_of_the_hook_reads_its_masks_once(as_on_a_gpu, monkeypatch):
+    """A mask a parameter, for its checksum, and where it lies; then one value a bucket."""
+    alone_in_a_group(monkeypatch)
+    parameters = [torch.zeros(size) for size in SIZES]
+    first, second = (tcs.TCSState(Alone(), start_iter=1) for _ in range(2))
+    *before, one, two = (deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES))
+    for delta_D in before:
+        tcs.tcs_hook(first, Bucket(delta_D, parameters)).wait()
+    second.load_state_dict(first.state_dict())
+    with Reads(copies=("tolist", "cpu")) as reads:
+        tcs.tcs_hook(second, Bucket(one, parameters)).wait()
+    assert reads.count == len(SIZES) + 1 + 1 + 1  # also the collective's answer, and whether finite
     with Reads() as reads:
-        tcs.tcs_hook(state, Bucket(last_ND[0])).wait()
-    assert (reads.count, len(copies)) == (11, 6)
+        tcs.tcs_hook(second, Bucket(two, parameters)).wait()
+    assert reads.count == 1

@@ -19,9 +19,14 @@ VECTORS = st.lists(
 @given(VECTORS, st.data())
 def test_exactly_k_with_ties_to_the_lower_index(values, data):
     k = data.draw(st.integers(0, len(values)))
-    floor = data.draw(st.sampled_from([0.0, 1e-41, 1.0, 2.0, 100.0]))
     expected = reference.s_top(values, k)
-    assert tcs.top_k_positions(torch.tensor(values), k, floor=floor).tolist() == expected
+    vector = torch.tensor(values)
+    assert tcs.top_k_positions(vector, k).tolist() == expected
+    with mock.patch.object(tcs, "may_look", lambda tensor: False):  # a GPU's
+        assert tcs.top_k_positions(vector, k).tolist() == expected
+    selection = tcs.Selection()
+    selection.floor = data.draw(st.sampled_from([0.0, 1e-41, 1.0, 2.0, 100.0]))
+    assert selection(vector, k).tolist() == expected
 
 
 @given(
@@ -49,7 +54,7 @@ def test_a_rule_that_remembers_thresholds_selects_as_one_that_does_not(
             "spike": vector.index_fill(0, torch.tensor([seed % dimension]), 1e30), "flip": -vector,
             "x1e6": vector * 1e6, "x1e-6": vector * 1e-6, "new": noise,
         }[change]  # fmt: skip
-        for excluded in (None, taken, tcs.positions_to_mask(taken, dimension)):
+        for excluded in (None, tcs.positions_to_mask(taken, dimension)):
             out = [] if excluded is None else taken.tolist()
             k = min(rule.k_global, dimension - len(out))
             allowed = sorted(set(range(dimension)) - set(out))
@@ -75,33 +80,40 @@ def test_a_long_vector_gives_what_a_full_sort_gives(k, change):
 def test_a_nan_in_a_long_vector_is_found(place):
     vector = torch.randn(5003)
     vector[place] = math.nan
-    with pytest.raises(ValueError, match="holds a NaN"):
-        tcs.top_k_positions(vector, 5)
+    for select in (tcs.top_k_positions, tcs.Selection()):
+        with pytest.raises(ValueError, match="holds a NaN"):
+            select(vector, 5)
 
 
-def test_a_shared_mask_is_excluded_for_one_round_and_from_own_masks_alone():
-    rule = tcs.TCS(tcs.Scheme.named("TCS", phi_global=0.2, phi_local=0.2, phi_down=0.2), [10])
-    vector, shared_K = torch.arange(10.0, 0.0, -1.0), torch.tensor([0, 1])
-    rule.begin(shared_K)
-    excluded_D = tcs.positions_to_mask(torch.tensor([0, 2]), 10)
-    for excluded, expected in [(excluded_D, [1, 3]), (torch.tensor([2]), [0, 1]), (None, [0, 1])]:
-        assert rule.select(vector, 2, None, excluded).tolist() == expected
-    assert rule.select(vector[:5], 2, None, shared_K).tolist() == [2, 3]
-    assert rule.local_mask(vector, shared_K).tolist() == [2, 3]
-    assert rule.server_mask(vector, shared_K).tolist() == [2, 3]
-    shared_K += 1  # in place, as a rule may do between two rounds
-    rule.begin(shared_K)
-    assert rule.local_mask(vector, shared_K).tolist() == [0, 3]
-    rule.begin(shared_K[:0])  # nothing is shared yet: k_global more
-    assert rule.local_mask(vector, shared_K[:0]).tolist() == [0, 1, 2, 3]
+def test_a_shared_mask_is_excluded_from_own_masks_alone():
+    rule = tcs.TCS(tcs.Scheme.named("TCS", phi_global=0.2, phi_local=0.2), [10])
+    vector = torch.arange(10.0, 0.0, -1.0)
+    for _ in range(2):  # the second time with thresholds
+        for shared, own in [([0, 1], [2, 3]), ([1, 2], [0, 3]), ([], [0, 1])]:
+            shared_D = tcs.positions_to_mask(torch.tensor(shared).long(), 10)
+            assert rule.own_mask(vector, shared_D, 2).tolist() == own
+            assert rule.select(vector, 2, None).tolist() == [0, 1]
+        assert rule.own_mask(vector, shared_D, 4).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_any_type_with_a_floor_and_one_candidate(dtype):
-    vector = torch.tensor([5.0, 1.0, 1.0, -6.0], dtype=dtype)
+    vector, selection = torch.tensor([5.0, 1.0, 1.0, -6.0], dtype=dtype), tcs.Selection()
     for excluded, expected in [([3], [0]), ([0], [3]), ([], [3])]:
-        found = tcs.top_k_positions(vector, 1, torch.tensor(excluded).long(), floor=4.0)
-        assert found.tolist() == expected
+        excluded_K, selection.floor = torch.tensor(excluded).long(), 4.0
+        assert tcs.top_k_positions(vector, 1, excluded_K).tolist() == expected
+        excluded_D = tcs.positions_to_mask(excluded_K, 4)
+        assert selection(vector, 1, excluded_D).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0] * 9, [1.0] * 9, [3, 1, 2, 3, 1, 2, 0, 0, 3], [3, -1, 2, -1, 1, 2, 0, -1, 3]]
+)
+def test_a_gpus_selection_breaks_ties_as_the_cpus_does(values):
+    """-1 stands for an excluded entry: the last to be taken."""
+    magnitudes = torch.tensor(values).float()
+    for k in range(10):
+        assert torch.equal(tcs._of_largest(magnitudes, k), tcs._top(magnitudes, k))
 
 
 @given(VECTORS, st.data())
@@ -129,8 +141,9 @@ def test_the_vector_is_left_alone(random):
 
 @pytest.mark.parametrize("k", [-1, 11])
 def test_k_out_of_range(k):
-    with pytest.raises(ValueError, match=f"k: got {k}, allowed: 0 to 10"):
-        tcs.top_k_mask(torch.ones(10), k)
+    for select in (tcs.top_k_mask, tcs.Selection()):
+        with pytest.raises(ValueError, match=f"k: got {k}, allowed: 0 to 10"):
+            select(torch.ones(10), k)
 
 
 def test_nan_is_an_error():
@@ -151,7 +164,7 @@ def test_layerwise_agrees_with_the_reference(sizes, phi_min, seed, data):
     expected = reference.s_top_fair(vector.tolist(), k, sizes, phi_min)
     found = tcs.layerwise_top_k_positions(vector, k, sizes, phi_min)
     assert found.tolist() == expected
-    with mock.patch.multiple(tcs, _array=lambda tensor: tensor, _top=tcs.static_top_k):  # a GPU's
+    with mock.patch.object(tcs, "may_look", lambda tensor: False):  # a GPU's
         assert torch.equal(tcs.layerwise_top_k_positions(vector, k, sizes, phi_min), found)
 
 

@@ -5,6 +5,7 @@ import io
 import random
 import tarfile
 import tracemalloc
+import zipfile
 
 import pytest
 import tcs_lab as lab
@@ -28,10 +29,13 @@ BAD = {
     "wide": (replaced("train/cat/0.png", image_bytes(1, (9000, 9000), "1")), "9000.* pixels"),
     "PostScript": (replaced("train/cat/0.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"), "train/cat/0.png"),
     "GIF": (replaced("train/cat/0.png", image_bytes(1, mode="P", form="GIF")), "train/cat/0.png"),
-    "one class": ({k: v for k, v in IMAGES.items() if "dog" not in k}, "two or more"),
-    "class missing in test": ({k: v for k, v in IMAGES.items() if "test/dog" not in k}, "test/"),
-    "nothing": ({}, "two or more"),
+    "one class": ({k: v for k, v in IMAGES.items() if "dog" not in k}, "1 classes .*cat.*two or more"),
+    "class missing in test": ({k: v for k, v in IMAGES.items() if "test/dog" not in k}, "'dog'. in train/"),
+    "nothing": ({}, "train/<class>|no train/ and no test/"),
     "other layout": ({"a.png": image_bytes((1, 2, 3))}, "train/<class>"),
+    "val for test": ({k.replace("test", "val"): v for k, v in IMAGES.items()}, r"\['cat', 'dog'\] in train/"),
+    "two places": ({f"{at}/{k}": v for at in "ab" for k, v in IMAGES.items()}, r"several .*\['a.*'b"),
+    "a list beside images": (replaced("train/cat/labels.txt", b"0 cat"), "train/cat/labels.txt: is no image.*move it"),
     "deeper": (replaced("train/cat/more/9.png", image_bytes((1, 2, 3))), "train/cat/more/9.png: allowed: .*no deeper"),
 }  # fmt: skip
 
@@ -201,3 +205,26 @@ def test_a_damaged_cache_of_decoded_images_is_made_again(tmp_path, seed):
         del content[rng.randrange(len(content)) :]
     cached.write_bytes(content)
     assert load_images(path).fingerprint == first.fingerprint
+
+
+def test_the_address_of_an_object_is_shown_to_nobody(tmp_path):
+    path = as_tar(tmp_path / "images.tar", replaced("train/cat/notes.md", b"# Cats"))
+    with pytest.raises(ValueError) as raised:
+        load_images(path)
+    assert "object at 0x" not in str(raised.value) and "BytesIO" not in str(raised.value)
+
+
+def test_a_folder_that_has_something_else_says_what(tmp_path):
+    as_folder(tmp_path / "images", IMAGES)
+    with pytest.raises(ValueError, match=r"\['cat', 'dog'\]; allowed: the folder above it"):
+        load_images(tmp_path / "images" / "train")
+    as_folder(tmp_path / "more", IMAGES)
+    with pytest.raises(ValueError, match=r"several folders .*\['images', 'more'\]"):
+        load_images(tmp_path)
+
+
+def test_a_zip_is_named_as_what_it_is(tmp_path):
+    path = tmp_path / "images.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train/cat/0.png", b"")
+    assert_refused(path, "zip archive, allowed: a folder .unpack it., or a tar")

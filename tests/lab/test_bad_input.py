@@ -45,7 +45,7 @@ FITS = {  # strange as they look, these are allowed
     "dirichlet_alpha": {"null", "a fraction"}, "precision": set(), "wire": {"true"}, "graph": {"true"},
     "bad_message": set(), "threads": {"null"}, "device": set(), "crop_padding": {"zero"}, "context": set(),
     "side_by_side": {"null", "true"}, "client_threads": {"true"}, "compiled": {"true"},
-    "errors_limit": {"null", "a fraction"},
+    "errors_limit": {"null", "a fraction"}, "test_unused": {"true"},
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_a_params_file_that_is_none_is_one_line_and_rc_2(tmp_path, capsys, case)
     content, message = FILES[case]
     path = tmp_path / "strange.yaml"
     path.write_bytes(content)
-    (tmp_path / "base.yaml").write_text("schemes: [TCS]\n")
+    (tmp_path / "base.yaml").write_text("schemes: [TCS]\n", encoding="utf-8")
     words = ["run", "--params", str(tmp_path / "base.yaml"), str(path), "--results", str(tmp_path)]
     assert message in refused(words, capsys, tmp_path)
 

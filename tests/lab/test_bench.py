@@ -62,7 +62,7 @@ def tiny_benches(monkeypatch):
 def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, capsys):
     assert main(["bench", "--repeat", "2", "--threads", "1", "--results", str(tmp_path)]) == 0
     (path,) = (tmp_path / "bench").glob("*.json")
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     assert record["provenance"]["threads"] == 1
     timed = [row for row in record["rows"] if "median" in row]
     assert {row["part"] for row in timed} == set(lab.bench.BENCHES)

@@ -19,7 +19,7 @@ from tcs_lab.__main__ import main
 def test_the_command_works_from_any_folder_and_prints_the_table(tmp_path):
     words = [*tiny_command(tmp_path, schemes=["TCS", "Baseline"], epochs=1, test_samples=None)]
     command = [sys.executable, "-m", "tcs_lab", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 4 and [line.split()[1] for line in lines[2:]] == ["TCS", "Baseline"]
@@ -103,7 +103,7 @@ def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monke
 
 def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
     path = tmp_path / "notes.md"
-    path.write_text("hello")
+    path.write_text("hello", encoding="utf-8")
     assert main(["again", str(path)]) == 2
     error = capsys.readouterr().err
     assert "notes.md: not a readable record" in error and "delete" not in error
@@ -118,7 +118,7 @@ def test_what_cannot_be_made_again_is_one_line(tmp_path, capsys, small):
 
 
 def full_output():
-    sys.stdout = open("/dev/full", "w")  # noqa: SIM115
+    sys.stdout = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
 
 
 def closed_pipe():
@@ -148,7 +148,7 @@ def test_output_that_nobody_can_read_or_write(tmp_path, disturb, code, text):
     words = [*tiny_command(tmp_path, epochs=1), "--scheme", "TCS"]
     process = start_command(words, tmp_path, disturb=disturb)
     process.join(60)
-    said = (tmp_path / "output").read_text()
+    said = (tmp_path / "output").read_text(encoding="utf-8")
     assert process.exitcode == code
     assert text in said and "Exception" not in said and "Traceback" not in said
     assert text or not said
@@ -169,7 +169,7 @@ def test_several_quick_signals_end_it_once(tmp_path, jobs):
     # Of two signals that wait at once a system may deliver either first.
     word = {130: "interrupted", 143: "terminated"}.get(process.exitcode)
     line = f"{word}; the same command goes on where it stopped\n"
-    assert word is not None and (tmp_path / "output").read_text() == line
+    assert word is not None and (tmp_path / "output").read_text(encoding="utf-8") == line
 
 
 def test_ctrl_c_while_it_imports_ends_it_without_a_word(tmp_path):
@@ -177,7 +177,7 @@ def test_ctrl_c_while_it_imports_ends_it_without_a_word(tmp_path):
         [sys.executable, "-m", "tcs_lab", "bench"], stderr=subprocess.PIPE, cwd=tmp_path,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+    until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"))
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == (None, b"") and process.returncode == -signal.SIGINT
 

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import pickle
 import threading
+import unicodedata
 
 import numpy as np
 import pytest
@@ -41,6 +42,48 @@ def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     cached.write_bytes(cached.read_bytes()[:-40])
     assert load_images(path).fingerprint == first.fingerprint
+
+
+LITTER = {
+    "train/.ipynb_checkpoints/0-checkpoint.png": b"no image",
+    "train/cat/.ipynb_checkpoints/0.png": b"",
+    "train/cat/.DS_Store": b"x" * (1 << 21),
+    "train/dog/Thumbs.db": b"x",
+    "test/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg": b"x",
+    "__MACOSX/train/cat/._0.png": b"x",
+}
+
+
+@pytest.mark.parametrize("source", [as_tar, as_folder])
+def test_what_computers_put_beside_images_is_no_class_and_no_image(tmp_path, source):
+    clean = load_images(as_folder(tmp_path / "clean", IMAGES))
+    if source is as_tar:  # of a tar every declared size is looked at before anything is read
+        files = IMAGES | {name: content[:99] for name, content in LITTER.items()}
+    else:
+        files = IMAGES | LITTER
+    assert load_images(source(tmp_path / "images", files)).fingerprint == clean.fingerprint
+
+
+@pytest.mark.parametrize("source", [as_tar, as_folder])
+def test_one_folder_around_train_and_test_is_looked_into(tmp_path, source):
+    """As archives often have it."""
+    plain = load_images(as_folder(tmp_path / "plain", IMAGES))
+    inside = {f"pets-1.0/{name}": content for name, content in IMAGES.items()}
+    others = {"README.txt": b"pets", "pets-1.0/LICENSE": b"free"}
+    data = load_images(source(tmp_path / "pets", inside | others))
+    assert data.fingerprint == plain.fingerprint and data.label == "pets"
+
+
+@pytest.mark.parametrize("source", [as_tar, as_folder])
+def test_a_class_is_its_name_however_unicode_spells_it(tmp_path, source):
+    """A Mac may write an e and an accent where others write one character."""
+    plain = load_images(as_folder(tmp_path / "plain", IMAGES))
+    named = {}
+    for name, content in IMAGES.items():
+        form = "NFC" if name.startswith("train/") else "NFD"
+        named[unicodedata.normalize(form, name.replace("cat", "café"))] = content
+    data = load_images(source(tmp_path / "images", named))
+    assert data.fingerprint == plain.fingerprint and data.classes == 2
 
 
 def test_no_root_or_a_missing_one():

@@ -92,7 +92,7 @@ def measured(work, folder, rounds):
     """In a new process."""
     sizes = []
     work(folder, rounds, sizes)
-    (folder / "sizes").write_text(json.dumps(sizes))
+    (folder / "sizes").write_text(json.dumps(sizes), encoding="utf-8")
 
 
 @pytest.mark.parametrize("work", [long_run, long_compression])
@@ -103,7 +103,7 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
     process.start()
     process.join()
     assert process.exitcode == 0
-    sizes = json.loads((tmp_path / "sizes").read_text())
+    sizes = json.loads((tmp_path / "sizes").read_text(encoding="utf-8"))
     growth = sizes[-1] - sizes[len(sizes) // 5]
     print(f"{ROUNDS} rounds: {sizes[0]:,} bytes at first, {growth:,} more in the last four fifths")
     assert len(sizes) == ROUNDS // 50 and growth < 10_000_000

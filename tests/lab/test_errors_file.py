@@ -15,7 +15,7 @@ import tcs_core as tcs
 
 def mapped_errors():
     """Files of errors that this process has mapped."""
-    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    lines = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if "errors-" in line]
 
 

@@ -6,11 +6,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import tcs_lab as lab
+from matplotlib.figure import Figure
 from test_tables import fake
 
 
 def texts(figure):
     return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def names(figure):
+    """Of the schemes, beside their last points, the best at the top."""
+    return [label.get_text() for label in figure.axes[1].get_yticklabels()][::-1]
 
 
 def test_the_same_bytes_every_time(tmp_path):
@@ -28,37 +34,51 @@ def test_the_same_bytes_every_time(tmp_path):
 
 
 def test_curves_show_mean_and_band_and_their_names():
-    records = [fake("TCS", a, s) for s, a in enumerate((0.6, 0.8))] + [fake("top-K", 0.7, 0)]
+    records = [fake("TCS", a, s) for s, a in enumerate((0.6, 0.8))] + [fake("top-K", 0.71, 0)]
     figure = lab.accuracy_figure(records, "x")
-    (axes,) = figure.axes
-    np.testing.assert_allclose(axes.lines[0].get_ydata(), 70.0)
-    assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "test accuracy (%)"
-    assert len(axes.collections) == 2 and sorted(texts(figure)) == ["TCS", "top-K"]
-    assert not figure.legends and not axes.get_legend()
+    left, right = figure.axes
+    np.testing.assert_allclose(left.lines[0].get_ydata(), 70.0)
+    assert left.get_xlabel() == "epoch" and left.get_ylabel() == "test accuracy (%)"
+    assert len(left.collections) == 2 and names(figure) == ["top-K (1)", "TCS (2)"]
+    assert not figure.legends and not left.get_legend()
+    assert [bar.get_xdata()[0] for bar in right.containers[0].lines[:1]] == [70.0]
 
 
 def test_a_run_that_ended_at_once_has_no_curve():
     lost = fake("TCS", 0.5, 0, status="diverged") | {"rows": []}
-    assert texts(lab.accuracy_figure([lost, fake("top-K", 0.7, 0)], "x")) == ["top-K"]
+    assert names(lab.accuracy_figure([lost, fake("top-K", 0.7, 0)], "x")) == ["top-K (1)"]
 
 
 def test_a_mean_stops_where_one_seed_does():
     lost = fake("TCS", 0.5, 0, status="diverged")
     lost["rows"] = lost["rows"][:2]
-    (axes,) = lab.accuracy_figure([lost, fake("TCS", 0.7, 1)], "x").axes
+    axes = lab.accuracy_figure([lost, fake("TCS", 0.7, 1)], "x").axes[0]
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[1, 60], [2, 60]])
+
+
+EIGHT = ["Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2"]
 
 
 @pytest.mark.parametrize("finals", [[0.5] * 8, [0.1 * i for i in range(8)], [0.7, 0.71, 0.2]])
 def test_names_at_curves_do_not_lie_on_each_other(finals):
-    names = ["Baseline", "TCS", "top-K", "TCS-L4", "TCS-L4-Q5", "TCS-LF", "TCS-PLF", "TCS-L2"]
-    records = [fake(n, a, 0) for n, a in zip(names, finals, strict=False)]
-    (axes,) = lab.accuracy_figure(records, "x").axes
+    axes = Figure().subplots()
+    colours = [lab.curve_style(name)["color"] for name in EIGHT]
+    axes.plot([0, 1], [0, 1])
+    lab.label_ends(axes, [(n, 1, a, c) for n, a, c in zip(EIGHT, finals, colours, strict=False)])
     places = sorted(text.xyann[1] for text in axes.texts)
     assert len(places) == len(finals)
     assert all(b - a > 0.05 for a, b in itertools.pairwise(places))
-    colours = [text.get_color() for text in axes.texts]
-    assert len(set(colours)) == len(colours)
+    written = [text.get_color() for text in axes.texts]
+    assert len(set(written)) == len(written)
+
+
+def test_last_points_are_enlarged_and_named():
+    records = [fake(n, 0.9 + i / 1000, 0) for i, n in enumerate(EIGHT)]
+    figure = lab.accuracy_figure(records, "x")
+    left, right = figure.axes
+    (low, high), (first, last) = right.get_xlim(), left.get_ylim()
+    assert high - low < 1 < last - first + 1 and names(figure)[0] == "TCS-L2 (1)"
+    assert len({label.get_color() for label in right.get_yticklabels()}) == 8
 
 
 def test_megabytes_are_written_at_the_points():
@@ -95,9 +115,32 @@ def test_another_schemes_curve_has_a_colour_of_its_own():
     assert pd.Series(lab.COLOURS).is_unique
 
 
+def test_a_scheme_has_one_look_and_no_other_has_it():
+    drawn = {n: look for n, look in lab.figures._DRAWN.items() if n not in lab.figures._ALSO}
+    looks = [look[:2] for look in drawn.values()]
+    assert len(set(looks)) == len(looks), "colour and marker"
+    paper = lab.read_params([lab.ROOT / f"params/table{t}.yaml" for t in (1, 2)])["schemes"]
+    for together in (paper, EIGHT, list(drawn)[:1] + ["FedAvg", "FedAvg-L4", *EIGHT[1:5]]):
+        assert len({lab.curve_style(name)["color"] for name in together}) == len(together)
+    alone = lab.curve_style("Mine")
+    assert alone == lab.curve_style("Mine", ["Baseline", "Mine"]) == lab.curve_style("Mine")
+
+
+def test_text_can_be_read_on_white():
+    """By WCAG 2: black has 21, white 1, and text needs 4.5."""
+    figures = lab.figures
+    assert figures.contrast("#000000") == pytest.approx(21)
+    assert figures.contrast("#FFFFFF") == pytest.approx(1)
+    colours = {look[0] for look in figures._DRAWN.values()} | set(lab.COLOURS)
+    dark = {colour: lab.text_colour(colour) for colour in colours}
+    assert all(figures.contrast(colour) >= 4.5 for colour in dark.values())
+    assert dark["#0072B2"] == "#0072B2" and dark["#E69F00"] != "#E69F00"
+    assert len(set(dark.values())) == len(colours)
+
+
 @pytest.mark.parametrize("name", ["TCS", "TCS-Global Momentum"])
 def test_a_long_title_lies_inside_the_figure(name):
-    title = "Fig. 5: profile cpu, CIFAR-10 (JPEG copy), 16 x 16, 150 epochs, bands ± one std"
+    title = "Fig. 5: profile cpu, CIFAR-10 (JPEG copy), 16 x 16, 150 epochs\nbars: ± one std"
     figure = lab.accuracy_figure([fake(name, 0.8, 0)], title)
     figure.draw_without_rendering()
     (text,) = figure.findobj(lambda artist: getattr(artist, "get_text", str)() == title)

@@ -195,7 +195,7 @@ def test_no_worker_outlives_its_parent(tmp_path, few, how):
     code, line = ENDS[how]
     assert process.exitcode == code
     if how != "SIGKILL":  # after which joblib says what it clears away
-        assert (tmp_path / "output").read_text().strip() == line
+        assert (tmp_path / "output").read_text(encoding="utf-8").strip() == line
 
 
 def test_a_worker_that_gets_to_work_too_late_ends_at_once(tmp_path):
@@ -227,7 +227,7 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", failed.append)
     with lab.progress.rows_shown(SimpleNamespace(epoch=lambda *row: seen.append(row))) as told:
         for part in '["a", {"epoch": 1', '}]\n["b", {"ep', '["c", {}]\n["d", {"epoch": 2}]\n':
-            with told.open("a") as file:
+            with told.open("a", encoding="utf-8") as file:
                 file.write(part)
             time.sleep(0.5)  # the thread looks five times a second
     assert seen == [("a", {"epoch": 1}), ("d", {"epoch": 2})] and not failed
@@ -251,7 +251,7 @@ def both(folder, words):
     for process in processes:
         process.join(120)
     assert [p.exitcode for p in processes] == [0, 0]
-    return [(folder / name).read_text() for name in ("one", "two")]
+    return [(folder / name).read_text(encoding="utf-8") for name in ("one", "two")]
 
 
 def test_of_two_processes_that_want_one_run_one_works_and_the_other_waits(tmp_path):

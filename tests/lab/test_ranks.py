@@ -287,7 +287,7 @@ def torchrun(folder, *words, **changes):
     """The command line by two processes, begun."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     own = ["-m", "tcs_lab", *tiny_command(folder, schemes=["TCS-Q5"], **changes), *words]
-    return subprocess.Popen([*launch, *own], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*launch, *own], stderr=subprocess.PIPE, encoding="utf-8")
 
 
 def test_bad_input_is_said_once(tmp_path):

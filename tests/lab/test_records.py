@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import hashlib
 import json
 import math
 import random
@@ -29,20 +28,20 @@ def finished(tmp_path_factory):
         lab.load_dataset.cache_clear()
         lab.run(config(), folder)
         lab.load_dataset.cache_clear()
-    return lab.record_path(config(), folder).read_text()
+    return lab.record_path(config(), folder).read_text(encoding="utf-8")
 
 
 def refused(folder, text):
     """What read_record says of this text in the place of a record; a run leaves it alone."""
     path = lab.record_path(config(), folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(path.name)) as raised:
         lab.read_record(path, config())
     with pytest.raises(ValueError) as again:
         lab.run(config(), folder)
     assert str(raised.value) == str(again.value) and "\n" not in str(raised.value)
-    assert path.read_text() == text
+    assert path.read_text(encoding="utf-8") == text
     return str(raised.value)
 
 
@@ -98,7 +97,7 @@ def test_every_value_of_a_record_changed_by_hand_is_noticed(tmp_path, finished, 
             holder[place[-1]] = EDITS[edit]
         if edit == "removed" and place == ("sha256",):
             continue  # as in records of before there was one
-        path.write_text(json.dumps(record))
+        path.write_text(json.dumps(record), encoding="utf-8")
         with pytest.raises(ValueError, match=re.escape(path.name)):
             lab.read_record(path, config())
 
@@ -118,7 +117,7 @@ def test_a_record_that_is_something_else(tmp_path, text):
 
 def test_a_record_that_is_none_is_one_line_of_the_command(tmp_path, capsys, finished):
     path = tmp_path / "record.json"
-    path.write_text(finished.replace('"finished"', '"fine"', 1))
+    path.write_text(finished.replace('"finished"', '"fine"', 1), encoding="utf-8")
     assert main(["again", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: not a record: status: got 'fine'")
@@ -132,7 +131,7 @@ def test_a_record_from_before_there_was_a_sum_is_read(tmp_path, finished):
     record = json.loads(finished)
     del record["sha256"]
     path = tmp_path / "older.json"
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(record), encoding="utf-8")
     assert lab.read_record(path, config()) == record
 
 
@@ -173,8 +172,21 @@ def test_differences(finished):
 
 def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
     """Not of what somebody edits while it runs."""
-    own = hashlib.sha256(Path(tcs.__file__).read_bytes()).hexdigest()
+    own = lab.records.code_sha256(Path(tcs.__file__).read_bytes())
     copied = Path(shutil.copy(tcs.__file__, tmp_path))
     monkeypatch.setattr(tcs, "__file__", str(copied))
-    copied.write_text("edited")
+    copied.write_text("edited", encoding="utf-8")
+    lab.core_sha256.cache_clear()
     assert lab.core_sha256() == own
+
+
+def test_the_hash_under_a_notebook_survives_comments_and_docstrings():
+    def of(text):
+        return lab.records.code_sha256(text.encode())
+
+    plain = of("class A:\n    def f(self, x):\n        return x + 1\n")
+    told = '"""Module."""\n# why\nclass A:\n    """A."""\n\n    def f(self, x):\n        """F."""\n'
+    assert of(told + "        return (x + 1)  # more\n") == plain
+    assert of("class A:\n    def f(self, x):\n        return x + 2\n") != plain
+    assert of('def f():\n    """Only words."""\n') == of("def f():\n    pass\n")
+    assert of('def f():\n    return """a"""\n') != of('def f():\n    return """b"""\n')

@@ -41,17 +41,18 @@ def test_nothing_half_written_if_writing_fails(tmp_path):
         raise OSError("disk full")
 
     target = tmp_path / "record.json"
-    target.write_text("before")
+    target.write_text("before", encoding="utf-8")
     with pytest.raises(OSError, match="disk full"):
         lab.files.write_whole(target, fail)
-    assert target.read_text() == "before" and os.listdir(tmp_path) == ["record.json"]
+    assert target.read_text(encoding="utf-8") == "before"
+    assert os.listdir(tmp_path) == ["record.json"]
 
 
 def test_what_killed_processes_left_is_removed_but_not_what_another_writes(tmp_path):
     names = ".record.json-0123abcd.part", ".other.json-4567abcd.part", ".film.mkv.part"
     dead, alive, foreign = (tmp_path / name for name in names)
     for part in (dead, alive, foreign):
-        part.write_text("half")
+        part.write_text("half", encoding="utf-8")
     for old in (dead, foreign):
         os.utime(old, (0, time.time() - 4000))
     lab.files.write_whole(tmp_path / "record.json", lambda file: file.write(b"{}"))
@@ -78,7 +79,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
     words = [*tiny_command(tmp_path, epochs=10000), "--scheme", "TCS"]
     process = start_command(words, tmp_path, disturb=small_files)
     process.join(60)
-    line = (tmp_path / "output").read_text()
+    line = (tmp_path / "output").read_text(encoding="utf-8")
     assert process.exitcode == 2 and line.startswith("error: ") and line.count("\n") == 1
     assert ".pt" in line and not os.listdir(tmp_path / "cache" / "checkpoints")
 
@@ -159,7 +160,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_record(tmp_path, undisturbed,
     begun = sum(len(rows_in(path)) for path in left)
     again = start_command(words, tmp_path, "two")
     again.join(60)
-    assert again.exitcode == 0, (tmp_path / "two").read_text()
+    assert again.exitcode == 0, (tmp_path / "two").read_text(encoding="utf-8")
     (path,) = (tmp_path / "ci" / "runs").glob("[!.]*")
     assert numbers(lab.read_record(path)) == expected
     if not there:
@@ -183,7 +184,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
         "jobs": 1,
         "profile": "ci",
     }
-    (tmp_path / "tiny.yaml").write_text(json.dumps(fields))
+    (tmp_path / "tiny.yaml").write_text(json.dumps(fields), encoding="utf-8")
     words = [sys.executable, "-m", "papermill", "notebooks/08_tables_and_curves.ipynb", "out.ipynb",
              "-f", "tiny.yaml", "--no-progress-bar"]  # fmt: skip
     folders = f"{tmp_path}{os.pathsep}{tmp_path / 'notebooks'}"
@@ -194,7 +195,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
     def saved():
         return list((tmp_path / "cache" / "checkpoints").glob("[!.]*.pt"))
 
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **settings)
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, encoding="utf-8", **settings)
     until(saved, 200)
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
@@ -204,7 +205,7 @@ def test_papermill_interrupted_and_called_again_goes_on(tmp_path):
     assert not [p for p in family if p.is_running() and p.status() != "zombie"]
     begun = rows_in(saved()[0])
     assert 0 < len(begun) < 60 and not (tmp_path / "results").exists()
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, **settings)
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=200, **settings)
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "results" / "ci" / "runs").iterdir()
     rows = lab.read_record(path)["rows"]

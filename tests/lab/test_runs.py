@@ -1,11 +1,13 @@
 """One run: its record, and how it ends when numbers go wrong."""
 
+import hashlib
 import json
 import math
 import os
 import platform
 import re
 import resource
+from pathlib import Path
 
 import pytest
 import tcs_lab as lab
@@ -22,9 +24,10 @@ def test_a_run_leaves_its_record_and_no_checkpoint(tmp_path, small):
     assert [r["epoch"] for r in rows] == [1, 2, 3]
     path = lab.record_path(config(), tmp_path)
     assert path.parent == tmp_path / "ci" / "runs" and path.name.startswith("TCS-L2-Q5-0.5-0-")
-    assert json.loads(path.read_text()) == record == lab.read_record(path, config())
+    assert json.loads(path.read_text(encoding="utf-8")) == record == lab.read_record(path, config())
     made = record["provenance"]
-    assert made["core_sha256"] == lab.core_sha256() and len(made["lab_sha256"]) == 64
+    of_the_file = hashlib.sha256(Path(tcs.__file__).read_bytes()).hexdigest()
+    assert made["core_sha256"] == of_the_file and len(made["lab_sha256"]) == 64
     assert made["fingerprint"] == lab.data.synthetic_dataset().fingerprint
     assert not list((tmp_path / "cache" / "checkpoints").glob("*"))
     assert os.listdir(path.parent) == [path.name]
@@ -37,7 +40,7 @@ def test_an_existing_record_is_used(tmp_path, monkeypatch, small):
 
 
 def test_a_results_folder_that_is_none_is_told_before_the_training(tmp_path, monkeypatch, small):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setattr(lab.runs, "_train", None)
     with pytest.raises(ValueError, match=r"^results: got .*file, allowed: a folder that can be"):
         lab.run(config(), tmp_path / "file")

@@ -28,7 +28,8 @@ SWEPT = lab.sensitivity.Sweep.model_validate(SMALL)
 def files(tmp_path):
     """A tiny sweep, a tiny profile and a results folder, as words of the command line."""
     for name, content in (("sweep", SMALL), ("profile", TINY)):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        text = yaml.safe_dump(content, sort_keys=False)
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
     return ["--params", str(tmp_path / "profile.yaml"), "--sweep", str(tmp_path / "sweep.yaml"),
             "--results", str(tmp_path / "results")]  # fmt: skip
 
@@ -117,7 +118,7 @@ PHI, BITS = ("settings", "phi_local"), ("settings", "value_bits")
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_told_what_is_wrong(tmp_path, text, names):
     path = tmp_path / "sweep.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as error:
         lab.read_sensitivity(path)
     assert str(error.value).startswith(str(path)) and names in str(error.value)
@@ -197,7 +198,7 @@ def test_the_table_is_rebuilt_from_the_records(folder, tmp_path):
     """The same bytes, from nothing but params/ and the records."""
     params = lab.read_params([lab.ROOT / f"params/{folder.name}.yaml"]) | {"seeds": 100}
     table = lab.sensitivity_table(lab.read_sensitivity(SWEEP), params)
-    title = (folder / "sensitivity.md").read_text().split("**")[1]
+    title = (folder / "sensitivity.md").read_text(encoding="utf-8").split("**")[1]
     lab.save_table(table, tmp_path / "sensitivity", title, lab.readable_sensitivity)
     for suffix in (".csv", ".md"):
         made, there = ((f / "sensitivity").with_suffix(suffix) for f in (tmp_path, folder))

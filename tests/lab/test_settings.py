@@ -66,7 +66,7 @@ def test_every_table_in_every_profile_is_a_plan(table, profile):
 def test_files_that_are_no_params(tmp_path, name):
     for text in ("[1, 2]", "a: [", "\x00"):
         path = tmp_path / name
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=name):
             lab.read_params([path])
 
@@ -218,11 +218,11 @@ def test_members_of_a_rule_are_its_source_whatever_wraps_them():
 def test_a_rules_source_is_that_of_the_start_and_its_sets_have_an_order(tmp_path, monkeypatch):
     """An edit while it runs changes no name; a set of texts comes in another order every time."""
     path = tmp_path / "edited_rule.py"
-    path.write_text("def observe(self): return 1\n")
+    path.write_text("def observe(self): return 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     observe = importlib.import_module("edited_rule").observe
     before = settings._member_source("observe", observe)
-    path.write_text("# a remark\ndef observe(self): return 2\n")
+    path.write_text("# a remark\ndef observe(self): return 2\n", encoding="utf-8")
     linecache.checkcache()
     assert settings._member_source("observe", observe) == before
     words = settings._member_source("kinds", {"weight", "bias", "norm"})

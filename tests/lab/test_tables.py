@@ -128,6 +128,7 @@ def test_summary_means_deviations_and_the_papers_figures():
     assert list(text["Ours: accuracy %"]) == ["82.00 ± 2.00", "70.00"]
     assert list(text["Paper: accuracy %"]) == ["92.44 ± 0.143", "–"]
     assert not [column for column in text if "Baseline" in column]
+    assert list(text["Bits up: formula / sent"]) == ["0.364 / 0.4", "0.4064 / 0.4"]
 
 
 PAPER = {"TCS": [92.44, 0.143, 0.363], "Baseline": [92.228, 0.232, None]}
@@ -160,16 +161,27 @@ def test_the_paper_may_print_no_deviation_or_nothing():
     assert list(text["Paper − Baseline, points"]) == ["+0.21", "–", "–"]
 
 
-def test_what_is_planned_and_not_recorded_has_a_row_that_says_so():
+def test_what_is_planned_and_not_recorded_is_one_line(tmp_path):
     planned = lab.plan({"schemes": ["TCS", "top-K", "Baseline"], "epochs": 3, "seeds": 3})
     table = lab.summary([fake("top-K", 0.7, 0)], PAPER, planned)
     assert list(table["scheme"]) == ["TCS", "top-K", "Baseline"] and list(table["n"]) == [0, 1, 0]
-    text = lab.readable(table)
-    assert list(text["Ours: accuracy %"]) == ["not measured", "70.00", "not measured"]
-    assert list(text["Formula"]) == ["0.364", "0.4064", "–"]
-    assert "Ours − Baseline, points" not in text and text["Paper − Baseline, points"][0] != "–"
+    assert list(lab.readable(table)["Ours: accuracy %"]) == ["70.00"]
     nothing = lab.summary([], {}, planned)
-    assert list(lab.readable(nothing)["n"]) == ["0"] * 3
+    for rows, missing in ((table, "TCS, Baseline"), (nothing, "TCS, top-K, Baseline")):
+        lab.save_table(rows, tmp_path / "table", "A title")
+        text = (tmp_path / "table.md").read_text(encoding="utf-8")
+        assert f"\n\nNot measured yet: {missing}.\n" in text and "not measured" not in text
+        assert len(pd.read_csv(tmp_path / "table.csv")) == 3
+    assert text.count("|") == 0, "no table without a row"
+
+
+def test_a_table_for_people_has_eight_columns_at_most():
+    base = [fake("Baseline", 0.5, s) for s in range(3)]
+    rows = [*base, *(fake("TCS", 0.6, s) for s in range(3))]
+    assert len(lab.readable(lab.summary(rows, PAPER)).columns) == 8
+    shown = sorted(lab.ROOT.glob("results/*/*.md"))
+    heads = {p: next(line for line in p.read_text(encoding="utf-8").splitlines() if line.startswith("| ")) for p in shown}  # fmt: skip
+    assert not [path for path, head in heads.items() if head.count("|") > 9]
 
 
 def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypatch, tmp_path):
@@ -196,7 +208,7 @@ def test_a_saved_table_reads_as_it_was(tmp_path):
     table = lab.summary(records)
     lab.save_table(table, tmp_path / "table1", "A title")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
-    lines = (tmp_path / "table1.md").read_text().splitlines()
+    lines = (tmp_path / "table1.md").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "**A title**" and len(lines) == 8
     assert len({line.count("|") for line in lines[2:6]}) == 1 and "95 % intervals" in lines[7]
 
@@ -238,7 +250,8 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
     params = lab.read_params(files)
     records = list(lab.recorded(lab.plan(params | {"seeds": 100})).values())
     lab.draw_table(params, records, lab.plan(params), tmp_path)
-    tested = f'"matplotlib=={matplotlib.__version__}"' in (lab.ROOT / "pyproject.toml").read_text()
+    project = (lab.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    tested = f'"matplotlib=={matplotlib.__version__}"' in project
     rebuilt = [f for f in tmp_path.iterdir() if tested or f.suffix in (".csv", ".md")]
     assert len(rebuilt) == (4 if tested else 2)
     assert not [f.name for f in rebuilt if (path.parent / f.name).read_bytes() != f.read_bytes()]
@@ -252,7 +265,7 @@ def test_the_table_of_longer_runs_is_rebuilt_from_the_records(path):
     params |= {"epochs": int(path.stem.partition("_")[2])}
     records = lab.recorded(lab.plan(params | {"seeds": 100})).values()
     table = lab.summary(records, params["paper"], lab.plan(params))
-    assert lab.markdown(lab.readable(table[table["n"] > 0])) in path.read_text()
+    assert lab.markdown(lab.readable(table[table["n"] > 0])) in path.read_text(encoding="utf-8")
 
 
 # The notebooks that draw them ─────────────────────────────────────────────────────────────────────
@@ -263,6 +276,7 @@ NO_TABLE = {
     "claims",
     "sensitivity",
     "claims_text",
+    "evidence_plan",
     "rivals_small",
     "rivals_text",
 }  # read by their own functions
@@ -324,7 +338,7 @@ def test_the_executed_notebook_beside_a_table_shows_it(path):
     cells = nbformat.read(path, 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
     shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
-    assert path.with_suffix(".md").read_text().strip() in shown
+    assert path.with_suffix(".md").read_text(encoding="utf-8").strip() in shown
     drawn = nbformat.read(DRAWS, 4).cells
     own = [linked(c.source) if c.cell_type == "markdown" else c.source for c in drawn]
     assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own

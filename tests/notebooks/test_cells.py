@@ -1,10 +1,13 @@
 """What notebooks share: parameters checked in one line, claims said or asserted."""
 
 import math
+from pathlib import Path
 
 import pytest
 import tcs_lab as lab
 from tcs_lab.cells import literals, parameter_digest
+
+import tcs_core as tcs
 
 CELL = "phi = 0.25  # share\npositions = [1, 3]  # which\n"
 
@@ -23,14 +26,14 @@ def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
     own, other = (lab.Claims(space, digest) for space in (namespace(), namespace(phi=0.5)))
     assert own.asserted and not other.asserted
     own("it is so", True, "3 of 3")
-    with pytest.raises(AssertionError, match=r"does not hold: it is so \(2 of 3\)"):
+    with pytest.raises(AssertionError, match=r"contradicted: it is so \(2 of 3\)"):
         own("it is so", False, "2 of 3")
-    with pytest.raises(AssertionError, match="not testable here: it is so"):
+    with pytest.raises(AssertionError, match="not measured: it is so"):
         own("it is so", None)
-    assert capsys.readouterr().out == "holds: it is so (3 of 3)\n"
-    for ok in (True, False, None, "not decided"):
+    assert capsys.readouterr().out == "supported: it is so (3 of 3)\n"
+    for ok in (True, False, None, "open"):
         other("it", ok)
-    words = ["holds", "does not hold", "not testable here", "not decided"]
+    words = ["supported", "contradicted", "not measured", "open"]
     assert capsys.readouterr().out.splitlines() == [f"{word}: it" for word in words]
 
 
@@ -62,6 +65,20 @@ def test_a_gain_is_taken_pair_by_pair():
     mean, half = lab.paired_gain([3, 5, 7], [2, 3, 4])
     assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3))  # t for 95 % and n = 3
     assert lab.paired_gain([3], [2]) == (1, math.inf)
-    assert lab.decided(2, 1) == "holds" and lab.decided(-2, 1) == "does not hold"
-    assert lab.decided(1, 2) == lab.decided(1, math.inf) == "not decided"
-    assert lab.decided(0, 0.3, least=-0.5) == "holds"
+    assert lab.decided(2, 1) == "supported" and lab.decided(-2, 1) == "contradicted"
+    assert lab.decided(1, 2) == lab.decided(1, math.inf) == "open"
+    assert lab.decided(0, 0.3, least=-0.5) == "supported"
+
+
+def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
+    """The names of the core that 03 is about: whole, one below the other, none changed."""
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    lab.show_code(tcs.Client.arrived, tcs.kept)
+    first, *lines, last = shown[0].data.splitlines()
+    assert (first, last) == ("```python", "```")
+    assert lines[0] == "def arrived(self, received: Message | None = None) -> None:"
+    assert lines[1].startswith('    """Line 13')
+    source = Path(tcs.__file__).read_text(encoding="utf-8").splitlines()
+    assert {line.strip() for line in lines} <= {line.strip() for line in source}
+    assert lines.count("") == 1 and lines[lines.index("") + 1] == "@lru_cache"

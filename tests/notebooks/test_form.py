@@ -27,7 +27,7 @@ def committed(path):
     """As the last commit has it: what a reader ran and saved is no business of these tests."""
     name = f"HEAD:./{path.relative_to(lab.ROOT).as_posix()}"
     done = subprocess.run(["git", "-C", str(lab.ROOT), "show", name], capture_output=True)
-    text = path.read_text() if done.returncode else done.stdout.decode()
+    text = path.read_text(encoding="utf-8") if done.returncode else done.stdout.decode()
     return nbformat.reads(text, 4), text
 
 
@@ -50,7 +50,7 @@ def test_the_pair_is_in_sync(py):
     ipynb = py.with_suffix(".ipynb")
     config = load_jupytext_config(str(ipynb))
     text = jupytext.writes(jupytext.read(ipynb, config=config), fmt="py:percent", config=config)
-    assert text == py.read_text()
+    assert text == py.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", IPYNB, **by_name)
@@ -67,7 +67,9 @@ def test_executed_clean_and_small(path):
 
 
 def test_all_were_executed_on_one_state_of_the_core():
-    """Says which are stale: execute them again (tests/execute_notebooks.py) and commit."""
+    """Of its code: a mended comment or docstring changes nothing here (lab.core_sha256).
+
+    Says which are stale: execute them again (tests/execute_notebooks.py) and commit."""
     on = defaultdict(list)
     for path in IPYNB:
         printed = re.findall(r"core ([0-9a-f]{12}) · ", committed(path)[1])
@@ -116,11 +118,15 @@ def test_ways_to_other_notebooks_are_links_and_commands_can_be_copied(path):
 @pytest.mark.parametrize("path", IPYNB, **by_name)
 def test_the_code_it_shows_is_the_code_it_runs(path):
     """Execute a notebook again when a function that it prints has changed."""
-    core = {line.strip() for line in Path(tcs.__file__).read_text().splitlines()}
+    files = [Path(tcs.__file__), *Path(lab.__file__).parent.glob("*.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    there = {line.strip() for text in texts for line in text.splitlines()}
     for cell in code_of(nbformat.read(path, 4)):
-        if "inspect.getsource(" in cell.source:
-            shown = "".join(o.text for o in cell.outputs).splitlines()
-            assert shown and not [line for line in shown if line.strip() not in core]
+        if "lab.show_code(" in cell.source:
+            (output,) = cell.outputs
+            first, *shown, last = output.data["text/markdown"].splitlines()
+            assert (first, last) == ("```python", "```")
+            assert shown and not [line for line in shown if line.strip() not in there]
 
 
 def test_an_unknown_parameter_stops_the_notebook(tmp_path):
@@ -154,6 +160,7 @@ def test_the_top_level_keeps_its_shape():
     allowed = {
         "pyproject.toml",
         "README.md",
+        "LICENSE",
         "notebooks",
         "tcs_core.py",
         "params",

@@ -41,7 +41,7 @@ SETTINGS = {
             "round_width": 2, "repeat": 2}],
     "12": [{"processes": 1, "steps": 20, "start_iter": 3},
            {"phi_global": 0.5, "phi_local": 0.3, "steps": 30, "start_iter": 25, "links": [3]}],
-    "13": [{"lengths": [5]}, {"trainings": [["quick", 100]], "lengths": [15]}],
+    "13": [{"evidence": "quick", "beside": [["short", 15]]}, {"beside": []}],
     "14": [{"jobs": 1}, {"evidence": "quick"}],
     "15": [{"clients": 2, "rounds": 60, "warmup": 5,
             "schemes": ["FedAvg", "TCS-L2", "TCS-W10++"], "many_clients": [10]},

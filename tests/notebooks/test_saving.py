@@ -40,7 +40,7 @@ def test_opening_and_saving_change_nothing(ipynb, tmp_path):
     metadata["language_info"] = language | {"version": version}
     manager.save(model, model["path"])
     for path in (ipynb, ipynb.with_suffix(".py")):
-        assert (tmp_path / "notebooks" / path.name).read_text() == path.read_text()
+        assert (tmp_path / "notebooks" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
@@ -55,12 +55,12 @@ def test_a_change_is_saved_in_both(tmp_path):
     manager, model = opened(NOTEBOOKS / "08_tables_and_curves.ipynb", tmp_path)
     model["content"]["cells"][0]["source"] += "\n\nA sentence added by hand."
     manager.save(model, model["path"])
-    text = (tmp_path / model["path"]).with_suffix(".py").read_text()
-    before = (NOTEBOOKS / "08_tables_and_curves.py").read_text()
+    text = (tmp_path / model["path"]).with_suffix(".py").read_text(encoding="utf-8")
+    before = (NOTEBOOKS / "08_tables_and_curves.py").read_text(encoding="utf-8")
     assert text == before.replace("\n\n# %%\n", "\n#\n# A sentence added by hand.\n\n# %%\n", 1)
 
 
 def test_the_server_extension_that_does_so_is_enabled():
     command = [sys.executable, "-m", "jupyter", "server", "extension", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    listed = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
     assert re.search(r"jupytext.*enabled", listed.stdout + listed.stderr)

@@ -25,7 +25,7 @@ class Linear(nn.Module):
 
 def federation(scheme, schedule):
     rounds = deltas_like_training(10, 2, SIZES)
-    feed = zip(*rounds, strict=True)  # a list a client
+    feed = list(zip(*rounds, strict=True))  # a list a client
     return tcs.Federation(Linear(), feed, scheme, schedule, loss=lambda model, batch: model(batch))
 
 
@@ -49,11 +49,11 @@ def test_when_the_rate_falls_to_a_tenth_so_do_errors_in_gradients(name):
     for _ in range(DROP):
         made.round()
     compressor, seen, down = made.compressor, [], []
-    before, before_D = compressor.errors_ND.clone(), compressor.server_errors_D.clone()
+    before, before_D = compressor.errors_ND.clone(), compressor.server.downlink.errors_D.clone()
 
     def look(n, _):
         seen.append(compressor.errors_ND[n].clone())
-        down.append(compressor.server_errors_D.clone())
+        down.append(compressor.server.downlink.errors_D.clone())
 
     made.on_delta = look
     made.round()
@@ -101,11 +101,11 @@ def test_the_fair_shared_mask_may_come_from_the_weights(name):
     for _ in range(5):
         of_weights = tcs.layerwise_top_k_positions(made.theta_D, tcs.kept(1e-2, 200), SIZES, 1e-3)
         update_D = made.round()
-        assert torch.equal(made.compressor.shared_K, of_weights)
+        assert torch.equal(made.compressor.known.shared_K, of_weights)
         assert bool((update_D != 0)[of_weights].all())
         of_update = tcs.layerwise_top_k_positions(update_D, 2, SIZES, 1e-3)
         assert not torch.equal(of_update, of_weights)
-    assert not made.compressor.rule.shared.any()  # those of updates are no masks here
+    assert not made.compressor.rule.overlap_2.any()  # those of updates are no masks here
 
 
 def test_a_compressor_alone_has_no_weights_to_take_a_mask_from():

@@ -1,4 +1,4 @@
-"""Section 9, static rounds: what a CUDA graph holds, held to the eager rounds."""
+"""Rounds as a CUDA graph, held to the ordinary ones."""
 
 import contextlib
 import gc
@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import tcs_lab as lab
 import torch
-from common import HeldFeed
+from common import HeldFeed, Peak
+from tcs_lab.cuda_graph import GraphRounds, suits
 from torch import nn
 
 import tcs_core as tcs
@@ -41,7 +42,7 @@ def test_static_rounds_do_what_eager_ones_do(name, device):
     eager, static = federations(name, device)
     for epoch in range(3):
         one, two = eager.epoch(epoch), static.epoch(epoch)
-        assert static.static.ready(rounds_of(static, epoch + 1))
+        assert static.graph.ready(rounds_of(static, epoch + 1))
         loss = one.pop("train_loss"), two.pop("train_loss")
         near = 1e-4 if device == "cpu" or epoch < 2 else 1e-2  # there a rounding may flip a mask
         assert loss[1] == pytest.approx(loss[0], rel=near)
@@ -51,23 +52,23 @@ def test_static_rounds_do_what_eager_ones_do(name, device):
                 torch.testing.assert_close(
                     getattr(static, key), getattr(eager, key), rtol=1e-4, atol=1e-6
                 )
-            mask = eager.compressor.rule.global_mask()
-            assert torch.equal(static.compressor.rule.global_mask(), mask)
-    assert eager.compressor.round == static.compressor.round
+            mask = eager.compressor.rule.shared_mask()
+            assert torch.equal(static.compressor.rule.shared_mask(), mask)
+    assert eager.compressor.known.round == static.compressor.known.round
 
 
 def test_what_static_rounds_cannot_do_stays_eager():
     for name in ("TCS-LF", "rand-K", "FedAvg", "TCS+", "TCS-D5", "Baseline"):
-        assert federations(name)[1].static is None
-    assert federations("TCS", wire=True)[1].static is None
-    assert federations("TCS", participation=0.5)[1].static is None
-    assert federations("TCS")[1].static is not None
+        assert federations(name)[1].graph is None
+    assert federations("TCS", wire=True)[1].graph is None
+    assert federations("TCS", participation=0.5)[1].graph is None
+    assert federations("TCS")[1].graph is not None
 
 
 def test_an_update_that_is_not_finite_is_named_after_the_epoch():
     _, static = federations("TCS", warmup_epochs=1)
     static.epoch(0)
-    static.theta_D[3] = float("inf")
+    static.flat.parameters[0].data.fill_(float("inf"))
     with pytest.raises(tcs.NotFiniteError, match=r"client 0.*epoch 2, round 1 of 10"):
         static.epoch(1)
 
@@ -78,7 +79,7 @@ def test_masks_that_were_replaced_are_seen_by_the_next_static_round(monkeypatch)
     for federation in (one, two):
         federation.epoch(0)
         federation.epoch(1)
-    static, captured = one.static, []
+    static, captured = one.graph, []
     graph = mock.Mock()
     with monkeypatch.context() as as_on_a_gpu:
         as_on_a_gpu.setattr(static, "index", mock.Mock(wraps=static.index))
@@ -110,7 +111,7 @@ def small_federation(name):
 def test_static_rounds_may_come_anywhere_between_eager_ones(name):
     """A few at a time, of a federation over any model and feed."""
     eager, mixed = small_federation(name), small_federation(name)
-    rounds = tcs.StaticRounds(mixed, 4)
+    rounds = GraphRounds(mixed, 4)
     assert rounds.ready(range(1)) == (name == "top-K-M2")  # others have no mask yet
     for _ in range(12):
         eager.round()
@@ -119,22 +120,21 @@ def test_static_rounds_may_come_anywhere_between_eager_ones(name):
         assert rounds.ready(span)
         assert len(rounds.play(span)) == len(span)
     mixed.round()
-    rounds.count(rounds.play(range(9, 12))[-1])
-    assert mixed.t == eager.t == mixed.compressor.round == 12
-    one, two = (vars(f.compressor) for f in (eager, mixed))
-    for key in ("bits_up", "bits_down", "bytes_up", "bytes_down"):
-        assert one[key] == two[key] > 0, key
+    traffic = rounds.play(range(9, 12))[-1]
+    assert mixed.t == eager.t == mixed.compressor.known.round == 12
+    assert traffic == eager.compressor.traffic and min(traffic[:4]) > 0
     for key in ("theta_D", "statistics_NS", "losses_N"):
         torch.testing.assert_close(getattr(mixed, key), getattr(eager, key), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(two["errors_ND"], one["errors_ND"], rtol=1e-5, atol=1e-7)
+    one, two = (f.compressor.errors_ND for f in (eager, mixed))
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-7)
 
 
 def test_a_federation_with_static_rounds_is_freed_at_once():
     gc.disable()
     try:
         federation = small_federation("top-K")
-        federation.static = tcs.StaticRounds(federation, 3)
-        federation.static.play(range(3))
+        federation.graph = GraphRounds(federation, 3)
+        federation.graph.play(range(3))
         alive = weakref.ref(federation)
         del federation
         assert alive() is None
@@ -148,16 +148,6 @@ def test_without_a_local_mask_static_rounds_do_what_eager_ones_do():
         assert eager.epoch(epoch) == static.epoch(epoch)
 
 
-@pytest.mark.parametrize(
-    "values", [[0.0] * 9, [1.0] * 9, [3, 1, 2, 3, 1, 2, 0, 0, 3], [3, -1, 2, -1, 1, 2, 0, -1, 3]]
-)
-def test_static_selection_breaks_ties_as_the_other_does(values):
-    """-1 stands for an excluded entry: the last to be taken."""
-    magnitudes = torch.tensor(values).float()
-    for k in range(10):
-        assert torch.equal(tcs.static_top_k(magnitudes, k), tcs._top(magnitudes, k))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_round_on_a_gpu_never_waits_for_the_host():
@@ -167,8 +157,8 @@ def test_a_round_on_a_gpu_never_waits_for_the_host():
     before = static.theta_D.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        static.static._round()  # not replayed: it names the line that waits
-        static.static.graph.replay()
+        static.graph._round()  # not replayed: it names the line that waits
+        static.graph.graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not torch.equal(static.theta_D, before)
@@ -180,12 +170,12 @@ def test_wide_masks_of_a_warm_up_end_with_it():
         made.schedule = lambda t: tcs.Phase(0.1, masks=4 if t < 3 else 1)
         for _ in range(3):
             made.round()
-    rounds = tcs.StaticRounds(static, 4)
+    rounds = GraphRounds(static, 4)
     assert not rounds.ready(range(2, 6)) and rounds.ready(range(3, 7))
-    rounds.count(rounds.play(range(3, 7))[-1])
+    traffic = rounds.play(range(3, 7))[-1]
     for _ in range(4):
         eager.round()
-    assert static.compressor.bits_up == eager.compressor.bits_up
+    assert traffic.bits_up == eager.compressor.bits_up
     torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-5, atol=1e-7)
 
 
@@ -193,16 +183,37 @@ def test_a_sum_that_overflows_at_the_server_is_named_there():
     for played in ("eager", "static"):
         made = small_federation("TCS")
         made.round()
-        shared_K = made.compressor.rule.global_mask()
+        shared_K = made.compressor.rule.shared_mask()
         made.compressor.errors_ND[:, shared_K[:1]] = 3e38
         with pytest.raises(tcs.NotFiniteError, match=r"^server: "):
-            made.round() if played == "eager" else tcs.StaticRounds(made, 1).play(range(1, 2))
+            made.round() if played == "eager" else GraphRounds(made, 1).play(range(1, 2))
 
 
-@pytest.mark.parametrize(("last", "finite"), [(3e38, True), (torch.inf, False), (torch.nan, False)])
-def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite):
-    values, static = torch.tensor([3e38] * 40 + [last]), tcs.StaticHost()
-    static.check_finite(values, 0)
-    assert bool(static.finite[0]) == finite
-    with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError):
-        tcs.Host().check_finite(values, 0)
+def test_they_make_no_tensor_of_all_clients_differences():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100))
+    feed = HeldFeed([[(torch.randn(4, 100), torch.arange(4))] * 3] * 40)
+    made = tcs.Federation(model, feed, "TCS", 0.1)
+    made.round()
+    rounds = GraphRounds(made, 2)
+    with Peak() as peak:
+        rounds.play(range(1, 3))
+    assert peak.peak < 8 * 4 * len(made.theta_D) + 2 * 40 * 4 * 404  # and the batches it holds
+
+
+def test_a_quantizer_of_ones_own_works_in_them(uniform):
+    def federation():
+        inputs = torch.randn(2, 9, 4, 5, generator=torch.Generator().manual_seed(3))
+        feed = HeldFeed([[(x, torch.arange(4) % 3) for x in row] for row in inputs])
+        torch.manual_seed(0)
+        return tcs.Federation(nn.Linear(5, 3), feed, "TCS-U4-W9", 0.1)
+
+    eager, static = federation(), federation()
+    for _ in range(9):
+        eager.round()
+    static.round(), static.round()
+    rounds = GraphRounds(static, 7)
+    assert suits(static.scheme, tcs.Link()) and rounds.ready(range(2, 9))
+    rounds.play(range(2, 9))
+    torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-5, atol=1e-7)
+    assert len(static.theta_D.unique()) > 1

@@ -1,0 +1,227 @@
+"""How accuracies are compared: scheme + seed by least squares, with seeds and images both drawn.
+
+The rules, and why, stand at the head of params/claims.yaml. Accuracies are in percent, differences
+and half-widths in percentage points, variances in squared points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
+
+DRAWS = 4000  # of the bootstrap
+Cell = Any  # what a run is of, hashable: a scheme at its rate
+Run = tuple[Cell, int]  # and its seed
+
+
+# Least squares ────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Fit:
+    """value = cell + block + residual over R runs, by least squares."""
+
+    cells: tuple[Cell, ...]  # the first columns of the design
+    solver_PR: np.ndarray  # the design's pseudo-inverse
+    values_R: np.ndarray
+    residuals_R: np.ndarray
+    freedom: int  # R minus the design's rank
+
+    @property
+    def variance(self) -> float:
+        """Of one residual; nan without degrees of freedom."""
+        squares = float(self.residuals_R @ self.residuals_R)
+        return squares / self.freedom if self.freedom else math.nan
+
+    def weights(self, signs: Mapping[Cell, float]) -> np.ndarray:
+        """(R,): with these weights the values add up to the estimate of sum(sign x cell); their
+        squares, to what its variance is of a residual's. The signs have to add up to zero."""
+        places = {cell: place for place, cell in enumerate(self.cells)}
+        contrast_P = np.zeros(len(self.solver_PR))
+        for cell, sign in signs.items():
+            contrast_P[places[cell]] = sign
+        return contrast_P @ self.solver_PR
+
+
+def additive(values: Sequence[float], cells: Sequence[Cell], blocks: Sequence[Hashable]) -> Fit:
+    """The fit of R values, each of a cell (scheme) and a block (seed)."""
+    columns = [*dict.fromkeys(cells)], [*dict.fromkeys(blocks)]
+    halves = [
+        np.array([[one == column for column in names] for one in of_runs], dtype=float)
+        for of_runs, names in zip((cells, blocks), columns, strict=True)
+    ]
+    design_RP = np.hstack(halves)
+    values_R = np.asarray(values, dtype=float)
+    solver_PR = np.linalg.pinv(design_RP)
+    residuals_R = values_R - design_RP @ (solver_PR @ values_R)
+    freedom = len(values_R) - int(np.linalg.matrix_rank(design_RP))
+    return Fit(tuple(columns[0]), solver_PR, values_R, residuals_R, freedom)
+
+
+# Images ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def images_variance(gaps_SI: np.ndarray) -> float:
+    """The part of a difference's variance that comes from drawing images: of gaps (seeds, images)
+    in points, 100 x (right minus right).
+
+    What images and seeds do together is taken out: it is in the seeds' part. nan for one seed,
+    which can't tell them apart.
+    """
+    seeds, images = gaps_SI.shape
+    if seeds < 2:
+        return math.nan
+    mean_I = gaps_SI.mean(0)
+    rest_SI = gaps_SI - mean_I - gaps_SI.mean(1, keepdims=True) + gaps_SI.mean()
+    rest = float((rest_SI**2).sum()) / ((seeds - 1) * (images - 1))
+    return max(0.0, (float(mean_I.var(ddof=1)) - rest / seeds) / images)
+
+
+# Estimates ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A difference in points, over n seeds, and what its variance is made of."""
+
+    value: float = math.nan
+    n: int = 0
+    seeds: float = math.nan  # variance that comes from seeds
+    images: float = math.nan  # and from images; nan where outcomes were not kept
+    residual_freedom: int = 0
+    confidence: float = 0.95
+    bootstrap: float = math.nan  # half-width
+
+    @property
+    def variance(self) -> float:
+        return self.seeds + (0.0 if math.isnan(self.images) else self.images)
+
+    @property
+    def freedom(self) -> float:
+        """Satterthwaite's, the images' part being exact."""
+        if not self.seeds:
+            return math.inf
+        return self.residual_freedom * (self.variance / self.seeds) ** 2
+
+    def half_of(self, variance: float) -> float:
+        """Student's half-width for a variance, or a part of it: parts add up by their squares."""
+        if not self.residual_freedom or self.n < 2:
+            return math.nan
+        return float(stdtrit(self.freedom, (1 + self.confidence) / 2)) * math.sqrt(variance)
+
+    @property
+    def half(self) -> float:
+        """Of the interval; nan where there is none: fewer than two seeds, or no freedom."""
+        return self.half_of(self.variance)
+
+    @property
+    def low(self) -> float:
+        return self.value - self.half
+
+    @property
+    def high(self) -> float:
+        return self.value + self.half
+
+    def p(self, bound: float) -> float:
+        """Two-sided, of the difference from a bound; nan where there is no interval."""
+        if math.isnan(self.half):
+            return math.nan
+        if not self.variance:
+            return float(self.value == bound)
+        return float(2 * stdtr(self.freedom, -abs(self.value - bound) / math.sqrt(self.variance)))
+
+
+class Comparison:
+    """The additive model over all judged runs, with what each got right, image by image.
+
+    `accuracies` are in percent, by cell and seed. `right` has a run's (images,) bool, or nothing for
+    it. `block` says which runs share a seed's effect: those of the same seed.
+    """
+
+    def __init__(
+        self,
+        accuracies: Mapping[Run, float],
+        right: Mapping[Run, np.ndarray],
+        block: Callable[[Cell, int], Hashable] = lambda cell, seed: seed,
+    ):
+        self.accuracies, self.right, self.block = dict(accuracies), dict(right), block
+
+    @cached_property
+    def fit(self) -> Fit:
+        runs = list(self.accuracies)
+        blocks = [self.block(*run) for run in runs]
+        return additive(list(self.accuracies.values()), [cell for cell, _ in runs], blocks)
+
+    def seeds(self, *cells: Cell) -> list[int]:
+        """Those that all of the cells have."""
+        of_each = [{seed for c, seed in self.accuracies if c == cell} for cell in cells]
+        return sorted(set.intersection(*of_each))
+
+    def estimate(self, signs: Mapping[Cell, float], confidence: float) -> Estimate:
+        """Of sum(sign x cell), like {"TCS": 1, "Baseline": -1}; nan if no seed has all of them."""
+        seeds = self.seeds(*signs)
+        if not seeds:
+            return Estimate(confidence=confidence)
+        weights_R, gaps_SI = self.fit.weights(signs), self._gaps(signs, seeds)
+        return Estimate(
+            value=float(weights_R @ self.fit.values_R),
+            n=len(seeds),
+            seeds=self.fit.variance * float(weights_R @ weights_R),
+            images=math.nan if gaps_SI is None else images_variance(gaps_SI),
+            residual_freedom=self.fit.freedom,
+            confidence=confidence,
+            bootstrap=bootstrap_half(self.fit, weights_R, gaps_SI, confidence),
+        )
+
+    def _gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
+        """(seeds, images) in points; None if a run's outcomes were not kept."""
+        if any((cell, seed) not in self.right for cell in signs for seed in seeds):
+            return None
+        rows = [
+            sum(sign * self.right[cell, seed].astype(float) for cell, sign in signs.items())
+            for seed in seeds
+        ]
+        return 100 * np.array(rows)
+
+
+# Beside the interval ──────────────────────────────────────────────────────────────────────────────
+
+
+def bootstrap_half(
+    fit: Fit, weights_R: np.ndarray, gaps_SI: np.ndarray | None, confidence: float
+) -> float:
+    """Half the width of the middle `confidence` of DRAWS differences: residuals are drawn from
+    all runs, images from all images. nan without degrees of freedom, or with one seed.
+
+    Images carry a run's own share of chance, too, which is in the residuals already: so it is a
+    little wider than Student's interval.
+    """
+    if not fit.freedom or (gaps_SI is not None and len(gaps_SI) < 2):
+        return math.nan
+    generator = np.random.default_rng(0)
+    inflated_R = fit.residuals_R * math.sqrt(len(fit.residuals_R) / fit.freedom)
+    drawn = generator.choice(inflated_R, (DRAWS, len(weights_R))) @ weights_R
+    if gaps_SI is not None:
+        images = gaps_SI.shape[1]
+        values, counts = np.unique(gaps_SI.mean(0).round(9), return_counts=True)
+        drawn = drawn + generator.multinomial(images, counts / images, DRAWS) @ values / images
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(high - low) / 2
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's corrected p, of as many claims as there are; one that has none yet counts as 1."""
+    ranked = sorted(
+        p_values, key=lambda name: math.inf if math.isnan(p_values[name]) else p_values[name]
+    )
+    corrected, largest = {}, 0.0
+    for rank, name in enumerate(ranked):
+        largest = max(largest, min(1.0, (len(ranked) - rank) * p_values[name]))
+        corrected[name] = math.nan if math.isnan(p_values[name]) else largest
+    return corrected

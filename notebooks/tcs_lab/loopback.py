@@ -1,0 +1,169 @@
+"""Flower's own processes on one machine: a SuperLink, SuperNodes or simulated ones, and a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "tcs-app"
+version = "0.1.0"
+description = "TCS in Flower"
+license = "Apache-2.0"
+[tool.flwr.app]
+publisher = "tcs"
+[tool.flwr.app.components]
+serverapp = "tcs_app.apps:server"
+clientapp = "tcs_app.apps:client"
+[tool.flwr.app.config]
+tcs-folder = "."
+"""
+
+
+def app_folder(folder: Path, source: str) -> Path:
+    """A Flower app, written: `source` defines `client` and `server`."""
+    (folder / "tcs_app").mkdir(parents=True, exist_ok=True)
+    (folder / "tcs_app" / "__init__.py").touch()
+    (folder / "tcs_app" / "apps.py").write_text(source)
+    (folder / "pyproject.toml").write_text(PROJECT)
+    return folder
+
+
+class Loopback:
+    """A SuperLink and its SuperNodes on this machine, in `folder`, ended with the `with` block.
+
+    `simulated` nodes live in Flower's simulation (ray) instead. Each process has a log there.
+    """
+
+    def __init__(self, folder: Path, simulated: int = 0):
+        self.folder, self.simulated, self.port = folder.resolve(), simulated, free_port()
+        bin_folder = Path(sys.executable).parent
+        self.environment = os.environ | {
+            "FLWR_HOME": str(self.folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0",
+            "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }  # fmt: skip
+        if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # else each message would compile torch
+            del self.environment["PYTHONDONTWRITEBYTECODE"]
+            self.environment["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Loopback:
+        home = self.folder / "flwr"
+        home.mkdir(parents=True, exist_ok=True)
+        address = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        (home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n{address}')
+        words = [
+            "--insecure",
+            "--port",
+            str(self.port),
+            "--disable-runtime-dependency-installation",
+        ]
+        more = ["--simulation"] if self.simulated else []
+        self.start("link", "flower-superlink", *words, *more)
+        self._wait_for_link()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name in reversed(list(self.processes)):  # nodes first
+            self.stop(name)
+
+    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, cwd=self.folder, env=self.environment, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        return self.processes[name]
+
+    def stop(self, name: str, with_signal: int = signal.SIGINT) -> None:
+        """Ends a process and those that it started: all are of one group."""
+        process = self.processes.pop(name)
+        for ask_by in (with_signal, signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, ask_by)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+        process.wait()
+
+    def node(self, partition: int, link_port: int | None = None) -> None:
+        """A SuperNode joins; `link_port` is where it finds the SuperLink, if not there."""
+        link = f"127.0.0.1:{link_port or self.port}"
+        words = ["--insecure", "--superlink", link, "--port", str(free_port())]
+        config = ["--node-config", f"partition-id={partition}"]
+        self.start(f"node{partition}", "flower-supernode", *words, *config)
+
+    def run(self, app: Path, **config: str | int) -> subprocess.Popen[bytes]:
+        """`flwr run`, begun: it ends when the run has; its exit status is 0 if the run failed, too."""
+        given = " ".join(f"{key.replace('_', '-')}={value!r}" for key, value in config.items())
+        words = [str(app), "here", "--stream", *(["--run-config", given] if given else [])]
+        if self.simulated:
+            sizes = f"num-supernodes={self.simulated} client-resources-num-cpus=1"
+            words += ["--federation-config", sizes]
+        return self.start("run", "flwr", "run", *words)
+
+    def _wait_for_link(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"no SuperLink on port {self.port}: see {self.folder / 'link.log'}")
+
+
+class Relay:
+    """Counts the bytes that pass to a port of this machine and back: `up` and `down`."""
+
+    def __init__(self, port: int):
+        self.to_port, self.port, self.up, self.down = port, free_port(), 0, 0
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> Relay:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+    def _work(self) -> None:
+        self.loop.run_until_complete(asyncio.start_server(self._join, "127.0.0.1", self.port))
+        self.loop.run_forever()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    async def _join(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        far, onward = await asyncio.open_connection("127.0.0.1", self.to_port)
+        await asyncio.gather(self._pass(near, onward, "up"), self._pass(far, back, "down"))
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                setattr(self, way, getattr(self, way) + len(data))
+                writer.write(data)
+                await writer.drain()
+        writer.close()

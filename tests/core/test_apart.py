@@ -1,0 +1,326 @@
+"""Section 6 by halves: a client and a server in processes of their own, with only bytes between them."""
+
+import io
+
+import pytest
+import torch
+from common import deltas_like_training
+from processes import FORKSERVER
+
+import tcs_core as tcs
+
+LAYERS, ROUNDS, DENSE = [120, 30, 100, 1, 49], 8, 4
+NAMES = ["TCS", "TCS-Q5", "TCS-LF-Q5", "top-K-Q5", "rand-K", "FedAvg"]
+
+
+def saved(*sides):
+    """Their states as a file would hold them."""
+    file = io.BytesIO()
+    torch.save([side.state_dict() for side in sides], file)
+    return file.getvalue()
+
+
+def loaded(data, *sides):
+    for side, state in zip(sides, torch.load(io.BytesIO(data), weights_only=True), strict=True):
+        side.load_state_dict(state)
+
+
+def new_client(name, number):
+    known = tcs.Known(name, LAYERS)
+    return known, tcs.Client(known, number)
+
+
+def client_process(name, number, pipe, killed):
+    """A client alone: after round `killed`, and before its reply comes in the next, all that it was
+    is gone but for its state."""
+    torch.set_num_threads(1)
+    known, client = new_client(name, number)
+    for t, deltas_ND in enumerate(deltas_like_training(ROUNDS, 2, LAYERS)):
+        known.begin(dense=t == DENSE)
+        pipe.send(known.to_bytes(client.send(deltas_ND[number])))
+        if t == killed:
+            state = saved(known, client)
+            known, client = new_client(name, number)
+            loaded(state, known, client)
+            known.begin(dense=t == DENSE)  # the round that it was in
+        client.receive(known.from_bytes(pipe.recv(), tcs.SERVER))
+        if t == killed + 1:
+            state = saved(known, client)
+            known, client = new_client(name, number)
+            loaded(state, known, client)
+    pipe.send(None if client.errors_D is None else client.errors_D.tolist())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_client_and_server_in_two_processes_end_in_the_bits_of_one(name):
+    """The client is killed and resumed, with a message on its way and without."""
+    whole = tcs.Compressor(name, LAYERS, 2)
+    known = tcs.Known(name, LAYERS)
+    server, near = tcs.Server(known), tcs.Client(known, 0)
+    ours, theirs = FORKSERVER.Pipe()
+    process = FORKSERVER.Process(target=client_process, args=(name, 1, theirs, 2))
+    process.start()
+    for t, deltas_ND in enumerate(deltas_like_training(ROUNDS, 2, LAYERS)):
+        expected_D = whole.step(deltas_ND, dense=t == DENSE)
+        known.begin(dense=t == DENSE)
+        server.add(0, near.send(deltas_ND[0]))
+        server.add(1, known.from_bytes(ours.recv(), 1))
+        update_D, reply = server.finish()
+        ours.send(known.to_bytes(reply))
+        near.arrived()
+        known.observe(update_D)
+        assert torch.equal(update_D, expected_D)
+    errors = [near.errors_D, ours.recv()]
+    process.join(30)
+    assert process.exitcode == 0
+    if whole.scheme.keeps_errors:
+        assert torch.equal(near.errors_D, whole.errors_ND[0])
+        assert errors[1] == whole.errors_ND[1].tolist()
+    else:
+        assert errors == [None, None]
+
+
+# What a network does ──────────────────────────────────────────────────────────────────────────────
+
+
+class Sides:
+    """A server and clients, each with a `Known` of its own, and only bytes between them."""
+
+    def __init__(self, name="TCS-Q5", clients=3, **of_client_2):
+        self.known = tcs.Known(name, LAYERS)
+        self.server = tcs.Server(self.known)
+        settings = [{}] * (clients - 1) + [of_client_2]
+        self.clients = [
+            tcs.Client(tcs.Known(name, LAYERS, **own), n) for n, own in enumerate(settings)
+        ]
+
+    def begin(self, dense=False):
+        for known in (self.known, *(client.known for client in self.clients)):
+            known.begin(dense)
+
+    def sent(self, deltas_ND):
+        return [
+            client.known.to_bytes(client.send(delta_D))
+            for client, delta_D in zip(self.clients, deltas_ND, strict=True)
+        ]
+
+    def round(self, deltas_ND, lost=(), away=(), dense=False):
+        """The update; messages of the `lost` do not arrive, replies do not reach the `away`."""
+        self.begin(dense)
+        for n, data in enumerate(self.sent(deltas_ND)):
+            if n not in lost:
+                self.server.add(n, self.known.from_bytes(data, n))
+        heard = list(self.server.heard)
+        update_D, reply = self.server.finish()
+        data = self.known.to_bytes(reply)
+        self.known.observe(update_D)
+        for n, client in enumerate(self.clients):
+            if n not in away:
+                said = client.known.from_bytes(data, tcs.SERVER)
+                assert torch.equal(client.receive(said, heard=n in heard), update_D)
+        return update_D
+
+    def errors(self):
+        return torch.stack([client.errors_D for client in self.clients])
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "top-K-Q5", "rand-K"])
+def test_a_lost_upload_loses_nothing(name):
+    """What was heard and what is in the errors is all that ever was; also in dense rounds."""
+    sides, total_D = Sides(name), torch.zeros(sum(LAYERS)).double()
+    sent_D = torch.zeros(sum(LAYERS)).double()
+    for t, deltas_ND in enumerate(deltas_like_training(12, 3, LAYERS)):
+        before_ND, lost = sides.errors(), [t % 3] if t % 2 else []
+        update_D = sides.round(deltas_ND, lost, dense=t == 5)
+        total_D += deltas_ND.double().sum(0)
+        sent_D += (3 - len(lost)) * update_D.double()
+        for n in lost:
+            assert torch.equal(sides.errors()[n], before_ND[n] + deltas_ND[n])
+    left_D = sides.errors().double().sum(0)
+    torch.testing.assert_close(sent_D + left_D, total_D, rtol=0, atol=1e-4)
+    assert left_D.any()
+
+
+def after_two_rounds(name="TCS-Q5", dense=False):
+    """Sides in their third round, the messages of all, and a server that has client 0's."""
+    sides = Sides(name)
+    *before, last_ND = deltas_like_training(3, 3, LAYERS)
+    for deltas_ND in before:
+        sides.round(deltas_ND)
+    sides.begin(dense)
+    messages = [c.send(delta_D) for c, delta_D in zip(sides.clients, last_ND, strict=True)]
+    sides.server.add(0, messages[0])
+    return sides, messages
+
+
+def changed(message, **fields):
+    return tcs.Message(**(vars(message) | fields))
+
+
+def dense_message(sides, messages):
+    return tcs.Message.dense_of(torch.ones(sum(LAYERS)), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("forged", "text"),
+    [(lambda sides, sent: (0, sent[0]), "client 0: a second message in round 2, allowed: one"),
+     (lambda sides, sent: (1, changed(sent[1], round=1)), "client 1: message: round: got 1, allowed: 2"),
+     (lambda sides, sent: (1, changed(sent[1], round=3)), "client 1: message: round: got 3, allowed: 2"),
+     (lambda sides, sent: (1, sent[2]), "client 1: message: sender: got 2, allowed: 1"),
+     (lambda sides, sent: (1, dense_message(sides, sent)), "client 1: message: dense: got True, allowed: False"),
+     (lambda sides, sent: (1, changed(sent[1], values=sent[1].values[:-1])),
+      "client 1: message: values: got 3, allowed: 4")],
+)  # fmt: skip
+def test_a_message_that_is_not_this_rounds_is_named_and_changes_nothing(forged, text):
+    sides, sent = after_two_rounds()
+    sum_D, heard = sides.server.sum_D.clone(), list(sides.server.heard)
+    with pytest.raises(tcs.MessageError, match=f"^{text}$"):
+        sides.server.add(*forged(sides, sent))
+    assert torch.equal(sides.server.sum_D, sum_D) and sides.server.heard == heard == [0]
+    sides.server.add(1, sent[1]), sides.server.add(2, sent[2])
+    update_D, _ = sides.server.finish()
+    full_ND = torch.stack([sides.known.expanded(message) for message in sent])
+    torch.testing.assert_close(update_D, full_ND.mean(0))
+
+
+def test_a_sparse_message_in_a_dense_round_is_refused():
+    sides, _sent = after_two_rounds(dense=True)
+    places = torch.empty(0, dtype=torch.int64)
+    sparse = tcs.Message(torch.ones(sum(LAYERS)), places, 1, 2)
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 1: message: dense: got False, allowed: True$"
+    ):
+        sides.server.add(1, sparse)
+    assert sides.server.heard == [0]
+
+
+def test_a_round_that_was_not_opened_is_named():
+    sides, sent = after_two_rounds()
+    sides.server.add(1, sent[1]), sides.server.add(2, sent[2])
+    update_D, reply = sides.server.finish()
+    sides.known.observe(update_D)
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 1: no round is open, allowed: after Known"
+    ):
+        sides.server.add(1, sent[1])
+    client = sides.clients[0]
+    client.receive(reply)
+    before_D = client.errors_D.clone()
+    with pytest.raises(
+        ValueError, match=r"^client 0: no round is open, allowed: after Known.begin$"
+    ):
+        client.send(torch.ones(sum(LAYERS)))
+    assert torch.equal(client.errors_D, before_D) and client.sent is None
+    with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 3$"):
+        sides.server.finish()
+
+
+def test_a_client_sends_once_in_a_round_and_takes_nothing_back_twice():
+    sides, _ = after_two_rounds()
+    client, before_D = sides.clients[1], sides.clients[1].errors_D.clone()
+    with pytest.raises(ValueError, match=r"^client 1: has sent in round 2 already$"):
+        client.send(torch.ones(sum(LAYERS)))
+    assert torch.equal(client.errors_D, before_D)
+    client.arrived()
+    after_D = client.errors_D.clone()
+    with pytest.raises(ValueError, match=r"^client 1: has sent nothing that could have arrived$"):
+        client.arrived()
+    assert torch.equal(client.errors_D, after_D) and not torch.equal(after_D, before_D)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "rand-K", "FedAvg", "FedAvg-Q5"])
+def test_what_is_not_finite_is_refused_before_anything_is_added(name, bad):
+    sides = Sides(name)
+    one_ND, two_ND = deltas_like_training(2, 3, LAYERS)
+    sides.round(one_ND)
+    client, delta_D = sides.clients[1], two_ND[1].clone()
+    before = client.state_dict()
+    delta_D[7] = bad
+    sides.begin()
+    with pytest.raises(tcs.NotFiniteError, match=r"^client 1: the update is not finite \(NaN"):
+        client.send(delta_D)
+    with pytest.raises(ValueError, match=r"^delta_D: got shape \(2,\), allowed: \(300,\)$"):
+        client.send(delta_D[:2])
+    assert same_state(client.state_dict(), before)
+    assert len(client.send(two_ND[1]).values)  # the round is still its own
+
+
+def same_state(one, two):
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same_state(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same_state, one, two))
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "top-K", "rand-K"])
+def test_a_client_that_missed_rounds_is_told_what_is_known_and_goes_on(name):
+    sides = Sides(name)
+    rounds = list(deltas_like_training(7, 3, LAYERS))
+    for deltas_ND in rounds[:3]:
+        sides.round(deltas_ND)
+    late = sides.clients[2]
+    errors_D, everybody = late.errors_D.clone(), list(sides.clients)
+    sides.clients = everybody[:2]
+    for deltas_ND in rounds[3:5]:  # it is away
+        sides.round(deltas_ND[:2])
+    assert late.known.round == 3
+    late.known.load_state_dict(sides.known.state_dict())
+    sides.clients = everybody
+    assert torch.equal(late.errors_D, errors_D)
+    for deltas_ND in rounds[5:]:
+        sides.round(deltas_ND)  # it says and understands the same as all
+    assert late.known.round == sides.known.round == 7
+
+
+def test_a_client_whose_reply_was_lost_has_not_been_heard_of_and_may_be_told():
+    """It holds its message until it knows; told what is known, it says itself that it arrived."""
+    sides = Sides("TCS")
+    rounds = list(deltas_like_training(4, 3, LAYERS))
+    for deltas_ND in rounds[:2]:
+        sides.round(deltas_ND)
+    expected, client = Sides("TCS"), sides.clients[1]
+    for deltas_ND in rounds[:3]:
+        expected.round(deltas_ND)
+    sides.round(rounds[2], away=[1])
+    assert client.state_dict()["waits"]
+    client.known.load_state_dict(sides.known.state_dict())
+    client.arrived()
+    assert torch.equal(client.errors_D, expected.clients[1].errors_D)
+    assert torch.equal(sides.round(rounds[3]), expected.round(rounds[3]))
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "rand-K"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_step_that_is_withdrawn_leaves_errors_as_they_were(name, dense):
+    sides = Sides(name)
+    one_ND, two_ND, three_ND = deltas_like_training(3, 3, LAYERS)
+    sides.round(one_ND), sides.round(two_ND)
+    client = sides.clients[0]
+    before_D = client.errors_D.clone()
+    sides.begin(dense)
+    client.send(three_ND[0])
+    client.withdraw(three_ND[0])
+    torch.testing.assert_close(client.errors_D, before_D, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="nothing that could have arrived"):
+        client.arrived()
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "top-K", "rand-K", "FedAvg", "FedAvg-Q5"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_what_a_message_holds_is_no_view_of_errors_or_differences(name, dense):
+    known, client = new_client(name, 0)
+    one_ND, two_ND = deltas_like_training(2, 1, LAYERS)
+    known.begin()
+    client.receive(client.send(one_ND[0]))
+    delta_D = two_ND[0].clone()
+    known.begin(dense)
+    message = client.send(delta_D)
+    held = [t for t in (client.errors_D, delta_D) if t is not None]
+    places = {t.untyped_storage().data_ptr() for t in held}
+    assert message.values.untyped_storage().data_ptr() not in places
+    before = message.values.clone()
+    for tensor in held:
+        tensor.fill_(7.0)
+    assert torch.equal(message.values, before)

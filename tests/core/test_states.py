@@ -1,0 +1,166 @@
+"""Section 6: what a side holds, saves and takes up; whom it refuses."""
+
+import copy
+
+import pytest
+import torch
+from common import deltas_like_training
+from torch import nn
+
+import tcs_core as tcs
+
+LAYERS = [1200, 300, 1000, 10, 490]
+
+
+def played(name, seed=0, clients=2, sizes=LAYERS, rounds=3):
+    compressor = tcs.Compressor(name, sizes, clients, seed=seed)
+    for deltas_ND in deltas_like_training(rounds, clients, sizes):
+        compressor.step(deltas_ND)
+    return compressor
+
+
+def same(one, two):
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same, one, two))
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedSGD", "Baseline", "top-K"])
+def test_a_scheme_without_errors_holds_no_memory_for_them(name):
+    changes = {"error_accumulation": False} if name == "top-K" else {}
+    compressor = tcs.Compressor(tcs.Scheme.named(name, **changes), LAYERS, 1000)
+    assert compressor.errors_ND.shape == (0, 3000)
+    assert all(client.errors_D is None for client in compressor.clients)
+    assert tcs.Client(compressor.known).errors_D is None
+    assert tcs.Compressor("TCS", LAYERS, 3).errors_ND.shape == (3, 3000)
+
+
+def test_the_rows_of_all_errors_are_the_clients_own():
+    compressor = played("TCS")
+    for row_D, client in zip(compressor.errors_ND, compressor.clients, strict=True):
+        assert row_D.data_ptr() == client.errors_D.data_ptr() and row_D.any()
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [(lambda: played("TCS-Q5"), "scheme: got"), (lambda: played("top-K"), "scheme: got"),
+     (lambda: played(tcs.Scheme.named("TCS", phi_local=2e-3)), "scheme: got"),
+     (lambda: played("TCS", seed=1), "seed: got 1, allowed: 0$"),
+     (lambda: played("TCS", sizes=[3000]), r"layer_sizes: got \[3000\], allowed: \[1200, "),
+     (lambda: played("TCS", sizes=[300, 1200, 1000, 10, 490]), r"layer_sizes: got \[300, 1200")],
+)  # fmt: skip
+def test_the_state_of_another_scheme_seed_or_model_is_refused_with_nothing_changed(other, text):
+    state, one = other().state_dict(), played("TCS", rounds=5)
+    before = one.state_dict()
+    with pytest.raises(ValueError, match=f"^state: {text}"):
+        one.load_state_dict(state)
+    with pytest.raises(ValueError, match=f"^state: {text}"):
+        one.known.load_state_dict(state["known"])
+    assert same(one.state_dict(), before)
+
+
+def test_a_state_of_other_clients_or_errors_is_refused_with_nothing_changed():
+    one, state = played("TCS", rounds=5), played("TCS").state_dict()
+    before = one.state_dict()
+    fewer = state | {"clients": state["clients"][:1]}
+    short = [state["clients"][0], state["clients"][1] | {"errors_D": torch.zeros(7)}]
+    none = [state["clients"][0] | {"errors_D": None}, state["clients"][1]]
+    rule = {key: v for key, v in state["known"]["rule"].items() if key != "positions"}
+    for wrong, text in (
+        (fewer, r"state: clients: got 1, allowed: 2$"),
+        (state | {"clients": short}, r"errors_D: got shape \(7,\), allowed: \(3000,\)$"),
+        (state | {"clients": none}, r"errors_D: got shape None, allowed: \(3000,\)$"),
+        (state | {"known": state["known"] | {"rule": rule}}, "state: rule: positions is missing$"),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            one.load_state_dict(wrong)
+        assert same(one.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", ["TCS-Q5", "rand-K", "top-K"])
+def test_a_state_is_by_value(name):
+    """The best round's can be taken up again, as often as one likes."""
+    one = played(name)
+    state, kept = one.state_dict(), copy.deepcopy(one.state_dict())
+    *_, next_ND, last_ND = deltas_like_training(5, 2, LAYERS)
+    expected = [one.step(next_ND), one.step(last_ND)]
+    assert same(state, kept) and not same(one.state_dict(), kept)
+    for _ in range(2):
+        one.load_state_dict(state)
+        assert same(one.state_dict(), kept)
+        assert all(
+            torch.equal(one.step(d), e) for d, e in zip((next_ND, last_ND), expected, strict=True)
+        )
+        assert same(state, kept)
+
+
+def test_a_client_saves_a_message_that_nobody_has_acknowledged():
+    compressor = played("TCS-Q5")
+    known, client = compressor.known, compressor.clients[1]
+    known.begin()
+    message = client.send(torch.ones(3000))
+    state = client.state_dict()
+    other = tcs.Client(known, 1)
+    other.load_state_dict(state)
+    client.arrived(), other.arrived()
+    assert torch.equal(client.errors_D, other.errors_D)
+    assert torch.equal(state["values_K"], message.values)
+    with pytest.raises(ValueError, match=r"^client 1: has sent in round 3 already$"):
+        other.send(torch.ones(3000))
+
+
+# Two sides whose parameters lie in another order ──────────────────────────────────────────────────
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+
+
+def of_layout(model):
+    parameters = tcs.trained_parameters(model).values()
+    return tcs.Known("TCS", tcs.layer_sizes(model), order=[tcs.layout_of(p) for p in parameters])
+
+
+def test_two_sides_whose_parameters_lie_in_another_order_refuse_each_other():
+    plain, last = of_layout(net()), of_layout(net().to(memory_format=torch.channels_last))
+    again, client = of_layout(net()), tcs.Client(last)
+    for known in (plain, last, again):
+        known.begin()
+    server, delta_D = tcs.Server(plain), torch.ones(plain.dimension)
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 0: message: tag: .* another order in memory"
+    ):
+        plain.from_bytes(last.to_bytes(client.send(delta_D)), 0)
+    message = plain.from_bytes(again.to_bytes(tcs.Client(again).send(delta_D)), 0)
+    server.add(0, message)
+    update_D, reply = server.finish()
+    data = plain.to_bytes(reply)
+    with pytest.raises(
+        tcs.MessageError, match=r"^server: message: tag: .* another order in memory"
+    ):
+        last.from_bytes(data, tcs.SERVER)
+    assert torch.equal(again.expanded(again.from_bytes(data, tcs.SERVER)), update_D)
+
+
+def test_the_order_of_a_federations_model_is_in_its_messages():
+    models = net(), net().to(memory_format=torch.channels_last)
+    batch = torch.ones(2, 3, 4, 4), torch.tensor([0, 1])
+    made = [tcs.Federation(model, [[batch]], "TCS", 0.1) for model in models]
+    orders = [one.compressor.known.up.order for one in made]
+    assert orders == [((0, 1, 2, 3), (0,), (0, 1), (0,)), ((0, 2, 3, 1), (0,), (0, 1), (0,))]
+    assert len({one.compressor.known.up.tag for one in made}) == 2
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order"),
+    [(torch.zeros(2, 3, 4), (0, 1, 2)), (torch.zeros(2, 3, 4).permute(2, 0, 1), (1, 2, 0)),
+     (torch.zeros(3, 2).t(), (1, 0)), (torch.zeros(5), (0,)), (torch.zeros(()), ()),
+     (torch.zeros(1, 7, 1), (1,)), (torch.zeros(1, 3, 1, 1).to(memory_format=torch.channels_last), (1,)),
+     (torch.zeros(4, 6)[:, ::2], (0, 1)), (torch.zeros(1, 3).expand(4, 3), (0, 1))],
+)  # fmt: skip
+def test_how_a_tensor_lies_in_memory(tensor, order):
+    """One with gaps, or that shares entries, as it is read."""
+    assert tcs.layout_of(tensor) == order

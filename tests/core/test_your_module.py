@@ -1,0 +1,380 @@
+"""Section 7 leaves the module to its owner: modes, memory, gradients; what the owner changes counts."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tcs_core as tcs
+
+
+class Classifier(nn.Module):
+    """A stem that its owner has frozen, batch norm and all, and a head with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten())
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(20, 3)
+
+    def forward(self, x):
+        return self.head(self.drop(self.body(self.stem(x))))
+
+    def frozen(self):
+        self.stem.requires_grad_(False)
+        self.stem.eval()
+        return self
+
+
+def batches(count, seed=0, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, size, 3, 6, 6, generator=generator)
+    return [(x, x.mean((2, 3)).argmax(1)) for x in inputs]
+
+
+def federation(model, scheme="TCS", clients=2, eta=0.1, **more):
+    feed = [batches(3, seed) for seed in range(clients)]
+    return tcs.Federation(model, feed, scheme, eta, **more)
+
+
+def modes(model):
+    return {name: m.training for name, m in model.named_modules()}
+
+
+def flat(model):
+    return nn.utils.parameters_to_vector(p.detach() for p in model.parameters())
+
+
+# Modes, statistics, gradients ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_frozen_stem_keeps_its_modes_weights_and_statistics():
+    model, seen = Classifier().frozen(), []
+    before, before_modes = copy.deepcopy(model.stem.state_dict()), modes(model)
+
+    def loss(model, batch):
+        seen.append(modes(model))
+        return tcs.cross_entropy(model, batch)
+
+    made = federation(model, loss=loss)
+    start_D = flat(model)
+    for _ in range(3):
+        made.round()
+    assert modes(model) == before_modes and not before_modes["stem.1"] and before_modes["drop"]
+    assert seen == [before_modes] * 6  # dropout drops, the stem's norm does not learn
+    for key, value in model.stem.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert not torch.equal(flat(model), start_D)
+
+
+def test_a_module_left_in_eval_mode_trains_as_it_did_and_is_given_back_so():
+    model, seen = Classifier().frozen(), []
+    training = modes(model)
+
+    def loss(model, batch):
+        seen.append(modes(model))
+        return tcs.cross_entropy(model, batch)
+
+    made = federation(model, loss=loss)
+    made.round()
+    model.eval()
+    made.round()
+    assert seen == [training] * 4 and not any(modes(model).values())
+
+
+def test_after_a_round_the_module_has_the_clients_averaged_statistics():
+    model = Classifier()
+    made = federation(model, "FedAvg", clients=3)
+    made.round()
+    stem, body = model.stem[1], model.body[1]
+    now_S = torch.cat([stem.running_mean, stem.running_var, body.running_mean, body.running_var])
+    torch.testing.assert_close(now_S, made.statistics_NS.mean(0))
+    assert len({tuple(row.tolist()) for row in made.statistics_NS}) == 3
+    made.round([1])
+    torch.testing.assert_close(model.stem[1].running_mean, made.statistics_NS[1, :4])
+
+
+def test_evaluated_is_the_module_in_eval_mode_as_it_is_saved():
+    model = Classifier()
+    made = federation(model)
+    made.round()
+    x, _ = batches(1)[0]
+    before, plain = modes(model), copy.deepcopy(model).eval()(x)
+    with made.evaluated() as lent:
+        assert lent is model and not any(modes(lent).values())
+        assert torch.equal(lent(x), plain)
+    assert modes(model) == before
+    saved = made.averaged_state_dict()
+    other = Classifier()
+    other.load_state_dict(saved)
+    assert torch.equal(other.eval()(x), plain)
+    kept = {key: value.clone() for key, value in saved.items()}
+    made.round()
+    assert all(torch.equal(saved[key], kept[key]) for key in kept)  # by value
+    with pytest.raises(ArithmeticError), made.evaluated():
+        raise ArithmeticError
+    assert modes(model) == before
+
+
+def test_evaluated_takes_other_statistics_and_puts_the_modules_back():
+    model = Classifier()
+    made = federation(model)
+    made.round()
+    before, buffers = copy.deepcopy(model.state_dict()), dict(model.named_buffers())
+    wild_S = torch.full_like(made.statistics_NS[0], 9.0)
+    with made.evaluated(wild_S):
+        assert (model.stem[1].running_mean == 9.0).all()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(b is buffers[name] for name, b in model.named_buffers())
+
+
+def test_gradients_and_random_numbers_of_its_owner_are_left_alone():
+    model = Classifier()
+    made = federation(model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    gradients, drawn = [p.grad for p in model.parameters()], torch.get_rng_state()
+    made.round()
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all((g == 2.0).all() for g in gradients) and torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_loss_that_takes_gradients_away_trains_all_the_same():
+    """As adversarial training and penalties do before their own pass."""
+
+    def takes_away(model, batch):
+        model.zero_grad()
+        return tcs.cross_entropy(model, batch)
+
+    one, other = federation(Classifier(), loss=takes_away), federation(Classifier())
+    for _ in range(3):
+        assert torch.equal(one.round(), other.round())
+    assert not torch.equal(one.theta_D, tcs_theta(Classifier()))
+
+
+def tcs_theta(model):
+    view = tcs.FlatView(model)
+    theta_D = torch.empty(view.dimension)
+    view.read_(view.views(theta_D))
+    return theta_D
+
+
+# Memory ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last])
+def test_parameters_stay_ordinary_tensors_in_their_own_memory(kind):
+    model = Classifier().to(memory_format=kind)
+    strides = [p.stride() for p in model.parameters()]
+    held = list(model.parameters())
+    made = federation(model, "TCS-L2-Q5")
+    for _ in range(3):
+        made.round()
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    assert [p.stride() for p in model.parameters()] == strides
+    for p in model.parameters():  # what safetensors asks for, and small files need
+        assert p.untyped_storage().nbytes() == 4 * p.numel() and p.storage_offset() == 0
+    if kind is torch.contiguous_format:
+        assert all(p.is_contiguous() for p in model.parameters())
+        assert torch.equal(torch.cat([p.view(-1) for p in model.parameters()]), made.theta_D)
+        assert torch.equal(flat(model), made.theta_D)
+    head, whole = io.BytesIO(), io.BytesIO()
+    torch.save(model.head.state_dict(), head), torch.save(torch.zeros(63), whole)
+    assert head.tell() < whole.tell() + 2000
+
+
+# What its owner changes between two rounds ────────────────────────────────────────────────────────
+
+
+def test_a_state_loaded_between_rounds_counts_with_its_statistics():
+    """One client, no compression: the next round is a step of SGD from there."""
+    model, other = Classifier(), Classifier()
+    for p in other.parameters():
+        p.data.mul_(0.5)
+    other.stem[1].running_mean.fill_(5.0)
+    made = tcs.Federation(model, [batches(3)], "FedSGD", 0.1)
+    made.round()
+    model.load_state_dict(other.state_dict())
+    with made.evaluated():
+        assert (model.stem[1].running_mean == 5.0).all()
+    fresh = tcs.Federation(other, [batches(3)[1:]], "FedSGD", 0.1)
+    made.model.drop.p = other.drop.p = 0.0
+    assert torch.equal(made.round(), fresh.round())
+    assert torch.equal(flat(model), flat(other))
+    assert torch.equal(model.stem[1].running_mean, other.stem[1].running_mean)
+    assert float(model.stem[1].running_mean.mean()) > 4
+
+
+@pytest.mark.parametrize("how", ["assigned", "replaced"])
+def test_parameters_put_in_the_place_of_others_are_followed(how):
+    model = Classifier()
+    model.drop.p = 0.0
+    made = federation(model, "FedSGD")
+    made.round()
+    other = nn.Linear(20, 3)
+    if how == "assigned":
+        model.head.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    else:
+        model.head = copy.deepcopy(other)
+    fresh = tcs.Federation(
+        copy.deepcopy(model), [batches(3, n)[1:] for n in range(2)], "FedSGD", 0.1
+    )
+    assert torch.equal(made.round(), fresh.round())
+    assert not torch.equal(model.head.weight, other.weight)
+    assert torch.equal(flat(model), flat(fresh.model))
+
+
+@pytest.mark.parametrize("scheme", ["TCS", "TCS-Momentum"])
+def test_layers_frozen_and_unfrozen_between_rounds_are_followed(scheme):
+    """What stays keeps its errors and its momentum, by name; a frozen layer does not decay."""
+    model = Classifier()
+    made = federation(model, scheme, eta=0.01, weight_decay=1e-2)
+    for _ in range(3):
+        made.round()
+    errors, momentum_D = made.compressor.errors_ND.clone(), made.momentum_D
+    momentum_D = None if momentum_D is None else momentum_D.clone()
+    before, stem = made.t, copy.deepcopy(model.stem.state_dict())
+    entries = sum(p.numel() for p in model.stem.parameters())  # they come first
+    model.stem.requires_grad_(False)
+    made.look_at_module()
+    assert torch.equal(made.compressor.errors_ND, errors[:, entries:]) and errors[:, entries:].any()
+    if momentum_D is not None:
+        assert torch.equal(made.momentum_D, momentum_D[entries:])
+    update_D = made.round()
+    assert made.t == before + 1 == made.compressor.known.round
+    assert len(update_D) == made.compressor.known.dimension == len(flat(model)) - entries
+    weights = [key for key in stem if "running" not in key and "num_" not in key]
+    assert all(torch.equal(model.stem.state_dict()[key], stem[key]) for key in weights)
+    model.stem.requires_grad_(True)
+    assert len(made.round()) == len(flat(model))
+    assert not torch.equal(model.stem[0].weight, stem["0.weight"])
+
+
+def test_a_parameter_that_was_added_is_trained():
+    model = Classifier()
+    made = federation(model)
+    made.round()
+    model.head.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    model.head.forward = lambda x: (
+        model.head.scale * F.linear(x, model.head.weight, model.head.bias)
+    )
+    made.round()
+    assert model.head.scale.item() != 1.0 and len(made.theta_D) == len(flat(model))
+
+
+def test_a_layer_of_another_size_is_named_and_nothing_has_changed():
+    model = Classifier()
+    made = federation(model)
+    made.round(), made.round()
+    theta_D, errors_ND = made.theta_D.clone(), made.compressor.errors_ND.clone()
+    head, model.head = model.head, nn.Linear(20, 7)
+    text = r"^model: head\.weight: got shape \(7, 20\), allowed: \(3, 20\), as when the training began$"
+    with pytest.raises(ValueError, match=text):
+        made.round()
+    assert torch.equal(made.theta_D, theta_D) and made.t == 2
+    assert torch.equal(made.compressor.errors_ND, errors_ND)
+    model.head = head
+    made.round()
+
+
+def test_what_cannot_be_followed_is_named():
+    """Norms that come and go, and other parameters under a server's optimizer."""
+    model = Classifier()
+    made = federation(model)
+    made.round()
+    model.body[1] = nn.Identity()
+    with pytest.raises(
+        ValueError, match=r"^model: norms: got 1 of 8 statistics, allowed: those it had"
+    ):
+        made.round()
+    model = Classifier()
+    whole = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    made = federation(model, server_optimizer=whole)
+    made.round()
+    model.stem.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"^model: others are trained, allowed with server_optimizer"
+    ):
+        made.round()
+    model.stem.requires_grad_(True)
+    made.round()
+
+
+def test_tied_weights_are_one_and_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.out = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(self.embed(x))
+
+    model, batch = Tied(), (torch.arange(7), torch.arange(7).roll(1))
+    assert tcs.layer_sizes(model) == [35]
+    plain = copy.deepcopy(model)
+    made = tcs.Federation(model, [[batch]], "FedSGD", 0.1)
+    for _ in range(3):
+        made.round()
+        loss = tcs.cross_entropy(plain, batch)
+        (gradient,) = torch.autograd.grad(loss, [plain.embed.weight])
+        plain.embed.weight.data.sub_(0.1 * gradient)
+    assert model.out.weight is model.embed.weight
+    torch.testing.assert_close(model.embed.weight, plain.embed.weight)
+
+
+def test_sparse_gradients_and_empty_parameters_work():
+    class Words(nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.out = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3)
+            self.nothing = nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x):
+            return self.out(self.embed(x))
+
+    batch = torch.tensor([1, 1, 5]), torch.tensor([0, 2, 1])
+    made = [
+        tcs.Federation(Words(sparse), [[batch]] * 2, "TCS-L2", 0.1, weight_decay=1e-3)
+        for sparse in (True, False)
+    ]
+    assert tcs.layer_sizes(made[0].model) == [36, 12, 3]
+    for _ in range(3):
+        updates = [one.round() for one in made]
+        torch.testing.assert_close(*updates)
+    assert made[0].model.nothing.shape == (0, 4)
+
+
+# Clients and feeds ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "clients", [[True], [1.0], [False, 1], ["1"], [None], [0, 0], [2], [-1], []]
+)
+def test_clients_are_whole_numbers_each_once(clients):
+    made = federation(Classifier())
+    with pytest.raises(
+        ValueError, match=r"^clients: got .*, allowed: one or more of 0 to 1, each once$"
+    ):
+        made.round(clients)
+    assert made.t == 0 and made.feed.given == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("feed", "text"),
+    [({0: batches(1)}, "feed: got a dict, allowed: a list of one iterable a client$"),
+     (torch.utils.data.DataLoader(torch.zeros(4, 8)), "feed: got a DataLoader, allowed: a list of one"),
+     ([], "feed: got an empty list, allowed: one iterable a client$"),
+     ([batches(1), 5], "feed: client 1: got 5, allowed: an iterable$"),
+     ([torch.utils.data.DataLoader(torch.zeros(4, 8), num_workers=2)] * 33,
+      r"feed: got 66 workers, allowed: 64 \(load in this process: num_workers=0\)$")],
+)  # fmt: skip
+def test_feeds_that_are_none(feed, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        tcs.Federation(Classifier(), feed, "TCS", 0.1)
