@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tcs_core import Arrival, ByteLink, Known, Message, NotFiniteError
+from tcs_core import Arrival, ByteLink, Known, Message, MessageError, NotFiniteError
 
 
 class RankError(RuntimeError):
@@ -178,6 +178,13 @@ class ProcessLink(ByteLink):
         data = dict(zip(senders, arrived, strict=True))
         for n in chosen:
             yield self.accept(known, n, data.pop(n))
+
+    def accept(self, known: Known, n: int, data: bytes) -> Arrival:
+        try:
+            return super().accept(known, n, data)
+        except MessageError as error:
+            vars(error)["told_to_all"] = True  # who have the same bytes
+            raise
 
 
 def _first_error(failed: list[tuple[int, Any]], rank: int, own: Exception | None) -> Exception:

@@ -16,14 +16,14 @@ def test_the_textbook_version_is_the_compressor():
     generator = torch.Generator().manual_seed(5)
     compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [4000], 3)
     compressor.step(torch.randn(3, 4000, generator=generator))
-    mask_D = tcs.positions_to_mask(compressor.rule.global_mask(), 4000)
+    mask_D = tcs.positions_to_mask(compressor.rule.shared_mask(), 4000)
     errors = [torch.zeros(4000) for _ in range(3)]
     for _ in range(30):
         deltas_ND = torch.randn(3, 4000, generator=generator)
         plain = lab.bench._textbook_round(deltas_ND, errors, mask_D, 40, 4)
         torch.testing.assert_close(compressor.step(deltas_ND), plain, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(compressor.errors_ND, torch.stack(errors), rtol=0, atol=1e-6)
-        assert torch.equal(tcs.positions_to_mask(compressor.rule.global_mask(), 4000), mask_D)
+        assert torch.equal(tcs.positions_to_mask(compressor.rule.shared_mask(), 4000), mask_D)
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])

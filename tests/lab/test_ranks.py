@@ -198,13 +198,13 @@ def mistaken(ranks, folder, what):
     elif what == "replica":
         ranks.check_same(torch.full((3,), float(ranks.rank)), "theta_D")
     elif what == "bug" and ranks.rank == 1:
-        compressor.clients[0].send = lambda *_: [][1]
+        compressor.clients[0].compress = lambda *_: [][1]
     compressor.step(torch.ones(len(compressor.own), 50))
 
 
 @pytest.mark.parametrize(
     ("what", "texts"),
-    [("message", ["RankError: rank 1: client 1: message: ", "MessageError: client 1: message: "]),
+    [("message", ["MessageError: client 1: message: wrong checksum"] * 2),
      ("replica", ["theta_D: rank 1 got another", "theta_D: rank 1 got another"]),
      ("bug", ["RankError: rank 1: IndexError", "IndexError"])],
 )  # fmt: skip

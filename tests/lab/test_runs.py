@@ -60,7 +60,7 @@ def test_a_diverged_run_keeps_its_record(tmp_path, monkeypatch, small):
 
     def poisoned(self, epoch):
         if epoch == 1:
-            self.theta_D[0] = math.nan
+            next(self.federation.model.parameters()).data[0] = math.nan
         return original(self, epoch)
 
     monkeypatch.setattr(lab.Training, "epoch", poisoned)
