@@ -32,7 +32,14 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 12})
 # %% tags=["parameters"]
 evidence = "evidence"  # the profile that is judged: params/<profile>.yaml, results/<profile>/
 results = None  # the folder with <profile>/runs/*.json; None: results/
-beside = [["small", 150], ["small", 300], ["cpu", 150], ["cpu", 300], ["short", 15], ["cpu18", 5]]  # profiles and epochs shown beside it, judged nowhere
+beside = [
+    ["small", 150],
+    ["small", 300],
+    ["cpu", 150],
+    ["cpu", 300],
+    ["short", 15],
+    ["cpu18", 5],
+]  # profiles and epochs shown beside it, judged nowhere
 
 # %%
 lab.check_notebook_params(globals())
@@ -322,7 +329,10 @@ if records:
     said = f"The paper's claims in profile {evidence}: {scale_of(records)}"
     target = lab.results_folder(evidence, results) / "claims"
     first = next(iter(plans.values()), [])  # the plan's first stage: before it stands, no file
-    if all(lab.record_path(run, results).exists() for run in first) or target.with_suffix(".csv").exists():
+    if (
+        all(lab.record_path(run, results).exists() for run in first)
+        or target.with_suffix(".csv").exists()
+    ):
         lab.save_table(judged, target, said, lab.readable_claims, lacking)
     display(Markdown(lab.markdown(lab.readable_claims(judged))))
 print(lacking or "No claim is left out.")

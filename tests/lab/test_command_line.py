@@ -152,7 +152,7 @@ def test_output_that_nobody_can_read_or_write(tmp_path, disturb, code, text):
     assert process.exitcode == code
     assert text in said and "Exception" not in said and "Traceback" not in said
     assert text or not said
-    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 1
+    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 2
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
