@@ -3081,11 +3081,7 @@ def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[
                     gradients[slot].copy_(part.view_as(gradients[slot]))
         except Exception as error:  # DDP would wait for ever
             for _, its_future in waiting:
-<<<<<<< HEAD
                 cast(Any, its_future).set_exception(error)
-=======
-                its_future.set_exception(error)  # type: ignore[arg-type]
->>>>>>> hooktests
             return
         for its_buffer, its_future in waiting:
             its_future.set_result(its_buffer)
