@@ -107,11 +107,15 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # ## All tables and figures
 #
 # Where runs are made, the executed notebooks stay beside what they made, in `results/<profile>/`. Records drawn with settings
-# that are not the profile's leave its tables alone: they are drawn in a temporary folder.
+# that are not the profile's leave its tables alone, and a profile whose schemes are not all there yet has none: they are drawn in
+# a temporary folder.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
-folder = Path(tempfile.mkdtemp()) if changed else lab.results_folder(shown)
+there = {record["config"]["scheme"]["name"] for record in records}
+lacking = {name for params in plans.values() for name in params["schemes"]} - there
+begun = not lacking or (lab.results_folder(shown) / "table1.md").exists()
+folder = lab.results_folder(shown) if begun and not changed else Path(tempfile.mkdtemp())
 source = str(lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
 
 

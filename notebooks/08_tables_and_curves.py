@@ -87,7 +87,7 @@ device = None  # auto, cpu or cuda
 # Table and profile together name a list of runs, one for every scheme and seed. A run leaves one JSON
 # record under `results/<profile>/runs/`; a record that is already there is used, so tables share
 # runs and an interrupted table goes on where it stopped. Records drawn with settings that are not the profile's leave its
-# table alone: it is drawn in a temporary folder.
+# table alone, and a profile whose schemes are not all there yet has none: it is drawn in a temporary folder.
 
 # %%
 given = lab.given_notebook_params(globals())
@@ -96,7 +96,6 @@ sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
 files = [file for file in (own, sizes) if file.is_file()]
 params = lab.read_params(files) | given
 configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
-folder = Path(tempfile.mkdtemp()) if changed else lab.results_folder(params["profile"])
 every_seed = configs if profile or seeds else lab.plan(params | {"seeds": 100})
 print(
     f"{len(configs)} runs of {configs[0].epochs} epochs; records in results/{params['profile']}/runs/"
@@ -110,6 +109,9 @@ else:
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
 print(f"{len(records)} records; not measured yet (n = 0): {', '.join(lacking) or 'none'}")
+folder = lab.results_folder(params["profile"])
+if changed or (lacking and not (folder / f"table{table}.md").exists()):
+    folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
 # ## The table

@@ -205,14 +205,14 @@ def outcome(folder):
     files = [torch.load(folder / f"partition-{n}.pt", weights_only=True) for n in range(clients)]
     thetas = [torch.load(folder / "theta.pt"), *(file["theta_D"] for file in files)]
     errors = [file["client"]["errors_D"] for file in files]
-    rows = json.loads((folder / "rows.json").read_text())
-    state = max(int(line) for line in (folder / "state.txt").read_text().split())
+    rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    state = max(int(line) for line in (folder / "state.txt").read_text(encoding="utf-8").split())
     return {"thetas": thetas, "errors": errors, "rows": pd.DataFrame(rows), "state": state}
 
 
 def waited(run, folder):
     run.wait(timeout=patience)  # its exit status is 0 for a run that failed, too
-    assert (folder / "rows.json").exists(), (folder / "run.log").read_text()[-3000:]
+    assert (folder / "rows.json").exists(), (folder / "run.log").read_text(encoding="utf-8")[-3000:]
     return outcome(folder)
 
 

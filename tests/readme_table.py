@@ -330,7 +330,7 @@ def with_blocks(text: str) -> str:
 def numbers() -> list[str]:
     """Words of README with a number in them, outside the blocks, as they should be."""
     scheme = tcs.Scheme.named("TCS")
-    evidence, text = params("evidence"), (ROOT / "params/evidence.yaml").read_text("utf-8")
+    evidence, text = params("evidence"), (ROOT / "params/evidence.yaml").read_text(encoding="utf-8")
     minutes = re.search(r"About (\d+) minutes a run on a core", text)[1]
     return [
         f"which {100 * scheme.phi_global:g} % of a model's entries to send",

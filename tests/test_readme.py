@@ -218,7 +218,9 @@ def test_its_ddp_lines_run(tmp_path):
     path = os.pathsep.join([str(lab.ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", DDP.format(code=CODE[2])]
     environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
 
 

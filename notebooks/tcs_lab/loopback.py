@@ -44,8 +44,8 @@ def app_folder(folder: Path, source: str) -> Path:
     """A Flower app, written: `source` defines `client` and `server`."""
     (folder / "tcs_app").mkdir(parents=True, exist_ok=True)
     (folder / "tcs_app" / "__init__.py").touch()
-    (folder / "tcs_app" / "apps.py").write_text(source)
-    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "tcs_app" / "apps.py").write_text(source, encoding="utf-8")
+    (folder / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
     return folder
 
 
@@ -72,7 +72,8 @@ class Loopback:
         home = self.folder / "flwr"
         home.mkdir(parents=True, exist_ok=True)
         address = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
-        (home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n{address}')
+        text = f'[superlink]\ndefault = "here"\n{address}'
+        (home / "config.toml").write_text(text, encoding="utf-8")
         words = [
             "--insecure",
             "--port",

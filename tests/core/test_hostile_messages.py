@@ -133,7 +133,7 @@ def test_a_round_in_which_all_are_hostile_stops(name):
     scheme = tcs.Scheme.named(name)
     compressor = tcs.Compressor(scheme, SIZES, 3, link=tcs.ByteLink("skip"))
     compressor.link.channel = lambda sender, data: b"nonsense" * 9
-    with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 0$"):
+    with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 0"):
         compressor.step(deltas(0))
 
 

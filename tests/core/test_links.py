@@ -92,7 +92,7 @@ def test_what_was_refused_goes_with_the_next_message():
     scheme = tcs.Scheme.named("top-K", phi_local=1.0)
     compressor = tcs.Compressor(scheme, [4], 1, link=tcs.ByteLink("skip", network))
     delta_D = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
-    with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 0$"):
+    with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 0"):
         compressor.step(delta_D)
     network.victim = None
     assert torch.equal(compressor.step(delta_D), 2 * delta_D[0])

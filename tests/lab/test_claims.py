@@ -291,7 +291,9 @@ def test_what_a_person_reads(tmp_path):
     assert text["Ours (interval)"][0] == "×80"
     assert lab.not_measured(table) == "Not measured: none."
     lab.save_table(table, tmp_path / "claims", "All", lab.readable_claims, lab.not_measured(table))
-    assert (tmp_path / "claims.md").read_text().endswith("|\n\nNot measured: none.\n")
+    assert (
+        (tmp_path / "claims.md").read_text(encoding="utf-8").endswith("|\n\nNot measured: none.\n")
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ PAIR = "pairs: [[[TCS, 0.5], [FedAvg, 0.5]]]"
 )
 def test_a_claim_that_cannot_be_judged_is_named(tmp_path, text, names):
     path = tmp_path / "claims.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as error:
         lab.read_claims(path)
     assert str(error.value).startswith(str(path)) and names in str(error.value)
@@ -119,7 +119,10 @@ FILES = [f for f in lab.ROOT.glob("results/*/claims.csv") if f.parent.name not i
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_the_judged_claims_are_rebuilt_from_the_records(path, tmp_path):
     """The same bytes."""
-    table, title = judged_again(path), path.with_suffix(".md").read_text().split("**")[1]
+    table, title = (
+        judged_again(path),
+        path.with_suffix(".md").read_text(encoding="utf-8").split("**")[1],
+    )
     lab.save_table(table, tmp_path / "claims", title, lab.readable_claims, lab.not_measured(table))
     for suffix in (".csv", ".md"):
         assert (tmp_path / f"claims{suffix}").read_bytes() == path.with_suffix(suffix).read_bytes()

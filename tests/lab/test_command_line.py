@@ -140,19 +140,19 @@ def latin_output():
     [
         (full_output, 2, "error: [Errno 28] No space left on device"),
         (closed_pipe, 141, ""),
-        (closed_stderr, 0, "| TCS | 0.5 |"),
-        (latin_output, 0, "| Scheme | \\u03b7 |"),
+        (closed_stderr, 0, "| TCS | 1 |"),
+        (latin_output, 0, "Ours \\u2212 Baseline"),
     ],
 )
 def test_output_that_nobody_can_read_or_write(tmp_path, disturb, code, text):
-    words = [*tiny_command(tmp_path, epochs=1), "--scheme", "TCS"]
+    words = [*tiny_command(tmp_path, epochs=1), "--scheme", "TCS", "--scheme", "Baseline"]
     process = start_command(words, tmp_path, disturb=disturb)
     process.join(60)
     said = (tmp_path / "output").read_text(encoding="utf-8")
     assert process.exitcode == code
     assert text in said and "Exception" not in said and "Traceback" not in said
     assert text or not said
-    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 1
+    assert len(list((tmp_path / "ci" / "runs").iterdir())) == 2
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -61,7 +61,7 @@ def test_run_all_passes_while_nothing_is_written(path, capsys):
 
 
 def test_every_exercise_is_in_one_notebook():
-    text = "".join(path.read_text() for path in NOTEBOOKS)
+    text = "".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
     assert sorted(re.findall(r'^lab\.check_exercise\("(\w+)"', text, re.M)) == sorted(EXERCISES)
 
 

@@ -161,10 +161,10 @@ def test_superlink_and_supernodes_on_loopback_one_of_them_killed(tmp_path, monke
             time.sleep(0.2)
         link.stop("node1", signal.SIGKILL)
         link.node(1)
-        assert run.wait(timeout=500) == 0, (tmp_path / "run.log").read_text()
+        assert run.wait(timeout=500) == 0, (tmp_path / "run.log").read_text(encoding="utf-8")
     expected = in_one_process(job(rounds=4))[0]
     assert torch.equal(torch.load(state / "theta.pt"), expected)
     for n in (0, 1):
         kept = torch.load(state / f"partition-{n}.pt")
         assert torch.equal(kept["theta_D"], expected)
-    assert len(json.loads((state / "rows.json").read_text())) == 5
+    assert len(json.loads((state / "rows.json").read_text(encoding="utf-8"))) == 5
