@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import matplotlib
 import pytest
 import readme_table
 import tcs_lab as lab
@@ -34,6 +35,7 @@ def test_what_is_generated_is_up_to_date():
 
 
 def test_the_picture_is_generated(tmp_path):
+    matplotlib.rcdefaults()  # whatever cells of notebooks have set in this process
     lab.save_figure(readme_table.picture(), tmp_path / "figure")
     path = readme_table.picture_path().with_suffix(".png")
     assert (tmp_path / "figure.png").read_bytes() == path.read_bytes(), "run the same"

@@ -1,5 +1,6 @@
 """The command line: what it takes, what it prints, how it ends."""
 
+import contextlib
 import copy
 import io
 import os
@@ -162,7 +163,7 @@ def test_several_quick_signals_end_it_once(tmp_path, jobs):
     until(lambda: len(list((tmp_path / "cache" / "checkpoints").glob("[!.]*.pt"))) == jobs)
     at_once = [signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT]
     for number in at_once + 30 * [signal.SIGINT]:
-        if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(process.pid, number)
         time.sleep(0.01)
     process.join(20)
