@@ -1148,7 +1148,8 @@ class BlockCode(Code):
     """The paper's: values at 32 bits, or means and codes of q bits; then Alg. 4, in one stream."""
 
     def bits(self, message: Message, wire: Wire) -> int:
-        return wire.block_code_bits(len(message.values), len(message.positions))
+        count, own = len(message.values), len(message.positions)
+        return _block_code_bits(wire.value_bits, count, own, wire.dimension)
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         own, streams = len(message.positions), []
@@ -1405,25 +1406,20 @@ def _rule_of(scheme: Scheme) -> type[MaskRule]:
 class Checks:
     """Whether a round's numbers are finite.
 
-    On a CPU that is known at once. A GPU would have to be waited for: there, what is not finite
-    counts as 0, and all answers are read together, at the end of a round or, `later`, by who asks
-    (on a CPU, too).
+    On a CPU that is known `at once`. A GPU would have to be waited for: there, what is not finite
+    counts as 0, and all answers are read together, at the `end` of a round, or `later`, by who
+    asks.
     """
 
     def __init__(self, device: Any):
         self.none = torch.zeros((), dtype=torch.int64, device=device)  # of a mask with no entries
-        self.later = False
+        self.when = "at once" if may_look(self.none) else "end"  # that answers are read
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
 
-    @property
-    def at_once(self) -> bool:
-        """Whether values are looked at as they come."""
-        return not self.later and may_look(self.none)
-
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
-        if self.at_once:
+        if self.when == "at once":
             finite = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
             if not finite:  # sums of finite numbers can overflow
                 raise NotFiniteError(sender)
@@ -1435,10 +1431,10 @@ class Checks:
     def read(self, explored_D: Tensor | None = None) -> int:
         """How many entries of a mask are set; NotFiniteError for the first sender of which
         something was not finite. The only look at values in a round on a GPU."""
-        if self.at_once:
+        if self.when == "at once":
             return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
         self.explored = self.none if explored_D is None else explored_D.sum()
-        if self.later:
+        if self.when == "later":
             return 0
         senders = list(self.finite)
         found = [self.finite[sender].long() for sender in senders]
@@ -1473,13 +1469,21 @@ class Agreement:
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
 
-    def close(self) -> None:
-        """The round is over."""
-        self.skip_to(self.round + 1)
+    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
+        model gets `theta_D` (D,); for `masks` see `Phase`."""
+        self.rule.begin(theta_D, masks)
+        mask = None if dense or self.always_dense else self.rule.shared_mask()
+        self.dense = mask is None
+        if mask is not None:
+            self.shared_K = self.checked_mask(mask)
+            self.shared_D = positions_to_mask(self.shared_K, self.dimension)
+            self.own_count = self.rule.own_count(len(self.shared_K))
+        self.is_open = True
 
     def skip(self) -> None:
-        """The round is over without an update: nobody was heard in it."""
-        self.close()
+        """The round is over; without `observe`, nobody was heard in it."""
+        self.round, self.is_open = self.round + 1, False
 
     def skip_to(self, round: int) -> None:
         """The next round is this one."""
@@ -1515,6 +1519,24 @@ class Agreement:
         full_D = torch.zeros(self.dimension, device=self.device)
         message.add_to_(full_D, self.shared_K)
         return full_D
+
+    def check_message(self, message: Message, sender: int) -> None:
+        """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open."""
+        if not self.is_open:
+            raise MessageError(sender, "no round is open, allowed: after Known.begin")
+        if message.dense or self.dense:
+            values = self.dimension
+        else:
+            values = len(self.shared_K) + len(message.positions)
+        wanted = {
+            "sender": (message.sender, sender),
+            "round": (message.round, self.round),
+            "dense": (message.dense, self.dense),
+            "values": (len(message.values), values),
+        }
+        for name, (got, allowed) in wanted.items():
+            if got != allowed:
+                raise MessageError(sender, f"message: {name}: got {got}, allowed: {allowed}")
 
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes."""
@@ -1552,18 +1574,16 @@ class Agreement:
 
 
 class Sent(NamedTuple):
-    """What a client has sent and not heard of yet: where and what; None: everything."""
+    """What a client has sent and not heard of yet: where, what was meant, and what was said there.
+    None: all of it, as it was meant."""
 
-    places_K: Tensor | None
-    values_K: Tensor | None
+    places_K: Tensor | None = None
+    intended_K: Tensor | None = None
+    values_K: Tensor | None = None
 
 
 class Side:
     """What `Client` stands on: its errors, what it has sent, and its state."""
-
-    def arrived(self, received: Message | None = None) -> None:
-        """Line 13: see `Client`."""
-        raise NotImplementedError
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
         self.known, self.number = known, number
@@ -1584,6 +1604,25 @@ class Side:
         if self.last_round == known.round:
             raise ValueError(f"client {self.number}: has sent in round {known.round} already")
 
+    def accepted(self, delta_D: Tensor, checked: bool = False) -> Tensor:
+        """A difference that is sent in this round; `checked`: that it is finite is known."""
+        self.check_turn(delta_D)
+        if not checked:
+            delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
+        self.last_round = self.known.round
+        return delta_D
+
+    def everything(self, intended_D: Tensor) -> Message:
+        """A dense round's message."""
+        known = self.known
+        self.sent = Sent()
+        values_D = known.checks.finite_part(intended_D, self.number).clone()
+        return Message.dense_of(values_D, self.number, known.round)
+
+    def arrived(self, received: Message | None = None) -> None:
+        """Line 13: see `Client`."""
+        raise NotImplementedError
+
     def withdraw(self, delta_D: Tensor) -> None:
         """The step is void for all: errors as before it, but for rounding."""
         self.sent = None
@@ -1592,7 +1631,9 @@ class Side:
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
         """For a client with a `Known` of its own: the server's message ends the round. `heard` says
-        whether this client's own message was among those averaged. The update (D,)."""
+        whether this client's own message was among those averaged. The update (D,). MessageError,
+        with nothing changed, for another round's message."""
+        self.known.check_message(reply, SERVER)
         update_D = self.known.expanded(reply)
         if heard:
             self.arrived()
@@ -1612,7 +1653,7 @@ class Side:
         return Message.of(intended_K, own_K, *how)
 
     def taken(self) -> Sent:
-        """What was on its way, which it is no longer."""
+        """What was on its way, which it is no longer. ValueError if there is nothing."""
         if self.sent is None:
             raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
         sent, self.sent = self.sent, None
@@ -1629,23 +1670,20 @@ class Side:
 
     def state_dict(self) -> dict[str, Any]:
         """By value: the errors, and a message that nobody has acknowledged yet."""
-        places_K, values_K = self.sent or (None, None)
-        return {
-            "errors_D": _by_value(self.errors_D), "waits": self.sent is not None,
-            "places_K": _by_value(places_K), "values_K": _by_value(values_K),
-            "last_round": self.last_round,
-        }  # fmt: skip
+        sent = None if self.sent is None else [_by_value(tensor) for tensor in self.sent]
+        return {"errors_D": _by_value(self.errors_D), "sent": sent, "last_round": self.last_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for errors of another size."""
         _check_same("errors_D", state.get("errors_D"), self.errors_D)
         if self.errors_D is not None:
             self.errors_D.copy_(state["errors_D"])
-        device = self.known.device
-        tensors = (state["places_K"], state["values_K"])
-        moved = [None if tensor is None else tensor.to(device, copy=True) for tensor in tensors]
-        self.sent = Sent(*moved) if state["waits"] else None
+        sent = state["sent"]
+        self.sent = None if sent is None else Sent(*[self._here(tensor) for tensor in sent])
         self.last_round = int(state["last_round"])
+
+    def _here(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.known.device, copy=True)
 
 
 def _check_same(key: str, got: Tensor | None, own: Tensor | None) -> None:
@@ -1684,31 +1722,21 @@ class Hub:
         self.heard: list[int] = []
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
 
-    def opened_sum(self) -> Tensor:
-        """The sum of this round's messages so far, (D,)."""
-        if not self.heard:
-            self.sum_D = torch.zeros(self.known.dimension, device=self.known.device)
-        return self.sum_D
-
-    def check(self, number: int, message: Message) -> None:
+    def accepted(self, number: int, message: Message) -> float:
+        """The weight of a client's message, which is heard from here on."""
         known = self.known
-        if self.round != known.round:  # the one before was never finished
+        if self.heard and self.round != known.round:  # the one before was never finished
             self.drop()
-            self.round = known.round
-        if not known.is_open:
-            raise MessageError(number, "no round is open, allowed: after Known.begin")
-        sizes = known.dimension if known.dense else len(known.shared_K) + len(message.positions)
-        wanted = {
-            "sender": (message.sender, number),
-            "round": (message.round, known.round),
-            "dense": (message.dense, known.dense),
-            "values": (len(message.values), sizes),
-        }
-        for name, (got, allowed) in wanted.items():
-            if got != allowed:
-                raise MessageError(number, f"message: {name}: got {got}, allowed: {allowed}")
+        known.check_message(message, number)
         if number in self.heard:
             raise MessageError(number, f"a second message in round {known.round}, allowed: one")
+        if not self.heard:
+            self.round = known.round
+            self.sum_D = torch.zeros(known.dimension, device=known.device)
+        weight = 1.0 if self.weights is None else self.weights[number]
+        self.total += weight
+        self.heard.append(number)
+        return weight
 
     def drop(self) -> None:
         """Forgets what came: the round is over, or failed."""
@@ -1742,74 +1770,51 @@ class Known(Agreement):
     same scheme, sizes, order and `seed`, which is for rand-K's masks.
     """
 
-    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
-        model gets `theta_D` (D,); for `masks` see `Phase`."""
-        self.rule.begin(theta_D, masks)
-        mask = None if dense or self.always_dense else self.rule.shared_mask()
-        self.dense = mask is None
-        if mask is not None:
-            self.shared_K = self.checked_mask(mask)
-            self.shared_D = positions_to_mask(self.shared_K, self.dimension)
-            self.own_count = self.rule.own_count(len(self.shared_K))
-        self.is_open = True
-
     def observe(self, update_D: Tensor) -> None:
-        """Line 5 of the next round: its shared mask comes from this one's update (D,)."""
-        self.rule.observe(update_D)
-        self.close()
+        """The update (D,) of a round, a dense one too, says what the next round's mask is."""
+        self.rule.observe(update_D)  # line 5 of the next round
+        self.skip()
 
 
 class Client(Side):
-    """Alg. 2's client, lines 9 to 13.
+    """Alg. 2's client. `errors_D` (D,) is what the server has not had; None: no errors are kept.
 
-    `errors_D` (D,) is what the server has not had; None for a scheme that keeps no errors. Messages
-    leave `send`; only `arrived` takes what they said out of the errors, so that what was lost on
-    the way stays.
+    Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
+    lost on the way stays.
     """
 
-    def send(self, delta_D: Tensor) -> Message:
-        """A model difference (D,) to this round's message; `delta_D` stays as it is.
+    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
+        """A model difference (D,), which stays as it is, to this round's message.
 
-        Raises NotFiniteError, before anything is changed, for NaN or infinity; ValueError for
-        another shape, a round that was not opened, or a second message in it.
+        Raises NotFiniteError, before anything is changed, for NaN or infinity (unless `checked`);
+        ValueError for another shape, a round that is not open, or a second message in it.
         """
-        self.check_turn(delta_D)
-        return self.compress(self.known.checks.finite_part(delta_D.detach(), self.number))
-
-    def compress(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12, of a difference that is known to be finite."""
-        known = self.known
-        self.last_round = known.round
+        shared_K, delta_D = self.known.shared_K, self.accepted(delta_D, checked)
         intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
-        if known.dense:
-            self.sent = Sent(None, None)
-            values_D = known.checks.finite_part(intended_D, self.number)
-            return Message.dense_of(values_D.clone(), self.number, known.round)
+        if self.known.dense:
+            return self.everything(intended_D)
         own_K = self.own_mask(intended_D)  # line 10: explore outside the shared mask
-        places_K = torch.cat([known.shared_K, own_K])
+        places_K = torch.cat([shared_K, own_K])
         intended_K = intended_D.index_select(0, places_K)  # line 11: exploit and explore
         message = self.quantized(intended_K, own_K)  # line 12
-        self.sent = Sent(places_K, message.values)
+        self.sent = Sent(places_K, intended_K, message.values)
         return message
 
     def arrived(self, received: Message | None = None) -> None:
-        """Line 13: what the server has had leaves the errors. `received` is the message as it came
-        there, if it is not what was sent (an all-reduce in fewer bits). ValueError if nothing is
-        on its way."""
-        places_K, values_K = self.taken()
+        """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
+        bits). ValueError if nothing is on its way."""
+        places_K, intended_K, values_K = self.taken()
         if self.errors_D is None:
             return
-        if places_K is None or values_K is None:  # everything arrived
+        if places_K is None or intended_K is None:  # a dense round's
             self.errors_D.zero_()
             return
-        if received is not None:
-            values_K = received.values
-        self.errors_D.index_add_(0, places_K, values_K, alpha=-1)  # line 13: what stays behind
+        values_K = values_K if received is None else received.values
+        self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
 
 
 class Server(Hub):
-    """Alg. 2's server, lines 15 and 16. It adds messages up as they come.
+    """Alg. 2's server. It adds messages up as they come.
 
     `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
     server's own sending side, where what it sends is compressed, too.
@@ -1818,23 +1823,20 @@ class Server(Hub):
     def add(self, number: int, message: Message) -> None:
         """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
         of another client or round, of another size, or for a second one."""
-        self.check(number, message)
-        weight = 1.0 if self.weights is None else self.weights[number]
-        message.add_to_(self.opened_sum(), self.known.shared_K, weight)
+        weight = self.accepted(number, message)
+        message.add_to_(self.sum_D, self.known.shared_K, weight)
         self.explored_D.index_fill_(0, message.positions, True)
-        self.total += weight
-        self.heard.append(number)
 
     def average(self) -> Tensor:
-        """Line 15: the average of what came, (D,). MessageError if nothing came, NotFiniteError
-        for sums that overflow."""
+        """The average of what came, (D,). MessageError if nothing came, NotFiniteError for sums
+        that overflow."""
         if not self.heard:
             raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
         update_D = self.sum_D.div_(self.total)  # line 15
         return self.known.checks.finite_part(update_D, SERVER)
 
     def reply(self, update_D: Tensor) -> Message:
-        """Line 16: the message to all clients; not all of it where the downlink is compressed."""
+        """The message to all clients; not all of it where the downlink is compressed."""
         known = self.known
         if self.downlink is not None:
             return self.downlink.reply_to(update_D, self.explored_D)
@@ -1845,8 +1847,8 @@ class Server(Hub):
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def finish(self) -> tuple[Tensor, Message]:
-        """Lines 15 and 16: what all sides have after the round, (D,), and the message that says it.
-        `Known.observe` of the former ends the round."""
+        """What all sides have after the round, (D,), and the message that says it. `Known.observe`
+        of the former ends the round."""
         update_D = self.average()
         self.known.checks.read()
         reply = self.reply(update_D)
@@ -1988,20 +1990,19 @@ class Compressor:
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
         client_type, server_type = SIDES.get(self.scheme.rule, (Client, Server))
-        self.clients = [client_type(self.known, n, self._row(i)) for i, n in enumerate(self.own)]
+        errors = list(self.errors_ND) if rows else [None] * len(self.own)
+        pairs = zip(self.own, errors, strict=True)
+        self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         shares = _checked_weights(weights, clients)
         self.server = server_type(self.known, shares, _downlink_of(self.known))
         self.traffic = Traffic()
-
-    def _row(self, index: int) -> Tensor | None:
-        return self.errors_ND[index] if len(self.errors_ND) else None
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
         """Before the first round: errors live in this tensor (N, D), which holds zeros."""
         _check_same("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
-        for index, client in enumerate(self.clients):
-            client.keep_errors_in(self._row(index))
+        for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
+            client.keep_errors_in(errors_D)
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -2017,10 +2018,15 @@ class Compressor:
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        rows = {n: deltas_ND[self.own.index(n)].detach() for n in chosen if n in self.own}
-        for n, delta_D in rows.items():  # before any is changed
-            rows[n] = self.known.checks.finite_part(delta_D, n)
-        return self._round(lambda n: self.client(n).compress(rows[n]), chosen, dense)
+        rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
+        for n in chosen:  # before any is changed
+            if n in rows:
+                rows[n] = self.known.checks.finite_part(rows[n], n)
+
+        def send(n: int) -> Message:
+            return self.clients[n].send(rows[n], checked=True)
+
+        return self._round(send, chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
@@ -2034,7 +2040,7 @@ class Compressor:
         """
 
         def send(n: int) -> Message:
-            return self.client(n).send(difference(n))
+            return self.clients[n].send(difference(n))
 
         return self._round(send, chosen, dense, theta_D, masks)
 
@@ -2070,8 +2076,8 @@ class Compressor:
         finally:
             server.drop()
         for n in heard:
-            if n in self.own:
-                self.client(n).arrived()  # line 13
+            if n in self.clients:
+                self.clients[n].arrived()  # line 13
         known.observe(update_D)  # line 5 of the next round
         average_up = -(-bits_up // len(heard))
         self.traffic = Traffic(
@@ -2084,10 +2090,6 @@ class Compressor:
         who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
         return f"{who}round {self.known.round}: nobody was heard in it{lost}"
-
-    def client(self, n: int) -> Client:
-        """Client n, if it is of this process."""
-        return self.clients[self.own.index(n)]
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
@@ -2123,13 +2125,13 @@ class Compressor:
 
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
-        for client in self.clients:
+        for client in self.clients.values():
             client.scale_(factor)
         self.server.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """By value, all that a resumed run needs: what is known, errors, the server's errors."""
-        clients = [client.state_dict() for client in self.clients]
+        clients = [client.state_dict() for client in self.clients.values()]
         server = self.server.state_dict()
         return {"known": self.known.state_dict(), "clients": clients, "server": server}
 
@@ -2138,10 +2140,11 @@ class Compressor:
         if len(state["clients"]) != len(self.clients):
             got = len(state["clients"])
             raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
-        for client, own in zip(self.clients, state["clients"], strict=True):
+        clients = self.clients.values()
+        for client, own in zip(clients, state["clients"], strict=True):
             _check_same("errors_D", own.get("errors_D"), client.errors_D)
         self.known.load_state_dict(state["known"])
-        for client, own in zip(self.clients, state["clients"], strict=True):
+        for client, own in zip(clients, state["clients"], strict=True):
             client.load_state_dict(own)
         self.server.load_state_dict(state["server"])
 
@@ -2225,7 +2228,7 @@ class Feed:
     def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
         """A pass over client n's batches, without the first ones."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(random_seed(self.seed, self.passes[n], n))
+            torch.default_generator.manual_seed(random_seed(self.seed, self.passes[n], n))
             running = iter(self.sources[n])
             first = [batch for batch in [next(running, _END)] if batch is not _END]
             for _ in range(skip - 1):
@@ -2619,7 +2622,8 @@ class Federation:
 
     def _pairs(self, before: Compressor, momentum_D: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """What is kept by name, now and before: flat vectors."""
-        clients = zip(self.compressor.clients, before.clients, strict=True)
+        both = self.compressor.clients.values(), before.clients.values()
+        clients = zip(*both, strict=True)
         pairs = [(now.errors_D, was.errors_D) for now, was in clients]
         pairs.append((self.momentum_D, momentum_D))
         return [(now, was) for now, was in pairs if now is not None and was is not None]

@@ -101,11 +101,12 @@ class GraphRounds:
     def _round(self) -> None:
         federation, rule = self.federation, self.federation.compressor.rule
         checks, everyone = federation.compressor.known.checks, list(range(federation.clients))
-        before, checks.later = getattr(rule, "positions", None), True
+        before, usual = getattr(rule, "positions", None), checks.when
+        checks.when = "later"
         try:
             federation.play(everyone, self.index, self.eta)
         finally:
-            checks.later = False
+            checks.when = usual
         if before is not None:  # where the next round looks for its mask
             rule.positions = before.copy_(rule.positions)
         finite = torch.stack([checks.finite[n] for n in (*everyone, SERVER)])
