@@ -542,57 +542,43 @@ def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
 
 # The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
 #    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-#    few candidates, among which S_top is chosen exactly; if it leaves fewer than k, all are looked
-#    at. numpy, since its calls cost less.
+#    few candidates, among which S_top is chosen exactly; if it leaves fewer than k, half of it does,
+#    or 0. numpy, since its calls cost less.
 
 
 class Selection:
-    """S_top of one kind of vector, round after round; the results are those of `top_k_positions`,
-    but that a NaN below the threshold passes unseen."""
+    """S_top of one kind of vector, round after round; the results are those of `top_k_positions`."""
 
     def __init__(self) -> None:
         self.floor = 0.0  # the last threshold, a little lowered
 
     def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
-        if not may_look(vector_D) or vector_D.dtype != torch.float32:
+        if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
         outside_D = None if excluded_D is None else excluded_D.numpy()
-        positions_K, kth = _top_k_above(values_D, k, outside_D, self.floor)
-        self.floor = 0.85 * kth if k else 0.0
-        return torch.from_numpy(positions_K)
-
-
-def _top_k_above(
-    values_D: np.ndarray, k: int, outside_D: np.ndarray | None, floor: float
-) -> tuple[np.ndarray, float]:
-    """S_top and the k-th magnitude, of the entries that are at least `floor`, if they suffice."""
-    for lowered in (floor, floor / 2) if floor > 0 and k else ():
-        near = _at_least(values_D, lowered)
-        if outside_D is not None:
-            near = near[~outside_D[near]]
-        if len(near) >= k:
-            chosen, kth = _largest(abs(values_D[near]), k)
-            return near[chosen], kth
-    magnitudes_D = abs(values_D)
-    eligible = len(values_D)
-    if outside_D is not None:
-        magnitudes_D[outside_D] = -1.0
-        eligible -= int(outside_D.sum())
-    _check_k(k, eligible)
-    return _largest(magnitudes_D, k)
+        for floor in (self.floor, self.floor / 2, 0.0):
+            near = _at_least(values_D, floor, outside_D)
+            if len(near) >= k:
+                break
+        _check_k(k, len(near))
+        chosen, kth = _largest(abs(values_D[near]), k)
+        self.floor = 0.85 * kth
+        return torch.from_numpy(near[chosen])
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
 
 
-def _at_least(values_D: np.ndarray, floor: float) -> np.ndarray:
-    """Positions of magnitudes >= floor, ascending; piece by piece, each read once."""
+def _at_least(values_D: np.ndarray, floor: float, outside_D: np.ndarray | None) -> np.ndarray:
+    """Positions of magnitudes >= floor, and of NaN, ascending, but for those `outside`; piece by
+    piece, each read once."""
     found = []
     for start in range(0, len(values_D), _PIECE):
         piece = values_D[start : start + _PIECE]
-        found.append((abs(piece) >= floor).nonzero()[0] + start)
-    return found[0] if len(found) == 1 else np.concatenate(found)
+        found.append((~(abs(piece) < floor)).nonzero()[0] + start)
+    near = found[0] if len(found) == 1 else np.concatenate(found)
+    return near if outside_D is None else near[~outside_D[near]]
 
 
 def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
@@ -721,13 +707,14 @@ def check_positions(positions_K: Tensor, dimension: int) -> None:
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
-    if not len(positions_K):
+    numbers = positions_K.cpu().numpy()  # whose calls cost less
+    if not numbers.size:
         return
-    low, high = int(positions_K.min()), int(positions_K.max())
-    if low < 0 or high >= dimension:
-        raise ValueError(f"positions: got {low} to {high}, allowed: 0 to {dimension - 1}")
-    if (positions_K.diff() <= 0).any():
+    if not (numbers[1:] > numbers[:-1]).all():
         raise ValueError("positions: not strictly ascending")
+    if numbers[0] < 0 or numbers[-1] >= dimension:
+        got = f"{numbers[0]} to {numbers[-1]}"
+        raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
@@ -1508,7 +1495,7 @@ class Agreement:
         if not may_look(positions_K):
             return positions_K
         check_positions(positions_K, self.dimension)
-        if taken_D is not None and taken_D[positions_K].any():
+        if taken_D is not None and taken_D.numpy()[positions_K.numpy()].any():
             raise ValueError("own mask: entries of the shared mask, allowed: only others")
         return positions_K
 
@@ -2022,15 +2009,11 @@ class Compressor:
         for n in chosen:  # before any is changed
             if n in rows:
                 rows[n] = self.known.checks.finite_part(rows[n], n)
-
-        def send(n: int) -> Message:
-            return self.clients[n].send(rows[n], checked=True)
-
-        return self._round(send, chosen, dense)
+        return self.round(rows.__getitem__, chosen, dense, checked=True)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
+        theta_D: Tensor | None = None, masks: int = 1, checked: bool = False,
     ) -> Tensor:  # fmt: skip
         """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
@@ -2038,27 +2021,17 @@ class Compressor:
         be sent, the mask is as before, and the next round has the next number. Schemes without
         errors lose what was sent, as they lose any message.
         """
-
-        def send(n: int) -> Message:
-            return self.clients[n].send(difference(n))
-
-        return self._round(send, chosen, dense, theta_D, masks)
-
-    def _round(
-        self, send: Callable[[int], Message], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
-    ) -> Tensor:  # fmt: skip
         known, server = self.known, self.server
         known.begin(dense, theta_D, masks)
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
         asked: list[int] = []
 
-        def sent(n: int) -> Message:
+        def send(n: int) -> Message:
             asked.append(n)
-            return send(n)
+            return self.clients[n].send(difference(n), checked)  # lines 9 to 12
 
         try:
-            for n, message, size in self.link.gather(known, chosen, sent):
+            for n, message, size in self.link.gather(known, chosen, send):
                 if message is None:
                     refused.append(n)
                     continue
@@ -2189,7 +2162,7 @@ class Feed:
     and `batch`. Raises ValueError for anything but a list of iterables, or a client with no batch.
     """
 
-    most_workers = 64  # processes that loaders may have in all
+    most_workers = 16  # of all loaders together; each is a process with open files, for good
 
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
         if not isinstance(sources, list | tuple):
@@ -2199,8 +2172,9 @@ class Feed:
             raise ValueError("feed: got an empty list, allowed: one iterable a client")
         workers = sum(getattr(source, "num_workers", 0) for source in sources)
         if workers > self.most_workers:
-            way = "load in this process: num_workers=0"
-            raise ValueError(f"feed: got {workers} workers, allowed: {self.most_workers} ({way})")
+            got = f"got loaders with {workers} workers in all, which would all be open at once"
+            way = f"at most {self.most_workers} (num_workers=0 loads in this process)"
+            raise ValueError(f"feed: {got}, allowed: {way}")
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
                 raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")

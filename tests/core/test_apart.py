@@ -284,7 +284,7 @@ def test_a_client_whose_reply_was_lost_has_not_been_heard_of_and_may_be_told():
     for deltas_ND in rounds[:3]:
         expected.round(deltas_ND)
     sides.round(rounds[2], away=[1])
-    assert client.state_dict()["waits"]
+    assert client.state_dict()["sent"] is not None
     client.known.load_state_dict(sides.known.state_dict())
     client.arrived()
     assert torch.equal(client.errors_D, expected.clients[1].errors_D)
