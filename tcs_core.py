@@ -542,12 +542,12 @@ def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
 
 # The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
 #    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-#    few candidates, among which S_top is chosen exactly; if it leaves fewer than k, half of it does,
-#    or 0. numpy, since its calls cost less.
+#    few candidates, among which S_top is chosen exactly; if there are fewer than k, half of it is
+#    tried, then all. numpy, since its calls cost less.
 
 
 class Selection:
-    """S_top of one kind of vector, round after round; the results are those of `top_k_positions`."""
+    """S_top of one kind of vector, round after round: what `top_k_positions` gives."""
 
     def __init__(self) -> None:
         self.floor = 0.0  # the last threshold, a little lowered
@@ -1404,6 +1404,15 @@ class Checks:
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
 
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """In these rounds answers are read by who asks, later."""
+        usual, self.when = self.when, "later"
+        try:
+            yield
+        finally:
+            self.when = usual
+
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
         if self.when == "at once":
@@ -1562,11 +1571,12 @@ class Agreement:
 
 class Sent(NamedTuple):
     """What a client has sent and not heard of yet: where, what was meant, and what was said there.
-    None: all of it, as it was meant."""
+    Of a `dense` round all of it was, everywhere."""
 
-    places_K: Tensor | None = None
-    intended_K: Tensor | None = None
-    values_K: Tensor | None = None
+    places_K: Tensor
+    intended_K: Tensor
+    values_K: Tensor
+    dense: bool = False
 
 
 class Side:
@@ -1601,8 +1611,8 @@ class Side:
 
     def everything(self, intended_D: Tensor) -> Message:
         """A dense round's message."""
-        known = self.known
-        self.sent = Sent()
+        known, none = self.known, torch.empty(0)
+        self.sent = Sent(none, none, none, dense=True)
         values_D = known.checks.finite_part(intended_D, self.number).clone()
         return Message.dense_of(values_D, self.number, known.round)
 
@@ -1657,7 +1667,7 @@ class Side:
 
     def state_dict(self) -> dict[str, Any]:
         """By value: the errors, and a message that nobody has acknowledged yet."""
-        sent = None if self.sent is None else [_by_value(tensor) for tensor in self.sent]
+        sent = None if self.sent is None else [_by_value(part) for part in self.sent]
         return {"errors_D": _by_value(self.errors_D), "sent": sent, "last_round": self.last_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1665,12 +1675,13 @@ class Side:
         _check_same("errors_D", state.get("errors_D"), self.errors_D)
         if self.errors_D is not None:
             self.errors_D.copy_(state["errors_D"])
-        sent = state["sent"]
-        self.sent = None if sent is None else Sent(*[self._here(tensor) for tensor in sent])
+        self.sent = None
+        if state["sent"] is not None:
+            *tensors, dense = state["sent"]
+            device = self.known.device
+            places_K, *values = [tensor.to(device, copy=True) for tensor in tensors]
+            self.sent = Sent(places_K, values[0], values[1], dense)
         self.last_round = int(state["last_round"])
-
-    def _here(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.known.device, copy=True)
 
 
 def _check_same(key: str, got: Tensor | None, own: Tensor | None) -> None:
@@ -1697,7 +1708,11 @@ class Downlink(Protocol):
 
 
 class Hub:
-    """What `Server` stands on: the sum of a round's messages, and its state."""
+    """What `Server` stands on: the sum of a round's messages, and its state.
+
+    `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
+    server's own sending side, where what it sends is compressed, too.
+    """
 
     def __init__(
         self, known: Known, weights: list[float] | None = None, downlink: Downlink | None = None
@@ -1790,22 +1805,16 @@ class Client(Side):
     def arrived(self, received: Message | None = None) -> None:
         """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
         bits). ValueError if nothing is on its way."""
-        places_K, intended_K, values_K = self.taken()
-        if self.errors_D is None:
-            return
-        if places_K is None or intended_K is None:  # a dense round's
+        places_K, intended_K, sent_K, dense = self.taken()
+        values_K = sent_K if received is None else received.values
+        if self.errors_D is not None and dense:
             self.errors_D.zero_()
-            return
-        values_K = values_K if received is None else received.values
-        self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
+        elif self.errors_D is not None:
+            self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
 
 
 class Server(Hub):
-    """Alg. 2's server. It adds messages up as they come.
-
-    `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
-    server's own sending side, where what it sends is compressed, too.
-    """
+    """Alg. 2's server. It adds messages up as they come."""
 
     def add(self, number: int, message: Message) -> None:
         """Adds client `number`'s message of this round. MessageError, with nothing changed, for one

@@ -166,9 +166,8 @@ class EF21Client(Client):
         return message
 
     def arrived(self, received: Message | None = None) -> None:
-        places_K, _, values_K = self.taken()
-        if places_K is not None and values_K is not None and self.errors_D is not None:
-            self.errors_D.index_add_(0, places_K, values_K, alpha=-1)
+        sent = self.taken()
+        cast(Tensor, self.errors_D).index_add_(0, sent.places_K, sent.values_K, alpha=-1)
 
 
 class EF21Server(Server):
@@ -222,9 +221,10 @@ class DGCClient(Client):
         return super().send(self.momentum_D.mul_(self.momentum).add_(delta_D), checked=True)
 
     def arrived(self, received: Message | None = None) -> None:
-        places_K = self.sent.places_K if self.sent else None
+        sent = self.sent
         super().arrived(received)
-        self.momentum_D[slice(None) if places_K is None else places_K] = 0.0
+        if sent is not None:
+            self.momentum_D[slice(None) if sent.dense else sent.places_K] = 0.0
 
     def scale_(self, factor: float) -> None:
         super().scale_(factor)
