@@ -76,6 +76,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
+from numbers import Real
 from reprlib import repr as shorten
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -2187,6 +2188,8 @@ class Feed:
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
                 raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")
+            if isinstance(source, Iterator) and any(source is other for other in sources[:n]):
+                raise ValueError(f"feed: client {n}: got another's iterator, allowed: its own")
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
         self.passes = [0] * self.clients  # that each client has begun
@@ -2421,6 +2424,7 @@ class Federation:
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
         self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
         self.seed, self.local_optimizer = seed, local_optimizer
+        _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
         self._compressor_settings = {"link": link, "weights": weights, "seed": seed}
         self.active, self.t = list(range(self.clients)), 0
@@ -2453,11 +2457,14 @@ class Federation:
         self.own = self.compressor.own
 
     def schedule(self, t: int) -> Phase:
-        """Round t's phase."""
+        """Round t's phase. ValueError for a rate that is none."""
         if self._schedule is None:
-            return Phase(math.nan)
+            return Phase(math.nan)  # the optimizer's own
         found = self._schedule(t) if callable(self._schedule) else self._schedule
-        return found if isinstance(found, Phase) else Phase(float(found))
+        phase = found if isinstance(found, Phase) else Phase(found)
+        if not isinstance(phase.eta, Real) or not 0 <= phase.eta < math.inf:
+            _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
+        return phase
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
         """One round with all clients, or with these: the update_D (D,) that the server sent to all.
@@ -2558,7 +2565,10 @@ class Federation:
         if self.local_optimizer is None:
             raise ValueError("local_optimizer: got None, allowed: that of the state's federation")
         if n not in self.optimizers:
-            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
+            made = self.local_optimizer(self.flat.parameters)
+            if any(made is other for other in self.optimizers.values()):
+                raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+            self.optimizers[n] = made
         return self.optimizers[n]
 
     def _server_step(self, optimizer: torch.optim.Optimizer, update_D: Tensor) -> None:
@@ -2576,6 +2586,7 @@ class Federation:
             self._follow(FlatView(self.model))
         self.flat.read_(self.theta_views)
         now_S = self.flat.statistics()
+        _check_same("model: statistics of its norms", now_S, self._left_S)
         changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
 
@@ -2678,10 +2689,10 @@ class Federation:
         state["compressor"] = self.compressor.state_dict()
         if hasattr(self.feed, "state_dict"):
             state["feed"] = self.feed.state_dict()
-        optimizers = {n: optimizer.state_dict() for n, optimizer in self.optimizers.items()}
+        optimizers = {n: _optimizer_state(o) for n, o in self.optimizers.items()}
         state["optimizers"] = copy.deepcopy(optimizers)
         if self.server_optimizer is not None:
-            state["server_optimizer"] = copy.deepcopy(self.server_optimizer.state_dict())
+            state["server_optimizer"] = copy.deepcopy(_optimizer_state(self.server_optimizer))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -2690,6 +2701,8 @@ class Federation:
         if not self.flat.same_parameters():
             self._follow(FlatView(self.model))
         own = self.flat.other_buffers()
+        if missing := _IN_A_STATE - state.keys():
+            raise ValueError(f"state: {', '.join(sorted(missing))} is missing")
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             _check_same(f"state: {key}", state[key], getattr(self, key))
         if own.keys() != state["buffers"].keys():
@@ -2702,6 +2715,11 @@ class Federation:
         if ("server_optimizer" in state) != (self.server_optimizer is not None):
             what = "one" if "server_optimizer" in state else "none"
             raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
+        optimizers = {n: self._optimizer_of(n) for n in state["optimizers"]}
+        for n, optimizer in optimizers.items():
+            _check_kind(f"state: optimizer of client {n}", optimizer, state["optimizers"][n])
+        if self.server_optimizer is not None:
+            _check_kind("state: server_optimizer", self.server_optimizer, state["server_optimizer"])
         self.compressor.load_state_dict(state["compressor"])
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             if getattr(self, key) is not None:
@@ -2711,14 +2729,33 @@ class Federation:
         self.t, self.active = int(state["t"]), list(state["active"])
         if "feed" in state and hasattr(self.feed, "load_state_dict"):
             self.feed.load_state_dict(state["feed"])
-        self.optimizers.clear()
-        for n, saved in state["optimizers"].items():
-            self._optimizer_of(n).load_state_dict(copy.deepcopy(saved))  # else it shares tensors
+        self.optimizers = optimizers
+        for n, optimizer in optimizers.items():
+            _load_optimizer(optimizer, state["optimizers"][n])
         if self.server_optimizer is not None:
-            self.server_optimizer.load_state_dict(copy.deepcopy(state["server_optimizer"]))
+            _load_optimizer(self.server_optimizer, state["server_optimizer"])
         self.flat.put(self.theta_views)
         self.flat.put_statistics(self._average(self.statistics_NS))
         self._left_S = self.flat.statistics()
+
+
+_IN_A_STATE = {
+    "theta_D", "statistics_NS", "momentum_D", "t", "active", "buffers", "compressor", "optimizers",
+}  # fmt: skip
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"kind": type(optimizer).__name__, "state": optimizer.state_dict()}
+
+
+def _check_kind(key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    own = type(optimizer).__name__
+    if saved["kind"] != own:
+        raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {own}")
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(saved["state"]))  # else it shares tensors
 
 
 def _set_modes(model: nn.Module, modes: list[bool]) -> None:
@@ -2747,7 +2784,13 @@ def _put_random_state(device: torch.device, state: list[Tensor]) -> None:
 def _check_optimizers(
     scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
 ) -> None:
-    """ValueError for settings that contradict each other."""
+    """ValueError for settings that contradict each other, or mean nothing."""
+    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
+        if given is not None and not callable(given):
+            allowed = "a function from parameters to an optimizer, such as its class"
+            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: {allowed}")
+    if not isinstance(weight_decay, Real) or not 0 <= weight_decay < math.inf:
+        _refuse("weight_decay", weight_decay, "a number >= 0")
     if local is None and schedule is None:
         raise ValueError("schedule: got None, allowed: a learning rate, or a local_optimizer")
     if local is not None and weight_decay:
