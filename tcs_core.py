@@ -2345,7 +2345,8 @@ class FlatView:
 
     def same_parameters(self) -> bool:
         """Whether the module still trains the same tensors, of the same kind."""
-        now = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+        found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
+        now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
         if len(now) != len(self.parameters):
             return False
         kinds = zip(now, self.parameters, self.shapes, self.strides, strict=True)
@@ -2588,6 +2589,8 @@ class Federation:
         now_S = self.flat.statistics()
         _check_same("model: statistics of its norms", now_S, self._left_S)
         changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
+        if may_look(changed) and not changed:
+            return
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
 
     def _follow(self, new: FlatView) -> None:
@@ -2626,17 +2629,16 @@ class Federation:
     def lent(self) -> Iterator[None]:
         """Around a round: the module trains, and is given back as it was, with theta in it and the
         active clients' statistics averaged."""
-        model, buffers = self.model, self.flat.statistics_buffers()
-        modes = [m.training for m in model.modules()]
-        if model.training:
+        modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
+        modes = [m.training for m in modules]
+        if self.model.training:
             self._modes = modes
         elif len(self._modes) != len(modes):
             self._modes = [True] * len(modes)
         gradients = [p.grad for p in self.flat.parameters]
         drawn = _random_state(self.flat.device)
         try:
-            if not model.training:
-                _set_modes(model, self._modes)
+            _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
             yield
@@ -2645,7 +2647,7 @@ class Federation:
             self.flat.lend(buffers)
             for p, gradient in zip(self.flat.parameters, gradients, strict=True):
                 p.grad = gradient
-            _set_modes(model, modes)
+            _set_modes(modules, modes)
             self.flat.put_statistics(self._average(self.statistics_NS))
             self._left_S = self.flat.statistics()
 
@@ -2662,7 +2664,8 @@ class Federation:
         Norms have the averaged statistics of the clients of that round, or these (S,); modes and
         statistics are put back. (A process with some of the clients has only their statistics.)
         """
-        modes = [m.training for m in self.model.modules()]
+        modules = list(self.model.modules())
+        modes = [m.training for m in modules]
         buffers = self.flat.statistics_buffers()
         if statistics_S is not None:
             self.flat.lend(list(statistics_S.split(self.flat.norm_sizes)))
@@ -2671,7 +2674,7 @@ class Federation:
             yield self.model
         finally:
             self.flat.lend(buffers)
-            _set_modes(self.model, modes)
+            _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """What one saves: the module's state, by value, norms with averaged statistics."""
@@ -2758,9 +2761,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     optimizer.load_state_dict(copy.deepcopy(saved["state"]))  # else it shares tensors
 
 
-def _set_modes(model: nn.Module, modes: list[bool]) -> None:
-    for module, mode in zip(model.modules(), modes, strict=True):
-        module.training = mode
+def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        if module.training != mode:
+            module.training = mode
 
 
 def _reseed(seed: int, device: torch.device) -> None:
