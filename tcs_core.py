@@ -76,6 +76,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
+from numbers import Real
 from reprlib import repr as shorten
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -542,57 +543,43 @@ def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
 
 # The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
 #    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-#    few candidates, among which S_top is chosen exactly; if it leaves fewer than k, all are looked
-#    at. numpy, since its calls cost less.
+#    few candidates, among which S_top is chosen exactly; if there are fewer than k, half of it is
+#    tried, then all. numpy, since its calls cost less.
 
 
 class Selection:
-    """S_top of one kind of vector, round after round; the results are those of `top_k_positions`,
-    but that a NaN below the threshold passes unseen."""
+    """S_top of one kind of vector, round after round: what `top_k_positions` gives."""
 
     def __init__(self) -> None:
         self.floor = 0.0  # the last threshold, a little lowered
 
     def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
-        if not may_look(vector_D) or vector_D.dtype != torch.float32:
+        if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
         outside_D = None if excluded_D is None else excluded_D.numpy()
-        positions_K, kth = _top_k_above(values_D, k, outside_D, self.floor)
-        self.floor = 0.85 * kth if k else 0.0
-        return torch.from_numpy(positions_K)
-
-
-def _top_k_above(
-    values_D: np.ndarray, k: int, outside_D: np.ndarray | None, floor: float
-) -> tuple[np.ndarray, float]:
-    """S_top and the k-th magnitude, of the entries that are at least `floor`, if they suffice."""
-    for lowered in (floor, floor / 2) if floor > 0 and k else ():
-        near = _at_least(values_D, lowered)
-        if outside_D is not None:
-            near = near[~outside_D[near]]
-        if len(near) >= k:
-            chosen, kth = _largest(abs(values_D[near]), k)
-            return near[chosen], kth
-    magnitudes_D = abs(values_D)
-    eligible = len(values_D)
-    if outside_D is not None:
-        magnitudes_D[outside_D] = -1.0
-        eligible -= int(outside_D.sum())
-    _check_k(k, eligible)
-    return _largest(magnitudes_D, k)
+        for floor in (self.floor, self.floor / 2, 0.0):
+            near = _at_least(values_D, floor, outside_D)
+            if len(near) >= k:
+                break
+        _check_k(k, len(near))
+        chosen, kth = _largest(abs(values_D[near]), k)
+        self.floor = 0.85 * kth
+        return torch.from_numpy(near[chosen])
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
 
 
-def _at_least(values_D: np.ndarray, floor: float) -> np.ndarray:
-    """Positions of magnitudes >= floor, ascending; piece by piece, each read once."""
+def _at_least(values_D: np.ndarray, floor: float, outside_D: np.ndarray | None) -> np.ndarray:
+    """Positions of magnitudes >= floor, and of NaN, ascending, but for those `outside`; piece by
+    piece, each read once."""
     found = []
     for start in range(0, len(values_D), _PIECE):
         piece = values_D[start : start + _PIECE]
-        found.append((abs(piece) >= floor).nonzero()[0] + start)
-    return found[0] if len(found) == 1 else np.concatenate(found)
+        found.append((~(abs(piece) < floor)).nonzero()[0] + start)
+    near = found[0] if len(found) == 1 else np.concatenate(found)
+    return near if outside_D is None else near[~outside_D[near]]
 
 
 def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
@@ -721,13 +708,14 @@ def check_positions(positions_K: Tensor, dimension: int) -> None:
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
-    if not len(positions_K):
+    numbers = positions_K.cpu().numpy()  # whose calls cost less
+    if not numbers.size:
         return
-    low, high = int(positions_K.min()), int(positions_K.max())
-    if low < 0 or high >= dimension:
-        raise ValueError(f"positions: got {low} to {high}, allowed: 0 to {dimension - 1}")
-    if (positions_K.diff() <= 0).any():
+    if not (numbers[1:] > numbers[:-1]).all():
         raise ValueError("positions: not strictly ascending")
+    if numbers[0] < 0 or numbers[-1] >= dimension:
+        got = f"{numbers[0]} to {numbers[-1]}"
+        raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
@@ -1148,7 +1136,8 @@ class BlockCode(Code):
     """The paper's: values at 32 bits, or means and codes of q bits; then Alg. 4, in one stream."""
 
     def bits(self, message: Message, wire: Wire) -> int:
-        return wire.block_code_bits(len(message.values), len(message.positions))
+        count, own = len(message.values), len(message.positions)
+        return _block_code_bits(wire.value_bits, count, own, wire.dimension)
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         own, streams = len(message.positions), []
@@ -1405,25 +1394,29 @@ def _rule_of(scheme: Scheme) -> type[MaskRule]:
 class Checks:
     """Whether a round's numbers are finite.
 
-    On a CPU that is known at once. A GPU would have to be waited for: there, what is not finite
-    counts as 0, and all answers are read together, at the end of a round or, `later`, by who asks
-    (on a CPU, too).
+    On a CPU that is known `at once`. A GPU would have to be waited for: there, what is not finite
+    counts as 0, and all answers are read together, at the `end` of a round, or `later`, by who
+    asks.
     """
 
     def __init__(self, device: Any):
         self.none = torch.zeros((), dtype=torch.int64, device=device)  # of a mask with no entries
-        self.later = False
+        self.when = "at once" if may_look(self.none) else "end"  # that answers are read
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
 
-    @property
-    def at_once(self) -> bool:
-        """Whether values are looked at as they come."""
-        return not self.later and may_look(self.none)
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """In these rounds answers are read by who asks, later."""
+        usual, self.when = self.when, "later"
+        try:
+            yield
+        finally:
+            self.when = usual
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
-        if self.at_once:
+        if self.when == "at once":
             finite = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
             if not finite:  # sums of finite numbers can overflow
                 raise NotFiniteError(sender)
@@ -1435,10 +1428,10 @@ class Checks:
     def read(self, explored_D: Tensor | None = None) -> int:
         """How many entries of a mask are set; NotFiniteError for the first sender of which
         something was not finite. The only look at values in a round on a GPU."""
-        if self.at_once:
+        if self.when == "at once":
             return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
         self.explored = self.none if explored_D is None else explored_D.sum()
-        if self.later:
+        if self.when == "later":
             return 0
         senders = list(self.finite)
         found = [self.finite[sender].long() for sender in senders]
@@ -1473,13 +1466,21 @@ class Agreement:
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
 
-    def close(self) -> None:
-        """The round is over."""
-        self.skip_to(self.round + 1)
+    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
+        model gets `theta_D` (D,); for `masks` see `Phase`."""
+        self.rule.begin(theta_D, masks)
+        mask = None if dense or self.always_dense else self.rule.shared_mask()
+        self.dense = mask is None
+        if mask is not None:
+            self.shared_K = self.checked_mask(mask)
+            self.shared_D = positions_to_mask(self.shared_K, self.dimension)
+            self.own_count = self.rule.own_count(len(self.shared_K))
+        self.is_open = True
 
     def skip(self) -> None:
-        """The round is over without an update: nobody was heard in it."""
-        self.close()
+        """The round is over; without `observe`, nobody was heard in it."""
+        self.round, self.is_open = self.round + 1, False
 
     def skip_to(self, round: int) -> None:
         """The next round is this one."""
@@ -1504,7 +1505,7 @@ class Agreement:
         if not may_look(positions_K):
             return positions_K
         check_positions(positions_K, self.dimension)
-        if taken_D is not None and taken_D[positions_K].any():
+        if taken_D is not None and taken_D.numpy()[positions_K.numpy()].any():
             raise ValueError("own mask: entries of the shared mask, allowed: only others")
         return positions_K
 
@@ -1515,6 +1516,24 @@ class Agreement:
         full_D = torch.zeros(self.dimension, device=self.device)
         message.add_to_(full_D, self.shared_K)
         return full_D
+
+    def check_message(self, message: Message, sender: int) -> None:
+        """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open."""
+        if not self.is_open:
+            raise MessageError(sender, "no round is open, allowed: after Known.begin")
+        if message.dense or self.dense:
+            values = self.dimension
+        else:
+            values = len(self.shared_K) + len(message.positions)
+        wanted = {
+            "sender": (message.sender, sender),
+            "round": (message.round, self.round),
+            "dense": (message.dense, self.dense),
+            "values": (len(message.values), values),
+        }
+        for name, (got, allowed) in wanted.items():
+            if got != allowed:
+                raise MessageError(sender, f"message: {name}: got {got}, allowed: {allowed}")
 
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes."""
@@ -1552,18 +1571,17 @@ class Agreement:
 
 
 class Sent(NamedTuple):
-    """What a client has sent and not heard of yet: where and what; None: everything."""
+    """What a client has sent and not heard of yet: where, what was meant, and what was said there.
+    Of a `dense` round all of it was, everywhere."""
 
-    places_K: Tensor | None
-    values_K: Tensor | None
+    places_K: Tensor
+    intended_K: Tensor
+    values_K: Tensor
+    dense: bool = False
 
 
 class Side:
     """What `Client` stands on: its errors, what it has sent, and its state."""
-
-    def arrived(self, received: Message | None = None) -> None:
-        """Line 13: see `Client`."""
-        raise NotImplementedError
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
         self.known, self.number = known, number
@@ -1584,6 +1602,25 @@ class Side:
         if self.last_round == known.round:
             raise ValueError(f"client {self.number}: has sent in round {known.round} already")
 
+    def accepted(self, delta_D: Tensor, checked: bool = False) -> Tensor:
+        """A difference that is sent in this round; `checked`: that it is finite is known."""
+        self.check_turn(delta_D)
+        if not checked:
+            delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
+        self.last_round = self.known.round
+        return delta_D
+
+    def everything(self, intended_D: Tensor) -> Message:
+        """A dense round's message."""
+        known, none = self.known, torch.empty(0)
+        self.sent = Sent(none, none, none, dense=True)
+        values_D = known.checks.finite_part(intended_D, self.number).clone()
+        return Message.dense_of(values_D, self.number, known.round)
+
+    def arrived(self, received: Message | None = None) -> None:
+        """Line 13: see `Client`."""
+        raise NotImplementedError
+
     def withdraw(self, delta_D: Tensor) -> None:
         """The step is void for all: errors as before it, but for rounding."""
         self.sent = None
@@ -1592,7 +1629,9 @@ class Side:
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
         """For a client with a `Known` of its own: the server's message ends the round. `heard` says
-        whether this client's own message was among those averaged. The update (D,)."""
+        whether this client's own message was among those averaged. The update (D,). MessageError,
+        with nothing changed, for another round's message."""
+        self.known.check_message(reply, SERVER)
         update_D = self.known.expanded(reply)
         if heard:
             self.arrived()
@@ -1612,7 +1651,7 @@ class Side:
         return Message.of(intended_K, own_K, *how)
 
     def taken(self) -> Sent:
-        """What was on its way, which it is no longer."""
+        """What was on its way, which it is no longer. ValueError if there is nothing."""
         if self.sent is None:
             raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
         sent, self.sent = self.sent, None
@@ -1629,22 +1668,20 @@ class Side:
 
     def state_dict(self) -> dict[str, Any]:
         """By value: the errors, and a message that nobody has acknowledged yet."""
-        places_K, values_K = self.sent or (None, None)
-        return {
-            "errors_D": _by_value(self.errors_D), "waits": self.sent is not None,
-            "places_K": _by_value(places_K), "values_K": _by_value(values_K),
-            "last_round": self.last_round,
-        }  # fmt: skip
+        sent = None if self.sent is None else [_by_value(part) for part in self.sent]
+        return {"errors_D": _by_value(self.errors_D), "sent": sent, "last_round": self.last_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for errors of another size."""
         _check_same("errors_D", state.get("errors_D"), self.errors_D)
         if self.errors_D is not None:
             self.errors_D.copy_(state["errors_D"])
-        device = self.known.device
-        tensors = (state["places_K"], state["values_K"])
-        moved = [None if tensor is None else tensor.to(device, copy=True) for tensor in tensors]
-        self.sent = Sent(*moved) if state["waits"] else None
+        self.sent = None
+        if state["sent"] is not None:
+            *tensors, dense = state["sent"]
+            device = self.known.device
+            places_K, *values = [tensor.to(device, copy=True) for tensor in tensors]
+            self.sent = Sent(places_K, values[0], values[1], dense)
         self.last_round = int(state["last_round"])
 
 
@@ -1672,7 +1709,11 @@ class Downlink(Protocol):
 
 
 class Hub:
-    """What `Server` stands on: the sum of a round's messages, and its state."""
+    """What `Server` stands on: the sum of a round's messages, and its state.
+
+    `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
+    server's own sending side, where what it sends is compressed, too.
+    """
 
     def __init__(
         self, known: Known, weights: list[float] | None = None, downlink: Downlink | None = None
@@ -1684,31 +1725,21 @@ class Hub:
         self.heard: list[int] = []
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
 
-    def opened_sum(self) -> Tensor:
-        """The sum of this round's messages so far, (D,)."""
-        if not self.heard:
-            self.sum_D = torch.zeros(self.known.dimension, device=self.known.device)
-        return self.sum_D
-
-    def check(self, number: int, message: Message) -> None:
+    def accepted(self, number: int, message: Message) -> float:
+        """The weight of a client's message, which is heard from here on."""
         known = self.known
-        if self.round != known.round:  # the one before was never finished
+        if self.heard and self.round != known.round:  # the one before was never finished
             self.drop()
-            self.round = known.round
-        if not known.is_open:
-            raise MessageError(number, "no round is open, allowed: after Known.begin")
-        sizes = known.dimension if known.dense else len(known.shared_K) + len(message.positions)
-        wanted = {
-            "sender": (message.sender, number),
-            "round": (message.round, known.round),
-            "dense": (message.dense, known.dense),
-            "values": (len(message.values), sizes),
-        }
-        for name, (got, allowed) in wanted.items():
-            if got != allowed:
-                raise MessageError(number, f"message: {name}: got {got}, allowed: {allowed}")
+        known.check_message(message, number)
         if number in self.heard:
             raise MessageError(number, f"a second message in round {known.round}, allowed: one")
+        if not self.heard:
+            self.round = known.round
+            self.sum_D = torch.zeros(known.dimension, device=known.device)
+        weight = 1.0 if self.weights is None else self.weights[number]
+        self.total += weight
+        self.heard.append(number)
+        return weight
 
     def drop(self) -> None:
         """Forgets what came: the round is over, or failed."""
@@ -1742,99 +1773,67 @@ class Known(Agreement):
     same scheme, sizes, order and `seed`, which is for rand-K's masks.
     """
 
-    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
-        model gets `theta_D` (D,); for `masks` see `Phase`."""
-        self.rule.begin(theta_D, masks)
-        mask = None if dense or self.always_dense else self.rule.shared_mask()
-        self.dense = mask is None
-        if mask is not None:
-            self.shared_K = self.checked_mask(mask)
-            self.shared_D = positions_to_mask(self.shared_K, self.dimension)
-            self.own_count = self.rule.own_count(len(self.shared_K))
-        self.is_open = True
-
     def observe(self, update_D: Tensor) -> None:
-        """Line 5 of the next round: its shared mask comes from this one's update (D,)."""
-        self.rule.observe(update_D)
-        self.close()
+        """The update (D,) of a round, a dense one too, says what the next round's mask is."""
+        self.rule.observe(update_D)  # line 5 of the next round
+        self.skip()
 
 
 class Client(Side):
-    """Alg. 2's client, lines 9 to 13.
+    """Alg. 2's client. `errors_D` (D,) is what the server has not had; None: no errors are kept.
 
-    `errors_D` (D,) is what the server has not had; None for a scheme that keeps no errors. Messages
-    leave `send`; only `arrived` takes what they said out of the errors, so that what was lost on
-    the way stays.
+    Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
+    lost on the way stays.
     """
 
-    def send(self, delta_D: Tensor) -> Message:
-        """A model difference (D,) to this round's message; `delta_D` stays as it is.
+    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
+        """A model difference (D,), which stays as it is, to this round's message.
 
-        Raises NotFiniteError, before anything is changed, for NaN or infinity; ValueError for
-        another shape, a round that was not opened, or a second message in it.
+        Raises NotFiniteError, before anything is changed, for NaN or infinity (unless `checked`);
+        ValueError for another shape, a round that is not open, or a second message in it.
         """
-        self.check_turn(delta_D)
-        return self.compress(self.known.checks.finite_part(delta_D.detach(), self.number))
-
-    def compress(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12, of a difference that is known to be finite."""
-        known = self.known
-        self.last_round = known.round
+        shared_K, delta_D = self.known.shared_K, self.accepted(delta_D, checked)
         intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
-        if known.dense:
-            self.sent = Sent(None, None)
-            values_D = known.checks.finite_part(intended_D, self.number)
-            return Message.dense_of(values_D.clone(), self.number, known.round)
+        if self.known.dense:
+            return self.everything(intended_D)
         own_K = self.own_mask(intended_D)  # line 10: explore outside the shared mask
-        places_K = torch.cat([known.shared_K, own_K])
+        places_K = torch.cat([shared_K, own_K])
         intended_K = intended_D.index_select(0, places_K)  # line 11: exploit and explore
         message = self.quantized(intended_K, own_K)  # line 12
-        self.sent = Sent(places_K, message.values)
+        self.sent = Sent(places_K, intended_K, message.values)
         return message
 
     def arrived(self, received: Message | None = None) -> None:
-        """Line 13: what the server has had leaves the errors. `received` is the message as it came
-        there, if it is not what was sent (an all-reduce in fewer bits). ValueError if nothing is
-        on its way."""
-        places_K, values_K = self.taken()
-        if self.errors_D is None:
-            return
-        if places_K is None or values_K is None:  # everything arrived
+        """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
+        bits). ValueError if nothing is on its way."""
+        places_K, intended_K, sent_K, dense = self.taken()
+        values_K = sent_K if received is None else received.values
+        if self.errors_D is not None and dense:
             self.errors_D.zero_()
-            return
-        if received is not None:
-            values_K = received.values
-        self.errors_D.index_add_(0, places_K, values_K, alpha=-1)  # line 13: what stays behind
+        elif self.errors_D is not None:
+            self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
 
 
 class Server(Hub):
-    """Alg. 2's server, lines 15 and 16. It adds messages up as they come.
-
-    `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
-    server's own sending side, where what it sends is compressed, too.
-    """
+    """Alg. 2's server. It adds messages up as they come."""
 
     def add(self, number: int, message: Message) -> None:
         """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
         of another client or round, of another size, or for a second one."""
-        self.check(number, message)
-        weight = 1.0 if self.weights is None else self.weights[number]
-        message.add_to_(self.opened_sum(), self.known.shared_K, weight)
+        weight = self.accepted(number, message)
+        message.add_to_(self.sum_D, self.known.shared_K, weight)
         self.explored_D.index_fill_(0, message.positions, True)
-        self.total += weight
-        self.heard.append(number)
 
     def average(self) -> Tensor:
-        """Line 15: the average of what came, (D,). MessageError if nothing came, NotFiniteError
-        for sums that overflow."""
+        """The average of what came, (D,). MessageError if nothing came, NotFiniteError for sums
+        that overflow."""
         if not self.heard:
             raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
         update_D = self.sum_D.div_(self.total)  # line 15
         return self.known.checks.finite_part(update_D, SERVER)
 
     def reply(self, update_D: Tensor) -> Message:
-        """Line 16: the message to all clients; not all of it where the downlink is compressed."""
+        """The message to all clients; not all of it where the downlink is compressed."""
         known = self.known
         if self.downlink is not None:
             return self.downlink.reply_to(update_D, self.explored_D)
@@ -1845,8 +1844,8 @@ class Server(Hub):
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def finish(self) -> tuple[Tensor, Message]:
-        """Lines 15 and 16: what all sides have after the round, (D,), and the message that says it.
-        `Known.observe` of the former ends the round."""
+        """What all sides have after the round, (D,), and the message that says it. `Known.observe`
+        of the former ends the round."""
         update_D = self.average()
         self.known.checks.read()
         reply = self.reply(update_D)
@@ -1988,20 +1987,19 @@ class Compressor:
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
         client_type, server_type = SIDES.get(self.scheme.rule, (Client, Server))
-        self.clients = [client_type(self.known, n, self._row(i)) for i, n in enumerate(self.own)]
+        errors = list(self.errors_ND) if rows else [None] * len(self.own)
+        pairs = zip(self.own, errors, strict=True)
+        self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         shares = _checked_weights(weights, clients)
         self.server = server_type(self.known, shares, _downlink_of(self.known))
         self.traffic = Traffic()
-
-    def _row(self, index: int) -> Tensor | None:
-        return self.errors_ND[index] if len(self.errors_ND) else None
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
         """Before the first round: errors live in this tensor (N, D), which holds zeros."""
         _check_same("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
-        for index, client in enumerate(self.clients):
-            client.keep_errors_in(self._row(index))
+        for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
+            client.keep_errors_in(errors_D)
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -2017,14 +2015,15 @@ class Compressor:
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        rows = {n: deltas_ND[self.own.index(n)].detach() for n in chosen if n in self.own}
-        for n, delta_D in rows.items():  # before any is changed
-            rows[n] = self.known.checks.finite_part(delta_D, n)
-        return self._round(lambda n: self.client(n).compress(rows[n]), chosen, dense)
+        rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
+        for n in chosen:  # before any is changed
+            if n in rows:
+                rows[n] = self.known.checks.finite_part(rows[n], n)
+        return self.round(rows.__getitem__, chosen, dense, checked=True)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
+        theta_D: Tensor | None = None, masks: int = 1, checked: bool = False,
     ) -> Tensor:  # fmt: skip
         """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
@@ -2032,27 +2031,17 @@ class Compressor:
         be sent, the mask is as before, and the next round has the next number. Schemes without
         errors lose what was sent, as they lose any message.
         """
-
-        def send(n: int) -> Message:
-            return self.client(n).send(difference(n))
-
-        return self._round(send, chosen, dense, theta_D, masks)
-
-    def _round(
-        self, send: Callable[[int], Message], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
-    ) -> Tensor:  # fmt: skip
         known, server = self.known, self.server
         known.begin(dense, theta_D, masks)
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
         asked: list[int] = []
 
-        def sent(n: int) -> Message:
+        def send(n: int) -> Message:
             asked.append(n)
-            return send(n)
+            return self.clients[n].send(difference(n), checked)  # lines 9 to 12
 
         try:
-            for n, message, size in self.link.gather(known, chosen, sent):
+            for n, message, size in self.link.gather(known, chosen, send):
                 if message is None:
                     refused.append(n)
                     continue
@@ -2070,8 +2059,8 @@ class Compressor:
         finally:
             server.drop()
         for n in heard:
-            if n in self.own:
-                self.client(n).arrived()  # line 13
+            if n in self.clients:
+                self.clients[n].arrived()  # line 13
         known.observe(update_D)  # line 5 of the next round
         average_up = -(-bits_up // len(heard))
         self.traffic = Traffic(
@@ -2084,10 +2073,6 @@ class Compressor:
         who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
         return f"{who}round {self.known.round}: nobody was heard in it{lost}"
-
-    def client(self, n: int) -> Client:
-        """Client n, if it is of this process."""
-        return self.clients[self.own.index(n)]
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
@@ -2123,13 +2108,13 @@ class Compressor:
 
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
-        for client in self.clients:
+        for client in self.clients.values():
             client.scale_(factor)
         self.server.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """By value, all that a resumed run needs: what is known, errors, the server's errors."""
-        clients = [client.state_dict() for client in self.clients]
+        clients = [client.state_dict() for client in self.clients.values()]
         server = self.server.state_dict()
         return {"known": self.known.state_dict(), "clients": clients, "server": server}
 
@@ -2138,10 +2123,11 @@ class Compressor:
         if len(state["clients"]) != len(self.clients):
             got = len(state["clients"])
             raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
-        for client, own in zip(self.clients, state["clients"], strict=True):
+        clients = self.clients.values()
+        for client, own in zip(clients, state["clients"], strict=True):
             _check_same("errors_D", own.get("errors_D"), client.errors_D)
         self.known.load_state_dict(state["known"])
-        for client, own in zip(self.clients, state["clients"], strict=True):
+        for client, own in zip(clients, state["clients"], strict=True):
             client.load_state_dict(own)
         self.server.load_state_dict(state["server"])
 
@@ -2186,7 +2172,7 @@ class Feed:
     and `batch`. Raises ValueError for anything but a list of iterables, or a client with no batch.
     """
 
-    most_workers = 64  # processes that loaders may have in all
+    most_workers = 16  # of all loaders together; each is a process with open files, for good
 
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
         if not isinstance(sources, list | tuple):
@@ -2196,11 +2182,14 @@ class Feed:
             raise ValueError("feed: got an empty list, allowed: one iterable a client")
         workers = sum(getattr(source, "num_workers", 0) for source in sources)
         if workers > self.most_workers:
-            way = "load in this process: num_workers=0"
-            raise ValueError(f"feed: got {workers} workers, allowed: {self.most_workers} ({way})")
+            got = f"got loaders with {workers} workers in all, which would all be open at once"
+            way = f"at most {self.most_workers} (num_workers=0 loads in this process)"
+            raise ValueError(f"feed: {got}, allowed: {way}")
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
                 raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")
+            if isinstance(source, Iterator) and any(source is other for other in sources[:n]):
+                raise ValueError(f"feed: client {n}: got another's iterator, allowed: its own")
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
         self.passes = [0] * self.clients  # that each client has begun
@@ -2225,7 +2214,7 @@ class Feed:
     def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
         """A pass over client n's batches, without the first ones."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(random_seed(self.seed, self.passes[n], n))
+            torch.default_generator.manual_seed(random_seed(self.seed, self.passes[n], n))
             running = iter(self.sources[n])
             first = [batch for batch in [next(running, _END)] if batch is not _END]
             for _ in range(skip - 1):
@@ -2356,7 +2345,8 @@ class FlatView:
 
     def same_parameters(self) -> bool:
         """Whether the module still trains the same tensors, of the same kind."""
-        now = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+        found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
+        now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
         if len(now) != len(self.parameters):
             return False
         kinds = zip(now, self.parameters, self.shapes, self.strides, strict=True)
@@ -2435,6 +2425,7 @@ class Federation:
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
         self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
         self.seed, self.local_optimizer = seed, local_optimizer
+        _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
         self._compressor_settings = {"link": link, "weights": weights, "seed": seed}
         self.active, self.t = list(range(self.clients)), 0
@@ -2467,11 +2458,14 @@ class Federation:
         self.own = self.compressor.own
 
     def schedule(self, t: int) -> Phase:
-        """Round t's phase."""
+        """Round t's phase. ValueError for a rate that is none."""
         if self._schedule is None:
-            return Phase(math.nan)
+            return Phase(math.nan)  # the optimizer's own
         found = self._schedule(t) if callable(self._schedule) else self._schedule
-        return found if isinstance(found, Phase) else Phase(float(found))
+        phase = found if isinstance(found, Phase) else Phase(found)
+        if not isinstance(phase.eta, Real) or not 0 <= phase.eta < math.inf:
+            _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
+        return phase
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
         """One round with all clients, or with these: the update_D (D,) that the server sent to all.
@@ -2572,7 +2566,10 @@ class Federation:
         if self.local_optimizer is None:
             raise ValueError("local_optimizer: got None, allowed: that of the state's federation")
         if n not in self.optimizers:
-            self.optimizers[n] = self.local_optimizer(self.flat.parameters)
+            made = self.local_optimizer(self.flat.parameters)
+            if any(made is other for other in self.optimizers.values()):
+                raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+            self.optimizers[n] = made
         return self.optimizers[n]
 
     def _server_step(self, optimizer: torch.optim.Optimizer, update_D: Tensor) -> None:
@@ -2590,7 +2587,10 @@ class Federation:
             self._follow(FlatView(self.model))
         self.flat.read_(self.theta_views)
         now_S = self.flat.statistics()
+        _check_same("model: statistics of its norms", now_S, self._left_S)
         changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
+        if may_look(changed) and not changed:
+            return
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
 
     def _follow(self, new: FlatView) -> None:
@@ -2619,7 +2619,8 @@ class Federation:
 
     def _pairs(self, before: Compressor, momentum_D: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """What is kept by name, now and before: flat vectors."""
-        clients = zip(self.compressor.clients, before.clients, strict=True)
+        both = self.compressor.clients.values(), before.clients.values()
+        clients = zip(*both, strict=True)
         pairs = [(now.errors_D, was.errors_D) for now, was in clients]
         pairs.append((self.momentum_D, momentum_D))
         return [(now, was) for now, was in pairs if now is not None and was is not None]
@@ -2628,17 +2629,16 @@ class Federation:
     def lent(self) -> Iterator[None]:
         """Around a round: the module trains, and is given back as it was, with theta in it and the
         active clients' statistics averaged."""
-        model, buffers = self.model, self.flat.statistics_buffers()
-        modes = [m.training for m in model.modules()]
-        if model.training:
+        modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
+        modes = [m.training for m in modules]
+        if self.model.training:
             self._modes = modes
         elif len(self._modes) != len(modes):
             self._modes = [True] * len(modes)
         gradients = [p.grad for p in self.flat.parameters]
         drawn = _random_state(self.flat.device)
         try:
-            if not model.training:
-                _set_modes(model, self._modes)
+            _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
             yield
@@ -2647,7 +2647,7 @@ class Federation:
             self.flat.lend(buffers)
             for p, gradient in zip(self.flat.parameters, gradients, strict=True):
                 p.grad = gradient
-            _set_modes(model, modes)
+            _set_modes(modules, modes)
             self.flat.put_statistics(self._average(self.statistics_NS))
             self._left_S = self.flat.statistics()
 
@@ -2664,7 +2664,8 @@ class Federation:
         Norms have the averaged statistics of the clients of that round, or these (S,); modes and
         statistics are put back. (A process with some of the clients has only their statistics.)
         """
-        modes = [m.training for m in self.model.modules()]
+        modules = list(self.model.modules())
+        modes = [m.training for m in modules]
         buffers = self.flat.statistics_buffers()
         if statistics_S is not None:
             self.flat.lend(list(statistics_S.split(self.flat.norm_sizes)))
@@ -2673,7 +2674,7 @@ class Federation:
             yield self.model
         finally:
             self.flat.lend(buffers)
-            _set_modes(self.model, modes)
+            _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """What one saves: the module's state, by value, norms with averaged statistics."""
@@ -2691,10 +2692,10 @@ class Federation:
         state["compressor"] = self.compressor.state_dict()
         if hasattr(self.feed, "state_dict"):
             state["feed"] = self.feed.state_dict()
-        optimizers = {n: optimizer.state_dict() for n, optimizer in self.optimizers.items()}
+        optimizers = {n: _optimizer_state(o) for n, o in self.optimizers.items()}
         state["optimizers"] = copy.deepcopy(optimizers)
         if self.server_optimizer is not None:
-            state["server_optimizer"] = copy.deepcopy(self.server_optimizer.state_dict())
+            state["server_optimizer"] = copy.deepcopy(_optimizer_state(self.server_optimizer))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -2703,6 +2704,8 @@ class Federation:
         if not self.flat.same_parameters():
             self._follow(FlatView(self.model))
         own = self.flat.other_buffers()
+        if missing := _IN_A_STATE - state.keys():
+            raise ValueError(f"state: {', '.join(sorted(missing))} is missing")
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             _check_same(f"state: {key}", state[key], getattr(self, key))
         if own.keys() != state["buffers"].keys():
@@ -2715,6 +2718,11 @@ class Federation:
         if ("server_optimizer" in state) != (self.server_optimizer is not None):
             what = "one" if "server_optimizer" in state else "none"
             raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
+        optimizers = {n: self._optimizer_of(n) for n in state["optimizers"]}
+        for n, optimizer in optimizers.items():
+            _check_kind(f"state: optimizer of client {n}", optimizer, state["optimizers"][n])
+        if self.server_optimizer is not None:
+            _check_kind("state: server_optimizer", self.server_optimizer, state["server_optimizer"])
         self.compressor.load_state_dict(state["compressor"])
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             if getattr(self, key) is not None:
@@ -2724,19 +2732,39 @@ class Federation:
         self.t, self.active = int(state["t"]), list(state["active"])
         if "feed" in state and hasattr(self.feed, "load_state_dict"):
             self.feed.load_state_dict(state["feed"])
-        self.optimizers.clear()
-        for n, saved in state["optimizers"].items():
-            self._optimizer_of(n).load_state_dict(copy.deepcopy(saved))  # else it shares tensors
+        self.optimizers = optimizers
+        for n, optimizer in optimizers.items():
+            _load_optimizer(optimizer, state["optimizers"][n])
         if self.server_optimizer is not None:
-            self.server_optimizer.load_state_dict(copy.deepcopy(state["server_optimizer"]))
+            _load_optimizer(self.server_optimizer, state["server_optimizer"])
         self.flat.put(self.theta_views)
         self.flat.put_statistics(self._average(self.statistics_NS))
         self._left_S = self.flat.statistics()
 
 
-def _set_modes(model: nn.Module, modes: list[bool]) -> None:
-    for module, mode in zip(model.modules(), modes, strict=True):
-        module.training = mode
+_IN_A_STATE = {
+    "theta_D", "statistics_NS", "momentum_D", "t", "active", "buffers", "compressor", "optimizers",
+}  # fmt: skip
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"kind": type(optimizer).__name__, "state": optimizer.state_dict()}
+
+
+def _check_kind(key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    own = type(optimizer).__name__
+    if saved["kind"] != own:
+        raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {own}")
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(saved["state"]))  # else it shares tensors
+
+
+def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        if module.training != mode:
+            module.training = mode
 
 
 def _reseed(seed: int, device: torch.device) -> None:
@@ -2760,7 +2788,13 @@ def _put_random_state(device: torch.device, state: list[Tensor]) -> None:
 def _check_optimizers(
     scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
 ) -> None:
-    """ValueError for settings that contradict each other."""
+    """ValueError for settings that contradict each other, or mean nothing."""
+    for key, given in (("local_optimizer", local), ("server_optimizer", server)):
+        if given is not None and not callable(given):
+            allowed = "a function from parameters to an optimizer, such as its class"
+            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: {allowed}")
+    if not isinstance(weight_decay, Real) or not 0 <= weight_decay < math.inf:
+        _refuse("weight_decay", weight_decay, "a number >= 0")
     if local is None and schedule is None:
         raise ValueError("schedule: got None, allowed: a learning rate, or a local_optimizer")
     if local is not None and weight_decay:

@@ -71,7 +71,8 @@ class GraphRounds:
         with federation.lent():
             for index, t in enumerate(rounds):
                 self._play(index, federation.schedule(t).eta)
-        federation.t, known.round = rounds.stop, before + len(rounds)
+        federation.t = rounds.stop
+        known.skip_to(before + len(rounds))
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
             error = NotFiniteError(n if n < federation.clients else SERVER)
             error.round = rounds[index]
@@ -101,11 +102,9 @@ class GraphRounds:
     def _round(self) -> None:
         federation, rule = self.federation, self.federation.compressor.rule
         checks, everyone = federation.compressor.known.checks, list(range(federation.clients))
-        before, checks.later = getattr(rule, "positions", None), True
-        try:
+        before = getattr(rule, "positions", None)
+        with checks.put_off():
             federation.play(everyone, self.index, self.eta)
-        finally:
-            checks.later = False
         if before is not None:  # where the next round looks for its mask
             rule.positions = before.copy_(rule.positions)
         finite = torch.stack([checks.finite[n] for n in (*everyone, SERVER)])

@@ -155,15 +155,19 @@ class EF21Client(Client):
     """It sends what is new: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
     stochastic gradients EF21-SGD, Fatkhullin et al., 2021). `errors_D` holds -g."""
 
-    def compress(self, delta_D: Tensor) -> Message:
+    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
         if self.known.dense:
             name = self.known.scheme.name
             raise ValueError(f"{name}: got a dense round, allowed: sparse ones")
         errors_D = cast(Tensor, self.errors_D)
         known_D = errors_D.clone()
-        message = super().compress(delta_D)  # of delta_D + known_D
+        message = super().send(delta_D, checked)  # of delta_D + known_D
         errors_D.copy_(known_D)
         return message
+
+    def arrived(self, received: Message | None = None) -> None:
+        sent = self.taken()
+        cast(Tensor, self.errors_D).index_add_(0, sent.places_K, sent.values_K, alpha=-1)
 
 
 class EF21Server(Server):
@@ -210,13 +214,17 @@ class DGCClient(Client):
         super().__init__(known, number, errors_D)
         self.momentum_D = torch.zeros(known.dimension, device=known.device)
 
-    def compress(self, delta_D: Tensor) -> Message:
-        return super().compress(self.momentum_D.mul_(self.momentum).add_(delta_D))
+    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
+        self.check_turn(delta_D)
+        if not checked:
+            delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
+        return super().send(self.momentum_D.mul_(self.momentum).add_(delta_D), checked=True)
 
     def arrived(self, received: Message | None = None) -> None:
-        places_K = self.sent.places_K if self.sent else None
+        sent = self.sent
         super().arrived(received)
-        self.momentum_D[slice(None) if places_K is None else places_K] = 0.0
+        if sent is not None:
+            self.momentum_D[slice(None) if sent.dense else sent.places_K] = 0.0
 
     def scale_(self, factor: float) -> None:
         super().scale_(factor)

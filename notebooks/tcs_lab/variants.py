@@ -193,7 +193,7 @@ class Downlink(Client):
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
         """What it says of an update (D,); it will arrive."""
         self.explored_D = explored_D
-        message = self.compress(update_D)
+        message = self.send(update_D)
         self.arrived()
         return message
 

@@ -1,5 +1,6 @@
 """Section 6 by halves: a client and a server in processes of their own, with only bytes between them."""
 
+import dataclasses
 import io
 
 import pytest
@@ -254,6 +255,30 @@ def same_state(one, two):
     return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"round": 1}, "round: got 1, allowed: 2"), ({"sender": 1}, "sender: got 1, allowed: 65535"),
+     ({"dense": True}, "dense: got True, allowed: False"),
+     ({"values": torch.ones(3)}, "values: got 3, allowed: ")],
+)  # fmt: skip
+def test_a_reply_of_another_round_changes_nothing(changes, text):
+    sides = Sides("TCS")
+    *rounds, last_ND = deltas_like_training(3, 3, LAYERS)
+    for deltas_ND in rounds:
+        sides.round(deltas_ND)
+    sides.begin()
+    client = sides.clients[1]
+    for n, delta_D in enumerate(last_ND):
+        sides.server.add(n, sides.clients[n].send(delta_D))
+    _, reply = sides.server.finish()
+    before, known = client.state_dict(), client.known.state_dict()
+    with pytest.raises(tcs.MessageError, match=f"^server: message: {text}"):
+        client.receive(dataclasses.replace(reply, **changes))
+    assert same_state(client.state_dict(), before)
+    assert client.known.round == known["round"] and client.known.is_open
+    assert client.receive(reply).any()
+
+
 @pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "top-K", "rand-K"])
 def test_a_client_that_missed_rounds_is_told_what_is_known_and_goes_on(name):
     sides = Sides(name)
@@ -284,7 +309,7 @@ def test_a_client_whose_reply_was_lost_has_not_been_heard_of_and_may_be_told():
     for deltas_ND in rounds[:3]:
         expected.round(deltas_ND)
     sides.round(rounds[2], away=[1])
-    assert client.state_dict()["waits"]
+    assert client.state_dict()["sent"] is not None
     client.known.load_state_dict(sides.known.state_dict())
     client.arrived()
     assert torch.equal(client.errors_D, expected.clients[1].errors_D)
@@ -313,7 +338,7 @@ def test_what_a_message_holds_is_no_view_of_errors_or_differences(name, dense):
     known, client = new_client(name, 0)
     one_ND, two_ND = deltas_like_training(2, 1, LAYERS)
     known.begin()
-    client.receive(client.send(one_ND[0]))
+    client.receive(dataclasses.replace(client.send(one_ND[0]), sender=tcs.SERVER))
     delta_D = two_ND[0].clone()
     known.begin(dense)
     message = client.send(delta_D)

@@ -38,7 +38,7 @@ def play(name, loss=tcs.cross_entropy):
     federation = tcs.Federation(small_net(), feed, name, 0.1, loss=loss, weight_decay=1e-4)
     known = federation.compressor.known
     known.rule.observe(federation.theta_D)  # a mask to start with
-    known.checks.later = True
+    known.checks.when = "later"
     federation.round()
     return federation
 
@@ -90,7 +90,7 @@ def test_a_round_stays_on_its_device(name, on_cuda):
 def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
     """With its backward passes: to the end of the round, with values that nobody knows yet."""
     checks = play(name).compressor.known.checks
-    checks.later = False
+    checks.when = "end"
     with pytest.raises(DataDependentOutputException):
         checks.read()
 
@@ -107,7 +107,7 @@ def test_client_and_server_by_halves_stay_on_their_device(name, on_cuda):
     with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
         server.finish()
     assert len(known.checks.finite) == 3
-    known.checks.later = True
+    known.checks.when = "later"
     known.checks.read()
     assert known.checks.explored.device.type == "cuda"
 

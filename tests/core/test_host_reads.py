@@ -92,7 +92,7 @@ def test_what_is_not_looked_at_comes_out_the_same(name, monkeypatch):
     """Update, errors and traffic, whether the host may look or not."""
     with_looks = tcs.Compressor(name, SIZES, 3)
     without = tcs.Compressor(name, SIZES, 3)
-    without.known.checks.looks = False
+    without.known.checks.when = "end"
     for deltas_ND in deltas_like_training(ROUNDS, 3, SIZES):
         expected_D = with_looks.step(deltas_ND)
         with monkeypatch.context() as as_on_a_gpu:

@@ -45,7 +45,7 @@ def test_what_a_client_does_not_send_it_keeps(name, link):
         for n, message in enumerate(messages):
             server.add(n, message)
         update_D, _ = server.finish()
-        for client in clients:
+        for client in clients.values():
             client.arrived()
         assert torch.equal(sent_ND + compressor.errors_ND, intended_ND)
         if known.dense:

@@ -169,6 +169,36 @@ def test_a_state_is_by_value_and_may_be_taken_up_often(own):
     assert torch.equal(state["theta_D"], kept["theta_D"]) and state["feed"] == kept["feed"]
 
 
+@pytest.mark.parametrize("own", ["local_optimizer", "server_optimizer"])
+def test_a_state_of_another_optimizer_changes_nothing(own):
+    adam = federation(**{own: SERVERS["Adam"]})
+    adam.round()
+    sgd = federation(**{own: OPTIMIZERS["SGD with momentum"]})
+    sgd.round()
+    before_D = sgd.theta_D.clone()
+    name = "optimizer of client 0" if own == "local_optimizer" else own
+    with pytest.raises(ValueError, match=f"^state: {name}: got one of Adam, allowed: SGD$"):
+        sgd.load_state_dict(adam.state_dict())
+    assert sgd.t == 1 and torch.equal(sgd.theta_D, before_D)
+
+
+@pytest.mark.parametrize("lost", ["theta_D", "buffers", "optimizers"])
+def test_a_state_that_lacks_something(lost):
+    made = federation()
+    state = made.state_dict()
+    del state[lost]
+    with pytest.raises(ValueError, match=f"^state: {lost} is missing$"):
+        made.load_state_dict(state)
+
+
+def test_one_optimizer_of_two_clients():
+    model = net()
+    shared = torch.optim.AdamW(model.parameters())
+    made = tcs.Federation(model, loaders(), "TCS", local_optimizer=lambda parameters: shared)
+    with pytest.raises(ValueError, match=r"^local_optimizer: gave one optimizer twice, allowed"):
+        made.round()
+
+
 # Optimizers ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -32,14 +32,14 @@ def test_a_scheme_without_errors_holds_no_memory_for_them(name):
     changes = {"error_accumulation": False} if name == "top-K" else {}
     compressor = tcs.Compressor(tcs.Scheme.named(name, **changes), LAYERS, 1000)
     assert compressor.errors_ND.shape == (0, 3000)
-    assert all(client.errors_D is None for client in compressor.clients)
+    assert all(client.errors_D is None for client in compressor.clients.values())
     assert tcs.Client(compressor.known).errors_D is None
     assert tcs.Compressor("TCS", LAYERS, 3).errors_ND.shape == (3, 3000)
 
 
 def test_the_rows_of_all_errors_are_the_clients_own():
     compressor = played("TCS")
-    for row_D, client in zip(compressor.errors_ND, compressor.clients, strict=True):
+    for row_D, client in zip(compressor.errors_ND, compressor.clients.values(), strict=True):
         assert row_D.data_ptr() == client.errors_D.data_ptr() and row_D.any()
 
 
@@ -106,7 +106,7 @@ def test_a_client_saves_a_message_that_nobody_has_acknowledged():
     other.load_state_dict(state)
     client.arrived(), other.arrived()
     assert torch.equal(client.errors_D, other.errors_D)
-    assert torch.equal(state["values_K"], message.values)
+    assert torch.equal(state["sent"][2], message.values)
     with pytest.raises(ValueError, match=r"^client 1: has sent in round 3 already$"):
         other.send(torch.ones(3000))
 

@@ -372,9 +372,71 @@ def test_clients_are_whole_numbers_each_once(clients):
      (torch.utils.data.DataLoader(torch.zeros(4, 8)), "feed: got a DataLoader, allowed: a list of one"),
      ([], "feed: got an empty list, allowed: one iterable a client$"),
      ([batches(1), 5], "feed: client 1: got 5, allowed: an iterable$"),
-     ([torch.utils.data.DataLoader(torch.zeros(4, 8), num_workers=2)] * 33,
-      r"feed: got 66 workers, allowed: 64 \(load in this process: num_workers=0\)$")],
+     ([torch.utils.data.DataLoader(torch.zeros(4, 8), num_workers=1)] * 64,
+      "feed: got loaders with 64 workers in all, which would all be open at once, allowed: at most 16")],
 )  # fmt: skip
 def test_feeds_that_are_none(feed, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         tcs.Federation(Classifier(), feed, "TCS", 0.1)
+
+
+def test_a_few_loaders_with_workers_are_a_feed():
+    """As many of them as are allowed; beyond, see above."""
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3, 6, 6), torch.arange(8) % 3)
+    loaders = [torch.utils.data.DataLoader(data, 4, num_workers=n) for n in (1, 0)]
+    assert tcs.Feed([loaders[0]] * tcs.Feed.most_workers).clients == tcs.Feed.most_workers
+    here = tcs.Federation(Classifier(), [loaders[1]] * 2, "TCS", 0.1)
+    there = tcs.Federation(Classifier(), loaders, "TCS", 0.1)
+    for _ in range(3):
+        here.round()
+        there.round()
+    assert torch.equal(here.theta_D, there.theta_D)
+
+
+# What can't be meant is refused by name ───────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("eta", "shown"), [(-0.1, "-0.1"), (torch.nan, "nan"), (torch.inf, "inf"), ("0.1", "'0.1'"), (lambda t: None, "None")]
+)  # fmt: skip
+def test_a_schedule_that_gives_no_rate_begins_no_round(eta, shown):
+    made = federation(Classifier(), eta=eta)
+    with pytest.raises(ValueError, match=rf"^schedule: round 0: got {shown} .* >= 0, or a Phase"):
+        made.round()
+    assert made.t == 0 and made.feed.given == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"weight_decay": -1e-4}, "weight_decay: got -0.0001 .*, allowed: a number >= 0$"),
+     ({"weight_decay": None}, "weight_decay: got None .*, allowed: a number >= 0$"),
+     ({"seed": "a"}, "seed: got 'a' .*, allowed: a whole number from 0 to"),
+     ({"seed": -1}, "seed: got -1 .*, allowed: a whole number from 0 to"),
+     ({"local_optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)},
+      "local_optimizer: got a SGD, allowed: a function from parameters to an optimizer"),
+     ({"server_optimizer": 0.1}, "server_optimizer: got a float, allowed: a function from")],
+)  # fmt: skip
+def test_settings_that_mean_nothing(settings, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        federation(Classifier(), **settings)
+
+
+def test_two_clients_with_one_iterator():
+    one = iter(batches(9))
+    with pytest.raises(
+        ValueError, match=r"^feed: client 1: got another's iterator, allowed: its own$"
+    ):
+        tcs.Federation(Classifier(), [one, one], "TCS", 0.1)
+    same = batches(3)
+    assert tcs.Federation(Classifier(), [same, same], "TCS", 0.1).round().any()
+
+
+def test_a_norm_that_keeps_statistics_no_longer():
+    model = Classifier()
+    made = federation(model)
+    made.round()
+    model.body[1].running_mean = model.body[1].running_var = None
+    with pytest.raises(
+        ValueError, match=r"^model: statistics of its norms: got shape \(8,\), allowed: \(18,\)$"
+    ):
+        made.round()
