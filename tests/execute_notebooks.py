@@ -38,28 +38,7 @@ def paired(py: Path) -> nbformat.NotebookNode:
     ids = {cell.source: cell.id for cell in reversed(old)}
     for number, cell in enumerate(notebook.cells):
         cell.id = ids.pop(cell.source, fresh_id(number, cell))
-    fold(notebook)
     return notebook
-
-
-SHOWN = "lab.show_code(", "lab.check_exercise("  # code or an exercise: what a cell is read for
-CHECKS = "notebook_params(globals()"
-PLOTS = "plt.show()", "lab.save_figure("
-
-
-def fold(notebook: nbformat.NotebookNode) -> None:
-    """JupyterLab shows these cells closed, one click opens them: imports, parameters and their
-    checks, plots, solutions, and the line of versions at the end. The .ipynb alone remembers it:
-    notebooks/jupytext.toml keeps it out of the .py."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for place, cell in enumerate(code):
-        tags, source = cell.metadata.get("tags", []), cell.source
-        closed = place in (0, len(code) - 1) or bool({"parameters", "solution"} & set(tags))
-        closed = closed or any(words in source for words in (CHECKS, *PLOTS))
-        if closed and not any(words in source for words in SHOWN):
-            cell.metadata["jupyter"] = {"source_hidden": True}
-        else:
-            cell.metadata.pop("jupyter", None)
 
 
 def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:

@@ -386,7 +386,7 @@ def unbroken(text: str) -> str:
     )
 
 
-_NAME = re.compile(r"(?<![\w`/.-])[A-Za-z]+(?:-[\w+]+)+(?![\w`/.-])")
+_NAME = re.compile(r"(?<![\w`/.-])[A-Za-z]+(?:-[A-Z][\w+]*)+(?![\w`/.-])")
 _OF_NUMBERS = "0-9=±×%−+≤≥/"  # a space beside one of these holds, but before "(" and after ","
 _HOLDS = re.compile(rf"(?<=[{_OF_NUMBERS}]) (?![(|])|(?<![|,;:.]) (?=[{_OF_NUMBERS}])")
 
