@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 10b · Send fewer bytes than the paper
 #
-# **In short.** Over the paper's whole training, both ways, TCS-L4-Q5 sends ×139 less than dense training; TCS-L4-Q5++ ×2,420 and
-# TCS-M2-E3-K4++ ×2,020. Trained for 15 epochs, the last one ended 2.74 points above TCS-L4-Q5 (n = 3); both end below dense training there.
+# **In short.** Over the paper's whole training, both ways, TCS-L4-Q5 sends ×139 less than dense training. TCS-L4-Q5++ sends ×2,420
+# less, TCS-M2-E3-K4++ ×2,020. After 15 epochs the last one ended 2.74 points above TCS-L4-Q5 (n = 3), and both ended below FedAvg.
 #
 # **Claim (beyond the paper).** The same message fits into fewer bytes without loss (`+`), a value
 # into fewer bits (`-M2`), the way down into two (`-D2`), and the dense warm-up can go (`-NW`, `-W10`).

@@ -9,8 +9,9 @@
 # %% [markdown]
 # # 14 · Vary one setting at a time
 #
-# **In short.** In 15 epochs, one training a value: larger masks and a higher rate gained accuracy over the whole range tried; five bits a
-# value lost 0.23 points to 32; one dense round in place of a dense epoch lost 0.15 and sent a sixth of the bytes; class skew cost most.
+# **In short.** In 15 epochs, with one training a value: larger masks and higher rates gained accuracy over the whole range tried. Five bits
+# a value ended 0.23 points below 32. One dense round in place of a dense epoch ended 0.15 lower, and sent a sixth of the bytes. Class
+# skew cost most.
 #
 # **Claim.** What a client sends after the warm-up follows from the settings by arithmetic, before any
 # training; what accuracy that buys has to be measured.

@@ -113,4 +113,5 @@ def _instead(error: Exception, trace: TracebackType) -> str | None:
         of_a_cell = trace.tb_frame.f_globals is trace.tb_frame.f_locals
         missing = f"{error.name}: missing; the cells above make it, first of all that of parameters"
         return missing if of_a_cell else None
-    return one_line(error) if code.co_filename.startswith(_OURS) else None
+    refused = code.co_filename.startswith(_OURS) and str(error)
+    return one_line(error) if refused else None
