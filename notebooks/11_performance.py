@@ -195,8 +195,7 @@ print(f"global mask: the choice is made among {typical['global']:.1f} K entries 
 print(f"local masks: among {typical['local']:.1f} K; with no floor, {D / rule.k_local:.0f} K")
 
 # %% [markdown]
-# The local masks have more candidates for each place: all that was larger than a client's threshold has just been
-# sent, so what waits in its error crowds right below it.
+# The local masks have more candidates: what waits in a client's error crowds right below its threshold.
 #
 # ## Inputs made to break it
 #
@@ -490,7 +489,7 @@ def draw_growth(rows, gpu):
 _ = report("growth", draw_growth)
 
 # %% [markdown]
-# Points bend away from the line where small models fit into a cache and pay fixed costs, and large ones wait for memory.
+# Points bend away where small models fit into a cache and pay fixed costs, and large ones wait for memory.
 #
 # ## What a GPU would take at least
 #

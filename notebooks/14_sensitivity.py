@@ -161,9 +161,8 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
     lower.set(xlabel=setting.label, xlim=(-0.4, len(words) - 0.6))
     mark_paper(panels, setting.marked, words)
     write_names(upper, lower, curves, words)
-    upper.set_title(
-        f"{name} ({scale})\nbars: ± one std where n > 1; white: without the warm-up", fontsize=10
-    )
+    marks = "bars: ± one std where n > 1; white: without the warm-up"
+    upper.set_title(f"{name} ({scale})\n{marks}", fontsize=10)
     plt.show()
 
 
