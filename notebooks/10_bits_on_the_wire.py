@@ -13,7 +13,7 @@
 # traffic. Against dense training its factor is ×1,910 by the formula, ×214 with the dense warm-up, and ×139 with the downlink, too.
 #
 # **Claim (last column of Tables 1 and 2, Sec. II-E).** TCS-L4-Q5 sends 0.01675 bits per parameter
-# and iteration, 1/1900 of dense training. Messages that really decode confirm this within 0.5 % for
+# and iteration, 1/1,910 of dense training. Messages that really decode confirm this within 0.5 % for
 # **one client's uplink after the warm-up**. The whole training, both ways, is another number.
 #
 # How much did it really send? Published counts of one and the same update differ several-fold,
