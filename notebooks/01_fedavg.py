@@ -9,6 +9,9 @@
 # %% [markdown]
 # # 01 · Train one model at many clients: federated averaging
 #
+# **In short.** Clients may send differences or models: the averages agree. Several local steps send fewer messages, and are no longer
+# the step that SGD takes. Only a difference can be cut: its largest tenth does what the whole does, the largest tenth of a model is useless.
+#
 # After this notebook you will be able to
 #
 # - work out a round of federated averaging by hand,
@@ -18,15 +21,11 @@
 # *model differences* takes the same step as one that averages their *models*; with one local step
 # (H = 1) it is the step that SGD takes with the average gradient.
 #
-# Everything in this package compresses one thing: what a client tells the server after its local
-# training. This notebook shows what that is, before any compression.
-#
 # *Run time*: about 20 s on two cores of a Xeon. *Read before*: the README.
 #
-# Each notebook has a twin in plain text beside it (`.py`), which is what to read in a diff or to edit
-# anywhere: saving either in JupyterLab writes both.
+# Each notebook has a twin in plain text (`.py`) to edit anywhere: saving either in JupyterLab writes both.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import copy
 import dataclasses
 from typing import Annotated
@@ -48,7 +47,7 @@ torch.set_num_threads(1)
 # Change any of them and run all again. Text between the cells describes what these values give;
 # *Claim* and *What we saw* are worked out anew.
 
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
@@ -66,7 +65,7 @@ drops = [0.6]  # when eta falls by 10, as shares of the epochs
 weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
-# %%
+# %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Claims(globals(), "18f47c")  # asserted for the values above, said for others
 lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
@@ -88,7 +87,7 @@ print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def box(axes, x, y, width, height, text, size=10):
     style = {"boxstyle": "round,pad=0.12", "facecolor": "white", "linewidth": 1.8, "zorder": -1}
     axes.add_patch(FancyBboxPatch((x, y), width, height, **style))
@@ -100,7 +99,8 @@ def arrow(axes, x, start, end, text, colour, dash, align):
     style = {"arrowstyle": "-|>", "color": colour, "linestyle": dash, "linewidth": 2.2}
     axes.annotate("", (x, end), (x, start), arrowprops=style)
     shift = -0.12 if align == "right" else 0.12
-    axes.text(x + shift, 3.2, text, color=colour, ha=align, va="center", fontsize=13)
+    dark = lab.text_colour(colour)
+    axes.text(x + shift, 3.2, text, color=dark, ha=align, va="center", fontsize=13)
 
 
 def draw_client(axes, x, name, n):
@@ -160,7 +160,7 @@ lab.show_code(tcs.Federation.local_training, tcs.Federation._steps)
 # **What do you expect?** After the same passes over the data, does H = 4 end above H = 1, or below?
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def train(steps):
     scheme = tcs.Scheme.named("FedAvg", local_steps=steps)
     trained = lab.Training(dataclasses.replace(config, scheme=scheme), data, keep_deltas=True)
@@ -168,7 +168,7 @@ def train(steps):
     return trained, curve
 
 
-runs = {steps: train(steps) for steps in local_steps}
+runs = {steps: train(steps) for steps in lab.followed(local_steps, "runs")}
 for steps, (_, curve) in runs.items():
     rounds, accuracy = curve[-1]["rounds"], 100 * curve[-1]["accuracy"]
     print(f"H = {steps}: {rounds:2d} rounds an epoch, {32 / steps:4.1f} bits, {accuracy:.1f} %")
@@ -187,7 +187,7 @@ plt.show()
 
 # %% [markdown]
 # On the right, larger H gets further with the same number of messages. On the left it ended lower after the same passes, in one run
-# of each; a likely reason is that so short a run has too few rounds. (With H = 4 a tenth of a pass is left out besides: it fills no
+# of each; a likely reason is too few rounds. (With H = 4 a tenth of a pass is left out besides: it fills no
 # round.) In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4; [13_evidence](13_evidence.ipynb) judges that.
 #
 # ## One round by hand
@@ -232,12 +232,11 @@ average_D = models_ND.mean(0)  # line 8: federated averaging, of models
 with training.federation.lent():  # the core's; it moves theta_D
     update_D = training.federation.play(list(range(clients)), 0, eta)
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
-print(f"by hand against the core: {gap_core:.0e} of the update's length")
+print(f"by hand against the core: {lab.number(gap_core, 1)} of the update's length")
 
 # %% [markdown]
-# They agree to a fraction of a percent at most, usually to float32 rounding. The two add
-# up the local steps in a different order; where that pushes a unit over the kink of its ReLU, the
-# gradients differ by more than the last digit.
+# They agree to a fraction of a percent at most, usually to float32 rounding: the two add up the local
+# steps in a different order, and that may push a unit over the kink of its ReLU.
 #
 # ## Send differences, not models
 #
@@ -252,8 +251,9 @@ differences_ND = models_ND - start_D
 moved_D = start_D + differences_ND.mean(0)
 gap_models = float((moved_D - average_D).abs().max() / average_D.abs().max())
 gap_deltas = float((differences_ND - training.deltas_ND).norm() / differences_ND.norm())
-print(f"theta + mean difference against mean model: {gap_models:.0e} of the largest parameter")
-print(f"differences of models against the core's sums of gradients: {gap_deltas:.0e}")
+gap = lab.number(gap_models, 1)
+print(f"theta + mean difference against mean model: {gap} of the largest parameter")
+print(f"differences of models against the core's sums of gradients: {lab.number(gap_deltas, 1)}")
 
 # %% [markdown]
 # Two small numbers: both forms of Eq. 3 are the same.
@@ -310,7 +310,8 @@ for steps in [h for h in (1, 2, 4, 8) if h <= most]:
     gap_fedsgd[steps] = gap_between(
         fedavg_D, large_step([b for own in work for b in own], steps * eta)
     )
-print("\n".join(f"H = {h}: they differ by {gap:.2g} of the step" for h, gap in gap_fedsgd.items()))
+for steps, gap in gap_fedsgd.items():
+    print(f"H = {steps}: they differ by {lab.number(gap, 2)} of the step")
 
 # %% [markdown]
 # Rounding error at H = 1, and a large, real difference beyond it. It is not a defect:
@@ -354,7 +355,7 @@ print("eta at epoch  " + "".join(f"{epoch:>9g}" for epoch in moments))
 for n, run in paper.items():
     print(f"N = {n:2d}        " + "".join(f"{run.learning_rate_at(e):9.4g}" for e in moments))
 
-# %%
+# %% jupyter={"source_hidden": true}
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baseline}
 for panel, last in zip(panels, (300, 10), strict=True):
@@ -365,6 +366,7 @@ for panel, last in zip(panels, (300, 10), strict=True):
         panel.plot(moments, curve, label=name, markevery=(30 * i, 120), markersize=5, **look)
 panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="All 300 epochs")
 panels[1].set(xlabel="epoch", ylabel="learning rate η", title="The warm-up")
+lab.plain_log(panels[0].yaxis)
 panels[0].legend(frameon=False, loc="lower left")
 plt.show()
 
@@ -423,13 +425,12 @@ for _ in often.rounds(epochs - 1):
     often.statistics_NS[:] = often.statistics_NS.mean(0)
 once_S, often_S = calm.statistics_NS.mean(0), often.statistics_NS.mean(0)
 gap_statistics = float((once_S - often_S).norm() / once_S.norm())
-print(f"averaged once against every round: {gap_statistics:.0e}; same theta: "
+print(f"averaged once against every round: {lab.number(gap_statistics, 1)}; same theta: "
       f"{torch.equal(calm.theta_D, often.theta_D)}")  # fmt: skip
 
 # %% [markdown]
-# Rounding error only. What remains is the cost of one evaluation: 32 bits for each
-# statistic, from every client. Records keep it apart (`batch_norm_bits`), because how often a model is
-# evaluated is not part of the algorithm. For the paper's network, beside one round of messages:
+# Rounding error only. What remains is the cost of one evaluation, 32 bits for each statistic from every
+# client; records keep it apart (`batch_norm_bits`). For the paper's network, beside one round of messages:
 
 # %% tags=["nbval-check-output"]
 net = tcs.FlatView(tcs.resnet18())
@@ -454,13 +455,13 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | none beyond rounding: arithmetic |
 
 # %%
-claim("models and differences average alike", gap_models < 1e-6, f"{gap_models:.0e}")
+claim("models and differences average alike", gap_models < 1e-6, lab.number(gap_models, 1))
 claim("a round by hand is the core's", max(gap_core, gap_deltas) < 0.05,
-      f"{gap_core:.0e}, its differences {gap_deltas:.0e}")  # fmt: skip
-claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, f"{gap_fedsgd[1]:.0e}")
+      f"{lab.number(gap_core, 1)}, its differences {lab.number(gap_deltas, 1)}")  # fmt: skip
+claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, lab.number(gap_fedsgd[1], 1))
 claim("at H = 2 it is not", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
 claim("running statistics leave theta alone", same_theta, "bit for bit")
-claim("averaging them can wait", gap_statistics < 1e-4, f"{gap_statistics:.0e}")
+claim("averaging them can wait", gap_statistics < 1e-4, lab.number(gap_statistics, 1))
 schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 150, 225)])
 claim(
     "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))
@@ -507,7 +508,7 @@ lab.check_exercise("local_difference", local_difference)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def fedavg_round(theta_D, differences_ND, weights_N):
     shares_N = torch.tensor(weights_N) / sum(weights_N)
     return theta_D + shares_N @ differences_ND
@@ -539,6 +540,6 @@ what surprised us: linear scaling is {100 * gaps[-1]:.0f} % off for {k} steps of
 # %% [markdown]
 # Next: [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out.
 
-# %%
+# %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
       f"{train_samples} images · n = 1 run for each H")  # fmt: skip

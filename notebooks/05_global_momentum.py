@@ -9,6 +9,10 @@
 # %% [markdown]
 # # 05 · Keep the momentum on every side
 #
+# **In short.** With β where the text has it, everybody's model is that of `torch.optim.SGD`, sparse or dense, and no bit more is sent.
+# Most of a sparse step is then memory: it moves places that the round did not send. In trainings as short as these that raises the loss
+# of TCS; in finished ones momentum helps it.
+#
 # After this notebook you will be able to
 #
 # - take the server's step with momentum, and tell it from the paper's misprints,
@@ -24,7 +28,7 @@
 #
 # *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true}
 import dataclasses
 import itertools
 import math
@@ -49,7 +53,7 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # Change any of them and run all again. Text between the cells describes what these values give;
 # *Claim* and *What we saw* are worked out anew.
 
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 momentum = 0.9  # beta
 learning_rate = 0.5  # eta of the federated schemes; centralized training has the paper's 0.1
 seeds = 3  # how many trials, or a list of seeds
@@ -73,7 +77,7 @@ drops = [0.75]  # when eta falls by 10, as shares of the epochs
 reference_batch = None  # cumulative batch at which learning rates hold; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 
-# %%
+# %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Claims(globals(), "c5180f")  # asserted for the values above, said for others
 lab.check_values(globals(), momentum=Annotated[float, Gt(0), Lt(1)])
@@ -149,9 +153,10 @@ for _ in range(steps):
 
 # %% tags=["nbval-check-output"]
 for name, path in paths.items():
-    print(f"{name:25s}" + "".join(f"  step {t}: {path[t]:9.3g}" for t in (1, 2, 10, 30, 60)))
+    steps_shown = [f"  step {t}: {lab.number(path[t]):>9s}" for t in (1, 2, 10, 30, 60)]
+    print(f"{name:25s}{''.join(steps_shown)}")
 
-# %%
+# %% jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7.6, 3.4))
 for i, name in enumerate(["torch.optim.SGD", *rules]):
     look = lab.series_style(i)
@@ -193,11 +198,11 @@ def gap_to_torch(config):
 # %%
 one = tcs.Scheme.named("FedSGD", momentum=momentum)
 dense_gap, rounds = gap_to_torch(dataclasses.replace(config, scheme=one, clients=1))
-print(f"nothing compressed, 1 client:  largest difference {dense_gap:.0e} in {rounds} rounds")
+largest = lab.number(dense_gap, 1)
+print(f"nothing compressed, 1 client:  largest difference {largest} in {rounds} rounds")
 sparse_gap, rounds = gap_to_torch(config)
-print(
-    f"TCS, {clients} clients:              largest difference {sparse_gap:.0e} in {rounds} rounds"
-)
+largest = lab.number(sparse_gap, 1)
+print(f"TCS, {clients} clients:              largest difference {largest} in {rounds} rounds")
 
 # %% [markdown]
 # The same weights, with and without compression. The second line says how to use it:
@@ -239,7 +244,7 @@ print(
 )
 print(f"successive masks share {common['g']:.0%} of S_top(g), {common['w']:.0%} of S_top(w)")
 
-# %%
+# %% jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 start = federation.rounds_per_epoch * epochs - len(memory)
 rounds = range(start + 1, start + len(memory) + 1)
@@ -287,7 +292,10 @@ short = f"TCS-Global Momentum, η·{1 - momentum:.2g}"
 wanted = {"Baseline": ("Baseline", 1), "Baseline-Momentum": ("Baseline-Momentum", 1)}
 wanted |= {"TCS": ("TCS", 1), "TCS-Global Momentum": ("TCS-Global Momentum", 1)}
 wanted |= {short: ("TCS-Global Momentum", 1 - momentum)}
-runs = {label: [train(*what, seed) for seed in trials] for label, what in wanted.items()}
+runs = {label: [] for label in wanted}
+every = [(label, seed) for label in wanted for seed in trials]
+for label, seed in lab.followed(every, "runs"):
+    runs[label].append(train(*wanted[label], seed))
 print(f"{sum(map(len, runs.values()))} runs, {len(trials)} of each kind")
 
 # %% [markdown]
@@ -312,13 +320,15 @@ for label, group in runs.items():
     row = [label, f"{paper[label]:.2f}" if label in paper else "–"]
     row += [f"{statistics.mean(accuracy):.1f} ± {spread:.1f}"]
     row += [f"{statistics.mean(run[0][-1] for run in group):.2f}"]
-    row += ["–" if label in ("Baseline", "TCS") else f"{points:+.1f} ± {interval:.1f}"]
+    row += [
+        "–" if label in ("Baseline", "TCS") else f"{points:+.1f} ± {interval:.1f}".replace("-", "−")
+    ]
     row += ["–" if label.startswith("Baseline") else f"{group[0][2]:,}"]
     rows.append(row)
 head = ["scheme", "paper, %", "ours, %", "training loss", "gain and 95 %", "bits of a message up"]
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
-# %%
+# %% jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
 for label, group in runs.items():
     look = lab.curve_style(label, runs)
@@ -349,11 +359,12 @@ off = {}
 for name in rules:
     off[name] = max(abs(a - b) for a, b in zip(paths[name], torch_path, strict=True))
 misprints = [name for name in rules if name != "text"]
-claim("the text's rule is PyTorch's", off["text"] < 1e-12, f"{off['text']:.0e}")
+claim("the text's rule is PyTorch's", off["text"] < 1e-12, lab.number(off["text"], 1))
 for name in misprints:
-    claim(f"{name}: is not", off[name] > 0.1 if momentum >= 0.1 else None, f"{off[name]:.2g} away")
+    far = off[name] > 0.1 if momentum >= 0.1 else None
+    claim(f"{name}: is not", far, f"{lab.number(off[name], 2)} away")
 claim("the federation's weights are torch.optim.SGD's", max(dense_gap, sparse_gap) < 1e-6,
-      f"to {dense_gap:.0e} dense, {sparse_gap:.0e} compressed")  # fmt: skip
+      f"to {lab.number(dense_gap, 1)} dense, {lab.number(sparse_gap, 1)} compressed")  # fmt: skip
 sizes = {run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}
 claim("a message is as long as without momentum", len(sizes) == 1,
       f"{tcs.bit_budget(named):.3f} bits")  # fmt: skip
@@ -385,7 +396,7 @@ lab.check_exercise("momentum_step", momentum_step)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def momentum_step(theta_D, w_D, g_D, eta, beta):
     w_D = beta * w_D + g_D
     return theta_D - eta * w_D, w_D
@@ -418,7 +429,7 @@ lab.check_exercise("loss_changes", loss_changes)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def loss_changes(gradient_D, eta):
     step_D = eta * gradient_D
     return gradient_D @ step_D, gradient_D @ -step_D  # up by the plus, down by the minus
@@ -444,7 +455,8 @@ change = {k: gain(k, lambda run: -run[0][-1]) for k in ("Baseline-Momentum", "TC
 changed = {k: f"{-both[0]:+.2f} ± {both[1]:.2f}" for k, both in change.items()}
 often = len(memory) * k_global / len(probe.theta_D)
 behind, interval = gain("TCS-Global Momentum", beside="Baseline-Momentum")
-display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
+print(claim.summary())
+display(Markdown(f"""
 - Accuracy gained by momentum (n = {len(trials)}), after so few sparse rounds that an entry got to be sent {often:.1f} times
   (the paper: 234):
 """ + "\n".join(f"    - {said(label)}" for label in runs if "omentum" in label) + f"""
@@ -461,6 +473,6 @@ display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
 # Table 3 in a larger profile is drawn by [08_tables_and_curves](08_tables_and_curves.ipynb). Next:
 # [06_sparse_encoding](06_sparse_encoding.ipynb) turns the positions into bits. Try here: `momentum = 0.5`, `value_bits = 5`, `clients = 10`.
 
-# %%
+# %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
 print(f"n = {len(trials)}")

@@ -9,6 +9,10 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
+# **In short.** Every value arrives within a fraction of itself, and nothing is lost: the client's errors keep the rest. That bound cannot
+# be improved. A plain uniform quantizer leaves a smaller error of the whole message at five bits; fractional intervals keep *small* values in
+# proportion.
+#
 # After this notebook you will be able to
 #
 # - find the interval of a value, and turn codes back into values,
@@ -18,14 +22,14 @@
 # of $P=2^{q-1}$ intervals; every value, large or small, arrives within the fraction
 # $(1-\sigma)/\sigma$ of itself.
 #
-# TCS-L4-Q5, the paper's smallest scheme, sends values in q = 5 bits instead of 32. This notebook takes
-# the values that clients of a small TCS run really send, quantizes them, checks the bound, and compares
+# TCS-L4-Q5, the paper's smallest scheme, sends values in q = 5 bits instead of 32. Here are the values that
+# clients of a small TCS run really send: quantized, held against the bound, and compared
 # with three other quantizers at the same q (means and scales are counted, too).
 #
 # *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb) for masks and
 # errors; [06_sparse_encoding](06_sparse_encoding.ipynb) has the positions.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import math
 from typing import Annotated
 
@@ -46,7 +50,7 @@ torch.set_num_threads(1)
 # Change any of them and run all again. Text between the cells describes what these values give;
 # *Claim* and *What we saw* are worked out anew.
 
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # stands in the run's configuration; nothing is written
 value_bits = 5  # q, bits of a value, one of them the sign
 phi_global = 1e-2  # share kept by the global mask
@@ -63,7 +67,7 @@ seed = 0  # of the run
 compared_bits = [1, 2, 3, 4, 5, 6, 7, 8]  # q of the comparison
 cut = 1e-3  # values below this share of the largest one are dropped in one experiment
 
-# %%
+# %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 claim = lab.Claims(globals(), "c0d6b2")  # asserted for the values above, said for others
 bits_of = Annotated[int, Ge(1), Le(16)]
@@ -109,7 +113,8 @@ for epoch in range(epochs):
 u = all_sent[-clients]  # client 0, last round: the example from here on
 K, D = len(u), len(server_D)
 print(f"{len(all_sent)} messages of {K} values; the model has {D:,} parameters")
-print(f"magnitudes from {u.abs().min():.1e} to {u.abs().max():.1e} in the example")
+least, most = (lab.number(float(end), 2) for end in u.abs().aminmax())
+print(f"magnitudes from {least} to {most} in the example")
 
 # %% [markdown]
 # The magnitudes span several powers of ten: an entry of the global mask was important
@@ -150,7 +155,7 @@ parts = [size[:shared].tolist(), size[shared:].tolist()]
 ends = [low, *edges, high]
 masks = {"color": [lab.COLOURS[6], lab.COLOURS[0]], "label": ["global mask", "local mask"]}
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
 ax.hist(parts, bins, stacked=True, **masks)
 lines = {"color": lab.COLOURS[7], "lw": 1, "ls": "--", "transform": ax.get_xaxis_transform()}
@@ -175,8 +180,8 @@ plt.show()
 pick = torch.linspace(0, K - 1, 6).long()
 lines = zip(u[pick].tolist(), codes[pick].tolist(), received[pick].tolist(), strict=True)
 table = [
-    {"value": f"{value:.2e}", "interval": str(code % P + 1), "bits": f"{code:0{value_bits}b}",
-     "received": f"{got:.2e}", "off by": f"{got / value - 1:+.0%}"}
+    {"value": lab.number(value), "interval": str(code % P + 1), "bits": f"{code:0{value_bits}b}",
+     "received": lab.number(got), "off by": f"{got / value - 1:+.0%}".replace("-", "−")}
     for value, code, got in lines
 ]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(table))))
@@ -196,7 +201,7 @@ print(f"values: {value_bits * K + side:,} bits instead of {32 * K:,}; {side} of 
 # A value at the lower end of its interval can be overstated by $\gamma$; one at the upper end can be
 # understated by $1-\sigma$ at most, which is less.
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(8.4, 3.8), layout="constrained")
 off = 100 * (received / u - 1)[u != 0]
 ax.plot(u[u != 0].abs(), off, ls="", marker="o", ms=3, color=lab.COLOURS[2], label="a value sent")
@@ -306,7 +311,7 @@ def measured(method, q: int) -> dict:
 methods = [fractional, uniform, natural, scaled_sign]
 result = pd.DataFrame([measured(method, q) for method in methods for q in compared_bits])
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
 for i, (name, part) in enumerate(result.groupby("method", sort=False)):
     style = lab.series_style(i)
@@ -316,6 +321,7 @@ axes[0].set(title="whole message", ylabel="‖Q(u) − u‖ / ‖u‖  (%)")
 axes[1].set(title="the worst 5 % of the values", ylabel="|Q(u) − u| / |u|, 95 % quantile  (%)")
 for ax in axes:
     ax.set(yscale="log", xlabel="bits per value, means and scales included")
+    lab.plain_log(ax.yaxis)
     ax.grid(alpha=0.25)
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
 plt.show()
@@ -370,13 +376,14 @@ nan = float("nan")
 cases = {"zeros only": [0, 0, 0], "a zero": [0, 4, -1], "equal": [3, -3, 3], "one": [-5], "none": [],
          "33 decades": [1e18, -1e-15], "a NaN": [1, nan]}  # fmt: skip
 for name, values in cases.items():
+    given = ", ".join("NaN" if math.isnan(x) else lab.number(x) for x in values)
     try:
         got = quantized(torch.tensor(values, dtype=torch.float32), 16)
-        print(f"{name:12s}{values} -> {[float(f'{x:.4g}') for x in got.tolist()]}")
+        print(f"{name:12s}{given} -> {', '.join(map(lab.number, got.tolist()))}")
     except ValueError as error:
-        print(f"{name:12s}{values} -> ValueError: {error}")
+        print(f"{name:12s}{given} -> ValueError: {error}")
 one = quantized(torch.tensor([1.0, 2.0, -6.0]), 1)
-print(f"{'P = 1':12s}[1, 2, -6] -> {one.tolist()}")
+print(f"{'P = 1':12s}1, 2, −6 -> {', '.join(map(lab.number, one.tolist()))}")
 
 # %% [markdown]
 # A zero arrives as the mean of the smallest interval, not as a zero: there is no code for
@@ -402,7 +409,8 @@ for n, (intended_D, where) in enumerate(messages):
     exact += int((rest_D == 0).all())
     average_D += sent_D / clients
 print(f"exact, bit for bit, for {exact} of {clients} clients")
-print(f"update - average of what was sent: at most {(average_D - server_D).abs().max():.0e}")
+off_by = lab.number(float((average_D - server_D).abs().max()), 1)
+print(f"update - average of what was sent: at most {off_by}")
 
 # %% [markdown]
 # Exactness is guaranteed while σ ≥ 1/2, since subtracting two floats
@@ -470,7 +478,7 @@ lab.check_exercise("dequantize", dequantize)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def interval_of(value, u_max, u_min, intervals):
     sigma = (u_min / u_max) ** (1 / intervals)
     for p in range(1, intervals):
@@ -512,7 +520,7 @@ for q in sorted({3, value_bits} & set(compared_bits)):
 #
 # Next: [08_tables_and_curves](08_tables_and_curves.ipynb) shows TCS-L4-Q5 beside the other schemes.
 
-# %%
+# %% jupyter={"source_hidden": true}
 print(
     f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
     f"n = {len(all_sent)} messages, 1 run"

@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 08 · Draw a table of the paper, and its curves
 #
+# ![Test accuracy by epoch, and the last epoch enlarged](../results/cpu/figure3.png)
+#
+# *What this notebook draws, here of Table 1 in profile `cpu`: curves on the left, their last points with one standard deviation on the
+# right.*
+#
 # **Claim (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
 # centralized accuracy while each client sends about 1/100 of the bits (TCS), or 1/2000 (TCS-L4-Q5).
 #
@@ -19,7 +24,7 @@
 #
 # *Run time*: seconds here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import tempfile
 from pathlib import Path
 
@@ -33,7 +38,7 @@ from IPython.display import Image, Markdown, display
 # say **how large**. Each key below can be set in either; a later `-f` wins, and `-p` wins over both.
 # What is `None` here is as the table's and the profile's files say, and else as in the paper.
 
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 table = 1  # which table of the paper: params/table<n>.yaml
 evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
@@ -89,7 +94,7 @@ device = None  # auto, cpu or cuda
 # runs and an interrupted table goes on where it stopped. Records drawn with settings that are not the profile's leave its
 # table alone, and a profile whose schemes are not all there yet has none: it is drawn in a temporary folder.
 
-# %%
+# %% jupyter={"source_hidden": true}
 given = lab.given_notebook_params(globals())
 own = lab.ROOT / f"params/table{table}.yaml"
 sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
@@ -129,7 +134,7 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 
 # %%
 summary = lab.draw_table(params, records, configs, folder)
-display(Markdown((folder / f"table{table}.md").read_text(encoding="utf-8")))
+display(Markdown(lab.unbroken((folder / f"table{table}.md").read_text(encoding="utf-8"))))
 
 # %% [markdown]
 # One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways, warm-up
@@ -151,8 +156,11 @@ else:
 #
 # The formula of the bit budget knows no scale, so it must agree with what the paper prints: within 0.4 %, or
 # after rounding to the digits printed (the paper cuts 0.36397 off to 0.363, and rounds 0.4064 to 0.41).
-# Against the 32 bits of dense training it gives 1/88 for TCS and 1/1,911 for TCS-L4-Q5. Accuracy depends
+# Against the 32 bits of dense training it gives 1/88 for TCS and 1/1,910 for TCS-L4-Q5, to three digits. Accuracy depends
 # on the profile and is reported, not asserted.
+#
+# The paper prints two deviations for one mean: TCS at η = 0.5 has 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each table
+# here repeats its own.
 
 # %%
 printed = summary.dropna(subset=["paper_bits", "formula_bits"])
@@ -174,14 +182,20 @@ for row in summary.itertuples():
     level = f"{100 * row.accuracy:6.2f} %" if row.n else "not measured"
     numbers = (row.difference, row.difference_low, row.difference_high)
     gap = lab.with_interval(*(100 * number for number in numbers))
-    bits = "" if row.scheme.startswith("Baseline") else f", bits 1/{32 / row.formula_bits:,.0f}"
+    bits = (
+        "" if row.scheme.startswith("Baseline") else f", bits 1/{lab.times(32 / row.formula_bits)}"
+    )
     print(f"{row.scheme:20s} {level}, to Baseline {gap}{bits}")
 
 # %% [markdown]
+# Two things about these tables only the authors can say. Does `-LF` take its shared mask from the last update, as the text has it (and
+# these runs), or from the weights, as their published code does (`-WLF` here)? And are the errors that a client keeps in the unit of model
+# differences, as in the text (and these runs), or of gradients, as in that code (`-GE` here)? The second matters where η changes.
+#
 # The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
 # scheme of your own into this table.
 
-# %%
+# %% jupyter={"source_hidden": true}
 made = records[0]["provenance"] if records else {"core_sha256": "", "torch": "–", "dataset": "–"}
 print(
     f"core {lab.core_sha256()[:12]} · torch {made['torch']} · {made['dataset']} · n = {len(records)} records"

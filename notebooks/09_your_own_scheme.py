@@ -9,11 +9,14 @@
 # %% [markdown]
 # # 09 · Add a scheme of your own
 #
+# **In short.** A rule of a few lines gets a row, a curve and every suffix, and its bits are counted as the paper's are. A shared mask
+# that averages past updates is calmer than TCS's. A rule that looks at what no server knows is found out by a replay.
+#
 # **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 in at most
 # ten lines: it trains, pays for every bit, and takes the suffixes -L4 and -Q5 like the paper's schemes.
 #
 # Two ideas are tried: a shared mask that follows a running average of the updates, and clients that send
-# whatever stands out. A third cheats, to show how cheating is found out. As it stands the runs have the size
+# whatever stands out. A third cheats. As it stands the runs have the size
 # of the `ci` profile, seconds each: rows and bits are right, accuracies mean nothing yet. For numbers that
 # mean something, take a larger profile (`quick`: five minutes or more), from the repository's root:
 #
@@ -22,7 +25,7 @@
 # *Run time*: about 30 s on two cores of a Xeon; ten once the records are there. *Read before*:
 # [03_tcs](03_tcs.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true}
 import copy
 from typing import Annotated
 
@@ -47,7 +50,7 @@ torch.set_num_threads(1)
 # Change any of them and run all again. Text between the cells describes what these values give;
 # *Claim* and *What we saw* are worked out anew.
 
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # sizes: params/<profile>.yaml; folder under results/
 own = ["TCS-Average", "TCS-Average-L4-Q5", "Threshold"]  # schemes made below
 beside = ["TCS", "TCS-L4-Q5", "top-K", "Baseline"]  # schemes of the paper to stand beside them
@@ -55,7 +58,7 @@ seeds = 1  # how many trials of each
 data_root = None  # where the images are, for profiles that need a folder or a tar
 jobs = 1  # runs side by side
 
-# %%
+# %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 claim = lab.Claims(globals(), "40bb0a")  # asserted for the values above, said for others
 names = Annotated[list[str], Len(1)]
@@ -203,7 +206,7 @@ for name, rounds in followed.items():
 # Three rules are honest, and one is found out as soon as sparse rounds begin. (Threshold
 # has no shared mask, so there is nothing to hide.) The same rounds show what the memory does:
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
 for name in ("TCS", "TCS-Average"):
     rounds = followed[name].iloc[1:]
@@ -278,7 +281,7 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 # The own schemes are on top, with the paper's columns empty, and every bit is counted: by the formula
 # from the shares declared, and, as *sent*, from what the clients really sent.
 
-# %%
+# %% jupyter={"source_hidden": true}
 label = records[0]["provenance"]["dataset"]
 drawn = lab.accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
 lab.save_figure(drawn, folder / "own_schemes")
@@ -358,7 +361,8 @@ for mine, theirs in ((m, t) for m, t in pairs.items() if {m, t} <= set(by_name.i
     a, b = by_name.loc[mine], by_name.loc[theirs]
     gap, less = 100 * (a["accuracy"] - b["accuracy"]), a["uplink_bits"] / b["uplink_bits"]
     spread = f", std {100 * max(a['accuracy_std'], b['accuracy_std']):.1f}" if seeds > 1 else ""
-    print(f"{mine}: {gap:+.1f} points to {theirs} (n = {seeds}{spread}), {less:.2f} of its bits")
+    points = f"{gap:+.1f}".replace("-", "−")
+    print(f"{mine}: {points} points to {theirs} (n = {seeds}{spread}), {less:.2f} of its bits")
 
 # %%
 for name in ("TCS", "TCS-Average"):
@@ -372,8 +376,9 @@ for name in ("TCS", "TCS-Average"):
 # and how calm it gets with one line of memory.
 #
 # For another table or profile change `files` and `profile` above; for [notebook 08](08_tables_and_curves.ipynb) copy the class into a
-# cell of it, since a name is known only where it was registered. Next: [00_reproduce](00_reproduce.ipynb) makes the rest of the paper.
+# cell of it, since a name is known only where it was registered. Next: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts
+# every byte.
 
-# %%
+# %% jupyter={"source_hidden": true}
 made = records[0]["provenance"]
 print(f"core {lab.core_sha256()[:12]} · torch {made['torch']} · {label} · n = {seeds}")

@@ -408,8 +408,8 @@ print("not measured:", ", ".join(missing) or "nothing")
 # %% [markdown]
 # Few seeds decide little between schemes a point apart. Rates are chosen by the test accuracy of seed 0, which then counts
 # in the mean: all schemes gain a little from that. What the warm-up costs is part of the bytes: the two dense epochs
-# of TCS on images are more than half of its uplink. Next: [13_evidence](13_evidence.ipynb),
-# what the paper's claims come to in the same trainings.
+# of TCS on images are more than half of its uplink. The paper's claims in the same trainings stand in [13_evidence](13_evidence.ipynb). Next:
+# [18_flower](18_flower.ipynb).
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

@@ -1,6 +1,7 @@
 """README: what is generated is up to date, its numbers have one source, its commands, links and code
 are real, and it is short."""
 
+import json
 import math
 import os
 import re
@@ -72,7 +73,8 @@ def test_differences_are_those_of_the_tables(file, profile, changes):
 def printed(notebook):
     """All that a notebook's cells gave out."""
     cells = lab.ROOT / notebook
-    return cells.read_text(encoding="utf-8").replace("\\n", "\n")
+    text = cells.read_text(encoding="utf-8").replace("\\n", "\n").replace("\u00a0", " ")
+    return re.sub("</?nobr>", "", text)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,42 @@ def test_rivals_are_those_of_notebook_17(profile, notebook, names):
 
 
 def test_the_papers_factors_are_those_of_the_claims():
+    """The claims have them from the budgets that the paper prints, with fewer digits."""
     claims = lab.read_params([lab.ROOT / "params/claims.yaml"])["claims"]
-    plain, short = (f"{claims[name]['paper']:,.0f}" for name in ("x100", "x2000"))
-    assert f"the paper's formulas say {plain} and {short} for its ResNet-18" in TEXT
+    plain, short = (lab.times(claims[name]["paper"]) for name in ("x100", "x2000"))
+    assert f"the paper's formulas say {plain} and {short}" in TEXT
+
+
+def cells_of(notebook):
+    """The text of a notebook's prose and of what its cells put out, without marks of type."""
+    cells = json.loads((lab.ROOT / "notebooks" / notebook).read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    for output in (output for cell in cells for output in cell.get("outputs", [])):
+        data = output.get("data", {})
+        texts.append("".join(output.get("text", data.get("text/markdown", []))))
+    return re.sub(r"\x1b\[\d*m|</?nobr>", "", "\n".join(texts)).replace("\u00a0", " ")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["08_tables_and_curves.ipynb", "10_bits_on_the_wire.ipynb", "10b_fewer_bytes.ipynb"],
+)
+def test_the_factor_of_the_shortest_scheme_is_one_number_everywhere(file):
+    factor = lab.times(lab.paper_factor("TCS-L4-Q5"))
+    said = set(re.findall(r"\b1,?9[01]\d\b", cells_of(file)))
+    assert said == {factor}
+
+
+def test_what_short_schemes_cost_is_one_number_in_both_places():
+    """10b's against the paper's shortest scheme, README's and 10b's against dense training."""
+    text = cells_of("10b_fewer_bytes.ipynb")
+    name = readme_table.SHORTER
+    mean, _, _ = readme_table.difference(
+        readme_table.records(name, "short"), readme_table.records("TCS-L4-Q5", "short")
+    )
+    assert f"{mean:.2f} points above TCS-L4-Q5" in text
+    rows = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+    assert [row for row in rows if f"+{mean:.2f} ± " in row]
 
 
 def test_minus_is_one_sign():

@@ -32,6 +32,7 @@ from tcs_lab.cells import (
     Listening,
     Positive,
     Share,
+    bold,
     check_values,
     decided,
     paired_gain,
@@ -76,6 +77,7 @@ from tcs_lab.figures import (
 )
 from tcs_lab.files import cache_folder
 from tcs_lab.planned import made_of, planned_runs
+from tcs_lab.progress import followed
 from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (
     config_of,
@@ -110,11 +112,16 @@ from tcs_lab.tables import (
     bits_per_parameter,
     markdown,
     mean_interval,
+    number,
+    paper_factor,
+    plain_markdown,
     readable,
     recorded,
     save_table,
     summary,
+    times,
     traffic,
+    unbroken,
     welch_interval,
     with_interval,
 )

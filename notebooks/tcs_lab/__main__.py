@@ -32,7 +32,7 @@ from tcs_lab.sensitivity import (
     sensitivity_table,
 )
 from tcs_lab.settings import ROOT, WHERE_KEYS, RunConfig, plan, read_params, read_yaml
-from tcs_lab.tables import markdown, readable, summary
+from tcs_lab.tables import plain_markdown, readable, summary
 
 # Words ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -119,7 +119,7 @@ def _makes(planned: Callable[[argparse.Namespace], Planned]) -> Callable[[Any], 
             records = run_all(configs, arguments.results, jobs, ranks=ranks)
         diverged = [r for r in records if r["status"] == "diverged"]
         if ranks.rank == 0:
-            print(markdown(table(records)))
+            print(plain_markdown(table(records)))
             for record in diverged:
                 name = record["config"]["scheme"]["name"]
                 print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
@@ -189,7 +189,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--repeat: got {arguments.repeat}, allowed: a whole number >= 1")
     options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
     record = run_benches(arguments.part or list(BENCHES), *options, arguments.results)
-    print(markdown(bench_table(record)))
+    print(plain_markdown(bench_table(record)))
     return 0
 
 

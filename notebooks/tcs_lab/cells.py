@@ -34,7 +34,11 @@ Count = Annotated[int, Field(ge=1)]
 
 
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
-    """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type)."""
+    """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type), or
+    missing."""
+    missing = [name for name in kinds if name not in namespace]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: missing in the cell of parameters")
     for name, kind in kinds.items():
         check = partial(validated, kind, source=name, strict=True)
         try:
@@ -65,6 +69,11 @@ def show_code(*things: Any) -> None:
 
     texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
     display(Markdown("```python\n" + "\n\n".join(texts) + "\n```"))
+
+
+def bold(word: str) -> str:
+    """For print, in a notebook or on a terminal."""
+    return f"\x1b[1m{word}\x1b[0m"
 
 
 def parameter_digest(values: dict[str, Any]) -> str:
@@ -101,10 +110,10 @@ class Claims:
         Raises AssertionError, at the notebook's own parameters, unless the claim is supported.
         """
         word = self._word(ok)
-        line = f"{word}: {text}" + (f" ({numbers})" if numbers else "")
-        assert word == SUPPORTED or not self.asserted, line
+        rest = f": {text}" + (f" ({numbers})" if numbers else "")
+        assert word == SUPPORTED or not self.asserted, word + rest
         self.words[text] = word
-        print(line)
+        print(bold(word) + rest)
 
     @staticmethod
     def _word(ok: bool | str | None) -> str:
@@ -115,10 +124,11 @@ class Claims:
         return SUPPORTED if ok else CONTRADICTED
 
     def summary(self) -> str:
-        """How many claims are supported, and which word the others came to."""
+        """How many claims are supported, and which word the others came to; to be printed."""
         count = f"{list(self.words.values()).count(SUPPORTED)} of {len(self.words)} claims"
-        rest = [f"\n{word}: {text}" for text, word in self.words.items() if word != SUPPORTED]
-        return f"{SUPPORTED}: {count}" + "".join(rest)
+        others = {text: word for text, word in self.words.items() if word != SUPPORTED}
+        rest = [f"\n{bold(word)}: {text}" for text, word in others.items()]
+        return f"{bold(SUPPORTED)}: {count}" + "".join(rest)
 
 
 def decided(mean: float, half: float, least: float = 0.0) -> str:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+
+import tcs_core
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
@@ -48,10 +53,15 @@ def validated(kind: Any, given: Any, source: object, strict: bool | None = None)
         return TypeAdapter(kind).validate_python(given, strict=strict)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    place = "".join(f"{cut(str(step))}: " for step in first["loc"])
+    place = "".join(f"{_step(step)}: " for step in first["loc"])
     if first["type"] == "value_error":  # of a check of the model's own, which names the value
         raise ValueError(f"{source}: {place}{first['ctx']['error']}")
     raise ValueError(f"{source}: {place}got {shown(first['input'])}; {first['msg']}")
+
+
+def _step(step: str | int) -> str:
+    """One step of the way to a value; of a list, its place as a person counts."""
+    return f"value {step + 1}" if isinstance(step, int) else cut(step)
 
 
 def text_hint(name: str, given: Any, fits: Callable[[Any], Any]) -> str:
@@ -66,3 +76,42 @@ def text_hint(name: str, given: Any, fits: Callable[[Any], Any]) -> str:
         fits(yaml.safe_load(given))
         return f' (papermill\'s -p hands that on as text: write -y "{name}: {given}")'
     return ""
+
+
+# In a notebook ────────────────────────────────────────────────────────────────────────────────────
+
+_OURS = (str(Path(tcs_core.__file__)), str(Path(__file__).parent))  # where refusals are raised
+
+
+def short_errors() -> None:
+    """In a notebook, from here on: one line where the package refuses a value, where a claim does
+    not hold, and where a name is missing in a cell; `%tb` shows the whole way to it.
+
+    Errors in functions of the reader's own, and in other libraries, keep their traceback."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        shell.set_custom_exc((ValueError, AssertionError, NameError), _show)
+
+
+def _show(shell: Any, kind: type, error: Exception, trace: TracebackType, **_: Any) -> None:
+    """IPython's handler of these exceptions."""
+    line = _instead(error, trace)
+    if line is None:
+        shell.showtraceback((kind, error, trace))
+        return
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
+    shell._showtraceback(kind, error, [f"\x1b[1m{line}\x1b[0m  (%tb: the whole traceback)"])
+
+
+def _instead(error: Exception, trace: TracebackType) -> str | None:
+    """The line in place of a traceback; None if that should be seen."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if isinstance(error, NameError):
+        of_a_cell = trace.tb_frame.f_globals is trace.tb_frame.f_locals
+        missing = f"{error.name}: missing; the cells above make it, first of all that of parameters"
+        return missing if of_a_cell else None
+    refused = code.co_filename.startswith(_OURS) and str(error)
+    return one_line(error) if refused else None

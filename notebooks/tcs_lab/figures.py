@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tcs_lab.files import write_whole
@@ -226,7 +227,8 @@ def _draw_level(axes: Any, words: str, mean: float, spread: float, colour: str) 
 
 
 def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Words beside each (words, x, y, colour): at the first side, and near, where they fit."""
+    """Words beside each (words, x, y, colour): at the first side, and near, where they fit and hide
+    no curve."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # settles the layout
@@ -237,8 +239,11 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
     for line in [*bars, *([(x, y)] for _, x, y, _ in points)]:
         at = axes.transData.transform(line)
         taken.append(Bbox([at.min(axis=0), at.max(axis=0)]).padded(4))
+    for line in axes.lines:
+        if len(line.get_xdata()) > 2:
+            taken += _boxes_along(axes.transData.transform(line.get_xydata()))
     for words, x, y, colour in points:
-        for far, up, side in product((1, 4, 7), (-1, 1), (1, -1)):
+        for far, up, side in itertools.product((1, 4, 7), (-1, 1), (1, -1)):
             text = axes.annotate(
                 words, (x, y), (7 * side, 5 * far * up), textcoords="offset points", fontsize=10,
                 color=text_colour(colour), ha="left" if side > 0 else "right",
@@ -251,6 +256,18 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
                 break
             text.remove()
         taken.append(box)
+
+
+def _boxes_along(way: np.ndarray) -> list[Any]:
+    """Small boxes that cover a curve of (x, y) pixels."""
+    from matplotlib.transforms import Bbox
+
+    boxes = []
+    for start, end in itertools.pairwise(way[np.isfinite(way).all(axis=1)]):
+        pieces = max(2, int(np.hypot(*(end - start)) / 6))
+        for one, other in itertools.pairwise(np.linspace(start, end, pieces)):
+            boxes.append(Bbox([np.minimum(one, other) - 1, np.maximum(one, other) + 1]))
+    return boxes
 
 
 def plain_log(axis: Any) -> None:

@@ -9,8 +9,9 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -72,6 +73,30 @@ class Progress:
             self.bar.refresh()
 
 
+Item = TypeVar("Item")
+
+
+def followed(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """The items, one by one; meanwhile a line says how many of them are done: "rounds |##  | 3/9".
+
+    For loops of more than five seconds in a notebook or on a terminal. The line is gone at the end,
+    and with it all that the cell has put out until then: print and draw after the loop, or in
+    another cell.
+    """
+    line = _NotebookLine() if _in_notebook() else None
+    bar = tqdm(
+        items, what, total=total, leave=False, disable=not (line or sys.stderr.isatty()),
+        file=line or sys.stderr, mininterval=1.0, delay=2.0, ascii=False, ncols=80,
+        bar_format="{desc} |{bar:24}| {n_fmt}/{total_fmt}, {remaining} left",
+    )  # fmt: skip
+    try:
+        yield from bar
+    finally:
+        bar.close()
+        if line and line.written:
+            line.clear()
+
+
 def _in_notebook() -> bool:
     shell = sys.modules.get("IPython")
     shell = shell.get_ipython() if shell else None
@@ -81,6 +106,8 @@ def _in_notebook() -> bool:
 class _NotebookLine(io.TextIOBase):
     """A text file for tqdm whose last line is the cell's only output."""
 
+    written = False  # whether there is a line
+
     def write(self, text: str) -> int:
         from IPython.display import clear_output
 
@@ -88,6 +115,7 @@ class _NotebookLine(io.TextIOBase):
         if line and "\x1b" not in line:
             clear_output(wait=True)
             print(line, flush=True)
+            self.written = True
         return len(text)
 
     def clear(self) -> None:

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 import tcs_lab.rivals
 import tcs_lab.variants  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, RULES, SIDES, STAGES, Scheme, kept
-from tcs_lab.errors import cut, one_line, reject_unknown, shown, text_hint
+from tcs_lab.errors import cut, one_line, reject_unknown, short_errors, shown, text_hint
 from tcs_lab.twins import check_twin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -421,7 +421,8 @@ def check_notebook_params(namespace: dict[str, Any]) -> None:
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
     """What papermill assigned, and what the cell before it did: the notebook's own parameters.
 
-    ValueError if the notebook that runs is older than its .py."""
+    ValueError if the notebook that runs is older than its .py. Errors are one line from here on."""
+    short_errors()
     injected, own = set[str](), set[str]()
     run = namespace.get("In", [])
     check_twin([c for c in run[1:] if not c.startswith("# Parameters\n")], ROOT / "notebooks")

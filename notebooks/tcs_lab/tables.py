@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,35 @@ def _percent(mean: float, deviation: float, form: str) -> str:
 
 
 def _digits(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) < 9999.5 else number(value, 4)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number as a person writes it, of so many digits: 0.0123, 1,870, 4 × 10⁻⁷; – where is none."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    rounded = float(f"{value:.{digits - 1}e}")
+    if 0 < abs(rounded) < 1e-4 or abs(rounded) >= 1e9:
+        factor, power = f"{rounded:.{digits - 1}e}".split("e")
+        factor = f"{float(factor):g}".replace("-", "−")
+        return f"{factor}\u00a0×\u00a010{str(int(power)).translate(RAISED)}"
+    return f"{rounded:,.8f}".rstrip("0").rstrip(".").replace("-", "−")
+
+
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def times(ratio: float) -> str:
+    """How many times fewer: 8.8, 88, 1,910; three digits at most."""
+    return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.3g}'):,.0f}"
+
+
+def paper_factor(name: str) -> float:
+    """Times fewer bits than dense training, on the way up and after the warm-up, that the paper's
+    formula promises for a scheme. (Its tables print the formula's bits with four digits at most.)"""
+    return 32 / bit_budget(name)
 
 
 def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
@@ -332,13 +361,35 @@ def save_table(
     write_whole(Path(f"{path}.csv"), lambda f: f.write(csv.encode()))
     shown = reader(table)
     missing = unmeasured(table) if reader is readable else ""
-    parts = [f"**{title}**", markdown(shown) if len(shown) else "", missing]
+    parts = [f"**{title}**", plain_markdown(shown) if len(shown) else "", missing]
     parts.append(NOTE if note is None and reader is readable and len(shown) else note or "")
     text = "\n\n".join(part for part in parts if part) + "\n"
     write_whole(Path(f"{path}.md"), lambda f: f.write(text.encode()))
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """A table of text as a Markdown table."""
+def plain_markdown(table: pd.DataFrame) -> str:
+    """A table of text as a Markdown table, for files and terminals."""
     lines = [list(table.columns), ["---"] + ["---:"] * (len(table.columns) - 1), *table.values]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The same for a page: names and numbers stay on one line."""
+    return unbroken(plain_markdown(table))
+
+
+def unbroken(text: str) -> str:
+    """A Markdown text in whose tables no scheme's name, "n = 5", interval or number with its unit
+    is broken over two lines. (Hyphens stay hyphens, so that a name can be copied.)"""
+    return "\n".join(
+        _unbroken_row(line) if line.startswith("| ") else line for line in text.split("\n")
+    )
+
+
+_NAME = re.compile(r"(?<![\w`/.-])[A-Za-z]+(?:-[A-Z][\w+]*)+(?![\w`/.-])")
+_OF_NUMBERS = "0-9=±×%−+≤≥/"  # a space beside one of these holds, but before "(" and after ","
+_HOLDS = re.compile(rf"(?<=[{_OF_NUMBERS}]) (?![(|])|(?<![|,;:.]) (?=[{_OF_NUMBERS}])")
+
+
+def _unbroken_row(line: str) -> str:
+    return _NAME.sub(r"<nobr>\g<0></nobr>", _HOLDS.sub("\u00a0", line))

@@ -38,7 +38,10 @@ PAIR = "pairs: [[[TCS, 0.5], [FedAvg, 0.5]]]"
         (MORE(GOOD.replace("TCS", "tcs")), "got 'tcs', allowed: 'TCS'"),
         (MORE(GOOD) + "\nclams: {}", "clams: got {}"),
         (MORE(GOOD) + "\ngates: {}", "gates: got {}"),
-        (MORE(GOOD) + "\ndecomposition: [[[TCS, 0.5]]]", "decomposition: 0: got [['TCS', 0.5]]"),
+        (
+            MORE(GOOD) + "\ndecomposition: [[[TCS, 0.5]]]",
+            "decomposition: value 1: got [['TCS', 0.5]]",
+        ),
         (MORE(GOOD) + "\nunequal: {" + PAIR + ", settings: {}}", "unequal: settings: got {}"),
         (
             MORE(GOOD) + "\nunequal: {" + PAIR + ", settings: {x: {participation: 2.0}}}",

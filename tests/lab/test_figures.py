@@ -103,6 +103,26 @@ def test_labels_are_beside_their_points_and_off_the_baselines_line(accuracy):
     assert not any(label.get_window_extent().overlaps(line) for label in labels)
 
 
+def test_labels_are_off_the_curves():
+    """As in 10b: curves that end side by side, each with its name at its end."""
+    axes = Figure().subplots()
+    xs = np.linspace(0, 10, 30)
+    curves = {"FedAvg-L4": (xs, 6 * xs), "FedAvg": (xs + 2, 7 * xs), "top-K": (xs + 1, 9 * xs)}
+    points = []
+    for name, (x, y) in curves.items():
+        axes.plot(x, y)
+        points.append((name, x[-1], y[-1], lab.curve_style(name)["color"]))
+    axes.margins(0.2)
+    lab.figures.label_points(axes, points)
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 3
+    for line in axes.lines:
+        at = axes.transData.transform(np.column_stack([line.get_xdata(), line.get_ydata()]))
+        fine = np.concatenate([np.linspace(a, b, 20) for a, b in itertools.pairwise(at)])
+        inside = [box.contains(*point) for box in boxes for point in fine]
+        assert not any(inside)
+
+
 def test_another_schemes_curve_has_a_colour_of_its_own():
     names = ["TCS", "Mine", "Yours"]
     colours = {lab.curve_style(name, names)["color"] for name in names}

@@ -15,6 +15,46 @@ from execute_notebooks import linked
 
 import tcs_core as tcs
 
+# Numbers and names ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(1.87e3, 3, "1,870"), (2e3, 3, "2,000"), (0.0123456, 3, "0.0123"), (-3.73e-3, 3, "−0.00373"),
+     (4.2e-7, 3, "4.2\u00a0×\u00a010⁻⁷"), (-1e-15, 3, "−1\u00a0×\u00a010⁻¹⁵"), (1e18, 3, "1\u00a0×\u00a010¹⁸"),
+     (9.51e6, 2, "9,500,000"), (999.6, 3, "1,000"), (99.95, 4, "99.95"), (0.36397, 4, "0.364"), (0, 3, "0"),
+     (100.0, 3, "100"), (9.9996e-5, 3, "0.0001"), (math.nan, 3, "–"), (math.inf, 3, "∞")],
+)  # fmt: skip
+def test_a_number_is_written_as_a_person_does(value, digits, text):
+    assert lab.number(value, digits) == text
+
+
+def test_factors_have_three_digits_at_most():
+    assert [lab.times(x) for x in (8.76, 87.9, 156.6, 1911.4)] == ["8.8", "88", "157", "1,910"]
+
+
+def test_the_papers_factor_is_that_of_the_budget_it_prints():
+    """To three digits: the budget is printed with four."""
+    paper = lab.read_params([lab.ROOT / "params/table1.yaml"])["paper"]
+    for name, printed in (("TCS", 88), ("TCS-L4-Q5", 1910)):
+        assert lab.times(lab.paper_factor(name)) == lab.times(32 / paper[name][2]) == f"{printed:,}"
+
+
+def test_names_and_numbers_of_a_table_are_not_broken():
+    table = pd.DataFrame([["TCS-M2-E3-K4++", "−0.49 (−0.97 to −0.01), n = 5", "at one-half, 2 MB"]],
+                         columns=["Scheme", "of TCS-L4-Q5, points", "said"])  # fmt: skip
+    head, _, row = lab.markdown(table).splitlines()
+    assert head == "| Scheme | of <nobr>TCS-L4-Q5</nobr>, points | said |"
+    assert row.split(" | ")[0] == "| <nobr>TCS-M2-E3-K4++</nobr>"
+    assert row.split(" | ")[1] == "−0.49 (−0.97\u00a0to\u00a0−0.01), n\u00a0=\u00a05"
+    assert row.split(" | ")[2].replace("\u00a0", " ") == "at one-half, 2 MB |"
+    assert (
+        lab.plain_markdown(table).splitlines()[2].startswith("| TCS-M2-E3-K4++ | −0.49 (−0.97 to")
+    )
+    prose = "TCS-L4-Q5 and n = 5 outside a table"
+    assert lab.unbroken(prose) == prose
+
+
 # Intervals ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -265,7 +305,9 @@ def test_the_table_of_longer_runs_is_rebuilt_from_the_records(path):
     params |= {"epochs": int(path.stem.partition("_")[2])}
     records = lab.recorded(lab.plan(params | {"seeds": 100})).values()
     table = lab.summary(records, params["paper"], lab.plan(params))
-    assert lab.markdown(lab.readable(table[table["n"] > 0])) in path.read_text(encoding="utf-8")
+    assert lab.plain_markdown(lab.readable(table[table["n"] > 0])) in path.read_text(
+        encoding="utf-8"
+    )
 
 
 # The notebooks that draw them ─────────────────────────────────────────────────────────────────────
@@ -338,7 +380,7 @@ def test_the_executed_notebook_beside_a_table_shows_it(path):
     cells = nbformat.read(path, 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
     shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
-    assert path.with_suffix(".md").read_text(encoding="utf-8").strip() in shown
+    assert lab.unbroken(path.with_suffix(".md").read_text(encoding="utf-8")).strip() in shown
     drawn = nbformat.read(DRAWS, 4).cells
     own = [linked(c.source) if c.cell_type == "markdown" else c.source for c in drawn]
     assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own

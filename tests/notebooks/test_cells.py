@@ -1,6 +1,7 @@
 """What notebooks share: parameters checked in one line, claims said or asserted."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,18 @@ def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
         own("it is so", False, "2 of 3")
     with pytest.raises(AssertionError, match="not measured: it is so"):
         own("it is so", None)
-    assert capsys.readouterr().out == "supported: it is so (3 of 3)\n"
+    assert capsys.readouterr().out == "\x1b[1msupported\x1b[0m: it is so (3 of 3)\n"
     for ok in (True, False, None, "open"):
         other("it", ok)
     words = ["supported", "contradicted", "not measured", "open"]
-    assert capsys.readouterr().out.splitlines() == [f"{word}: it" for word in words]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"\x1b[1m{word}\x1b[0m: it" for word in words]
+    assert own.summary() == "\x1b[1msupported\x1b[0m: 1 of 1 claims"
+
+
+def test_a_parameter_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"^steps, links: missing in the cell of parameters$"):
+        lab.check_values({"phi": 0.5}, phi=lab.Share, steps=lab.Count, links=lab.Count)
 
 
 def test_only_a_cell_of_literals_is_one_of_parameters():
@@ -51,7 +59,11 @@ def test_only_a_cell_of_literals_is_one_of_parameters():
         (lab.Share, math.nan, "phi: got nan; Input should be a finite number"),
         (lab.Count, 12.5, "phi: got 12.5; Input should be a valid integer"),
         (lab.Count, True, "phi: got True; Input should be a valid integer"),
-        (list[lab.Count], [1, 0], "phi: 1: got 0; Input should be greater than or equal to 1"),
+        (
+            list[lab.Count],
+            [1, 0],
+            "phi: value 2: got 0; Input should be greater than or equal to 1",
+        ),
         (list[lab.Count], 3, "phi: got 3; Input should be a valid list"),
     ],
 )
@@ -82,3 +94,22 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
     source = Path(tcs.__file__).read_text(encoding="utf-8").splitlines()
     assert {line.strip() for line in lines} <= {line.strip() for line in source}
     assert lines.count("") == 1 and lines[lines.index("") + 1] == "@lru_cache"
+
+
+@pytest.mark.parametrize(("pause", "lines"), [(0.0, False), (1.1, True)])
+def test_a_slow_loop_has_a_line_that_is_gone_at_the_end(pause, lines, monkeypatch, capsys):
+    """A quick one leaves alone what the cell has put out."""
+    cleared = []
+    monkeypatch.setattr(lab.progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.clear_output", lambda wait=False: cleared.append(wait))
+    for _ in lab.followed(range(4), "rounds"):
+        time.sleep(pause)
+    said = capsys.readouterr().out
+    assert bool(said) == bool(cleared) == lines
+    if lines:
+        assert "rounds |" in said and "/4, " in said and not cleared[-1]
+
+
+def test_elsewhere_a_loop_is_just_a_loop(capsys):
+    assert list(lab.followed((n for n in range(3)), "rounds")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")

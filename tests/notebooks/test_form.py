@@ -94,6 +94,58 @@ def test_form(path):
     assert sum(bool(line.strip()) for source in code for line in source.splitlines()) <= 350
 
 
+WORDS = defaultdict(lambda: 1300, {"13_evidence": 2500, "03_tcs": 1330})
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_it_is_read_in_minutes(path):
+    """Words of prose as rendered: without code, formulas that stand alone, tables, addresses."""
+    cells = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown"]
+    text = re.sub(r"(?s)```.*?```|\$\$.*?\$\$", "", "\n".join(cells))
+    text = re.sub(r"(?m)^(?:    |\|).*$", "", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= WORDS[path.stem]
+
+
+def printed(notebook):
+    """The text that a notebook's cells have put out."""
+    outputs = [output for cell in code_of(notebook) for output in cell.outputs]
+    kinds = ("text/markdown", "text/plain")
+    texts = [o.get("text") or [o.get("data", {}).get(kind, "") for kind in kinds] for o in outputs]
+    return "\n".join(text if isinstance(text, str) else "\n".join(text) for text in texts)
+
+
+NUMBER = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])")  # not in a name, as in ResNet-18
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_numbers_of_the_answer_at_the_top_are_those_of_the_cells(path):
+    """What stands under "In short" is worked out below, to the digits said."""
+    notebook = nbformat.read(path, 4)
+    answer = re.search(r"\*\*In short\.\*\*(.*?)(?:\n\n|\Z)", notebook.cells[0].source, re.S)
+    given = set(NUMBER.findall(printed(notebook)))
+    given |= {str(value) for value in literals(parameters_of(notebook)).values()}
+    said = NUMBER.findall(answer[1]) if answer else []
+    assert [number for number in said if number not in given] == []
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_next_is_the_next_one(path):
+    """Following the links one reads every notebook, each once."""
+    texts = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown"]
+    named = re.findall(r"\bNext:\s+\[\w+\]\((\w+)\.ipynb\)", "\n".join(texts))
+    after = [other.stem for other in IPYNB[IPYNB.index(path) + 1 :][:1]]
+    assert named == after
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_numbers_are_written_as_a_person_does(path):
+    """Not 1.87e+03, nor seven digits behind a point. (Rounding errors may read 8e-08.)"""
+    text = printed(nbformat.read(path, 4))
+    assert re.findall(r"\b\d+(?:\.\d+)?e\+\d\d\b|\b\d+\.\d{7,}", text) == []
+
+
 @pytest.mark.parametrize("path", IPYNB, **by_name)
 def test_claims_are_asserted_at_the_notebooks_own_parameters(path):
     notebook = nbformat.read(path, 4)

@@ -11,6 +11,7 @@ import pytest
 import tcs_lab as lab
 from jupyter_client.kernelspec import get_kernel_spec
 from jupyter_server.services.contents.largefilemanager import LargeFileManager
+from jupytext.cli import jupytext as jupytext_command
 from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
 
 NOTEBOOKS = lab.ROOT / "notebooks"
@@ -51,13 +52,49 @@ def test_run_all_and_saving_change_nothing_but_results(ipynb):
     assert not any(a and a == b for row in names for a, b in itertools.pairwise(row))
 
 
+def closed(notebook):
+    """Places of the code cells that JupyterLab shows closed."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [i for i, c in enumerate(code) if c.metadata.get("jupyter", {}).get("source_hidden")]
+
+
+@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
+def test_cells_that_teach_nothing_are_closed(ipynb):
+    """Imports, parameters, their check: one click opens them. Exercises and shown code are open."""
+    code = [cell for cell in nbformat.read(ipynb, 4).cells if cell.cell_type == "code"]
+    shut = closed(nbformat.read(ipynb, 4))
+    if not shut:
+        pytest.skip("no cell of this notebook is closed")
+    assert shut[:3] == [0, 1, 2]
+    assert "import tcs_lab as lab" in code[0].source and "parameters" in code[1].metadata["tags"]
+    words = ("lab.show_code(", "lab.check_exercise(")
+    assert not [i for i in shut if any(word in code[i].source for word in words)]
+
+
+@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
+def test_what_is_closed_stays_so(ipynb, tmp_path):
+    """Through opening and saving, and through an edit of the .py."""
+    notebook = nbformat.read(ipynb, 4)
+    manager, model = opened(ipynb, tmp_path)
+    manager.save(model, model["path"])
+    copied = tmp_path / "notebooks" / ipynb.name
+    assert closed(nbformat.read(copied, 4)) == closed(notebook)
+    py = copied.with_suffix(".py")
+    text = py.read_text(encoding="utf-8")
+    py.write_text(text.replace("\n\n# %% [", "\n\n# %%\nmore = 1\n\n# %% [", 1), encoding="utf-8")
+    jupytext_command(["--to", "ipynb", "--update", "--quiet", str(py)])
+    after = closed(nbformat.read(copied, 4))
+    assert after == [place + 1 for place in closed(notebook)]
+
+
 def test_a_change_is_saved_in_both(tmp_path):
     manager, model = opened(NOTEBOOKS / "08_tables_and_curves.ipynb", tmp_path)
     model["content"]["cells"][0]["source"] += "\n\nA sentence added by hand."
     manager.save(model, model["path"])
     text = (tmp_path / model["path"]).with_suffix(".py").read_text(encoding="utf-8")
     before = (NOTEBOOKS / "08_tables_and_curves.py").read_text(encoding="utf-8")
-    assert text == before.replace("\n\n# %%\n", "\n#\n# A sentence added by hand.\n\n# %%\n", 1)
+    first_code = re.compile(r"\n\n# %%(?! \[)")
+    assert text == first_code.sub(r"\n#\n# A sentence added by hand.\g<0>", before, count=1)
 
 
 def test_the_server_extension_that_does_so_is_enabled():

@@ -1,0 +1,83 @@
+"""In a notebook a refused value is one line; errors of a reader's own code keep their traceback."""
+
+import re
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+CELLS = {
+    "parameters": "epochs = 0\nschemes = ['TCX']\nsteps = [1, 0]",
+    "no kind": "import tcs_lab as lab\nimport tcs_core as tcs\nimport torch\nlab.check_notebook_params(globals())",
+    "a parameter": "lab.check_values(globals(), epochs=lab.Count)",
+    "in a list": "lab.check_values(globals(), steps=list[lab.Count])",
+    "none given": "lab.check_values(globals(), seeds=lab.Count)",
+    "the core's": "tcs.Scheme.named(schemes[0])",
+    "a claim": "lab.Claims({'In': ['a = 1'], 'a': 1}, lab.cells.parameter_digest({'a': 1}))('so', False)",
+    "a name": "print(data)",
+    "their own": "def mine(x):\n    raise ValueError(f'mine: {x}')\n\nmine(3)",
+    "a name of theirs": "def theirs():\n    return dato\n\ntheirs()",
+    "a library's": "torch.ones(2) @ torch.ones(3)",
+    "whole": "%tb",
+}
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """The text of every cell's error."""
+    cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    # what stands in the cell before the last is the last error
+    order = [*list(CELLS)[:6], "whole", *list(CELLS)[6:-1]]
+    notebook.cells = [cells[list(CELLS).index(name)] for name in order]
+    NotebookClient(notebook, allow_errors=True, kernel_name="python3", timeout=120).execute()
+    return {name: told(cell) for name, cell in zip(order, notebook.cells, strict=True)}
+
+
+def told(cell):
+    errors = [o for o in cell.outputs if o.output_type == "error"]
+    text = "\n".join("\n".join(error.traceback) for error in errors)
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a parameter", "epochs: got 0; Input should be greater than or equal to 1"),
+        ("in a list", "steps: value 2: got 0; Input should be greater than or equal to 1"),
+        ("none given", "seeds: missing in the cell of parameters"),
+        ("the core's", "scheme 'TCX' is unknown"),
+        ("a claim", "contradicted: so"),
+        ("a name", "data: missing; the cells above make it"),
+    ],
+)
+def test_what_the_package_refuses_is_one_line(shown, name, says):
+    assert says in shown[name] and "\n" not in shown[name], shown[name]
+    assert shown[name].endswith("(%tb: the whole traceback)")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("their own", "ValueError: mine: 3"),
+        ("a name of theirs", "NameError: name 'dato' is not defined"),
+        ("a library's", "RuntimeError: "),
+    ],
+)
+def test_other_errors_say_where_they_are(shown, name, says):
+    assert says in shown[name] and shown[name].count("\n") > 3
+
+
+def test_the_whole_traceback_is_there_on_request(shown):
+    assert "scheme 'TCX' is unknown" in shown["whole"]
+    assert shown["whole"].count("\n") > 5
+    assert not shown["no kind"]
+
+
+def test_the_cells_below_do_not_run():
+    sources = [CELLS["parameters"], CELLS["no kind"], CELLS["a parameter"], "reached = 1"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
+    with pytest.raises(CellExecutionError, match="epochs: got 0"):
+        NotebookClient(notebook, kernel_name="python3", timeout=120).execute()
+    assert notebook.cells[-1].execution_count is None
