@@ -98,9 +98,8 @@ scheme = tcs.Scheme.named("TCS-Q5")
 config = dataclasses.replace(
     configs[0], scheme=scheme, width=message_width, participation=1.0, wire=False
 )
-federation = lab.Training(config, data)
+federation = lab.Training(config, data, link=lab.Listening())
 compressor = federation.compressor
-compressor.link = lab.Listening()
 for epoch in range(config.epochs):
     *_, server_D = federation.rounds(epoch)  # the last round's update
 messages, shared_K = compressor.link.messages, compressor.known.shared_K  # of the last round

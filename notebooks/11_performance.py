@@ -94,7 +94,7 @@ print(f"{training.rounds_per_epoch} rounds an epoch, the first epoch dense")
 # again). It can't make the result wrong.
 
 # %%
-lab.show_code(tcs._top_k_above, tcs.Selection.__call__)
+lab.show_code(tcs.Selection.__call__)
 
 # %% [markdown]
 # The guess is the last threshold, a little lowered: for the global mask, that of the round
@@ -116,8 +116,10 @@ def plain(vector_D, k, taken_D):
 
 def by_core(vector_D, k, taken_D, floor):
     """S_top by the core, and the k-th magnitude."""
-    chosen, kth = tcs._top_k_above(vector_D.numpy(), k, taken_D.numpy(), floor)
-    return torch.from_numpy(chosen), kth
+    select = tcs.Selection()
+    select.floor = floor
+    chosen_K = select(vector_D, k, taken_D)
+    return chosen_K, float(vector_D[chosen_K].abs().min())
 
 
 def selection(vector_D, k, taken_D, floor):

@@ -138,13 +138,13 @@ class Training:
     """The federation that a RunConfig describes, on a data set, `epoch` by `epoch`.
 
     Over several `ranks`, N is the number of this rank's `own` clients. With `keep_deltas`,
-    `deltas_ND` holds the last round's model differences. Raises ValueError if the data can't feed
+    `deltas_ND` holds the last round's model differences; `link` is one of your own. Raises ValueError if the data can't feed
     the configured clients, batches or local steps.
     """
 
     def __init__(
         self, config: RunConfig, data: Data, ranks: Ranks | None = None,
-        keep_deltas: bool = False,
+        keep_deltas: bool = False, link: Link | None = None,
     ):  # fmt: skip
         self.config, self.device, self.fingerprint = config, config.torch_device, data.fingerprint
         self.ranks, scheme = ranks or Ranks(), config.scheme
@@ -157,7 +157,7 @@ class Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
-        link = _link(config, self.ranks)
+        link = link or _link(config, self.ranks)
         self.federation = self._kind()(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=CrossEntropy(config), link=link,

@@ -349,3 +349,14 @@ def test_what_a_message_holds_is_no_view_of_errors_or_differences(name, dense):
     for tensor in held:
         tensor.fill_(7.0)
     assert torch.equal(message.values, before)
+
+
+def test_a_server_that_takes_up_a_state_forgets_what_had_come():
+    sides, (deltas_ND,) = Sides("TCS"), deltas_like_training(1, 3, LAYERS)
+    sides.begin()
+    messages = [c.send(delta_D) for c, delta_D in zip(sides.clients, deltas_ND, strict=True)]
+    sides.server.add(0, messages[0])
+    sides.server.load_state_dict(sides.server.state_dict())
+    for n, message in enumerate(messages):
+        sides.server.add(n, message)
+    torch.testing.assert_close(sides.server.finish()[0], deltas_ND.mean(0))
