@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from tcs_core import Client, Known, NotFiniteError, Scheme, Server, layer_sizes
+from tcs_core import Client, Known, NotFiniteError, Scheme, Server, kept, layer_sizes
+from tcs_lab.analysis import Comparison, Estimate
 from tcs_lab.data import generator_for
 from tcs_lab.files import write_whole
 from tcs_lab.records import core_sha256, cpu_name, git_state, results_folder
@@ -284,6 +286,93 @@ def runs(plan: dict[str, Any], results: Path | None = None) -> Iterator[tuple[Ce
     for seed in plan["seeds"]:
         for cell in cells(plan):
             yield cell, seed, folder_of(results) / run_name(cell, seed)
+
+
+# Judged, as the head of the plan says ─────────────────────────────────────────────────────────────
+
+
+def bytes_a_step(record: dict[str, Any], sizes: list[int]) -> int:
+    """What a rank hands to collectives in a step after the dense ones, as the hook counts them."""
+    shares, dimension = record["shares"], sum(sizes)
+    if not shares:
+        return 4 * dimension
+    shared = kept(shares["phi_global"], dimension) if shares["phi_global"] else 0
+    flags = len(sizes) + 1
+    return 4 * (shared + flags) + 8 * min(kept(shares["phi_local"], dimension), dimension - shared)
+
+
+class Judged:
+    """All runs of the plan that are there, and what they come to."""
+
+    def __init__(self, plan: dict[str, Any], results: Path | None = None):
+        self.plan, self.records = plan, dict[tuple[Cell, int], dict[str, Any]]()
+        self.planned = 0
+        for cell, seed, path in runs(plan, results):
+            self.planned += 1
+            if (record := recorded(path, plan)) is not None:
+                self.records[cell, seed] = record
+        losses = {run: final_loss(record) for run, record in self.records.items()}
+        self.diverged = {str(cell) for (cell, _), loss in losses.items() if loss == math.inf}
+        self.losses = {
+            run: loss for run, loss in losses.items() if str(run[0]) not in self.diverged
+        }
+        self.compared = Comparison(self.losses, {})
+        self.sizes = layer_sizes(first_model(plan, 0))
+
+    def mean(self, cell: Cell) -> float:
+        found = [loss for (of, _), loss in self.losses.items() if of == cell]
+        return sum(found) / len(found) if found else math.inf
+
+    def gap(self, signs: dict[Cell, float]) -> Estimate:
+        return self.compared.estimate(signs, 0.95)
+
+    def cost(self, cell: Cell) -> Estimate:
+        """Against the same optimizer, dense."""
+        return self.gap({cell: 1.0, Cell(cell.optimizer, "dense"): -1.0})
+
+    def word(self, cost: Estimate) -> str:
+        if cost.high < self.plan["nothing"]:
+            return "nothing"
+        return "costs" if cost.low > self.plan["nothing"] else "open"
+
+    def table(self) -> pd.DataFrame:
+        rows = []
+        for cell in cells(self.plan):
+            found = [record for (of, _), record in self.records.items() if of == cell]
+            if not found:
+                continue
+            row = {"Optimizer": cell.optimizer + (", corrected" if cell.corrected else ""),
+                   "Through the hook": cell.scheme, "n": len(found),
+                   "Bytes a step": f"{bytes_a_step(found[0], self.sizes):,}",
+                   "Test loss": f"{self.mean(cell):.3f}", "Cost": "", "It": ""}  # fmt: skip
+            if cell.scheme != "dense" and str(cell) not in self.diverged:
+                cost = self.cost(cell)
+                row |= {"Cost": f"{cost.value:+.3f} ± {cost.half:.3f}", "It": self.word(cost)}
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def loses_more(self, optimizer: str) -> Estimate:
+        """What TCS at 1 % costs it beyond what it costs plain SGD."""
+        of = {Cell(optimizer, "TCS 1 %"): 1.0, Cell(optimizer, "dense"): -1.0}
+        return self.gap(of | {Cell("SGD", "TCS 1 %"): -1.0, Cell("SGD", "dense"): 1.0})
+
+    def helped(self, cell: Cell) -> Estimate:
+        """What correction changes."""
+        return self.gap({cell: 1.0, Cell(cell.optimizer, cell.scheme): -1.0})
+
+    def recommended(self, scheme: str) -> tuple[Cell, Cell, Estimate]:
+        """The best cell of TCS at this share, the best dense one, and how far apart they are."""
+        there = [cell for cell in cells(self.plan) if math.isfinite(self.mean(cell))]
+        best = min((cell for cell in there if cell.scheme == scheme), key=self.mean)
+        dense = min((cell for cell in there if cell.scheme == "dense"), key=self.mean)
+        return best, dense, self.gap({best: 1.0, dense: -1.0})
+
+    def advice(self, scheme: str) -> str:
+        best, dense, gap = self.recommended(scheme)
+        worth_it = gap.high <= self.plan["worth_it"]
+        what = f"{best}" if worth_it else "don't, in a training of this length"
+        lead = "" if worth_it else f"; best is {best}"
+        return f"{scheme}: {what}{lead} ({gap.value:+.3f} ± {gap.half:.3f} against {dense})"
 
 
 def main() -> None:
