@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +34,7 @@ from tcs_lab.settings import ROOT
 
 WAYS = ("passes", "plain", "bf16", "PowerSGD", "TCS")  # the first exchanges nothing
 SHARES = {"phi_global": 1e-2, "phi_local": 1e-3}
-BATCH, WARM_UP, MOST, SECONDS = 16, 4, 9, 25.0
+BATCH, WARM_UP, SECONDS = 16, 3, 15.0
 _FRAME, _PAYLOAD = 1514, 1448  # bytes of a full packet, as the limit counts it
 
 
@@ -133,7 +135,8 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
             _limit(mbit)
         dist.barrier()
         wire = calculated(way, layers, width, ranks, mbit, 0.0) if mbit else 0.0
-        times = sorted(step() for _ in range(max(1, min(MOST, int(SECONDS / max(wire, 0.1))))))
+        most = 9 if parameters(layers, width) < 10**8 else 5
+        times = sorted(step() for _ in range(max(1, min(most, int(SECONDS / max(wire, 0.1))))))
         rows.append(
             {"way": way, "ranks": ranks, "layers": layers, "width": width, "mbit": mbit,
              "seconds": times[len(times) // 2], "low": times[0], "high": times[-1], "n": len(times)}
@@ -150,15 +153,13 @@ def _as_rank(layers: int, width: int, links: list[float | None]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # loads what no way shall count as its own
-    rows = []
     for way in WAYS:
         if way == "passes" and links[0] is not None:
             continue
-        rows += _measure(way, layers, width, links)
+        rows = _measure(way, layers, width, links)
         if dist.get_rank() == 0:
-            print(json.dumps(rows[-len(links) :]), file=sys.stderr, flush=True)
-    if dist.get_rank() == 0:
-        _add(rows)
+            _add(rows)
+            print(way, *(f"{row['seconds']:.3f}" for row in rows), flush=True)
     dist.barrier()
     os._exit(0)  # a thread of gloo may outlive Python and abort
 
@@ -188,6 +189,74 @@ def _add(rows: list[dict[str, Any]]) -> None:
     lines = [json.dumps(row | ({} if row in old else machine)) for row in old + rows]
     text = "[\n " + ",\n ".join(lines) + "\n]\n"
     write_whole(record_file(), lambda file: file.write(text.encode()))
+
+
+class Links:
+    """The record of measurements, read."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self.rows = rows
+
+    def row(
+        self, way: str, layers: int, width: int, ranks: int = 2, mbit: float | None = None
+    ) -> dict[str, Any] | None:
+        wanted = {"way": way, "layers": layers, "width": width, "ranks": ranks, "mbit": mbit}
+        found = [row for row in self.rows if wanted.items() <= row.items()]
+        return found[0] if found else None
+
+    def calculated(self, row: dict[str, Any]) -> float | None:
+        """Of a limited row, from the same without a limit; None where that was not measured."""
+        case = row["layers"], row["width"], row["ranks"]
+        free = self.row(row["way"], *case)
+        if free is None:
+            return None
+        return calculated(row["way"], *case, row["mbit"], free["seconds"])
+
+    def unlimited(self) -> pd.DataFrame:
+        """Seconds a step, the share of it that is not passes and optimizer, memory of a rank."""
+        table = []
+        for row in self.rows:
+            passes = self.row("passes", row["layers"], row["width"], row["ranks"])
+            if row["mbit"] is not None or row["way"] == "passes" or passes is None:
+                continue
+            share = max(0.0, 1 - passes["seconds"] / row["seconds"])
+            table.append(
+                {"Parameters": f"{parameters(row['layers'], row['width']):,}",
+                 "Ranks": row["ranks"], "Way": row["way"], "s a step": f"{row['seconds']:.3f}",
+                 "from – to": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
+                 "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
+            )  # fmt: skip
+        return pd.DataFrame(table)
+
+    def limited(self) -> pd.DataFrame:
+        """A line a link and net: measured seconds, and measured over calculated."""
+        table = dict[tuple, dict[str, Any]]()
+        for row in self.rows:
+            if row["mbit"] is None or row["way"] == "passes":
+                continue
+            line = table.setdefault((row["layers"], row["width"], row["mbit"]), {})
+            wanted = self.calculated(row)
+            ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
+            line[row["way"]] = f"{row['seconds']:.3g}{ratio}"
+        lines = [
+            {"Parameters": f"{parameters(layers, width):,}", "Mbit/s": f"{mbit:,.0f}", **line}
+            for (layers, width, mbit), line in sorted(table.items())
+        ]
+        return pd.DataFrame(lines)
+
+    def worst(self) -> float:
+        """The largest share by which measured seconds differ from calculated ones."""
+        pairs = [(row["seconds"], self.calculated(row)) for row in self.rows if row["mbit"]]
+        return max(abs(got / wanted - 1) for got, wanted in pairs if wanted)
+
+    def pays_below(self, other: str, layers: int, width: int, ranks: int = 2) -> float:
+        """Mbit/s that a rank can send below which a step with TCS is shorter; infinite if always."""
+        ours, theirs = (self.row(way, layers, width, ranks) for way in ("TCS", other))
+        if ours is None or theirs is None:
+            return math.nan
+        sent, theirs_sent = (on_the_wire(w, layers, width, ranks) for w in ("TCS", other))
+        slower = ours["seconds"] - theirs["seconds"]
+        return 8e-6 * (theirs_sent - sent) / slower if slower > 0 else math.inf
 
 
 def main(words: list[str]) -> None:
