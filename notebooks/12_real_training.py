@@ -284,7 +284,8 @@ plt.show()
 # Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
 # of its own, with root; `uv run python -m tcs_lab.links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, TCS at 1 %, PowerSGD at the rank that sends about as many bytes, in one
-# bucket. Seconds a step, medians; in brackets, measured over calculated:
+# bucket. Seconds a step, medians; in brackets, measured over calculated; empty where nothing was measured. The cores had other work
+# to do at times (`load` in `results/hook/links.json`):
 
 # %%
 display(Markdown(lab.markdown(measured.limited())))
@@ -346,7 +347,7 @@ lab.show_code(ddp_example.main)
 #
 # ## How the hook works
 #
-# It keeps a `Compressor` for every bucket of gradients, and uses Alg. 2's client side as it is. Only the
+# It keeps a `Client` of Alg. 2 for every bucket of gradients, and uses it as it is. Only the
 # server is missing: the collectives take its place. In a sparse step a rank
 #
 # 2. adds the bucket's gradient to its errors and finds its own largest entries outside the shared mask,

@@ -1,6 +1,6 @@
 """Seconds and memory of a DDP step over links of a given speed: plain, and by four hooks.
 
-    uv run python -m tcs_lab.links 2 10 1000 none 1000      ranks, layers, width, Mbit/s …
+    uv run python -m tcs_lab.links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
 
 measures in a network namespace of its own, which needs root on Linux: the loopback is limited, and
 all ranks' traffic, in both directions, shares its rate. Rows go to results/hook/links.json.
@@ -149,13 +149,11 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
     return rows
 
 
-def _as_rank(layers: int, width: int, links: list[float | None]) -> None:
+def _as_rank(layers: int, width: int, links: list[float | None], ways: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # loads what no way shall count as its own
-    for way in WAYS:
-        if way == "passes" and links[0] is not None:
-            continue
+    for way in ways:
         rows = _measure(way, layers, width, links)
         if dist.get_rank() == 0:
             _add(rows)
@@ -262,7 +260,9 @@ class Links:
 def main(words: list[str]) -> None:
     if "RANK" in os.environ:
         layers, width = int(words[0]), int(words[1])
-        _as_rank(layers, width, [None if word == "none" else float(word) for word in words[2:]])
+        given = [word for word in words[2:] if word not in WAYS]
+        ways = [word for word in words if word in WAYS] or list(WAYS)
+        _as_rank(layers, width, [None if word == "none" else float(word) for word in given], ways)
     ranks, *given = words
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     inside = " ".join([*torchrun, "-m", "tcs_lab.links", *given])
