@@ -97,7 +97,7 @@ def test_a_record_of_other_settings_is_refused_and_one_that_is_there_is_taken(tm
 
 def test_a_cost_is_judged_as_planned(monkeypatch):
     """Known differences from dense, of three seeds with effects of their own."""
-    judged = optimizers.Judged(PLAN)
+    judged = optimizers.Judged(optimizers.read_plan())
     seeds, cost = {1: 0.0, 2: 0.3, 3: -0.2}, {"dense": 0.0, "TCS 1 %": 0.2, "TCS 10 %": 0.05}
     losses = {
         (optimizers.Cell("SGD", scheme), seed): 2.0 + gap + effect + 0.001 * (seed == 1)
