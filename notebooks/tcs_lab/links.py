@@ -101,7 +101,7 @@ def _limit(mbit: float | None) -> None:
     """Of the loopback of this network namespace; None: none."""
     subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], capture_output=True)
     if mbit is not None:
-        burst = f"{max(256, int(mbit))}kb"
+        burst = f"{max(16, int(mbit / 2))}kb"  # what passes at once after a pause: little
         words = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst {burst} latency 100ms"
         subprocess.run(words.split(), check=True)
 
@@ -242,10 +242,16 @@ class Links:
         ]
         return pd.DataFrame(lines)
 
-    def worst(self) -> float:
-        """The largest share by which measured seconds differ from calculated ones."""
-        pairs = [(row["seconds"], self.calculated(row)) for row in self.rows if row["mbit"]]
-        return max(abs(got / wanted - 1) for got, wanted in pairs if wanted)
+    def agreement(self, within: float) -> str:
+        """How many measurements are as calculated, and which are not."""
+        ratios = dict[str, float]()
+        for row in self.rows:
+            if row["mbit"] and row["way"] != "passes" and (wanted := self.calculated(row)):
+                net = f"{parameters(row['layers'], row['width']):,} parameters"
+                ratios[f"{row['way']} of {net} at {row['mbit']:,.0f}"] = row["seconds"] / wanted
+        off = [f"{name} ({r:.2f})" for name, r in ratios.items() if abs(r - 1) > within]
+        rest = f"; not: {', '.join(off)}" if off else ""
+        return f"{len(ratios) - len(off)} of {len(ratios)} within {within:.0%}{rest}"
 
     def pays_below(self, other: str, layers: int, width: int, ranks: int = 2) -> float:
         """Mbit/s that a rank can send below which a step with TCS is shorter; infinite if always."""
