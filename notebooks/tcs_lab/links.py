@@ -240,7 +240,7 @@ class Links:
             {"Parameters": f"{parameters(layers, width):,}", "Mbit/s": f"{mbit:,.0f}", **line}
             for (layers, width, mbit), line in sorted(table.items())
         ]
-        return pd.DataFrame(lines)
+        return pd.DataFrame(lines).fillna("")
 
     def agreement(self, within: float) -> str:
         """How many measurements are as calculated, and which are not."""
@@ -260,7 +260,8 @@ class Links:
             return math.nan
         sent, theirs_sent = (on_the_wire(w, layers, width, ranks) for w in ("TCS", other))
         slower = ours["seconds"] - theirs["seconds"]
-        return 8e-6 * (theirs_sent - sent) / slower if slower > 0 else math.inf
+        rate = 8e-6 * (theirs_sent - sent) / slower if slower > 0 else math.inf
+        return float(f"{rate:.2g}")
 
 
 def main(words: list[str]) -> None:
