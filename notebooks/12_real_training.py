@@ -90,9 +90,9 @@ for D_net, net in nets.items():
     print(f"{D_net:,} parameters, 1,000 Mbit/s, seconds a step:",
           ", ".join(f"{way} {row['seconds']:.2g}" for way, row in found.items() if row))  # fmt: skip
     for other in ("plain", "bf16"):
-        print(
-            f"  a step is shorter than {other}'s below {measured.pays_below(other, *net):,.0f} Mbit/s a rank"
-        )
+        rate = measured.pays_below(other, *net)
+        where = f"below {rate:,.0f} Mbit/s a rank" if np.isfinite(rate) else "at any rate"
+        print(f"  TCS's step is shorter than {other}'s {where}")
 for scheme in ("TCS 10 %", "TCS 1 %"):
     print(judged.advice(scheme))
 
@@ -285,7 +285,7 @@ plt.show()
 # of its own, with root; `uv run python -m tcs_lab.links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, TCS at 1 %, PowerSGD at the rank that sends about as many bytes, in one
 # bucket. Seconds a step, medians; in brackets, measured over calculated; empty where nothing was measured. Other programs shared the cores at times (`load`
-# in `results/hook/links.json`), most where TCS has 10⁸ parameters:
+# in `results/hook/links.json`):
 
 # %%
 display(Markdown(lab.markdown(measured.limited())))
