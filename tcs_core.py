@@ -2910,6 +2910,8 @@ class TCSState:
         self._buckets: dict[tuple[int, ...], Client] = {}  # by the slots in it
         self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
         self._agreed = False  # the ranks have compared what they begin with
+        # First masks of a GPU: of which step, the rule, its state before, whether its own holds.
+        self._unread: list[tuple[int, MaskRule, dict[str, Any], Tensor]] = []
         self._saved: dict[str, int] = {}  # rank and world size of a loaded state
         # Of a loaded state, the buckets that it had, until its first step is over; and what DDP
         # has handed over of that step so far.
@@ -2923,6 +2925,7 @@ class TCSState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors and masks, parameter by parameter, and the counters: by value."""
+        self.read()
         slots = dict(self._loose)
         for key, client in self._buckets.items():
             slots |= _by_slot(key, client)
@@ -2940,7 +2943,7 @@ class TCSState:
         self._buckets, self._loose = {}, dict(state["slots"])
         self._groups = [tuple(key) for key in state.get("buckets", [])]
         self._saved = {key: int(state[key]) for key in ("rank", "world_size") if key in state}
-        self._waiting, self._gradients, self._agreed = [], {}, False
+        self._waiting, self._gradients, self._agreed, self._unread = [], {}, False, []
 
     def __reduce__(self) -> Any:
         warnings.warn("TCSState: a copy lets go of it; save its state_dict()", stacklevel=2)
@@ -2964,6 +2967,16 @@ class TCSState:
         _take_up(client, [self._loose.pop(slot, None) for slot in key])
         self._buckets[key] = client
         return client
+
+    def read(self) -> None:
+        """The one look at a GPU's values, a step late: whether the first masks hold."""
+        if not self._unread:
+            return
+        unread, self._unread = self._unread, []
+        said = torch.stack([finite for *_, finite in unread]).tolist()
+        for (_, rule, before, _), finite in zip(unread, said, strict=True):
+            if not finite:
+                rule.load_state_dict(before)
 
     def agree(self, device: Any) -> None:
         """Before the first step all ranks compare what they begin with. ValueError, on all of
@@ -3042,6 +3055,8 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     5. Their average is the bucket's gradient on every rank, and gives the next shared mask; line 13
        takes what came through out of the errors.
 
+    On a GPU the host looks at values twice: before the first step, and after the first mask.
+
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
         >>> model = DistributedDataParallel(torch.nn.Linear(1000, 10))
@@ -3062,6 +3077,8 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     buffer = bucket.buffer()
     if buffer.is_sparse:
         raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
+    if any(step < state.iter for step, *_ in state._unread):
+        state.read()
     key = state.slots_of(bucket.parameters())
     state.agree(buffer.device)
     if state._groups:
@@ -3081,7 +3098,7 @@ def _step(
     """A bucket's gradient to its average, in its own buffer."""
     client.known.begin(dense=step < state.start_iter)
     if client.known.dense:
-        return _reduced(state, client, buffer, step + 1 >= state.start_iter)
+        return _reduced(state, client, buffer, step)
     return _exchanged(state, client, buffer)
 
 
@@ -3125,7 +3142,7 @@ def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def _reduced(
-    state: TCSState, client: Client, buffer: Tensor, last: bool
+    state: TCSState, client: Client, buffer: Tensor, step: int
 ) -> torch.futures.Future[Tensor]:
     """Step 1: plain all-reduce."""
     buffer.div_(state.group.size())
@@ -3134,11 +3151,22 @@ def _reduced(
 
     def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         update_D = done.value()[0]
-        if last and update_D.isfinite().all():
-            client.known.observe(update_D.float())
+        if step + 1 >= state.start_iter:
+            _first_mask(state, client.known, update_D.float(), step)
         return update_D
 
     return future.then(averaged)
+
+
+def _first_mask(state: TCSState, known: Known, update_D: Tensor, step: int) -> None:
+    """The shared mask from a dense step, if that was finite."""
+    finite = update_D.isfinite().all()
+    if may_look(finite):
+        if finite:
+            known.observe(update_D)
+        return
+    state._unread.append((step, known.rule, known.rule.state_dict(), finite))
+    known.observe(update_D)
 
 
 def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -3164,17 +3192,23 @@ def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures
     def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
         for future in done.value():
             future.wait()
-        found = _average(known, summed, gathered, ranks)
-        if found is None:
-            client.withdraw(buffer.float() if well else torch.zeros_like(summed[:1]))
-            _forget_overflow(client)
-            known.skip()
-            return buffer.fill_(math.nan)
-        update_D, all_used_L = found
-        alive_K = _alive(sent.places(known.shared_K), all_used_L, known.layer_sizes)
-        client.arrived(dataclasses.replace(sent, values=sent.values.where(alive_K, 0.0)))
+        explored = [part.view(2, -1) for part in gathered]
+        all_used_L, void = _flags(summed, explored, shared)
+        if may_look(void) and void:
+            return _nothing_came(client, buffer, well)
+        client.arrived(_came(sent, known, all_used_L, void))
+        late = not may_look(void)
+        before = known.rule.state_dict() if late else {}
+        if late:
+            _withdraw_where(void, client, buffer, well)
+        update_D = buffer if buffer.dtype == torch.float32 else buffer.float()
+        _average_(update_D, known, summed, explored)
+        _without_unused_(update_D, all_used_L, known.layer_sizes)
         known.observe(update_D)
-        return buffer.copy_(update_D)
+        if late:
+            _keep_where(void, known.rule, before)
+            update_D.masked_fill_(void, math.nan)
+        return buffer if update_D is buffer else buffer.copy_(update_D)
 
     return torch.futures.collect_all(futures).then(averaged)
 
@@ -3214,37 +3248,72 @@ def _forget_overflow(client: Client) -> None:
         client.load_state_dict(Client(client.known).state_dict())
 
 
-def _average(
-    known: Known, summed: Tensor, gathered: list[Tensor], ranks: int
-) -> tuple[Tensor, Tensor] | None:
-    """The update (D,) and which parameters some rank used, (L,) bool; None if something was not
-    finite on some rank. The host looks at that one answer."""
-    shared = len(known.shared_K)
-    shared_values = summed[:shared].float()
+def _flags(summed: Tensor, explored: list[Tensor], shared: int) -> tuple[Tensor, Tensor]:
+    """Which parameters some rank used, (L,) bool; whether something was not finite on some rank,
+    bool (): then the step is void for all."""
     flags = summed[shared:]
-    used_L, void = flags[:-1] > 0, flags[-1] > 0
-    explored = [part.view(2, -1) for part in gathered]
-    values = [part[1].view(torch.float32) for part in explored]
-    finite = torch.cat([shared_values, *values]).isfinite().all()
-    if bool(void | ~finite):
-        return None
-    update_D = torch.zeros(known.dimension, device=summed.device)
-    for (positions_K, _), values_K in zip(explored, values, strict=True):
-        update_D.index_add_(0, positions_K.long(), values_K)
-    update_D.div_(ranks)
-    update_D[known.shared_K] = shared_values
-    return _of_used(update_D, used_L, known), used_L
+    parts = [summed[:shared], *(part[1].view(torch.float32) for part in explored)]
+    finite = torch.stack([part.isfinite().all() for part in parts]).all()
+    return flags[:-1] > 0, (flags[-1] > 0) | ~finite
 
 
-def _of_used(update_D: Tensor, used_L: Tensor, known: Known) -> Tensor:
-    """The update without parameters that no rank used."""
-    if may_look(used_L) and used_L.all():
-        return update_D
-    sizes_L = torch.tensor(known.layer_sizes, device=used_L.device)
-    return update_D.where(used_L.repeat_interleave(sizes_L, output_size=known.dimension), 0.0)
+def _came(sent: Message, known: Known, used_L: Tensor, void: Tensor) -> Message:
+    """What of a message counts: nothing of parameters that no rank used, nothing of a void step."""
+    if may_look(void) and used_L.all():
+        return sent
+    places_K = sent.places(known.shared_K)
+    ends_L = torch.tensor(list(accumulate(known.layer_sizes)), device=places_K.device)
+    counts_K = used_L[torch.searchsorted(ends_L, places_K, right=True)] & ~void
+    return dataclasses.replace(sent, values=sent.values.where(counts_K, 0.0))
 
 
-def _alive(places_K: Tensor, used_L: Tensor, sizes: list[int]) -> Tensor:
-    """Which places are of parameters that some rank used, (K,) bool."""
-    ends_L = torch.tensor(list(accumulate(sizes)), device=places_K.device)
-    return used_L[torch.searchsorted(ends_L, places_K, right=True)]
+def _average_(update_D: Tensor, known: Known, summed: Tensor, explored: list[Tensor]) -> None:
+    """The ranks' average, into update_D."""
+    update_D.zero_()
+    places = [positions_K.long() for positions_K, _ in explored]
+    for places_K, (_, values_K) in zip(places, explored, strict=True):
+        update_D.index_add_(0, places_K, values_K.view(torch.float32))
+    if explored:
+        every_K = torch.cat(places)
+        update_D[every_K] = update_D[every_K] / len(explored)
+    update_D[known.shared_K] = summed[: len(known.shared_K)].float()
+
+
+def _without_unused_(update_D: Tensor, used_L: Tensor, sizes: list[int]) -> None:
+    """Parameters that no rank used get nothing."""
+    if may_look(used_L):
+        for part, used in zip(update_D.split(sizes), used_L.tolist(), strict=True):
+            if not used:
+                part.zero_()
+        return
+    sizes_L = torch.tensor(sizes, device=used_L.device)
+    unused_D = ~used_L.repeat_interleave(sizes_L, output_size=len(update_D))
+    update_D.masked_fill_(unused_D, 0.0)
+
+
+def _nothing_came(client: Client, buffer: Tensor, well: Tensor) -> Tensor:
+    """A void step: errors and mask as before it."""
+    client.withdraw(buffer.float() if well else torch.zeros(1))
+    _forget_overflow(client)
+    client.known.skip()
+    return buffer.fill_(math.nan)
+
+
+# The same on a GPU, where the host does not know: what is done is undone where the step is void.
+
+
+def _withdraw_where(void: Tensor, client: Client, buffer: Tensor, well: Tensor) -> None:
+    """Errors as before, if void; those that outgrew float32 begin anew."""
+    client.withdraw(buffer.float().masked_fill(~(void & well), 0.0))
+    if client.errors_D is not None:
+        lost = void & ~client.errors_D.isfinite().all()
+        client.errors_D.masked_fill_(lost, 0.0)
+
+
+def _keep_where(void: Tensor, rule: MaskRule, before: dict[str, Any]) -> None:
+    """The rule's state as before, if void."""
+    after = rule.state_dict()
+    for key, value in before.items():
+        if _is_tensor(value):
+            after[key] = torch.where(void, value, after[key])
+    rule.load_state_dict(after)

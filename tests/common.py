@@ -167,8 +167,8 @@ class Peak(TorchDispatchMode):
 class Bucket:
     """A gradient as DDP hands it to a hook, of the only rank of a group."""
 
-    def __init__(self, gradient_D, parameters):
-        self.gradient_D, self._parameters = gradient_D, parameters
+    def __init__(self, gradient_D, parameters, last=True):
+        self.gradient_D, self._parameters, self.last = gradient_D, parameters, last
 
     def buffer(self):
         return self.gradient_D
@@ -181,7 +181,7 @@ class Bucket:
         return [part.view_as(p) for part, p in zip(parts, self._parameters, strict=True)]
 
     def is_last(self):
-        return True
+        return self.last
 
 
 class Alone:

@@ -83,7 +83,7 @@ def rounding(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         **({} if one_core else _threads(config)),
         "graph": config.graph,
         "side_by_side": goes_side_by_side(config) and ranks == 1,
@@ -142,7 +142,7 @@ def code_sha256(source: bytes) -> str:
 
 
 @cache
-def _cpu_name() -> str:
+def cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

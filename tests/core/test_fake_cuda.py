@@ -5,7 +5,7 @@ Backward passes need a device that is there, so they are held to the second on a
 
 import pytest
 import torch
-from common import HeldFeed
+from common import Alone, Bucket, HeldFeed, alone_in_a_group
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -188,3 +188,51 @@ def test_a_quantizer_of_ones_own_that_looks_at_a_value_raises(registry, on_cuda)
 
     with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
         play("TCS-U5")
+
+
+# The hook ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_the_hook_stays_on_its_device_and_looks_at_no_value(dtype, on_cuda, monkeypatch):
+    """Of two buckets, dense steps and sparse ones; the one look is at whether the first masks hold."""
+    alone_in_a_group(monkeypatch)
+    monkeypatch.setattr(Alone, "get_future", lambda work: Done(work.sent))
+    monkeypatch.setattr(torch.futures, "collect_all", Done)
+    state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
+    state._agreed = True  # else it reads what the other ranks say
+    parameters = [torch.zeros(600), torch.zeros(400)]
+    monkeypatch.setattr(tcs.TCSState, "read", lambda state: state._unread.clear())
+    for _ in range(5):
+        for p in parameters:
+            bucket = Bucket(torch.ones(len(p), dtype=dtype), [p], last=p is parameters[-1])
+            out = tcs.tcs_hook(state, bucket).wait()
+            assert out.device.type == "cuda" and out.dtype == dtype
+    assert state.iter == 5 and not next(iter(state._buckets.values())).known.dense
+    found = tensors_of(state.state_dict()["slots"])
+    assert len(found) == 4 and {t.device.type for t in found} == {"cuda"}
+
+
+def test_whether_the_hooks_first_masks_hold_is_looked_at(on_cuda, monkeypatch):
+    alone_in_a_group(monkeypatch)
+    monkeypatch.setattr(Alone, "get_future", lambda work: Done(work.sent))
+    state = tcs.TCSState(Alone(), start_iter=1)
+    state._agreed = True
+    tcs.tcs_hook(state, Bucket(torch.ones(1000), [torch.zeros(1000)]))
+    with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
+        tcs.tcs_hook(state, Bucket(torch.ones(1000), [torch.zeros(1000)]))
+
+
+class Done:
+    """A future of what is there; torch's own can't hold fake tensors of a GPU."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def value(self):
+        return self.found
+
+    wait = value
+
+    def then(self, work):
+        return Done(work(self))

@@ -156,21 +156,63 @@ def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monke
         late.read()
 
 
-def test_a_step_of_the_hook_reads_one_value_a_bucket(as_on_a_gpu, monkeypatch):
-    """The first: what the ranks begin with. The second, last of the dense ones: whether the mask
-    can come from it. Each after that: whether all was finite on all ranks."""
-    alone_in_a_group(monkeypatch)
-    parameters, counts = [torch.zeros(size) for size in SIZES], []
-    state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
-    for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES):
+def steps_of_a_hook(state, every_D, buckets):
+    """Host reads of every step, of a gradient that comes in so many buckets; and what comes out."""
+    parameters = [torch.zeros(part.numel()) for part in every_D[0].chunk(buckets)]
+    counts, averages = [], []
+    for gradient_D in every_D:
+        parts = list(gradient_D.clone().chunk(buckets))
         with Reads() as reads:
-            tcs.tcs_hook(state, Bucket(deltas_ND[0], parameters)).wait()
+            for n, part in enumerate(parts):
+                last = n + 1 == buckets
+                tcs.tcs_hook(state, Bucket(part, [parameters[n]], last)).wait()
         counts.append(reads.count)
-    assert counts == [1] * ROUNDS and state.bytes_sent["explored"] == 4 * 8 * 20
+        averages.append(torch.cat(parts))
+    return counts, averages
+
+
+SHARED_AND_OWN = {"phi_global": 0.05, "phi_local": 0.02}
+
+
+@pytest.mark.parametrize("buckets", [1, 4])
+def test_a_step_of_the_hook_reads_one_value_at_most(buckets, as_on_a_gpu, monkeypatch):
+    """The first: what the ranks begin with. The third: whether the masks hold that the second, last
+    of the dense ones, gave. No other reads any, however many buckets there are."""
+    alone_in_a_group(monkeypatch)
+    state = tcs.TCSState(Alone(), start_iter=2, **SHARED_AND_OWN)
+    gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES)]
+    counts, _ = steps_of_a_hook(state, gradients, buckets)
+    assert counts == [1, 0, 1, 0, 0, 0] and state.bytes_sent["explored"] == 4 * 8 * 20
+
+
+@pytest.mark.parametrize("buckets", [1, 3])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("when", [1, 2, 4])
+def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkeypatch):
+    """Averages, errors and masks, in void steps and after them: of gradients that are not finite
+    (the mask of step 1 is then none), and of errors that outgrow float32 (3e38, twice)."""
+    alone_in_a_group(monkeypatch)
+    gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES)]
+    gradients[when][7::300] = bad
+    if bad == 3e38:
+        gradients[when][:] = bad
+        gradients[when + 1] = gradients[when].clone()
+    looks, late = (tcs.TCSState(Alone(), start_iter=2, **SHARED_AND_OWN) for _ in range(2))
+    _, expected = steps_of_a_hook(looks, gradients, buckets)
+    with monkeypatch.context() as as_on_a_gpu:
+        as_on_a_gpu.setattr(tcs, "may_look", lambda tensor: False)
+        _, averages = steps_of_a_hook(late, gradients, buckets)
+        slots = late.state_dict()["slots"]
+    for average, wanted in zip(averages, expected, strict=True):
+        assert torch.equal(average.nan_to_num(), wanted.nan_to_num())
+        assert torch.equal(average.isnan(), wanted.isnan())
+    for slot, wanted in looks.state_dict()["slots"].items():
+        assert all(torch.equal(slots[slot][key], wanted[key]) for key in ("errors", "mask"))
+    assert expected[when].isnan().any() == (bad != 3e38) or when == 1
 
 
 def test_a_loaded_state_of_the_hook_reads_its_masks_once(as_on_a_gpu, monkeypatch):
-    """A mask a parameter, for its checksum, and where it lies; then one value a bucket."""
+    """A mask a parameter, for its checksum, and where it lies; then none."""
     alone_in_a_group(monkeypatch)
     parameters = [torch.zeros(size) for size in SIZES]
     first, second = (tcs.TCSState(Alone(), start_iter=1) for _ in range(2))
@@ -180,7 +222,7 @@ def test_a_loaded_state_of_the_hook_reads_its_masks_once(as_on_a_gpu, monkeypatc
     second.load_state_dict(first.state_dict())
     with Reads(copies=("tolist", "cpu")) as reads:
         tcs.tcs_hook(second, Bucket(one, parameters)).wait()
-    assert reads.count == len(SIZES) + 1 + 1 + 1  # also the collective's answer, and whether finite
+    assert reads.count == len(SIZES) + 1 + 1  # also the collective's answer
     with Reads() as reads:
         tcs.tcs_hook(second, Bucket(two, parameters)).wait()
-    assert reads.count == 1
+    assert reads.count == 0

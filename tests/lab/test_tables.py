@@ -319,6 +319,7 @@ NO_TABLE = {
     "sensitivity",
     "claims_text",
     "evidence_plan",
+    "optimizers",
     "rivals_small",
     "rivals_text",
 }  # read by their own functions
