@@ -279,6 +279,7 @@ NO_TABLE = {
     "evidence_plan",
     "rivals_small",
     "rivals_text",
+    "sentences",
 }  # read by their own functions
 PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
 
