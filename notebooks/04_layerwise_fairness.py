@@ -504,7 +504,7 @@ def said(name, eta):
     layer, layer_half = change(name, eta)
     word = lab.decided(layer, layer_half)
     theirs = f"{paper[name, eta] - paper[schemes[0], eta]:+.2f}".replace("-", "−")
-    return f"""{name}, η = {eta:g}: it moves by {with_half(layer, layer_half)} % of dense farther, so that the minimum
+    return f"""{name}, η = {eta:g}: against {schemes[0]} it moves {with_half(layer, layer_half)} % of dense's way, so that the minimum
       helps it is **{word}**; accuracy {with_half(points, half, 1)} points, in the paper {theirs}"""
 
 
@@ -513,7 +513,18 @@ compared = [key for key in runs if key in paper and key[0] != schemes[0] and sch
 body = [(top_k_L / sizes_L)[n] for n in weights if places[n].startswith("block")]
 later = sum(body[len(body) // 2 :]) < sum(body[: len(body) // 2])
 last = (top_k_L / sizes_L)[weights[-1]] < body[0]
+explored_L = seen[schemes[0]][:, EXPLORED].float().mean(0) / sizes_L
 kept_errors, forgot = at_ends[schemes[0]], at_ends[f"{schemes[0]}, no error accumulation"]
+fewest, largest = [float(x) for x in (explored_L[weights].min(), explored_L[weights].max())]
+for says, ok in {
+    "later blocks hold less of the mask than earlier ones": later,
+    "the last layer holds less of it than the first block": last,
+    "what TCS explores is uneven by a factor of 10": largest > 10 * fewest,
+}.items():
+    print(f"{'supported' if ok else 'contradicted'}: {says}")
+for name, eta in compared:
+    word = lab.decided(*change(name, eta))
+    print(f"{word}: {name} moves the starved layer farther than {schemes[0]} at η = {eta:g}")
 evener = kept_errors < min(forgot, at_ends["dense updates"])
 often = len(seen[schemes[0]]) * k_global / dimension
 helped = "\n".join(f"    - {said(*key)}" for key in compared)
@@ -529,10 +540,11 @@ display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
   {at_ends["dense updates"]:.0%} of the K places, of {schemes[0]} {kept_errors:.0%}, and without its errors kept {forgot:.0%} (one seed).
 """))  # fmt: skip
 moved = {n: 100 * float(relative[n, learning_rates[0]][:, starved].mean()) for n in schemes}
+left_out = float((seen[schemes[-1]][:, MASK] == 0).float().mean())
 words = {n: lab.decided(*change(n, learning_rates[0])) for n in schemes[1:]}
 answer.update(Markdown(f"""**In short.** Head and input have {table.loc["head + input", "parameters"]:.1%} of the parameters and get
-{table.loc["head + input", "kept"]:.0%} of top-K's budget. Under {schemes[0]} {empty:.0%} of the layers have no entry in the shared mask;
-with a minimum none is left out. Does that help the layer that top-K starves most? Of how far dense training moves it, it moves
+{table.loc["head + input", "kept"]:.0%} of top-K's budget. In a round {empty:.0%} of the layers have no entry in the shared mask
+of {schemes[0]}, {left_out:.0%} in that of {schemes[-1]}. Does that help the layer that top-K starves most? Of how far dense training moves it, it moves
 {", ".join(f"{share:.0f} % with {name}" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)});
 that a minimum helps it is {", ".join(f"**{word}** for {name}" for name, word in words.items())}.
 """))  # fmt: skip

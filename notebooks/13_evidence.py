@@ -127,7 +127,8 @@ def draw(axes, at: int, row, keys: tuple[str, str, str], word: str, marker: str)
     axes.plot([low, high], [at - 0.12] * 2, color=colour, lw=3.5, solid_capstyle="butt")
     axes.plot(mean, at - 0.12, marker, color=colour, markersize=9)
     said = f"{lab.numbers(row, *keys)} {word}"
-    axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, ha="center", va="center")
+    style = {"ha": "center", "va": "center", "weight": "bold"}
+    axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, **style)
 
 
 # %% jupyter={"source_hidden": true}
@@ -419,7 +420,10 @@ if records:
         or target.with_suffix(".csv").exists()
     ):
         lab.save_table(judged, target, said, lab.readable_claims, lacking)
-    display(Markdown(lab.markdown(lab.readable_claims(judged))))
+    readable = lab.readable_claims(judged)
+    for column in {"Verdict", "Paper's verdict"} & set(readable):
+        readable[column] = "**" + readable[column] + "**"
+    display(Markdown(lab.markdown(readable)))
 print(lacking or "No claim is left out.")
 
 # %% [markdown]

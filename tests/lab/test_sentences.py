@@ -1,7 +1,5 @@
 """The table of the paper's sentences: verdicts are found, never typed in; what it names is there."""
 
-import itertools
-
 import nbformat
 import pandas as pd
 import pytest
@@ -116,12 +114,11 @@ def test_what_notebook_13_finds_is_handed_in():
 
 
 def test_comparisons_beside_the_claims_are_none_of_them():
-    extra = beside(SENTENCES, CLAIMS)
-    asked = [
-        (c.first, c.second, c.bounds)
-        for c in itertools.chain(extra.claims.values(), CLAIMS.claims.values())
+    ours = [
+        (c.first, c.second, c.bounds) for c in CLAIMS.claims.values() if c.measure == "accuracy"
     ]
-    assert all(asked.count(one) == 1 for one in asked)
+    extra = [(c.first, c.second, c.bounds) for c in beside(SENTENCES, CLAIMS).claims.values()]
+    assert extra and all([*ours, *extra].count(one) == 1 for one in extra)
 
 
 @pytest.mark.parametrize(
