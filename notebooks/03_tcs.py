@@ -14,17 +14,15 @@
 # - write a client of TCS,
 # - say where the shared mask comes from.
 #
-# **Claim (Sec. II-A, Alg. 2).** The large entries of a model update stay in the same places from round
-# to round, so the last update tells all sides where the next values belong. Clients send those values
-# without positions, and look for new places with a small mask of their own. The server's message then
-# never holds more than $K_{global} + N K_{local}$ of the entries, a share of 0.02 in Sec. III-B.
+# **Claim (Sec. II-A, Alg. 2).** The large entries of an update stay in the same places from round to round, so the
+# last update tells all sides where the next values belong. Clients send those values without positions, and
+# look for new places with a small mask of their own. The server's message never holds more than
+# $K_{global} + N K_{local}$ entries, a share of 0.02 in Sec. III-B.
 #
-# Here is Algorithm 2 beside the code that runs it, then on ten numbers, then in a real training.
-#
-# *Run time*: about 40 s on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
+# *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true}
 import dataclasses
 import inspect
 import re
@@ -34,7 +32,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
 import torch
-from annotated_types import Len
+from annotated_types import Ge
 from IPython.display import Markdown, display
 
 import tcs_core as tcs
@@ -42,13 +40,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
 
-# %% [markdown]
-# ## Parameters
-#
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
-
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 phi_global = 1e-2  # share of the entries kept by the mask that all sides know
 phi_local = 1e-3  # share kept by each client's own mask
 local_steps = 1  # H, local steps of a round
@@ -69,14 +61,14 @@ drops = [0.75]  # when eta falls by 10, as shares of the epochs
 reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 large_local_share = 1e-2  # a second phi_local, for comparison
-lags = [1, 2, 3, 5, 10, 20, 50]  # distances in rounds at which masks are compared
+ticket_seeds = 3  # trainings with one mask for ever
 seed = 0  # of everything random
 
-# %%
+# %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "0ee763")  # asserted for the values above, said for others
+claim = lab.Claims(globals(), "6ad7a4")  # asserted for the values above, said for others
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
-lab.check_values(globals(), **shares, lags=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
+lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)], seed=lab.Seed)
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
@@ -88,17 +80,77 @@ k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_loca
 print(f"D = {dimension:,} parameters, K_global = {k_global}, K_local = {k_local}, N = {clients}")
 print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoch(s) dense")
 
+
+# %% jupyter={"source_hidden": true}
+def follow(scheme):
+    """Trains, and keeps of every round where the update is not zero, and where its K largest are."""
+    federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
+    seen = {"support": [], "mask": [], "loss": []}
+    for epoch in range(epochs):
+        for update_D in federation.rounds(epoch):
+            seen["support"].append(update_D != 0)
+            seen["mask"].append(tcs.top_k_mask(update_D, k_global))
+        passes = federation.rounds_per_epoch * clients * scheme.local_steps
+        seen["loss"].append(float(federation.loss_sum) / passes)
+    seen = {k: torch.stack(v) if k != "loss" else v for k, v in seen.items()}
+    return seen | {"accuracy": federation.evaluate()["accuracy"]}
+
+
+def survivors(masks_TD, ages=2):
+    """Of the places that entered a mask, the share still in it 0, 1, ... `ages` rounds later."""
+    count = max(1, len(masks_TD) - 1 - ages)  # masks that have so many after them
+    still = (masks_TD[1:] & ~masks_TD[:-1])[:count]  # row t: what entered mask t + 1
+    entered, share = still.sum(), [1.0]
+    for age in range(1, ages + 1):
+        still = still & masks_TD[1 + age :][:count]
+        share.append(float(still.sum() / entered))
+    return share
+
+
+def raster(masks_TD, rows=60):
+    """Places drawn from those that are ever in these masks, in the order of their first round."""
+    places = masks_TD.any(0).nonzero().squeeze(1)
+    drawn = torch.randperm(len(places), generator=lab.generator_for(seed, 100))[:rows]
+    seen_RT = masks_TD[:, places[drawn]].T.int()
+    return seen_RT[seen_RT.argmax(1).argsort(stable=True)]
+
+
+# %% jupyter={"source_hidden": true}
+start = max(1, warmup_epochs * probe.rounds_per_epoch)  # the first sparse round of a TCS run
+dense = follow(tcs.Scheme.named("FedAvg", local_steps=local_steps))
+runs = {"TCS": follow(scheme)}
+pair = {"TCS: the shared mask": runs["TCS"], "Dense training: the K largest": dense}
+stay = {name: survivors(run["mask"][start - 1 :]) for name, run in pair.items()}
+(one, two), (dense_one, dense_two) = (share[1:] for share in stay.values())
+display(
+    Markdown(f"""**Of the places that enter the shared mask {one:.0%} are there for one round more, {two:.0%} for a second.**
+(The K largest entries of dense updates: {dense_one:.0%} and {dense_two:.0%}. One training each, {len(dense["mask"])} rounds.)""")
+)
+window = dense["mask"][-40:].shape[0]
+figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.9), sharey=True)
+for axes, (name, run) in zip(panels, pair.items(), strict=True):
+    rows = raster(run["mask"][-window:])
+    extent = (len(dense["mask"]) - window + 0.5, len(dense["mask"]) + 0.5, len(rows), 0)
+    axes.imshow(rows, cmap="Blues", vmax=1.2, aspect="auto", interpolation="none", extent=extent)
+    axes.set(title=name, xlabel="round", yticks=[])
+panels[0].set_ylabel(f"{len(rows)} places, drawn from all that are in it")
+plt.show()
+
 # %% [markdown]
+# A row is a place, a column a round; it is dark where the place is in the mask. *Why the mask of TCS moves so fast*, below,
+# finds the reason.
+#
+# Change a parameter and run all again: *Claim* and *What we saw* are worked out anew.
+#
 # ## Algorithm 2 beside the code
 #
 # Two masks, two jobs. $m_{global}$ **exploits**: it holds the places that mattered in the last update.
 # Everybody received that update, so its values travel without positions. $m_{local}$ **explores**: a
-# client's largest entries *outside* $m_{global}$. Nobody else knows them, so their positions travel too,
-# and therefore it is small.
+# client's largest entries *outside* $m_{global}$. Their positions travel too, so it is small.
 #
-# The box's lines in our words, and the code that carries their numbers (the others are loops and headings):
+# The box's lines in our words, and the code that carries their numbers:
 
-# %%
+# %% jupyter={"source_hidden": true}
 BOX = {
     5: r"$m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$",
     6: r"$\theta \leftarrow \theta + \Delta\theta_{t-1}$",
@@ -111,8 +163,6 @@ BOX = {
     15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
     16: r"send $\Delta\theta_t$ to all clients",
 }
-
-# %%
 MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
 methods = [tcs.TCS.observe, tcs.Federation.play, tcs.Client.compress, tcs.Client.arrived,
            tcs.Server.average, tcs.Server.reply]  # fmt: skip
@@ -124,28 +174,19 @@ lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "in the core", "wher
 display(Markdown(lab.markdown(lines).replace("---:", "---")))
 
 # %% [markdown]
-# Lines 5 and 6 stand at the end of the round before. Now whole, in the box's order. What all sides know
-# without a word: a round ends with line 5 (`rule.observe`), and the next begins with that mask.
+# Now whole, in the box's order: what all sides know (a round ends with line 5), the client, and the server. The core works
+# with the *positions* of a mask's ones. Nothing is sent outside them, so line 13 has to touch only these.
 
 # %%
-lab.show_code(tcs.Known.observe, tcs.Known.begin)
-
-# %% [markdown]
-# A client (`send` to `arrived`), lines 9 to 13, and the server, 15 and 16. The core works with the *positions* of the ones in a
-# mask. Outside them nothing is sent, so there the error is the whole intended entry, and line 13 has to
-# touch only the positions.
-
-# %%
-lab.show_code(tcs.Client.send, tcs.Client.compress, tcs.Client.arrived,
-              tcs.Server.add, tcs.Server.average, tcs.Server.reply)  # fmt: skip
+lab.show_code(tcs.Known.observe, tcs.Known.begin, tcs.Client.send, tcs.Client.compress,
+              tcs.Client.arrived, tcs.Server.add, tcs.Server.average, tcs.Server.reply)  # fmt: skip
 
 # %% [markdown]
 # ## Ten numbers, two clients
 #
 # The same code on ten parameters, $K_{global} = 2$, $K_{local} = 1$: `G` is a place in the global mask, `L`
-# the client's own place, a dot an entry that waits in the error. Places 1 and 4 are the large ones at first.
-# From round 3 on, client 0 has a larger difference still, at place 7; its mean over the two clients is just
-# that of place 1.
+# the client's own, a dot an entry that waits in the error. Places 1 and 4 are the large ones at first.
+# From round 3 on, client 0 has a larger difference still, at place 7.
 
 # %%
 before = torch.zeros(2, 10)
@@ -164,7 +205,6 @@ def letters(global_K, local_K):
     return " ".join(marks)
 
 
-# %%
 toy = tcs.Scheme.named("TCS", phi_global=0.2, phi_local=0.1)
 known = tcs.Known(toy, [10])
 both, server = [tcs.Client(known, n) for n in range(2)], tcs.Server(known)
@@ -198,19 +238,17 @@ for number in range(2, 11):
 # %% [markdown]
 # Client 0's local mask finds place 7 in round 3. From then on place 7 is in the global mask (but for round
 # 9), where it costs no position, and place 4 had to leave. The local masks then go for the largest thing
-# that waits: mostly place 4, now and then 6, 8 or 3, whose small differences add up. After round 7, in which
-# it waited, place 4 is large enough for a visit in the global mask. The `assert` says that nothing is lost:
-# what was meant is what was sent plus what waits.
+# that waits: mostly place 4, now and then 6, 8 or 3, whose small differences add up. The `assert` says that nothing
+# is lost: what was meant is what was sent plus what waits.
 #
 # ## Without a local mask nothing ever moves
 #
-# Take $m_{local}$ away. The update is then zero outside $m_{global}$:
+# Without $m_{local}$ the update is zero outside $m_{global}$:
 #
 # $$\operatorname{supp}(\Delta\theta_t) \subseteq m_{global}
 # \;\Rightarrow\; S_{top}(\Delta\theta_t, K_{global}) = m_{global}$$
 #
-# A new place has one way in: some client must send it although nobody asked. **That is what $m_{local}$ is
-# for.**
+# A new place has one way in: some client must send it although nobody asked.
 
 # %% tags=["nbval-check-output"]
 frozen = tcs.Compressor(dataclasses.replace(toy, phi_local=None), [10], clients=2)
@@ -221,51 +259,28 @@ for number in range(2, 7):
     print(f"round {number}: global mask {mask}, at place 7 waits {waiting:.0f}")
 
 # %% [markdown]
-# The mask stays where it was, while what place 7 has to say grows and is never heard.
+# The mask stays, while what place 7 has to say grows and is never heard.
 #
 # ## Do important positions change slowly?
 #
 # **What do you expect?** Are more than half of a round's largest entries among the next round's, or fewer?
 #
-# Now a real network. First without any compression (FedAvg): in every round we take the $K_{global}$
-# largest entries of the dense update. The overlap of two masks is the share of places they have in
-# common; two random masks would share $K/D$:
+# Now the real network of the picture above, without any compression (FedAvg). The overlap of two masks is the share of places
+# they have in common; two random masks would share $K/D$:
 #
 # $$\text{overlap}(t, t+\ell) = \frac{|m_t \cap m_{t+\ell}|}{K}$$
 #
-# `follow` trains any scheme and keeps, for every round, where the update is not zero and where its
-# largest entries are.
+# $K/D$ is an easy opponent: small layers may hold many of the large entries, and then masks overlap even if
+# places *inside* a layer are random. A harder chance level keeps how many entries each layer $l$ of size
+# $d_l$ has in a mask, $k_l(t)$, and forgets which.
+#
+# $$\text{chance, layers known} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
 
 
 # %%
-def follow(scheme):
-    federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
-    seen = {"support": [], "mask": [], "loss": []}
-    for epoch in range(epochs):
-        for update_D in federation.rounds(epoch):
-            seen["support"].append(update_D != 0)
-            seen["mask"].append(tcs.top_k_mask(update_D, k_global))
-        passes = federation.rounds_per_epoch * clients * scheme.local_steps
-        seen["loss"].append(float(federation.loss_sum) / passes)
-    seen = {k: torch.stack(v) if k != "loss" else v for k, v in seen.items()}
-    return seen | {"accuracy": federation.evaluate()["accuracy"]}
-
-
-# %%
-dense = follow(tcs.Scheme.named("FedAvg", local_steps=local_steps))
-start = max(1, warmup_epochs * probe.rounds_per_epoch)  # the first sparse round of a TCS run
-
-
 def overlaps(masks_TD, lag):
     return (masks_TD[:-lag] & masks_TD[lag:]).sum(1) / k_global
 
-
-# %% [markdown]
-# $K/D$ is an easy opponent: small layers may hold many of the large entries, and then masks overlap even if
-# places *inside* a layer are random. A harder chance level keeps how many entries every layer $l$ of size
-# $d_l$ has in each mask, $k_l(t)$, and forgets which.
-#
-# $$\text{chance, layers known} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
 
 # %%
 counts_TL = torch.stack([part.sum(1) for part in dense["mask"].split(layer_sizes, 1)], 1)
@@ -273,12 +288,10 @@ expected_TL = counts_TL[:-1] * counts_TL[1:] / torch.tensor(layer_sizes)
 by_layer_T = expected_TL.sum(1) / k_global
 chance = k_global / dimension
 measured = float(overlaps(dense["mask"], 1).mean())
-print(
-    f"overlap of successive masks {measured:.2f}; chance {chance:.2f}; layers known {by_layer_T.mean():.2f}"
-)
+print(f"overlap {measured:.2f}; chance {chance:.2f}; layers known {by_layer_T.mean():.2f}")
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def line(i, every=None, dash=0):
     look = lab.series_style(i) | {"linestyle": lab.figures.DASHES[dash], "linewidth": 1.5}
     return look | ({"markersize": 5, "markevery": every} if every else {"marker": ""})
@@ -295,20 +308,17 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# What counts as correlation in time is how far the measured line is above the second one. Most of the mask
-# is new in nearly every round, and most of the overlap says *which layers* hold the large entries
-# ([notebook 04](04_layerwise_fairness.ipynb)), a smaller part *which entries*.
+# What counts as correlation in time is how far the measured line is above the second one. Most of the overlap says
+# *which layers* hold the large entries ([notebook 04](04_layerwise_fairness.ipynb)), a smaller part *which entries*.
 #
 # ## What the local mask finds, round by round
 #
-# Now TCS. After the dense warm-up, all places that appear in an update but not in the mask before it were
-# explored by some client. Those among the $K_{global}$ largest enter the next mask, and as many leave. The
-# share of the mask that is new is its *turnover*.
+# Now TCS. The places that appear in an update but not in the mask before it were explored by some client. Those
+# among the $K_{global}$ largest enter the next mask, and as many leave. The share of the mask that is new is its
+# *turnover*.
+
 
 # %%
-runs = {"TCS": follow(scheme)}
-
-
 def explored_and_entered(run):
     old, new, support = run["mask"][start - 1 : -1], run["mask"][start:], run["support"][start:]
     return (support & ~old).sum(1), (new & ~old).sum(1)
@@ -320,24 +330,13 @@ turnover = float(entered_T.float().mean() / k_global)
 print(f"explored in a round: {explored_T.float().mean():.0f} places by {clients} clients")
 print(f"of these, {entering:.0%} enter the next global mask; turnover {turnover:.0%} a round")
 
-figure, axes = plt.subplots(figsize=(7.6, 3.2))
-rounds = range(start + 1, start + len(explored_T) + 1)
-axes.axhline(clients * k_local, label="N · K_local", **line(0, dash=3))
-axes.plot(rounds, explored_T, label="explored by some client", **line(2, 12))
-axes.plot(rounds, entered_T, label="of these, in the next global mask", **line(1, 12))
-axes.set(title="TCS: places that the local masks explore", xlabel="round", ylabel="places")
-axes.set_ylim(0, 1.3 * clients * k_local)
-axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=9)
-plt.show()
 
 # %% [markdown]
-# The clients explore almost $N K_{local}$ different places, and more than half of these enter the next mask.
-# This is **not** a mask that changes slowly. Three sections further down we find out why.
+# More than half of what the clients explore enters the next mask. This is **not** a mask that changes slowly.
 #
 # ## What the server sends back
 #
-# With top-K every client picks its own places, so the average has up to $N K$ of them. With TCS, whatever
-# the clients explore, in every round
+# With top-K every client picks its own places, so the average has up to $N K$ of them. With TCS, in every round
 #
 # $$|\operatorname{supp}(\Delta\theta_t)| \le K_{global} + N K_{local}$$
 
@@ -353,6 +352,7 @@ for name, share in shares.items():
 print(f"bound {bound} entries, {bound / dimension:.3f} of all (the paper: 0.02, with 10 clients)")
 
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
+rounds = range(start + 1, len(dense["mask"]) + 1)
 for name in ("top-K", "TCS"):
     look = lab.curve_style(name) | {"markersize": 5, "markevery": 12}
     axes.plot(rounds, 100 * shares[name], label=name, **look)
@@ -364,14 +364,12 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# TCS is just below its bound, later at it, and top-K several times higher.
-#
 # ## Take the parts away, one by one
 #
 # The same training without the local mask, without error accumulation (what is not sent is dropped:
 # $e_n = 0$), and with a larger $\phi_{local}$.
 
-# %%
+# %% jupyter={"source_hidden": true}
 larger = f"TCS, φ_local {large_local_share:g}"
 runs["no local mask"] = follow(dataclasses.replace(scheme, phi_local=None))
 runs["no error accumulation"] = follow(dataclasses.replace(scheme, error_accumulation=False))
@@ -401,66 +399,73 @@ display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
 # Without the local mask the model learns with the one set of places that the warm-up left. Without error
-# accumulation it explores, but what is not sent is lost. A larger $\phi_{local}$ pays with more bits in both
-# directions. (*Mask* is here always the set of the $K_{global}$ largest entries of the update, for top-K and
-# dense runs as well.)
+# accumulation it explores, but what is not sent is lost. (*Mask* is here always the set of the $K_{global}$
+# largest entries of the update.)
 #
-# ## Why the mask of TCS moves so fast
+# ## Is there a mask that may stay?
 #
-# The overlap at longer distances tells what happens; the second figure, which share of the places that have
-# just entered the mask has been in it without a break since then.
+# The paper argues from *lottery tickets*: a good mask, once known, would make all searching needless. We look for
+# one in a finished run of TCS, and train from the same first weights with it alone: its last shared mask; the $K$
+# places where θ moved farthest; and, to compare, places drawn at random (rand-K with one mask for ever). After one
+# dense round nothing else is ever sent.
+#
+# **What do you expect?** Which of the three comes nearest to TCS?
+
 
 # %%
-shown = {
-    name: lab.curve_style(name, order) | {"markersize": 5}
-    for name in ("dense (FedAvg)", "no error accumulation", "TCS")
+def trained(number, mask_D=None):
+    """Loss of the last epoch, places where θ moved farthest, last shared mask; with one mask, if given."""
+    only = scheme if mask_D is None else dataclasses.replace(scheme, phi_local=None)
+    changes = {"scheme": only, "seed": number, "warmup_epochs": 0}
+    one = lab.Training(dataclasses.replace(config, **changes), data)
+    first_D, rule = one.theta_D.clone(), one.compressor.rule
+    for epoch in range(epochs):
+        for _ in one.rounds(epoch):
+            if mask_D is not None:
+                rule.observe(mask_D.float())  # S_top of it: the same places again
+    loss = float(one.loss_sum) / (one.rounds_per_epoch * clients * local_steps)
+    moved_D = tcs.top_k_mask(one.theta_D - first_D, k_global)
+    return loss, moved_D, tcs.positions_to_mask(rule.positions, dimension)
+
+
+# %%
+rows = []
+for number in range(seed + 1, seed + 1 + ticket_seeds):
+    loss, farthest_D, last_D = trained(number)
+    drawn = torch.rand(dimension, generator=lab.generator_for(number, 100))
+    masks_D = {"its last mask": last_D, "where θ moved farthest": farthest_D,
+               "random": tcs.top_k_mask(drawn, k_global)}  # fmt: skip
+    rows.append(
+        {"TCS": loss} | {name: trained(number, mask_D)[0] for name, mask_D in masks_D.items()}
+    )
+rows = pd.DataFrame(rows)
+behind = {n: lab.paired_gain(rows[n], rows["TCS"]) for n in rows}
+ticket = {name: f"{rows[name].mean():.2f}" for name in rows}
+above = [f"{mean:+.2f} ± {half:.2f}" for mean, half in behind.values()]
+table = {
+    "mask": list(rows),
+    "training loss": ticket.values(),
+    "above TCS (95 %)": ["–", *above[1:]],
 }
-usable = [lag for lag in lags if lag < len(masks["TCS"])]
-
-
-def survivors(masks_TD, ages):
-    """Of the places that entered a mask, the share still in it 0, 1, ... `ages` rounds later."""
-    count = max(1, len(masks_TD) - 1 - ages)  # masks that have so many after them
-    still = (masks_TD[1:] & ~masks_TD[:-1])[:count]  # row t: what entered mask t + 1
-    entered, share = still.sum(), [1.0]
-    for age in range(1, ages + 1):
-        still = still & masks_TD[1 + age :][:count]
-        share.append(float(still.sum() / entered))
-    return share
-
-
-figure, axes = plt.subplots(figsize=(7.6, 3.2))
-for name, look in shown.items():
-    share = [float(overlaps(masks[name], lag).mean()) for lag in usable]
-    axes.plot(usable, share, label=name, **look)
-axes.axhline(chance, label="chance, K/D", **line(7, dash=3))
-axes.set(
-    title="Overlap of masks at a distance", xlabel="distance (rounds)", ylabel="share in common"
-)
-axes.set(xscale="log", xticks=usable, xticklabels=usable, ylim=(0, 1))
-axes.minorticks_off()
-axes.legend(frameon=False, ncols=2, loc="upper right")
-plt.show()
-
-figure, axes = plt.subplots(figsize=(7.6, 3.2))
-ages = min(6, len(masks["TCS"]) - 2)
-for name, look in shown.items():
-    axes.plot(range(ages + 1), survivors(masks[name], ages), label=name, **look)
-axes.set(
-    title="Newcomers that are still in the mask", xlabel="rounds since they entered", ylabel="share"
-)
-axes.set_ylim(0, 1.04)
-axes.legend(frameon=False)
-plt.show()
+print(f"one mask for the whole training; n = {len(rows)} seeds")
+best = "where θ moved farthest"
+as_well = lab.decided(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
+print(f"{as_well}: one good mask for ever does as well as TCS ({best})")
+display(Markdown(lab.markdown(pd.DataFrame(table))))
 
 # %% [markdown]
-# - **dense**: the overlap hardly falls with distance, but is not far above what the layers alone would give.
-# - **no error accumulation**: a mask that does change more slowly, as the idea of TCS has it.
-# - **TCS**: many newcomers stay for one round more, nearly none for a second.
+# ## Why the mask of TCS moves so fast
 #
-# The errors would explain it: a place enters when one client sends what has piled up there; then *all*
-# clients send their piles, so it stays large for one more round. To check it, the TCS run starts once more,
-# and for two epochs we compare what had piled up with the round's difference:
+# How much of a mask is still there two rounds later:
+
+# %%
+for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
+    print(f"{name:22s} overlap at distance two {overlaps(masks[name], 2).mean():.0%}")
+
+# %% [markdown]
+# Without error accumulation the mask changes more slowly, as the idea of TCS has it. So errors may explain it: a place
+# enters when one client sends what has piled up there; then *all* clients send their piles, and it stays large for one more
+# round. To check it, TCS starts once more, and for two epochs we compare what had piled up with the round's difference:
 #
 # $$\text{pile} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 
@@ -470,32 +475,59 @@ def pile(errors_ND, deltas_ND, places):
     return float(errors_ND[:, places].abs().mean() / deltas_ND[:, places].abs().mean())
 
 
-# %%
-federation, piles = lab.Training(config, data, keep_deltas=True), []
+def values_of(intended_D, shared_D):
+    """What one client sends: values under the shared mask, and under its own."""
+    own_K = tcs.top_k_positions(intended_D, k_local, shared_D)
+    return intended_D[shared_D], intended_D[own_K]
+
+
+federation, piles, messages = lab.Training(config, data, keep_deltas=True), [], []
 errors_ND, older_D, old_D = federation.compressor.errors_ND.clone(), None, None
 for epoch in range(warmup_epochs + 3):
     for update_D in federation.rounds(epoch):
         if epoch > warmup_epochs:
             kinds = (update_D != 0) & ~old_D, old_D & ~older_D, old_D & older_D
             piles.append([pile(errors_ND, federation.deltas_ND, kind) for kind in kinds])
+            messages += [values_of(meant_D, old_D) for meant_D in errors_ND + federation.deltas_ND]
         older_D, old_D = old_D, tcs.top_k_mask(update_D, k_global)
         errors_ND.copy_(federation.compressor.errors_ND)
 explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
 print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the mask {others:.1f}")
+more = lab.paired_gain(*([row[i] for row in piles] for i in (0, 2)))
+print(f"{lab.decided(*more)}: more waits where a client explores than where the mask stays")
 
 # %% [markdown]
 # A client has a few times the round's difference waiting at a place that somebody explores, still so at the
-# mask's newcomers, where all clients now send it, and nothing where the mask has been for longer (unless
-# values are quantized): such a place is outdone by the next piles, and falls out.
+# mask's newcomers, and nothing where the mask has been for longer: such a place is outdone by the next piles, and
+# falls out. So $m_{local}$ finds places that are important *for the moment*: exploration and the emptying of errors
+# share the same few positions.
 #
-# So $m_{local}$ picks up places that are important *for the moment*, because their error has grown:
-# exploration and the emptying of errors share the same few positions.
+# ## One quantizer for all values, or two?
 #
+# The paper says that quantizing in blocks makes the error smaller. The core takes shared and own values together; here
+# they are quantized so, and apart, in the rounds just made (16 intervals; a block more costs 16 means of 32 bits).
+
+
+# %%
+def relative_error(*blocks):
+    codes = [tcs.fractional_quantize(values, 16) for values in blocks]
+    back = torch.cat([tcs.fractional_dequantize(*one) for one in codes])
+    return float((back - torch.cat(blocks)).norm() / torch.cat(blocks).norm())
+
+
+together = torch.tensor([relative_error(torch.cat(blocks)) for blocks in messages])
+apart = torch.tensor([relative_error(*blocks) for blocks in messages])
+print(f"relative error together {together.mean():.1%}, apart {apart.mean():.1%}, "
+      f"smaller apart in {(apart < together).float().mean():.0%} of n = {len(apart)} messages")  # fmt: skip
+smaller = lab.decided(*lab.paired_gain(together.tolist(), apart.tolist()))
+print(f"{smaller}: quantized apart the values have a smaller error")
+
+# %% [markdown]
 # ## Claim
 #
 # Exact, for any parameters: the bound on the server's message, at most $N K_{local}$ places explored, and
 # one mask for ever without a local mask. Measured, with wide margins because training differs between
-# machines: dense masks overlap more than their layers explain, and full TCS ends with a training loss lower
+# machines: dense masks overlap more than their layers explain, and TCS ends with a training loss lower
 # by more than 0.02 than without either part.
 
 # %%
@@ -586,17 +618,20 @@ display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
 - Of TCS's own mask {turnover:.0%} is new in a round, and masks two rounds apart share {at_two:.0%}; without error
   accumulation they share {quiet:.0%}. That says nothing about the paper's assumption: where $N K_{{local}}$ is as
   large as $K_{{global}}$, errors alone can exchange the mask. [13_evidence](13_evidence.ipynb) judges it on dense updates.
+- A good mask that may stay, found in a finished run (n = {len(rows)} seeds): with the places where θ moved farthest training ends
+  at a loss of {ticket["where θ moved farthest"]}, with TCS's last mask at {ticket["its last mask"]}, with a random one at {ticket["random"]}, with TCS
+  itself at {ticket["TCS"]}. That such a mask, which knows the end, does as well as TCS is **{as_well}**.
+- Shared and own values quantized apart have {float(apart.mean() / together.mean()):.0%} of the error that they have together.
 - TCS ended at {runs["TCS"]["accuracy"]:.0%}, top-K at {runs["top-K"]["accuracy"]:.0%}, dense training at
   {dense["accuracy"]:.0%}: one run of each, which decides nothing. In {len(masks["TCS"]) - 1} sparse rounds an entry got to be
   sent {often:.1f} times on average (rounds × φ_global); in the paper it is 234. So this says how fast a scheme starts.
-- What surprised us: with the layers known, chance already gives {by_layer:.0%} of the overlap; that much of the
-  correlation in time is a correlation by layer.
+- What surprised us: with the layers known, chance already gives {by_layer:.0%} of the overlap.
 """))  # fmt: skip
 
 # %% [markdown]
-# Next: [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers those are and what can be
-# done about it; [05_global_momentum](05_global_momentum.ipynb) adds momentum. Try here: `value_bits = 5`, `local_steps = 4`, `clients = 2`, or
-# `phi_local = 1e-4`, where the mask has no choice but to change slowly.
+# Next: [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers those are;
+# [05_global_momentum](05_global_momentum.ipynb) adds momentum. Try here: `phi_local = 1e-4`, where the mask has no choice but
+# to change slowly.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · n = 1")

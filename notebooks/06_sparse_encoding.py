@@ -18,14 +18,10 @@
 # $\log_2(1/\phi)+2$ bits instead of $\log_2 d$: about half at the paper's size, and the same whatever
 # the positions are.
 #
-# A client sends the values under its own mask together with *where* they belong. This notebook writes
-# the paper's example of that code bit by bit, reads it back by hand, then counts what a position really
-# costs, and says when a plain bitmap is cheaper.
-#
 # *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb)
 # and [03_tcs](03_tcs.ipynb), for what the masks are.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import math
 from typing import Annotated
 
@@ -40,14 +36,7 @@ import tcs_core as tcs
 
 torch.set_num_threads(1)
 
-# %% [markdown]
-# ## Parameters
-#
-# `dimension`, `phi` and `positions` are the paper's example. Change any and run all again: the picture,
-# the walk and the exercise follow. Text between the cells describes what these values give; *Claim* and
-# *What we saw* are worked out anew.
-
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # the profile whose model is set beside the paper's ResNet-18
 dimension = 12  # d, entries of the example's vector
 phi = 0.25  # share of them that the code is made for
@@ -58,7 +47,7 @@ phi_largest = 0.3  # ... to this one
 phi_steps = 81  # how many shares in between
 seed = 0  # of the random positions
 
-# %%
+# %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 claim = lab.Claims(globals(), "ad2c29")  # asserted for the values above, said for others
 counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Share, Lt(1)])
@@ -74,8 +63,39 @@ positions_K = torch.tensor(positions) - 1  # the core counts from zero
 blocks = math.ceil(dimension / block)
 print(f"{blocks} blocks of {block} entries; a place inside a block takes {width} bits")
 
+# %% jupyter={"source_hidden": true}
+paper_d = sum(p.numel() for p in tcs.resnet18().parameters())
+
+
+def in_positions(name: str) -> float:
+    """The part of a scheme's budget that positions are."""
+    scheme = tcs.Scheme.named(name)
+    values = scheme.value_bits * ((scheme.phi_global or 0.0) + scheme.phi_local)
+    return 1 - values / tcs.bit_budget(name)
+
+
+def budget_of(name: str) -> dict[str, str]:
+    """A scheme's budget (bits per parameter), the positions' part, and with plain indices."""
+    budget, own = tcs.bit_budget(name), tcs.Scheme.named(name).phi_local
+    plain = (1 - in_positions(name)) * budget + own * math.log2(paper_d)
+    return {"scheme": name, "budget": f"{budget:.4f}", "positions": f"{share[name]:.0%}",
+            "with log2 d each": f"{plain:.4f}"}  # fmt: skip
+
+
+share = {name: in_positions(name) for name in ("TCS", "top-K", "TCS-Q5", "top-K-Q5")}
+at_once = {name: f"{100 * part:.0f}\u00a0%" for name, part in share.items()}
+display(
+    Markdown(f"""**Positions are {at_once["TCS"]} of what TCS sends**, by the paper's budget with its 32-bit values, and
+{at_once["top-K"]} of what top-K sends. With 5-bit values they are {at_once["TCS-Q5"]} and {at_once["top-K-Q5"]}: then
+it matters how they are written.""")
+)
+
 # %% [markdown]
 # ## The code
+#
+# A client sends the values under its own mask together with *where* they belong. `dimension`, `phi` and `positions`
+# are the paper's example. Change any parameter and run all again: the picture, the walk and the exercise follow, *Claim* and
+# *What we saw* are worked out anew.
 #
 # Cut the vector into blocks of $1/\phi$ entries, so that a block holds one kept entry on average. Go
 # through the blocks in order. For a kept entry write a flag `1` and its place inside the block; at the
@@ -131,7 +151,7 @@ handles = [plt.Rectangle((0, 0), 1, 1, **swatch) for swatch in swatches]
 print(code, kinds, sep="\n")
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def boxes(ax, y: float, texts, colours, hatches) -> None:
     """A row of labelled boxes, one unit wide, centred at 0."""
     for i, (text, colour, hatch) in enumerate(zip(texts, colours, hatches, strict=True)):
@@ -275,7 +295,7 @@ zoom = pd.DataFrame([costs(i / 1000) for i in range(150, 301)])
 above = table["counted"] - table["formula"]
 print(f"counted minus formula: {above.min():+.2f} to {above.max():+.2f} bits a position")
 
-# %%
+# %% jupyter={"source_hidden": true}
 LINES = {
     "log2_d": ("plain index, log₂ d", lab.COLOURS[7], ":"),
     "bitmap": ("bitmap, 1/φ", lab.COLOURS[1], "--"),
@@ -294,7 +314,7 @@ def curves(ax, table: pd.DataFrame, every: int, title: str) -> None:
     ax.grid(alpha=0.25)
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
 curves(axes[0], table, 4, f"cost of a position, d = {measured_dimension:,}")
 axes[0].set(xscale="log", ylim=(0, 23))
@@ -335,21 +355,8 @@ for name, where in heaps.items():
 # TCS sends positions only for its local mask, an eleventh of its entries; top-K sends one with every value.
 # What part of the paper's bit budget are positions, with values of 32 and of 5 bits?
 
-
 # %%
-def position_share(name: str) -> dict[str, str]:
-    """A scheme's budget (bits per parameter), the positions' part, and with plain indices."""
-    scheme, budget = tcs.Scheme.named(name), tcs.bit_budget(name)
-    own = scheme.phi_local
-    values = scheme.value_bits * ((scheme.phi_global or 0.0) + own)
-    plain = values + own * math.log2(paper_d)
-    return {"scheme": name, "budget": f"{budget:.4f}", "positions": f"{1 - values / budget:.0%}",
-            "with log2 d each": f"{plain:.4f}"}  # fmt: skip
-
-
-paper_d = sum(p.numel() for p in tcs.resnet18().parameters())
-names = ["TCS", "top-K", "TCS-Q5", "top-K-Q5"]
-display(Markdown(lab.markdown(pd.DataFrame([position_share(name) for name in names]))))
+display(Markdown(lab.markdown(pd.DataFrame([budget_of(name) for name in share]))))
 
 # %% [markdown]
 # That is why the paper's shared mask and its 5-bit values go together: once values take 5 bits, positions are most of

@@ -12,13 +12,9 @@
 # **Claim.** The paper's claims can be put as numbers with bounds, planned before the runs, and judged by one rule that the paper's
 # own numbers pass through, too.
 #
-# `params/claims.yaml` has the claims, their bounds and the analysis, `params/evidence_plan.yaml` the runs in their order; both are
-# older than the first record. This notebook judges what is recorded so far, writes `results/<profile>/claims.csv` and `.md`, and
-# trains nothing.
-#
 # *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true}
 import json
 import textwrap
 
@@ -27,9 +23,11 @@ import pandas as pd
 import tcs_lab as lab
 from IPython.display import Markdown, display
 
+import tcs_core as tcs
+
 plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 12})
 
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 evidence = "evidence"  # the profile that is judged: params/<profile>.yaml, results/<profile>/
 results = None  # the folder with <profile>/runs/*.json; None: results/
 beside = [
@@ -41,7 +39,7 @@ beside = [
     ["cpu18", 5],
 ]  # profiles and epochs shown beside it, judged nowhere
 
-# %%
+# %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 lab.check_values(globals(), evidence=str, beside=list[list])
 
@@ -62,7 +60,7 @@ made = lab.made_of(plans, results)
 # ## The result
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def scale_of(found: dict) -> str:
     """What these records trained, in words."""
     for record in found.values():
@@ -95,13 +93,17 @@ print(f"Profile {evidence}: {scale_of(records)}; records judged: {len(records)}.
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
+# `params/claims.yaml` has the claims, their bounds and the analysis, `params/evidence_plan.yaml` the runs in their order; both are
+# older than the first record. This notebook judges what is recorded so far, writes `results/<profile>/claims.csv` and `.md`, and
+# trains nothing.
+#
 # **Supported**: the whole 95 % interval keeps the claim's bound. **Contradicted**: none of it does. **Open**: neither. Bits are counted,
 # not drawn: they follow **by construction** from the scheme and the net. The paper's lines judge the means and deviations that it
 # prints by the same rule. What has too few runs for an interval, or what the paper prints no numbers for, is *not measured*.
 #
 # The six main claims, as differences of final test accuracy in percentage points. The shaded side keeps the bound.
 
-# %%
+# %% jupyter={"source_hidden": true}
 COLOURS = dict(zip(lab.VERDICTS, [lab.COLOURS[i] for i in (1, 2, 7, 7, 7)], strict=True))
 main = judged[judged["main"]].iloc[::-1].reset_index(drop=True)
 
@@ -125,10 +127,11 @@ def draw(axes, at: int, row, keys: tuple[str, str, str], word: str, marker: str)
     axes.plot([low, high], [at - 0.12] * 2, color=colour, lw=3.5, solid_capstyle="butt")
     axes.plot(mean, at - 0.12, marker, color=colour, markersize=9)
     said = f"{lab.numbers(row, *keys)} {word}"
-    axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, ha="center", va="center")
+    style = {"ha": "center", "va": "center", "weight": "bold"}
+    axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, **style)
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 keys = {"ours": ("measured", "low", "high"), "paper": ("paper", "paper_low", "paper_high")}
 reach = main[[key for three in keys.values() for key in three]].abs().max().max()
 ends = (-1.1 * max(1, reach), 1.1 * max(1, reach))
@@ -153,7 +156,7 @@ plt.show()
 # a bootstrap over residuals and images, and p by Holm for the six together (two-sided, of the difference from the bound).
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def points(row, key: str) -> str:
     return "–" if pd.isna(row[key]) else f"{row[key]:.2f}"
 
@@ -185,7 +188,7 @@ if len(ratio):
 # then the same with four local steps and 5-bit values. By the model the parts add up.
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def interval(row) -> str:
     """Difference, interval and n, or – where there is none."""
     if pd.isna(row["measured"]):
@@ -211,7 +214,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 # take part? And do masks still coincide? Differences there and with equal clients are of the same seeds; the last column is
 # there minus equal.
 
-# %%
+# %% jupyter={"source_hidden": true}
 there = lab.unequal_records(read, profile, results)
 apart = lab.unequal(read, records, there)
 recorded_apart = apart[apart["measured"].notna()]
@@ -225,7 +228,7 @@ for (setting, one, other), found in recorded_apart.groupby(
 display(Markdown(lab.markdown(pd.DataFrame(rows).fillna("–")) if rows else nothing))
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def mask_overlap(found: dict, seeds: set) -> str:
     """Of TCS: the share of the shared mask that was in it a round before, mean over epochs."""
     shares = [
@@ -251,11 +254,71 @@ if rows:
     )
 
 # %% [markdown]
+# ## Do masks coincide?
+#
+# Sums over the air, of which the paper speaks, want clients to send at the same places. How many places the server's message has is in
+# the records: from the length of that message. A place's values add up as many clients as send there. What clients send at places of
+# the shared mask coincides by construction.
+
+
+# %%
+def explored_places(record: dict) -> int:
+    """Places outside the shared mask in the server's message: mean over the last epoch."""
+    dimension, row, shared = record["dimension"], record["rows"][-1], sizes_of(record)[0]
+    bits = row["bits_down"] / row["rounds"] - 32 * shared
+    low, high = 0, dimension
+    while high - low > 1:  # the code of more places is longer
+        middle = (low + high) // 2
+        code = tcs.position_bits(middle, dimension, tcs.block_for(middle, dimension))
+        low, high = (middle, high) if 32 * middle + code <= bits else (low, middle)
+    return low
+
+
+def sizes_of(record: dict) -> tuple[int, int]:
+    """Entries of the shared mask, and of a client's own."""
+    scheme = record["config"]["scheme"]
+    phis = scheme["phi_global"], scheme["phi_local"]
+    return tuple(tcs.kept(phi, record["dimension"]) if phi else 0 for phi in phis)
+
+
+def coinciding(record: dict) -> dict[str, float]:
+    """Of one round: shares of what clients send, at least, and clients a place."""
+    (shared, own), clients, places = (
+        sizes_of(record),
+        record["config"]["clients"],
+        explored_places(record),
+    )
+    again = (
+        clients * own - places
+    )  # own values at a place that another client has, too: so many or more
+    sent = clients * (shared + own)
+    return {"all": (clients * shared + again) / sent, "own": again / (clients * own),
+            "clients": sent / (shared + places)}  # fmt: skip
+
+
+# %% jupyter={"source_hidden": true}
+rows, most = [], []
+for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
+    for scheme in ("TCS", "top-K"):
+        asked = params_of("table1", name) | {"schemes": [scheme], "seeds": 10}
+        found = lab.recorded(lab.plan(asked), results if name == evidence else None).values()
+        each = pd.DataFrame([coinciding(record) for record in found])
+        most += list(each["all"]) if scheme == "TCS" and len(each) else []
+        rows += [{"training": name, "scheme": scheme, "of all values, at least": f"{each['all'].mean():.0%}",
+                  "of own values, at least": f"{each['own'].mean():.0%}",
+                  "clients a place, of 10": f"{each['clients'].mean():.1f}", "n": f"{len(each)}"}] if len(each) else []  # fmt: skip
+display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
+COINCIDE = "most of what clients send is at places where others send, in TCS"
+own_words = {COINCIDE: lab.VERDICTS[0 if min(most) > 0.5 else 1]} if most else {}
+for text, word in own_words.items():
+    print(f"{word}: {text} (at least {min(most):.0%} in each of n = {len(most)} records)")
+
+# %% [markdown]
 # ## Is one of them under-tuned?
 #
 # Half and twice the rate, one seed of its own, judged nowhere: only a large effect can show.
 
-# %%
+# %% jupyter={"source_hidden": true}
 wide = {}
 for config in plans.get("rates", []):
     factor = f"× {profile['reference_batch'] / config.reference_batch:g}"
@@ -282,7 +345,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 #
 # In the order of the queue; nobody looks at results to decide whether to go on.
 
-# %%
+# %% jupyter={"source_hidden": true}
 shown = made.assign(hours=[f"{hours:.1f}" for hours in made["hours"]]) if len(made) else made
 display(
     Markdown(lab.markdown(shown.astype(str)) if len(shown) else f"Profile {evidence} has no plan.")
@@ -301,7 +364,7 @@ if len(sources):
 # Hours of computation of each profile, summed over all its records (those of rivals and sweeps, too), one core each but for
 # profiles with more threads:
 
-# %%
+# %% jupyter={"source_hidden": true}
 rows = []
 folders = {path.parent.name: path for path in (lab.ROOT / "results").glob("*/runs")}
 if (own := lab.results_folder(evidence, results) / "runs").is_dir():
@@ -317,13 +380,36 @@ for name, folder in sorted(folders.items()):
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
+# ## Sentence by sentence
+#
+# Every empirical sentence of the paper, in its order and in our words: `params/sentences.yaml`. A verdict from records is the one of the
+# claims above, *open* until these stand; one from a notebook is what that notebook printed when it was executed. Where several are
+# asked, all are counted. *By construction*: it follows from the algorithm, or from counting.
+
+# %%
+sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
+found = lab.sentences_table(sentences, judged, read, records, own_words)
+shown = pd.DataFrame({
+    "Where": found["where"],
+    "The paper says": found["says"],
+    "Verdict": "**" + found["verdict"] + "**",
+    "Shown in": found["shown"].map(lambda places: "; ".join(map(lab.sentences.link, places)) or "–"),
+    "Beside it": found["because"].replace("", "–"),
+}).map(lambda text: text.replace("|", "/"))  # fmt: skip
+print(
+    f"{len(found)} sentences:",
+    ", ".join(f"{n} {word}" for word, n in found["verdict"].value_counts().items()),
+)
+display(Markdown(lab.markdown(shown).replace("---:", "---")))
+
+# %% [markdown]
 # ## Appendix: every claim
 #
 # Accuracies are differences in points; × is how many times fewer bits than dense training, or than the second scheme, after the
 # warm-up; the overlap of dense updates is 0 by chance and 1 if a mask never changes. A number has a third digit where two would lie
 # on the bound. `claims.csv` has everything, with the record files of each claim.
 
-# %%
+# %% jupyter={"source_hidden": true}
 lacking = lab.not_measured(judged)
 if records:
     said = f"The paper's claims in profile {evidence}: {scale_of(records)}"
@@ -334,7 +420,10 @@ if records:
         or target.with_suffix(".csv").exists()
     ):
         lab.save_table(judged, target, said, lab.readable_claims, lacking)
-    display(Markdown(lab.markdown(lab.readable_claims(judged))))
+    readable = lab.readable_claims(judged)
+    for column in {"Verdict", "Paper's verdict"} & set(readable):
+        readable[column] = "**" + readable[column] + "**"
+    display(Markdown(lab.markdown(readable)))
 print(lacking or "No claim is left out.")
 
 # %% [markdown]
@@ -344,7 +433,7 @@ print(lacking or "No claim is left out.")
 # and 57). *Loss*: TCS's training loss at the end, which says how finished it is.
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def gap(rows: pd.DataFrame, scheme: str) -> str:
     row = rows.loc[scheme]
     numbers = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
@@ -369,7 +458,7 @@ def per_image(record: dict) -> str:
     return f"{record['dimension'] / (steps * config['batch_size'] * config['clients']):.1f}"
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def training(name: str, epochs: int, where: str | None = None) -> dict[str, str]:
     """One row; nothing if there are no records."""
     change = {"epochs": epochs, "schemes": ["Baseline", "TCS", "TCS-L4"], "seeds": 10}

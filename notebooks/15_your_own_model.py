@@ -12,13 +12,9 @@
 # **Claim (beyond the paper).** A model, a loss and one list of batches a client are enough to see, in about twenty lines,
 # what TCS would save *you*: dense federated averaging, top-K and TCS side by side, loss against bytes.
 #
-# The federation of the other notebooks knows nothing of images: it takes any `torch.nn.Module` with float32 parameters. Here
-# it is one on a made-up regression, with batch norm, dropout and a frozen part; the clients have different data, and more or less of it.
-# Put your own in the place of the two cells below *Yours*, and keep their names: `own`, `counts`, `test`, `model_of()` and `loss`.
-#
 # *Run time*: about 50 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true}
 import io
 import math
 import time
@@ -38,14 +34,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
-# %% [markdown]
-# ## Parameters
-#
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew. (With these very values a claim that is not supported stops the notebook: with data
-# of your own, change one, such as `seed`.)
-
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 clients = 4  # each has data of its own, from 1000 samples up
 rounds = 1000  # with one local step each; an entry gets to be sent rounds x phi_global times
 batch_size = 16  # samples of a local step
@@ -59,8 +48,10 @@ many_clients = [10, 100, 1000]  # of which ten take part in a round
 many_width = 512  # of the perceptron for many clients: 273,921 parameters
 seed = 0  # of data, first weights and batches
 
-# %%
+# %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
+answer = display(Markdown("*The answer comes here when the comparison has run.*"), display_id=True)
+picture = display(Markdown("*And its picture.*"), display_id=True)
 claim = lab.Claims(globals(), "a6112d")  # asserted for the values above, said for others
 whole = dict.fromkeys(("clients", "rounds", "batch_size", "warmup", "many_width"), lab.Count)
 positive = dict.fromkeys(("learning_rate", "adaptive_rate", "tolerance"), lab.Positive)
@@ -72,6 +63,11 @@ if warmup >= rounds:
 
 # %% [markdown]
 # ## Yours: data and model
+#
+# The federation of the other notebooks knows nothing of images: it takes any `torch.nn.Module` with float32 parameters. Here
+# it is one on a made-up regression, with batch norm, dropout and a frozen part; the clients have different data, and more or less of it.
+# Put your own in the place of the two cells here, and keep their names: `own`, `counts`, `test`, `model_of()` and `loss`. (With
+# the parameters as they are a claim that is not supported stops the notebook: with data of your own, change one, such as `seed`.)
 #
 # `own[n]` is what client n can learn from, as batches: here, noisy values of one unknown function, each client's seen from
 # another region. The last client has the most: `counts`. `test` is one batch. Tensors are used as they come, so put them where the
@@ -171,9 +167,16 @@ curves = {scheme: trained(federation_of(scheme)) for scheme in schemes}
 last = pd.DataFrame({scheme: curve.iloc[-1] for scheme, curve in curves.items()}).T
 last["times fewer bytes"] = last["MB"].iloc[0] / last["MB"]
 last["loss, × the first"] = last["loss"] / last["loss"].iloc[0]
-display(last.drop(columns="round").round(4))
+shapes = {
+    "MB": "{:,.1f}",
+    "loss": "{:.4f}",
+    "times fewer bytes": "{:.1f}",
+    "loss, × the first": "{:.2f}",
+}
+readable = pd.DataFrame({name: last[name].map(shape.format) for name, shape in shapes.items()})
+display(Markdown(lab.markdown(readable.reset_index(names="scheme"))))
 
-# %%
+# %% jupyter={"source_hidden": true}
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
 for scheme, curve in curves.items():
     style = lab.curve_style(scheme, curves) | {"markersize": 4}
@@ -188,7 +191,8 @@ lab.plain_log(right.xaxis)
 for axes in (left, right):
     axes.grid(alpha=0.25)
 left.legend(frameon=False)
-plt.show()
+picture.update(fig)  # at the top
+plt.close(fig)
 
 # %% [markdown]
 # ## What to choose
@@ -222,6 +226,11 @@ def verdict(curves: dict[str, pd.DataFrame]) -> tuple[bool, str]:
 
 # %%
 same_loss, saved = verdict(curves)
+size = sum(p.numel() for p in model_of().parameters() if p.requires_grad)
+answer.update(
+    Markdown(f"""**{saved[0].upper()}{saved[1:]}** (test loss within {tolerance:.0%}; both ways, all clients, warm-up
+in). {clients}\u00a0clients, {size:,} trained parameters, {rounds:,} local steps; one run of each scheme.""")
+)
 print(saved)
 
 # %% [markdown]

@@ -18,7 +18,7 @@
 # *Run time*: about a minute on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
 # [05_global_momentum](05_global_momentum.ipynb), [12_real_training](12_real_training.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true}
 import collections
 import itertools
 import json
@@ -40,13 +40,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
-# %% [markdown]
-# ## Parameters
-#
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
-
-# %% tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters"]
 evidence = "text"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
 drawn = ["FedAvg", "FedAvg-L4", "top-K", "TCS", "TCS-Q5", "TCS-L4-Q5",
          "FedAvg-Global Momentum", "TCS-Global Momentum"]  # whose curves, of seed 0  # fmt: skip
@@ -56,13 +50,105 @@ ddp_steps = 120  # of the same GPT in two processes
 ddp_rank = 1  # of PowerSGD; TCS gets as many bytes
 seed = 0  # of first weights and windows of what is run here
 
-# %%
+# %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 claim = lab.Claims(globals(), "9fc6e6")  # asserted for the values above, said for others
 lab.check_values(globals(), rounds=lab.Count, phi_global=lab.Share, ddp_steps=lab.Count)
 lab.check_values(globals(), ddp_rank=lab.Count, seed=lab.Seed)
 files = [lab.ROOT / "params/table_text.yaml", lab.ROOT / f"params/{evidence}.yaml"]
 params = lab.read_params(files)
+
+# %% jupyter={"source_hidden": true}
+read = lab.read_claims(lab.ROOT / "params/claims_text.yaml")
+records = lab.claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]))
+
+
+def own_megabytes(record: dict) -> pd.Series:
+    """What one client sent and got, an epoch each."""
+    epochs = pd.DataFrame(record["rows"])
+    return (epochs["bytes_up"] / record["config"]["clients"] + epochs["bytes_down"]) / 1e6
+
+
+def line(name: str, found: list[dict]) -> dict[str, str]:
+    """One row: how a scheme ended, over its seeds, and what one client sent and got in all."""
+    ends = [record["rows"][-1] for record in found]
+    losses = pd.Series([end["loss"] for end in ends]) / math.log(2)
+    megabytes = [own_megabytes(f).sum() for f in found]
+    sent = [lab.bits_per_parameter(record)["uplink"] for record in found]
+    return {"scheme": name, "n": f"{len(found)}",
+            "accuracy, %": f"{100 * pd.Series([e['accuracy'] for e in ends]).mean():.2f}",
+            "bits per character": f"{losses.mean():.3f}",
+            "training loss, bits": f"{pd.Series([e['train_loss'] for e in ends]).mean() / math.log(2):.3f}",
+            "MB a client, both ways": f"{sum(megabytes) / len(found):,.1f}",
+            "times less up": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
+
+
+# %% jupyter={"source_hidden": true}
+groups = collections.defaultdict(list)
+for record in records.values():
+    scheme, rate = record["config"]["scheme"]["name"], record["config"]["learning_rate"]
+    groups[f"{scheme} at {rate:g}"].append(record)
+
+
+def final_bits(side: tuple[str, float]) -> dict[int, float]:
+    """Bits per character at the end, by seed, of a scheme at a rate."""
+    found = groups[f"{side[0]} at {side[1]:g}"]
+    return {r["config"]["seed"]: r["rows"][-1]["loss"] / math.log(2) for r in found}
+
+
+def against(one: dict[int, float], other: dict[int, float]) -> str:
+    """The difference, paired by seed, with its 95 % interval."""
+    seeds = sorted(one.keys() & other.keys())
+    gap, half = lab.paired_gain([one[s] for s in seeds], [other[s] for s in seeds])
+    return (
+        lab.with_interval(gap, gap - half, gap + half, "{:+.3f}") + f", n\u00a0=\u00a0{len(seeds)}"
+    )
+
+
+ours, top_k = read.claims["top-k-plain"].sides
+plain = {what: final_bits(side) for what, side in (("dense training", read.claims["cost-plain"].second),
+                                                   ("top-K", top_k), ("TCS", ours))}  # fmt: skip
+if all(plain.values()):
+    means = {what: sum(ends.values()) / len(ends) for what, ends in plain.items()}
+    side = "below" if means["top-K"] < means["dense training"] else "above"
+    display(
+        Markdown(f"""**Bits per character, fewer are better: top-K ends {side} dense training, at {means["top-K"]:.3f} and
+{means["dense training"]:.3f}** ({against(plain["top-K"], plain["dense training"])}). TCS ends at {means["TCS"]:.3f}
+({against(plain["TCS"], plain["dense training"])} against dense). Recorded runs of profile {evidence}, without momentum, seed by seed.""")
+    )
+else:
+    print("no records yet")
+
+# %% jupyter={"source_hidden": true}
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.4), sharey=True)
+first = [record for record in records.values() if record["config"]["seed"] == 0]
+first = {record["config"]["scheme"]["name"]: record for record in first}
+for name in (name for name in drawn if name in first):
+    epochs_, dense = pd.DataFrame(first[name]["rows"]), first[name]["config"]["warmup_epochs"]
+    bits, style = epochs_["loss"] / math.log(2), lab.curve_style(name, drawn) | {"markersize": 4}
+    left.plot(epochs_["epoch"], bits, **style, label=name)
+    right.plot(own_megabytes(first[name])[dense:].cumsum(), bits[dense:], **style)
+left.set(xlabel="epoch", ylabel="bits per character (test)", title="The same steps …")
+right.set(xlabel="MB of one client after the warm-up (log)", xscale="log")
+right.set_title("… for fewer bytes")
+lab.plain_log(right.xaxis)
+for axes in (left, right):
+    axes.grid(alpha=0.25)
+fig.legend(loc="outside lower center", ncols=3, frameon=False)
+plt.show()
+
+# %%
+lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=str.lower)])
+display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
+
+# %% [markdown]
+# Momentum is at the server (Alg. 3); dense training did better with it in trials of three epochs. `bits per character` is the test
+# loss in bits; accuracy, the share of next characters that were right. Why a sparse training can end below a dense one is not
+# explained here.
+#
+# The axis on the right of the picture begins where the schemes begin to differ, after the dense warm-up, one epoch of ten. That is
+# most of what the sparse schemes sent, and in the table.
+
 
 # %% [markdown]
 # ## Text, and who has it
@@ -152,66 +238,6 @@ spread = pd.Series(quarters, index=labels) / max(sum(quarters), 1)
 display(spread.map("{:.1%}".format).to_frame("of the last layer's part of the mask"))
 
 # %% [markdown]
-# ## The recorded runs
-#
-# Momentum at the server (Alg. 3), with which dense training did better in trials of three epochs, and the same without. `bits per character` is the
-# test loss in bits; accuracy, the share of next characters that were right.
-
-# %%
-read = lab.read_claims(lab.ROOT / "params/claims_text.yaml")
-records = lab.claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]))
-
-
-def own_megabytes(record: dict) -> pd.Series:
-    """What one client sent and got, an epoch each."""
-    epochs = pd.DataFrame(record["rows"])
-    return (epochs["bytes_up"] / record["config"]["clients"] + epochs["bytes_down"]) / 1e6
-
-
-def line(name: str, found: list[dict]) -> dict[str, str]:
-    """One row: how a scheme ended, over its seeds, and what one client sent and got in all."""
-    ends = [record["rows"][-1] for record in found]
-    losses = pd.Series([end["loss"] for end in ends]) / math.log(2)
-    megabytes = [own_megabytes(f).sum() for f in found]
-    sent = [lab.bits_per_parameter(record)["uplink"] for record in found]
-    return {"scheme": name, "n": f"{len(found)}",
-            "accuracy, %": f"{100 * pd.Series([e['accuracy'] for e in ends]).mean():.2f}",
-            "bits per character": f"{losses.mean():.3f}",
-            "training loss, bits": f"{pd.Series([e['train_loss'] for e in ends]).mean() / math.log(2):.3f}",
-            "MB a client, both ways": f"{sum(megabytes) / len(found):,.1f}",
-            "times less up": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
-
-
-# %%
-groups = collections.defaultdict(list)
-for record in records.values():
-    scheme, rate = record["config"]["scheme"]["name"], record["config"]["learning_rate"]
-    groups[f"{scheme} at {rate:g}"].append(record)
-lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=str.lower)])
-display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
-
-# %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.4), sharey=True)
-first = [record for record in records.values() if record["config"]["seed"] == 0]
-first = {record["config"]["scheme"]["name"]: record for record in first}
-for name in (name for name in drawn if name in first):
-    epochs_, dense = pd.DataFrame(first[name]["rows"]), first[name]["config"]["warmup_epochs"]
-    bits, style = epochs_["loss"] / math.log(2), lab.curve_style(name, drawn) | {"markersize": 4}
-    left.plot(epochs_["epoch"], bits, **style, label=name)
-    right.plot(own_megabytes(first[name])[dense:].cumsum(), bits[dense:], **style)
-left.set(xlabel="epoch", ylabel="bits per character (test)", title="The same steps …")
-right.set(xlabel="MB of one client after the warm-up (log)", xscale="log")
-right.set_title("… for fewer bytes")
-lab.plain_log(right.xaxis)
-for axes in (left, right):
-    axes.grid(alpha=0.25)
-fig.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
-
-# %% [markdown]
-# The axis on the right begins where the schemes begin to differ, after the dense warm-up, one epoch of ten. That is most of what
-# the sparse schemes sent, and in the table above.
-#
 # ## Which claims carry over
 #
 # Judged like those on images ([13_evidence](13_evidence.ipynb)), by `params/claims_text.yaml`, whose head says what was known then:

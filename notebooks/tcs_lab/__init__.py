@@ -95,6 +95,7 @@ from tcs_lab.sensitivity import (
     sensitivity_plan,
     sensitivity_table,
 )
+from tcs_lab.sentences import read_sentences, sentences_table
 from tcs_lab.settings import (
     PARAMETERS,
     ROOT,

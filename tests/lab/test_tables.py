@@ -322,6 +322,7 @@ NO_TABLE = {
     "optimizers",
     "rivals_small",
     "rivals_text",
+    "sentences",
 }  # read by their own functions
 PARAMS = sorted({p.stem for p in (lab.ROOT / "params").glob("*.yaml")} - NO_TABLE)
 

@@ -1,0 +1,141 @@
+"""The table of the paper's sentences: verdicts are found, never typed in; what it names is there."""
+
+import nbformat
+import pandas as pd
+import pytest
+import tcs_lab as lab
+from tcs_lab.sentences import EVIDENCE, beside, link, printed, read_sentences, together
+
+NOTEBOOKS = lab.ROOT / "notebooks"
+SENTENCES = read_sentences(lab.ROOT / "params/sentences.yaml")
+CLAIMS = lab.read_claims(lab.ROOT / "params/claims.yaml")
+SECTIONS = ["Abstract", "Sec. I", "Sec. I-A", "Sec. I-B", "Sec. I-C", "Sec. I-D", "Sec. I-E", "Sec. II-A", "Sec. II-B",
+            "Sec. II-C", "Sec. II-D", "Sec. II-E", "Sec. II-F", "Sec. III-A", "Sec. III-B", "Sec. III-C", "Sec. IV"]  # fmt: skip
+
+
+def cells(notebook):
+    return nbformat.read(NOTEBOOKS / f"{notebook}.ipynb", 4).cells
+
+
+def test_they_stand_in_the_papers_order():
+    order = [SECTIONS.index(sentence.where) for sentence in SENTENCES]
+    assert order == sorted(order) and set(order) == set(range(len(SECTIONS)))
+    assert len({(sentence.where, sentence.says) for sentence in SENTENCES}) == len(SENTENCES)
+
+
+def test_every_claim_on_the_paper_is_said_by_a_sentence():
+    asked = {name for sentence in SENTENCES for name in sentence.claims}
+    ours = {name for name, claim in CLAIMS.claims.items() if claim.where == "read strictly"}
+    assert set(CLAIMS.claims) - ours <= asked <= set(CLAIMS.claims)
+
+
+@pytest.mark.parametrize("place", sorted({place for s in SENTENCES for place in s.shown}))
+def test_what_it_is_shown_in_is_there(place):
+    notebook, _, section = place.partition("#")
+    heads = [
+        line
+        for cell in cells(notebook)
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+    ]
+    assert not section or f"## {section}" in heads
+    assert link(place).startswith(f"[{notebook.split('_')[0]}]({notebook}.ipynb)")
+
+
+@pytest.mark.parametrize(
+    ("notebook", "text"),
+    sorted({(name, text) for s in SENTENCES for name, texts in s.lines.items() for text in texts}),
+)
+def test_a_line_is_one_that_the_notebook_prints(notebook, text):
+    assert printed(notebook, text) in ("supported", "contradicted", "open")
+
+
+def written(folder, *lines):
+    outputs = [nbformat.v4.new_output("stream", name="stdout", text="\n".join(lines))]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=outputs)])
+    nbformat.write(notebook, folder / "a.ipynb")
+
+
+def test_a_printed_verdict_is_that_of_its_whole_text(tmp_path):
+    written(tmp_path, "supported: it holds at 2", "contradicted: it holds (3 of 4)", "sure: it")
+    assert printed("a", "it holds", tmp_path) == "contradicted"
+    assert printed("a", "it holds at 2", tmp_path) == "supported"
+    assert printed("a", "it", tmp_path) == printed("a", "holds", tmp_path) == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"),
+    [
+        (["supported"] * 2, "supported"),
+        (["not measured"], "open"),
+        (["not measured", "open"], "open"),
+        (["by construction", "supported"], "supported"),
+        (["by construction", "by construction"], "by construction"),
+        (["supported", "contradicted", "supported"], "supported (2), contradicted (1)"),
+    ],
+)
+def test_several_verdicts_are_all_said(words, verdict):
+    assert together(words) == verdict
+
+
+def judged_as(words):
+    """What `judged` gives of the claims: `words` of some, not measured of the others."""
+    rows = [
+        {"claim": name, "verdict": words.get(name, "not measured"), "kept": name != "x2000"}
+        for name in CLAIMS.claims
+    ]
+    return pd.DataFrame(rows)
+
+
+def row_of(table, says):
+    (row,) = table[table["says"] == says].to_dict("records")
+    return row
+
+
+def test_verdicts_follow_the_claims_and_are_open_until_these_stand():
+    nothing = lab.sentences_table(SENTENCES, judged_as({}), CLAIMS, {}, {})
+    asked = [s for s in SENTENCES if s.claims and not s.lines]
+    assert {row_of(nothing, s.says)["verdict"] for s in asked} == {"open"}
+    words = {"parity": "contradicted", "slowly": "supported", "x2000": "by construction"}
+    some = lab.sentences_table(SENTENCES, judged_as(words), CLAIMS, {}, {})
+    slowly = "The most important parameters do not change much from round to round"
+    assert row_of(some, slowly)["verdict"] == "supported"
+    again = "TCS meets or surpasses centralized training with a hundredth of the entries"
+    assert row_of(some, again)["verdict"] == "contradicted"
+    bits = "And reaches 2000 times less traffic with quantized values"  # the bound is not kept
+    assert row_of(some, bits)["verdict"] == "contradicted (1), open (1)"
+
+
+def test_what_notebook_13_finds_is_handed_in():
+    (sentence,) = [s for s in SENTENCES if EVIDENCE in s.lines]
+    (text,) = sentence.lines[EVIDENCE]
+    table = lab.sentences_table([sentence], judged_as({}), CLAIMS, {}, {text: "contradicted"})
+    assert table["verdict"].tolist() == ["contradicted"]
+
+
+def test_comparisons_beside_the_claims_are_none_of_them():
+    ours = [
+        (c.first, c.second, c.bounds) for c in CLAIMS.claims.values() if c.measure == "accuracy"
+    ]
+    extra = [(c.first, c.second, c.bounds) for c in beside(SENTENCES, CLAIMS).claims.values()]
+    assert extra and all([*ours, *extra].count(one) == 1 for one in extra)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "allowed: a word, or claims, judged and lines that say it"),
+        ({"word": "open", "claims": ["parity"]}, "allowed: a word, or claims"),
+        ({"word": "supported", "because": "so"}, "word: got 'supported'"),
+        ({"word": "out of scope"}, "because: missing; allowed: why it is out of scope"),
+        ({"word": "by construction", "shown": []}, "shown: got none"),
+        ({"claims": ["parity"], "judge": 1}, "judge: got 1"),
+    ],
+)
+def test_a_sentence_without_a_verdict_of_its_kind_is_refused(tmp_path, changes, says):
+    sentence = {"where": "Abstract", "says": "it", "shown": ["01_fedavg"]} | changes
+    file = tmp_path / "s.yaml"
+    file.write_text(f"sentences: [{sentence}]\n".replace("'", '"'), encoding="utf-8")
+    with pytest.raises(ValueError, match=says) as error:
+        read_sentences(file)
+    assert str(file) in str(error.value)
