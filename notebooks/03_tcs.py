@@ -164,7 +164,7 @@ BOX = {
     16: r"send $\Delta\theta_t$ to all clients",
 }
 MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
-methods = [tcs.TCS.observe, tcs.Federation.play, tcs.Client.compress, tcs.Client.arrived,
+methods = [tcs.TCS.observe, tcs.Federation.play, tcs.Client.send, tcs.Client.arrived,
            tcs.Server.average, tcs.Server.reply]  # fmt: skip
 marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
           for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
@@ -178,8 +178,8 @@ display(Markdown(lab.markdown(lines).replace("---:", "---")))
 # with the *positions* of a mask's ones. Nothing is sent outside them, so line 13 has to touch only these.
 
 # %%
-lab.show_code(tcs.Known.observe, tcs.Known.begin, tcs.Client.send, tcs.Client.compress,
-              tcs.Client.arrived, tcs.Server.add, tcs.Server.average, tcs.Server.reply)  # fmt: skip
+lab.show_code(tcs.Known.observe, tcs.Known.begin, tcs.Client.send, tcs.Client.arrived,
+              tcs.Server.add, tcs.Server.average, tcs.Server.reply)  # fmt: skip
 
 # %% [markdown]
 # ## Ten numbers, two clients

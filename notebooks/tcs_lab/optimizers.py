@@ -67,15 +67,15 @@ class Corrected(Client):
         self.momentum, self.share = momentum, share
         self.momentum_D = torch.zeros(known.dimension)
 
-    def compress(self, delta_D: Tensor) -> Any:
+    def send(self, delta_D: Tensor, checked: bool = False) -> Any:
         self.momentum_D.mul_(self.momentum).add_(delta_D, alpha=self.share)
-        return super().compress(self.momentum_D)
+        return super().send(self.momentum_D, checked)
 
     def arrived(self, received: Any = None) -> None:
-        places_K = self.sent.places_K if self.sent else None
+        sent = self.sent
         super().arrived(received)
-        if places_K is not None:
-            self.momentum_D[places_K] = 0.0
+        if sent is not None and not sent.dense:
+            self.momentum_D[sent.places_K] = 0.0
 
 
 class Averaged:
