@@ -11,7 +11,7 @@
 #
 # **In short.** On two cores, with the paper's ResNet-18, the fastest round of TCS took 0.84 of a plain top-K round's time. A client's
 # compression took 21.6 ms; textbook code takes 12.9 times as long. Nothing has run on a GPU: by calculation the paper's run takes at least
-# 3.61 minutes on an H100.
+# 3.62 minutes on an H100.
 #
 # **Claim (ours, on Sec. II-A's observation).** Because the size of the K-th entry changes slowly from
 # round to round, the last threshold leaves few candidates for the next exact top-K. A federated round can

@@ -89,7 +89,7 @@ def printed(notebook: str, text: str, folder: Path = NOTEBOOKS) -> str:
     for cell in nbformat.read(folder / f"{notebook}.ipynb", 4).cells:
         for output in cell.get("outputs", []):
             for line in output.get("text", "").splitlines():
-                word, _, said = line.partition(": ")
+                word, _, said = re.sub(r"\x1b\[\d*m", "", line).partition(": ")  # without bold
                 if word in WORDS and re.fullmatch(re.escape(text) + r"( \(.*\))?", said):
                     return word
     return NOT_MEASURED

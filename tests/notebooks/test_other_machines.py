@@ -31,9 +31,8 @@ def without_encoding(call):
     if name in ("read_text", "write_text"):
         return "/proc/" not in ast.unparse(call)
     of_tar = ast.unparse(call.func) in ("tarfile.open", "zipfile.open")
-    return "text" in given or (
-        name == "open" and not of_tar and words[-1:] in (["a"], ["w"], ["r"])
-    )
+    of_process = name in ("run", "Popen", "check_output") and "text" in given
+    return of_process or (name == "open" and not of_tar and words[-1:] in (["a"], ["w"], ["r"]))
 
 
 @pytest.mark.parametrize("path", sorted(CODE), ids=lambda p: p.relative_to(lab.ROOT).as_posix())
