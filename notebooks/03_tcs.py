@@ -409,7 +409,7 @@ display(Markdown(lab.markdown(table)))
 # places where θ moved farthest; and, to compare, places drawn at random (rand-K with one mask for ever). After one
 # dense round nothing else is ever sent.
 #
-# **What do you expect?** Which of the three comes nearest to TCS?
+# Which of the three comes nearest to TCS?
 
 
 # %%

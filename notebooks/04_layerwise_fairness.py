@@ -305,7 +305,7 @@ for n, share in at_ends.items():
 # change against TCS, seed by seed, and the interval that holds the true mean with 95 % (Student's t). Accuracy
 # stands beside it. (Trials with other seeds chose the measure: accuracy after so few rounds is mostly noise.)
 #
-# **What do you expect?** Does a minimum for every layer move the starved layer farther?
+# Does a minimum for every layer move the starved layer farther?
 
 # %%
 steps = tcs.Scheme.named(schemes[0]).local_steps

@@ -71,7 +71,7 @@ def test_a_notebook_says_what_it_teaches_and_asks_before_it_measures(path):
     assert "\n\nAfter this notebook you will be able to\n\n- " in cells[0].source
     asked = [n for n, cell in enumerate(cells) if "**What do you expect?** " in cell.source]
     measured = next(n for n, cell in enumerate(cells) if "## Claim\n" in cell.source)
-    assert asked and asked[0] < measured
+    assert len(asked) == 1 and asked[0] < measured
 
 
 @pytest.mark.parametrize(("name", "mistaken", "hint"), MISTAKES)
