@@ -132,7 +132,7 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
 plt.show()
 
 # %% [markdown]
-# In each client's box are the first four of its own training images. Only the arrows are traffic; the images stay.
+# A box shows four of its client's training images. Only the arrows are traffic; the images stay.
 #
 # ## Algorithm 1
 #
