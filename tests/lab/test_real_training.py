@@ -197,15 +197,12 @@ def test_seconds_on_a_link_by_hand():
     assert seconds == pytest.approx(0.5 + 8.08 * 1514 / 1448)
 
 
-def test_below_the_rate_that_is_said_tcs_is_shorter():
-    case = {"layers": 10, "width": 1000, "ranks": 2, "mbit": None}
-    read = links.Links(
-        [case | {"way": way, "seconds": s} for way, s in (("TCS", 0.3), ("plain", 0.1))]
-    )
-    rate = read.pays_below("plain", 10, 1000)
-
-    def step(way, seconds, mbit):  # both directions at once, a rank its own
-        return seconds + 8e-6 * links.on_the_wire(way, 10, 1000, 2) / mbit
-
-    assert step("TCS", 0.3, 0.94 * rate) < step("plain", 0.1, 0.94 * rate)
-    assert step("TCS", 0.3, 1.06 * rate) > step("plain", 0.1, 1.06 * rate)
+@pytest.mark.parametrize(("low", "rate"), [(0.4, 200.0), (0.3, 50.0), (0.1, 50.0)])
+def test_tcs_pays_where_all_its_steps_were_shorter(low, rate):
+    case = {"layers": 10, "width": 1000, "ranks": 2}
+    slow = [("TCS", 50.0, 0.2, 0.3), ("plain", 50.0, 5.0, 6.0)]
+    fast = [("TCS", 200.0, 0.2, 0.3), ("plain", 200.0, low, 2.0), ("TCS", 1000.0, 0.2, 0.3)]
+    names = ("way", "mbit", "low", "high")
+    read = links.Links([case | dict(zip(names, row, strict=True)) for row in slow + fast])
+    assert read.pays_to("plain", 10, 1000) == rate
+    assert read.pays_to("bf16", 10, 1000) == read.pays_to("plain", 4, 5000) == 0
