@@ -1630,8 +1630,12 @@ class Side:
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
         """For a client with a `Known` of its own: the server's message ends the round. `heard` says
         whether this client's own message was among those averaged. The update (D,). MessageError,
-        with nothing changed, for another round's message."""
+        with nothing changed, for another round's message; ValueError if it was heard in a round in
+        which it has not sent."""
         self.known.check_message(reply, SERVER)
+        if heard and self.last_round != self.known.round:
+            what = f"has sent nothing in round {self.known.round}"
+            raise ValueError(f"client {self.number}: heard: got True, but it {what}")
         update_D = self.known.expanded(reply)
         if heard:
             self.arrived()
@@ -1789,8 +1793,9 @@ class Client(Side):
     def send(self, delta_D: Tensor, checked: bool = False) -> Message:
         """A model difference (D,), which stays as it is, to this round's message.
 
-        Raises NotFiniteError, before anything is changed, for NaN or infinity (unless `checked`);
-        ValueError for another shape, a round that is not open, or a second message in it.
+        Before anything is changed, raises NotFiniteError for NaN or infinity (unless `checked`),
+        ValueError for another shape, a round that is not open, or a second message in it. Errors
+        that overflow by the sum raise NotFiniteError, too; they have changed by then.
         """
         shared_K, delta_D = self.known.shared_K, self.accepted(delta_D, checked)
         intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
@@ -2686,7 +2691,7 @@ class Federation:
         state: dict[str, Any] = {
             "theta_D": self.theta_D, "statistics_NS": self.statistics_NS,
             "momentum_D": self.momentum_D, "t": self.t, "active": list(self.active),
-            "buffers": self.flat.other_buffers(),
+            "buffers": self.flat.other_buffers(), "scheme": dataclasses.asdict(self.scheme),
         }  # fmt: skip
         state = copy.deepcopy(state)
         state["compressor"] = self.compressor.state_dict()
@@ -2706,6 +2711,9 @@ class Federation:
         own = self.flat.other_buffers()
         if missing := _IN_A_STATE - state.keys():
             raise ValueError(f"state: {', '.join(sorted(missing))} is missing")
+        scheme = dataclasses.asdict(self.scheme)
+        if (got := state.get("scheme", scheme)) != scheme:  # the compressor's has no momentum
+            raise ValueError(f"state: scheme: {_differences(got, scheme)}")
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             _check_same(f"state: {key}", state[key], getattr(self, key))
         if own.keys() != state["buffers"].keys():
@@ -2740,6 +2748,13 @@ class Federation:
         self.flat.put(self.theta_views)
         self.flat.put_statistics(self._average(self.statistics_NS))
         self._left_S = self.flat.statistics()
+
+
+def _differences(got: dict[str, Any], own: dict[str, Any]) -> str:
+    """Fields that are not the same, as both have them."""
+    fields = [field for field in own if got.get(field) != own[field]]
+    said = [f"{field}: got {got.get(field)!r}, allowed: {own[field]!r}" for field in fields]
+    return "; ".join(said)
 
 
 _IN_A_STATE = {

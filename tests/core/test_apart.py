@@ -360,3 +360,24 @@ def test_a_server_that_takes_up_a_state_forgets_what_had_come():
     for n, message in enumerate(messages):
         sides.server.add(n, message)
     torch.testing.assert_close(sides.server.finish()[0], deltas_ND.mean(0))
+
+
+def test_a_client_is_not_heard_in_a_round_in_which_it_has_not_sent():
+    """Its message of a round that failed is still on its way: nothing of it has arrived."""
+    sides, (one_ND, two_ND) = Sides("TCS"), list(deltas_like_training(2, 3, LAYERS))
+    sides.round(one_ND)
+    client = sides.clients[1]
+    sides.begin()
+    client.send(two_ND[1])
+    for known in (sides.known, *(c.known for c in sides.clients)):
+        known.skip()
+    sides.begin()
+    sides.server.add(0, sides.clients[0].send(two_ND[0]))
+    _, reply = sides.server.finish()
+    before = client.state_dict()
+    with pytest.raises(
+        ValueError, match=r"^client 1: heard: got True, but it has sent nothing in round 2$"
+    ):
+        client.receive(reply)
+    assert same_state(client.state_dict(), before)
+    assert client.receive(reply, heard=False).any()

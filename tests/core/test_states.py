@@ -164,3 +164,17 @@ def test_the_order_of_a_federations_model_is_in_its_messages():
 def test_how_a_tensor_lies_in_memory(tensor, order):
     """One with gaps, or that shares entries, as it is read."""
     assert tcs.layout_of(tensor) == order
+
+
+def test_a_state_of_another_momentum_is_refused_by_name():
+    def made(beta):
+        scheme = tcs.Scheme.named("TCS-Global Momentum", momentum=beta)
+        model = torch.nn.Linear(6, 3)
+        return tcs.Federation(model, [[(torch.randn(4, 6), torch.arange(4) % 3)]], scheme, 0.1)
+
+    one, other = made(0.9), made(0.5)
+    one.round()
+    before_D = other.theta_D.clone()
+    with pytest.raises(ValueError, match=r"^state: scheme: momentum: got 0.9, allowed: 0.5$"):
+        other.load_state_dict(one.state_dict())
+    assert other.t == 0 and torch.equal(other.theta_D, before_D)
