@@ -134,8 +134,9 @@ def _check_bits(key: str, value: Any) -> None:
 
 
 def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
-    if not isinstance(value, str) or value not in (known := list(known)):
-        _refuse(key, value, ", ".join(known))
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        _refuse(key, value, ", ".join(names))
 
 
 _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
@@ -288,7 +289,8 @@ def shares_of(fields: dict[str, Any]) -> tuple[float | None, float | None]:
 def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     """The suffix that a part of a name is, and its number (0: it has none)."""
     for suffix in SUFFIXES:
-        if match := re.fullmatch(suffix.pattern, part.lower()):
+        match = re.fullmatch(suffix.pattern, part.lower())
+        if match:
             return suffix, int(match[1]) if match.groups() and match[1] else 0
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
@@ -379,7 +381,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
     the same name is replaced.
     """
     allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
-    if unknown := sorted(fields.keys() - allowed):
+    unknown = sorted(fields.keys() - allowed)
+    if unknown:
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
     papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
@@ -550,8 +553,8 @@ def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
 class Selection:
     """S_top of one kind of vector, round after round: what `top_k_positions` gives."""
 
-    def __init__(self) -> None:
-        self.floor = 0.0  # the last threshold, a little lowered
+    def __init__(self, floor: float = 0.0):
+        self.floor = floor  # the last threshold, a little lowered
 
     def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
         if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
@@ -1229,7 +1232,7 @@ class MaskRule:
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
         """A round begins. A rule that looks at the model gets it here, (D,), if there is one;
-        `masks` says how many times as large the masks are (of schemes with a sparse warm-up)."""
+        `masks` is a factor on all K (of schemes with a sparse warm-up)."""
 
     def shared_mask(self) -> Tensor | None:
         """The mask that all sides know; None if it is not known yet: the round is dense."""
@@ -1346,7 +1349,8 @@ class TCS(MaskRule):
             self.overlap_2[1] += len(now)
 
 
-# What fields of Scheme do that the paper does not have: of a rule, a class that is put before it.
+# What the fields of Scheme do that the paper does not have. RULE_PARTS are classes that are put
+# before the scheme's rule, as its first base class.
 RULE_PARTS: dict[str, type[MaskRule]] = {}  # by field
 DOWNLINKS: list[Callable[[Known], Downlink]] = []  # of schemes that compress the downlink
 SIDES: dict[str, tuple[type[Client], type[Server]]] = {}  # by rule, of those that have their own
@@ -1370,7 +1374,7 @@ def register_downlink(make: Callable[[Known], Downlink]) -> Callable[[Known], Do
 
 
 def register_sides(rule: str, client: type[Client], server: type[Server]) -> None:
-    """Where a rule's clients keep more than errors, or its server does: what stands for both."""
+    """Where a rule's clients keep more than errors, or its server does: the classes of both."""
     SIDES[rule] = client, server
 
 
@@ -1395,19 +1399,19 @@ class Checks:
     """Whether a round's numbers are finite.
 
     On a CPU that is known `at once`. A GPU would have to be waited for: there, what is not finite
-    counts as 0, and all answers are read together, at the `end` of a round, or `later`, by who
-    asks.
+    counts as 0, and all answers are read together: at the `end` of a round or, if they are put
+    off, `later`, when somebody calls `read`.
     """
 
     def __init__(self, device: Any):
         self.none = torch.zeros((), dtype=torch.int64, device=device)  # of a mask with no entries
-        self.when = "at once" if may_look(self.none) else "end"  # that answers are read
+        self.when = "at once" if may_look(self.none) else "end"  # when answers are read
         self.finite: dict[int, Tensor] = {}  # by sender: bool ()
         self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
-        """In these rounds answers are read by who asks, later."""
+        """Answers are not read in these rounds, but later, by a call of `read`."""
         usual, self.when = self.when, "later"
         try:
             yield
@@ -1417,8 +1421,9 @@ class Checks:
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
         if self.when == "at once":
+            # a sum is quick, but can overflow though all are finite: then all are looked at
             finite = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
-            if not finite:  # sums of finite numbers can overflow
+            if not finite:
                 raise NotFiniteError(sender)
             return values
         well = values.sum(dtype=torch.float64).isfinite()  # no sum of float32 overflows that
@@ -1479,7 +1484,7 @@ class Agreement:
         self.is_open = True
 
     def skip(self) -> None:
-        """The round is over; without `observe`, nobody was heard in it."""
+        """The round is over. Called without `observe`, it is lost: nobody was heard in it."""
         self.round, self.is_open = self.round + 1, False
 
     def skip_to(self, round: int) -> None:
@@ -1555,13 +1560,14 @@ class Agreement:
         return {"scheme": scheme, "seed": self.seed, "layer_sizes": list(self.layer_sizes)}
 
     def state_dict(self) -> dict[str, Any]:
-        """By value. A side that missed rounds is told this, and theta."""
+        """By value. Send this and theta to a side that has missed rounds."""
         return {"identity": self.identity(), "round": self.round, "rule": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for the state of another scheme, seed or model."""
         for key, own in self.identity().items():
-            if (got := state["identity"][key]) != own:
+            got = state["identity"][key]
+            if got != own:
                 raise ValueError(f"state: {key}: got {shorten(got)}, allowed: {shorten(own)}")
         missing = set(self.rule.keeps) - state["rule"].keys()
         if missing:
@@ -1571,8 +1577,8 @@ class Agreement:
 
 
 class Sent(NamedTuple):
-    """What a client has sent and not heard of yet: where, what was meant, and what was said there.
-    Of a `dense` round all of it was, everywhere."""
+    """What a client has sent and not heard of yet: positions, what it meant to say there, and the
+    values that it said. A `dense` message says everything, and has none of these."""
 
     places_K: Tensor
     intended_K: Tensor
@@ -1622,7 +1628,8 @@ class Side:
         raise NotImplementedError
 
     def withdraw(self, delta_D: Tensor) -> None:
-        """The step is void for all: errors as before it, but for rounding."""
+        """Takes back a `send`, for a step that is void on all sides: errors as before, but for
+        rounding."""
         self.sent = None
         if self.errors_D is not None:
             self.errors_D.sub_(delta_D)
@@ -1798,6 +1805,7 @@ class Client(Side):
         that overflow by the sum raise NotFiniteError, too; they have changed by then.
         """
         shared_K, delta_D = self.known.shared_K, self.accepted(delta_D, checked)
+        # from here until `arrived`, errors_D holds all that is meant to be sent
         intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
         if self.known.dense:
             return self.everything(intended_D)
@@ -1980,7 +1988,8 @@ class Compressor:
     ):  # fmt: skip
         self.scheme = _scheme(scheme)
         for field in ("momentum", "error_unit"):
-            if (got := getattr(self.scheme, field)) != getattr(Scheme, field):
+            got = getattr(self.scheme, field)
+            if got != getattr(Scheme, field):
                 what = f"{field} {got!r} is a federation's"
                 raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
         if type(clients) is not int or clients < 1:
@@ -2161,7 +2170,7 @@ def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[floa
 
 
 class Phase(NamedTuple):
-    """What a schedule says of a round: learning rate, dense or not, masks so many times as large.
+    """What a schedule says of a round: learning rate, dense or not, and a factor on all K.
     A schedule is any function from the round's number, counted from 0, to a Phase."""
 
     eta: float
@@ -2447,7 +2456,7 @@ class Federation:
         self.server_optimizer = server_optimizer([self.server_theta]) if server_optimizer else None
 
     def _take(self, flat: FlatView) -> None:
-        """Makes all that hangs on which parameters are trained."""
+        """Makes what depends on which parameters are trained: flat vectors and the compressor."""
         self.flat = flat
         self.theta_D = torch.empty(flat.dimension, device=flat.device)
         self.gradient_D = torch.zeros_like(self.theta_D)  # a client's, summed
@@ -2709,11 +2718,13 @@ class Federation:
         if not self.flat.same_parameters():
             self._follow(FlatView(self.model))
         own = self.flat.other_buffers()
-        if missing := _IN_A_STATE - state.keys():
+        missing = _IN_A_STATE - state.keys()
+        if missing:
             raise ValueError(f"state: {', '.join(sorted(missing))} is missing")
-        scheme = dataclasses.asdict(self.scheme)
-        if (got := state.get("scheme", scheme)) != scheme:  # the compressor's has no momentum
-            raise ValueError(f"state: scheme: {_differences(got, scheme)}")
+        scheme = dataclasses.asdict(self.scheme)  # the compressor's has no momentum
+        given = state.get("scheme", scheme)
+        if given != scheme:
+            raise ValueError(f"state: scheme: {_differences(given, scheme)}")
         for key in ("theta_D", "statistics_NS", "momentum_D"):
             _check_same(f"state: {key}", state[key], getattr(self, key))
         if own.keys() != state["buffers"].keys():

@@ -528,7 +528,7 @@ for name, eta in compared:
 evener = kept_errors < min(forgot, at_ends["dense updates"])
 often = len(seen[schemes[0]]) * k_global / dimension
 helped = "\n".join(f"    - {said(*key)}" for key in compared)
-display(Markdown("- " + claim.summary().replace("\n", "\n- ") + f"""
+display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 - Head and input get {table.loc["head + input", "kept"]:.0%} of top-K's budget and have
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
 - The paper says that later layers lose: **{"supported" if later else "contradicted"}** for the two halves of the body,

@@ -116,9 +116,7 @@ def plain(vector_D, k, taken_D):
 
 def by_core(vector_D, k, taken_D, floor):
     """S_top by the core, and the k-th magnitude."""
-    select = tcs.Selection()
-    select.floor = floor
-    chosen_K = select(vector_D, k, taken_D)
+    chosen_K = tcs.Selection(floor)(vector_D, k, taken_D)
     return chosen_K, float(vector_D[chosen_K].abs().min())
 
 

@@ -30,14 +30,8 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 12})
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 evidence = "evidence"  # the profile that is judged: params/<profile>.yaml, results/<profile>/
 results = None  # the folder with <profile>/runs/*.json; None: results/
-beside = [
-    ["small", 150],
-    ["small", 300],
-    ["cpu", 150],
-    ["cpu", 300],
-    ["short", 15],
-    ["cpu18", 5],
-]  # profiles and epochs shown beside it, judged nowhere
+beside = [["small", 150], ["small", 300], ["cpu", 150], ["cpu", 300],
+          ["short", 15], ["cpu18", 5]]  # profiles and epochs shown beside it, judged nowhere  # fmt: skip
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
@@ -247,11 +241,8 @@ for setting, found in there.items():
     cells = {"there": mask_overlap(found, seeds), "equal clients": mask_overlap(records, seeds)}
     rows += [{"clients": setting} | cells] if seeds else []
 if rows:
-    display(
-        Markdown(
-            "How much of TCS's shared mask stays a round:\n\n" + lab.markdown(pd.DataFrame(rows))
-        )
-    )
+    said = "How much of TCS's shared mask stays a round:\n\n"
+    display(Markdown(said + lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # ## Do masks coincide?
@@ -283,14 +274,9 @@ def sizes_of(record: dict) -> tuple[int, int]:
 
 def coinciding(record: dict) -> dict[str, float]:
     """Of one round: shares of what clients send, at least, and clients a place."""
-    (shared, own), clients, places = (
-        sizes_of(record),
-        record["config"]["clients"],
-        explored_places(record),
-    )
-    again = (
-        clients * own - places
-    )  # own values at a place that another client has, too: so many or more
+    (shared, own), clients = sizes_of(record), record["config"]["clients"]
+    places = explored_places(record)
+    again = clients * own - places  # own values where another client has one, too: at least
     sent = clients * (shared + own)
     return {"all": (clients * shared + again) / sent, "own": again / (clients * own),
             "clients": sent / (shared + places)}  # fmt: skip
@@ -372,11 +358,8 @@ if (own := lab.results_folder(evidence, results) / "runs").is_dir():
 for name, folder in sorted(folders.items()):
     texts = [file.read_text(encoding="utf-8") for file in folder.glob("*.json")]
     times = [json.loads(text)["provenance"]["wall_seconds"] for text in texts]
-    rows += (
-        [{"profile": name, "records": str(len(times)), "hours": f"{sum(times) / 3600:.1f}"}]
-        if times
-        else []
-    )
+    hours = f"{sum(times) / 3600:.1f}"
+    rows += [{"profile": name, "records": f"{len(times)}", "hours": hours}] if times else []
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
@@ -420,10 +403,7 @@ if records:
         or target.with_suffix(".csv").exists()
     ):
         lab.save_table(judged, target, said, lab.readable_claims, lacking)
-    readable = lab.readable_claims(judged)
-    for column in {"Verdict", "Paper's verdict"} & set(readable):
-        readable[column] = "**" + readable[column] + "**"
-    display(Markdown(lab.markdown(readable)))
+    display(Markdown(lab.markdown(lab.readable_claims(judged))))
 print(lacking or "No claim is left out.")
 
 # %% [markdown]

@@ -184,12 +184,7 @@ for scheme, curve in curves.items():
     dense = curve.loc[curve["round"] == warmup, "MB"].iloc[0]  # the same for all
     sparse = curve[curve["round"] > warmup]
     right.plot(sparse["MB"] - dense, sparse["loss"], **style)
-left.set(xlabel="round", ylabel="test loss", title="The same rounds …")
-right.set(xlabel="MB of all clients after the warm-up (log)", xscale="log")
-right.set_title("… for fewer bytes")
-lab.plain_log(right.xaxis)
-for axes in (left, right):
-    axes.grid(alpha=0.25)
+lab.name_pair(left, right, "round", "test loss", "MB of all clients after the warm-up")
 left.legend(frameon=False)
 picture.update(fig)  # at the top
 plt.close(fig)

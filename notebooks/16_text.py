@@ -128,12 +128,9 @@ for name in (name for name in drawn if name in first):
     bits, style = epochs_["loss"] / math.log(2), lab.curve_style(name, drawn) | {"markersize": 4}
     left.plot(epochs_["epoch"], bits, **style, label=name)
     right.plot(own_megabytes(first[name])[dense:].cumsum(), bits[dense:], **style)
-left.set(xlabel="epoch", ylabel="bits per character (test)", title="The same steps …")
-right.set(xlabel="MB of one client after the warm-up (log)", xscale="log")
-right.set_title("… for fewer bytes")
-lab.plain_log(right.xaxis)
-for axes in (left, right):
-    axes.grid(alpha=0.25)
+lab.name_pair(
+    left, right, "epoch", "bits per character (test)", "MB of one client after the warm-up"
+)
 fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 

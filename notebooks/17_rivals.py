@@ -26,6 +26,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
+from tcs_lab import links as links_of
 
 import tcs_core as tcs
 
@@ -379,6 +380,14 @@ handles, labels = panels[0][0].get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 figure.suptitle(f"Time to the target on a link: {scale}", fontsize=10)
 plt.show()
+
+# %% [markdown]
+# The time is calculated: bytes divided by the rate. [12_real_training](12_real_training.ipynb) limited a link and measured. What
+# did the limit add to a step there, where by this calculation the bytes take longer than all the rest?
+
+# %%
+measured = links_of.Links(links_of.read_rows())
+print("on a limited link a step took longer by", measured.bytes_over_rate())
 
 # %% [markdown]
 # ## Claim

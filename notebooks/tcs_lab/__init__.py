@@ -70,6 +70,7 @@ from tcs_lab.figures import (
     draw_table,
     label_ends,
     megabytes_figure,
+    name_pair,
     plain_log,
     save_figure,
     series_style,

@@ -273,7 +273,7 @@ def _drifting(dimension: int, clients: int, device: Any) -> tuple[Tensor, Callab
 def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
     """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
     device, scheme = bench.torch_device, Scheme.named("TCS")
-    before = _resident(device)
+    before = memory_in_use(device)
     deltas_ND, change = _drifting(dimension, clients, device)
     compressor = Compressor(scheme, [dimension], clients, device)
     update_D = compressor.step(deltas_ND)
@@ -284,12 +284,12 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
         ks = compressor.rule.k_global, compressor.rule.k_local
         works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
         works["copy of one row"] = lambda: errors[0].copy_(deltas_ND[0])
-    _reset_peak(device)
+    reset_peak_memory(device)
     numbers = {"dimension": dimension, "clients": clients}
     part = "step" if textbook else "growth"
     bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
     allowed = (2 * clients + 8) * 4 * dimension
-    peak = _peak(device)
+    peak = peak_memory(device)
     if not textbook and before is not None and peak is not None:
         used = peak - before
         bench.rows.append(
@@ -298,12 +298,12 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
         )  # fmt: skip
 
 
-def _resident(device: torch.device) -> int | None:
+def memory_in_use(device: torch.device) -> int | None:
     """Bytes in use now: of the device, or of this process (Linux)."""
     return _memory(device, "VmRSS", torch.cuda.memory_allocated)
 
 
-def _peak(device: torch.device) -> int | None:
+def peak_memory(device: torch.device) -> int | None:
     return _memory(device, "VmHWM", torch.cuda.max_memory_allocated)
 
 
@@ -317,7 +317,7 @@ def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> in
     return None
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):

@@ -123,12 +123,13 @@ class Claims:
             return ok
         return SUPPORTED if ok else CONTRADICTED
 
-    def summary(self) -> str:
-        """How many claims are supported, and which word the others came to; to be printed."""
+    def summary(self, strong: str = "\x1b[1m{}\x1b[0m") -> str:
+        """How many claims are supported, and which word the others came to; to be printed, or as
+        Markdown with `strong` "**{}**"."""
         count = f"{list(self.words.values()).count(SUPPORTED)} of {len(self.words)} claims"
         others = {text: word for text, word in self.words.items() if word != SUPPORTED}
-        rest = [f"\n{bold(word)}: {text}" for text, word in others.items()]
-        return f"{bold(SUPPORTED)}: {count}" + "".join(rest)
+        rest = [f"\n{strong.format(word)}: {text}" for text, word in others.items()]
+        return f"{strong.format(SUPPORTED)}: {count}" + "".join(rest)
 
 
 def decided(mean: float, half: float, least: float = 0.0) -> str:

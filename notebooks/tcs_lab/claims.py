@@ -458,13 +458,14 @@ def said(row: Mapping[str, Any]) -> str:
 
 
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
-    """The claims that have a number of ours, as a person reads them; `not_measured` has the rest."""
+    """The claims that have a number of ours, as a person reads them, verdicts in bold;
+    `not_measured` has the rest."""
     rows = [
         {"The paper says": row["says"], "Where": row["where"], "Supported if": supported_if(row),
          "Paper (interval)": numbers(row, "paper", "paper_low", "paper_high"),
-         "Paper's verdict": row["paper_verdict"] or "–", "Ours (interval)": numbers(row),
+         "Paper's verdict": f"**{row['paper_verdict'] or '–'}**", "Ours (interval)": numbers(row),
          "n": str(row["n"]) if row["measure"] in COUNTED else f"{row['n']} of {row['planned']}",
-         "Verdict": said(row)}
+         "Verdict": f"**{said(row)}**"}
         for row in table[table["measured"].notna()].to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)

@@ -270,6 +270,15 @@ def _boxes_along(way: np.ndarray) -> list[Any]:
     return boxes
 
 
+def name_pair(left: Any, right: Any, step: str, loss: str, sent: str) -> None:
+    """Names two axes with the same curves: against steps, and against megabytes `sent`."""
+    left.set(xlabel=step, ylabel=loss, title=f"The same {step}s …")
+    right.set(xlabel=f"{sent} (log)", xscale="log", title="… for fewer bytes")
+    plain_log(right.xaxis)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+
+
 def plain_log(axis: Any) -> None:
     """A log axis whose ticks read 1, 2, 5, 10, ..., or, where it is long, 1, 3, 10, ..."""
     from matplotlib.ticker import LogLocator, NullLocator

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -26,13 +27,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 
 from tcs_core import TCSState, tcs_hook
-from tcs_lab.bench import _peak, _reset_peak, _resident
+from tcs_lab.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.files import write_whole
 from tcs_lab.records import core_sha256, cpu_name, results_folder
 from tcs_lab.settings import ROOT
 
-WAYS = ("passes", "plain", "bf16", "PowerSGD", "TCS")  # the first exchanges nothing
-SHARES = {"phi_global": 1e-2, "phi_local": 1e-3}
+SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
+WAYS = ("passes", "plain", "bf16", "PowerSGD", *SHARES)  # the first exchanges nothing
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
 _FRAME, _PAYLOAD = 1514, 1448  # bytes of a full packet, as the limit counts it
 
@@ -49,11 +50,11 @@ def rank_for(layers: int, width: int, handed: float) -> int:
 def handed_over(way: str, layers: int, width: int) -> tuple[float, float]:
     """Bytes that a rank hands to all_reduce and to all_gather in a step."""
     dimension = parameters(layers, width)
-    shared, own = 4 * SHARES["phi_global"] * dimension, 8 * SHARES["phi_local"] * dimension
-    if way == "TCS":
-        return shared, own
+    if way in SHARES:
+        phi_global, phi_local = SHARES[way]
+        return 4 * phi_global * dimension, 8 * phi_local * dimension
     if way == "PowerSGD":
-        rank = rank_for(layers, width, shared + own)
+        rank = rank_for(layers, width, sum(handed_over("TCS 1 %", layers, width)))
         return 4 * (2 * width * rank + width) * layers, 0.0
     return {"passes": 0.0, "plain": 4.0 * dimension, "bf16": 2.0 * dimension}[way], 0.0
 
@@ -86,13 +87,11 @@ def _model(way: str, layers: int, width: int) -> DistributedDataParallel:
     if way == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     if way == "PowerSGD":
-        rank = rank_for(layers, width, sum(handed_over("TCS", layers, width)))
+        rank = rank_for(layers, width, sum(handed_over("TCS 1 %", layers, width)))
         settings = power_sgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
         model.register_comm_hook(settings, power_sgd.powerSGD_hook)
-    if way == "TCS":
-        model.register_comm_hook(
-            TCSState(None, SHARES["phi_global"], SHARES["phi_local"], start_iter=2), tcs_hook
-        )
+    if way in SHARES:
+        model.register_comm_hook(TCSState(None, *SHARES[way], start_iter=2), tcs_hook)
     return model
 
 
@@ -108,8 +107,8 @@ def _limit(mbit: float | None) -> None:
 def _measure(way: str, layers: int, width: int, links: list[float | None]) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     gc.collect()
-    _reset_peak(device)
-    before = _resident(device)
+    reset_peak_memory(device)
+    before = memory_in_use(device)
     model = _model(way, layers, width)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     batch, rank, ranks = torch.randn(BATCH, width), dist.get_rank(), dist.get_world_size()
@@ -142,7 +141,7 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
         )  # fmt: skip
     if rank == 0:
         _limit(None)
-    peak = _peak(device)
+    peak = peak_memory(device)
     for row in rows:
         row["peak"] = peak - before if peak is not None and before is not None else None
     return rows
@@ -259,13 +258,29 @@ class Links:
         rest = f"; not: {', '.join(off)}" if off else ""
         return f"{len(ratios) - len(off)} of {len(ratios)} within {within:.0%}{rest}"
 
-    def pays_to(self, other: str, layers: int, width: int, ranks: int = 2) -> float:
-        """The fastest measured link, Mbit/s, on which each step with TCS was shorter than each of
+    def bytes_over_rate(self) -> str:
+        """What a limit really added to a step, over bytes divided by the rate; from measurements in
+        which that is longer than a step without a limit."""
+        ratios = []
+        for row in self.rows:
+            case = row["layers"], row["width"], row["ranks"]
+            free = self.row(row["way"], *case)
+            if row["mbit"] is None or row["way"] == "passes" or free is None:
+                continue
+            wire = calculated(row["way"], *case, row["mbit"], 0.0) * _PAYLOAD / _FRAME  # no heads
+            if wire > free["seconds"]:
+                ratios.append((row["seconds"] - free["seconds"]) / wire)
+        if not ratios:
+            return "no link was measured here"
+        return f"×{min(ratios):.2f} to ×{max(ratios):.2f} of that (n = {len(ratios)})"
+
+    def pays_to(self, way: str, other: str, layers: int, width: int, ranks: int = 2) -> float:
+        """The fastest measured link, Mbit/s, on which each step one way was shorter than each of
         the other way's; 0 if there is none."""
         rates = [0.0]
         for row in self.rows:
             case = row["layers"], row["width"], row["ranks"]
-            if row["way"] != "TCS" or row["mbit"] is None or case != (layers, width, ranks):
+            if row["way"] != way or row["mbit"] is None or case != (layers, width, ranks):
                 continue
             theirs = self.row(other, *case, row["mbit"])
             if theirs is not None and row["high"] < theirs["low"]:
@@ -281,7 +296,7 @@ def main(words: list[str]) -> None:
         _as_rank(layers, width, [None if word == "none" else float(word) for word in given], ways)
     ranks, *given = words
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    inside = " ".join([*torchrun, "-m", "tcs_lab.links", *given])
+    inside = shlex.join([*torchrun, "-m", "tcs_lab.links", *given])
     command = ["unshare", "-n", "bash", "-c", f"ip link set lo mtu 1500 up; {inside}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     raise SystemExit(subprocess.run(command, env=environment, cwd=ROOT).returncode)

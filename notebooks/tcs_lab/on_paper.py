@@ -48,14 +48,8 @@ class Op(NamedTuple):
 _UNTOUCHED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach",
               "_unsafe_view")  # fmt: skip
 _ONLY_WRITTEN = ("copy_", "fill_", "zero_")  # the first tensor
-_AT_PLACES = (
-    "index",
-    "index_select",
-    "index_add_",
-    "index_copy_",
-    "index_fill_",
-    "scatter_",
-)  # of the first one
+_AT_PLACES = ("index", "index_select", "index_add_", "index_copy_", "index_fill_",
+              "scatter_")  # of the first one  # fmt: skip
 
 
 class Trace(TorchDispatchMode):

@@ -387,8 +387,9 @@ def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[st
     papermill only warns of unknown parameters: here a name that it injected raises ValueError if
     it is neither a parameter of runs nor in the notebook's own cell of parameters. So does, unless
     `complete` is false, a profile that leaves out a key for which the notebook's own default, made
-    for profile ci, is not RunConfig's.
+    for profile ci, is not RunConfig's. From here on the notebook's errors are one line.
     """
+    short_errors()
     injected, own = _papermill_names(namespace)
     reject_unknown(injected, PARAMETERS | own, "parameter")
     params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
@@ -408,21 +409,22 @@ def _check_default(key: str, params: dict[str, Any]) -> None:
 
 def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
     """Of a notebook in which None means "as the files say": what its reader or papermill set."""
-    injected, _ = _papermill_names(namespace)
     params = notebook_params(namespace, complete=False)
+    injected, _ = _papermill_names(namespace)
     return {key: value for key, value in params.items() if value is not None or key in injected}
 
 
 def check_notebook_params(namespace: dict[str, Any]) -> None:
-    """For notebooks that know their own parameters only: ValueError if papermill brought others."""
+    """For notebooks that know their own parameters only: ValueError if papermill brought others.
+    From here on the notebook's errors are one line."""
+    short_errors()
     reject_unknown(*_papermill_names(namespace), "parameter")
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
     """What papermill assigned, and what the cell before it did: the notebook's own parameters.
 
-    ValueError if the notebook that runs is older than its .py. Errors are one line from here on."""
-    short_errors()
+    ValueError if the notebook that runs is older than its .py."""
     injected, own = set[str](), set[str]()
     run = namespace.get("In", [])
     check_twin([c for c in run[1:] if not c.startswith("# Parameters\n")], ROOT / "notebooks")
@@ -493,10 +495,20 @@ def read_yaml(text: str, source: str) -> Any:
 MAX_PARAMS_BYTES = 1 << 20
 
 
+def _like(path: Path) -> str:
+    """The files beside it: those that begin alike (rivals_…), or all."""
+    there = sorted(other.name for other in path.parent.glob(f"*{path.suffix}"))
+    family = path.name.split("_")[0] + "_"
+    return ", ".join([name for name in there if name.startswith(family)] or there) or "a file"
+
+
 def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
-    """YAML files merged, the later over the earlier. ValueError names a file that is no mapping."""
+    """YAML files merged, the later over the earlier. ValueError names a file that is no mapping,
+    FileNotFoundError one that is not there."""
     merged: dict[str, Any] = {}
     for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist, allowed: {_like(path)}")
         if path.is_file() and (size := path.stat().st_size) > MAX_PARAMS_BYTES:
             raise ValueError(f"{path}: got {size} bytes, allowed: at most {MAX_PARAMS_BYTES}")
         try:

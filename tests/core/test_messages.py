@@ -16,7 +16,8 @@ SCHEMES = ["TCS", "TCS-Q5", "TCS-LF-Q1", "top-K", "top-K-Q8", "rand-K-Q5", "FedA
 
 @given(st.sampled_from(SCHEMES), st.integers(1, 30) | st.just(DIMENSION), st.data())
 def test_what_is_decoded_is_what_was_encoded_at_the_length_that_was_counted(name, dimension, data):
-    round_trip(data, name, dimension)
+    encoded, bits = round_trip(data, name, dimension)
+    assert len(encoded) == -(-bits // 8) + tcs.OVERHEAD_BYTES
 
 
 @given(
@@ -67,7 +68,8 @@ ATTACKED = ["TCS", "TCS-Q5", "top-K-Q5", "FedAvg"]
 @pytest.mark.parametrize("seal", [False, True], ids=["as is", "resealed"])
 @pytest.mark.parametrize("name", ATTACKED)
 def test_bytes_from_anyone_are_a_valid_message_or_a_value_error(name, seal):
-    attack(name, seal, 5600)
+    accepted, refused = attack(name, seal, 5600)
+    assert refused > 5600 / 3 and (accepted or not seal)
 
 
 def tampered(message, **changes):

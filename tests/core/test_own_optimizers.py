@@ -87,7 +87,12 @@ def test_a_clients_own_optimizer_resumes_to_the_same_bits(local):
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_servers_optimizer_resumes_to_the_same_bits(server):
-    resumes_to_the_same_bits(lambda: federation("TCS-L2", 0.5, server_optimizer=SERVERS[server]))
+    one, two = resumes_to_the_same_bits(
+        lambda: federation("TCS-L2", 0.5, server_optimizer=SERVERS[server])
+    )
+    (kept,), (resumed,) = (o.server_optimizer.state.values() for o in (one, two))
+    assert kept.keys() == resumed.keys() and kept
+    assert all(torch.equal(torch.as_tensor(kept[k]), torch.as_tensor(resumed[k])) for k in kept)
 
 
 def test_without_its_state_a_resumed_optimizer_would_be_another():

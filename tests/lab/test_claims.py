@@ -287,7 +287,7 @@ def test_what_a_person_reads(tmp_path):
     text = lab.readable_claims(table)
     assert len(text.columns) <= 8 and list(text["Supported if"]) == ["≥ 80", "≥ −0.4"]
     assert list(text["n"]) == ["3", "3 of 3"]
-    assert list(text["Verdict"]) == ["by construction: kept", "open"]
+    assert list(text["Verdict"]) == ["**by construction: kept**", "**open**"]
     assert text["Ours (interval)"][0] == "×80"
     assert lab.not_measured(table) == "Not measured: none."
     lab.save_table(table, tmp_path / "claims", "All", lab.readable_claims, lab.not_measured(table))

@@ -175,7 +175,7 @@ def counted(ranks, folder, way):
     return handed
 
 
-@pytest.mark.parametrize("way", ["bf16", "PowerSGD", "TCS"])
+@pytest.mark.parametrize("way", ["bf16", "PowerSGD", "TCS 1 %", "TCS 10 %"])
 def test_what_is_calculated_is_what_is_handed_over(tmp_path, way):
     """Within the few flags of the hook (of six parameters in a bucket) and whole entries."""
     summed, gathered = links.handed_over(way, 3, 100)
@@ -186,7 +186,7 @@ def test_what_is_calculated_is_what_is_handed_over(tmp_path, way):
 
 def test_powersgd_has_about_the_bytes_of_tcs():
     for net in ((10, 1000), (4, 5000)):
-        ours, theirs = (sum(links.handed_over(way, *net)) for way in ("TCS", "PowerSGD"))
+        ours, theirs = (sum(links.handed_over(way, *net)) for way in ("TCS 1 %", "PowerSGD"))
         assert 0.9 < theirs / ours < 1.12
 
 
@@ -197,6 +197,16 @@ def test_seconds_on_a_link_by_hand():
     assert seconds == pytest.approx(0.5 + 8.08 * 1514 / 1448)
 
 
+def test_what_a_link_adds_over_bytes_by_rate():
+    """Both ranks of a plain step hand 4.04 MB to a link of 1 MB/s: 8.08 s. At 100 MB/s they take
+    less than a step without a limit, so nothing can be read off that."""
+    case = {"layers": 100, "width": 100, "ranks": 2, "way": "plain"}
+    took = {None: 0.5, 8.0: 0.5 + 1.1 * 8.08, 800.0: 9.9}
+    read = links.Links([case | {"mbit": mbit, "seconds": s} for mbit, s in took.items()])
+    assert read.bytes_over_rate() == "×1.10 to ×1.10 of that (n = 1)"
+    assert links.Links([]).bytes_over_rate() == "no link was measured here"
+
+
 @pytest.mark.parametrize(("low", "rate"), [(0.4, 200.0), (0.3, 50.0), (0.1, 50.0)])
 def test_tcs_pays_where_all_its_steps_were_shorter(low, rate):
     case = {"layers": 10, "width": 1000, "ranks": 2}
@@ -204,5 +214,5 @@ def test_tcs_pays_where_all_its_steps_were_shorter(low, rate):
     fast = [("TCS", 200.0, 0.2, 0.3), ("plain", 200.0, low, 2.0), ("TCS", 1000.0, 0.2, 0.3)]
     names = ("way", "mbit", "low", "high")
     read = links.Links([case | dict(zip(names, row, strict=True)) for row in slow + fast])
-    assert read.pays_to("plain", 10, 1000) == rate
-    assert read.pays_to("bf16", 10, 1000) == read.pays_to("plain", 4, 5000) == 0
+    assert read.pays_to("TCS", "plain", 10, 1000) == rate
+    assert read.pays_to("TCS", "bf16", 10, 1000) == read.pays_to("TCS", "plain", 4, 5000) == 0

@@ -71,6 +71,15 @@ def test_files_that_are_no_params(tmp_path, name):
             lab.read_params([path])
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("rivals_quick.yaml", "rivals_small.yaml, rivals_text.yaml"), ("nope.yaml", "ci.yaml, .*")],
+)
+def test_a_file_that_is_not_there_names_those_that_are(name, allowed):
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist, allowed: {allowed}"):
+        lab.read_params([PARAMS / name])
+
+
 def test_a_phi_in_params_replaces_that_of_schemes_that_have_one():
     configs = lab.plan(BASE | {"schemes": ["TCS", "top-K", "FedAvg"], "phi_global": 0.05})
     assert [c.scheme.phi_global for c in configs] == [0.05, None, 1.0]

@@ -109,8 +109,13 @@ def test_a_committed_pair_is_not_taken_for_an_old_one(path, tmp_path):
     for part in (path, path.with_suffix(".py")):
         (tmp_path / part.name).write_bytes(part.read_bytes())
     older(tmp_path / path.name, tmp_path / f"{path.stem}.py", by=5)
-    cells = nbformat.read(path, 4).cells
-    check_twin([c.source for c in cells if c.cell_type == "code"][:2], tmp_path)
+    run = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code"][:2]
+    check_twin(run, tmp_path)
+    py = tmp_path / f"{path.stem}.py"
+    py.write_text(py.read_text(encoding="utf-8") + "\n# %%\nedited = 1\n", encoding="utf-8")
+    older(tmp_path / path.name, py, by=5)
+    with pytest.raises(ValueError, match=rf"{path.stem}\.py was edited after it"):
+        check_twin(run, tmp_path)
 
 
 def test_a_notebook_that_is_run_asks_for_its_py(pair, monkeypatch):
