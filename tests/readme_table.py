@@ -27,9 +27,8 @@ README = ROOT / "README.md"
 DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")  # stage 1's, too
 CAPTION = (
     "What one client sends and gets in a whole training, and the accuracy at its end: {net} on {data}, "
-    "{clients} clients with equal shares, {epochs} epochs (profile `{profile}`), "
-    "{n} seeds; bars and band are one standard deviation. FedAvg sends everything, the Baseline is "
-    "centralized training, `-L4` is four local steps a round, `-Q5` 5-bit values."
+    "{clients} clients with equal shares, {epochs} epochs (profile `{profile}`), {n} seeds. FedAvg sends "
+    "everything, the Baseline is centralized training, `-L4` is four local steps a round, `-Q5` 5-bit values."
 )
 TRAFFIC = (
     "**Traffic: by construction**, counted from the messages. In that training TCS sends {whole[0]:.0f} "
@@ -40,7 +39,7 @@ TRAFFIC = (
 OPEN_ACCURACY = (
     "**Accuracy: open.** {made} of the {planned} deciding runs are made (profile `evidence`, five "
     "seeds). Supported will mean that the whole 95 % interval is at most half a point below centralized "
-    "training. Smaller trainings (n = {n}) ended so many points from centralized training: "
+    "training. Smaller trainings (n = {n}) ended, in points from centralized training: "
     "after {epochs[0]} epochs of `cpu` TCS {cpu[0]}, TCS-L4-Q5 {cpu[1]}; after {epochs[1]} epochs of "
     "`small`, which has a quarter of the images, {longer[0]} and {longer[1]}."
 )
