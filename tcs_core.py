@@ -540,6 +540,10 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
 
 def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
     """How many positions two masks of K entries share, both ascending: int64 ()."""
+    if may_look(one_K):  # a stable sort merges what is ascending already
+        both_2K = np.concatenate([one_K.numpy(), other_K.numpy()])
+        both_2K.sort(kind="stable")
+        return torch.tensor(np.count_nonzero(both_2K[1:] == both_2K[:-1]))
     nearest_K = torch.searchsorted(one_K, other_K).clamp_(max=len(one_K) - 1)
     return (one_K[nearest_K] == other_K).sum()
 
