@@ -327,7 +327,7 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 
 # %% [markdown]
 # Momentum and AdamW average over many steps, and out of the errors a gradient comes in a burst. SGD was worse than the others dense, so it
-# has less to lose. Rounds × φ says how often an entry is sent: 50 times at 1 %, 500 at 10 %. Rates were not looked for anew under compression; nothing
+# has less to lose. Rounds × φ says how often an entry is sent: 50 times at 1 %, 500 at 10 %; below ten, nothing can be said. Rates were not looked for anew under compression; nothing
 # was clipped.
 #
 # ## To be copied
