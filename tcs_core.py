@@ -1530,15 +1530,12 @@ class Agreement:
         """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open."""
         if not self.is_open:
             raise MessageError(sender, "no round is open, allowed: after Known.begin")
-        if message.dense or self.dense:
-            values = self.dimension
-        else:
-            values = len(self.shared_K) + len(message.positions)
+        sparse = len(self.shared_K) + len(message.positions)
         wanted = {
             "sender": (message.sender, sender),
             "round": (message.round, self.round),
             "dense": (message.dense, self.dense),
-            "values": (len(message.values), values),
+            "values": (len(message.values), self.dimension if self.dense else sparse),
         }
         for name, (got, allowed) in wanted.items():
             if got != allowed:

@@ -362,6 +362,20 @@ def test_a_server_that_takes_up_a_state_forgets_what_had_come():
     torch.testing.assert_close(sides.server.finish()[0], deltas_ND.mean(0))
 
 
+def test_a_server_forgets_what_came_in_a_round_that_was_never_finished():
+    sides, (one_ND, two_ND) = Sides("TCS"), deltas_like_training(2, 3, LAYERS)
+    sides.begin()
+    sides.server.add(0, sides.clients[0].send(one_ND[0]))
+    for known in (sides.known, *(c.known for c in sides.clients)):
+        known.skip()
+    sides.begin()
+    meant_ND = two_ND.clone()
+    meant_ND[0] += one_ND[0]  # its message was lost
+    for n, client in enumerate(sides.clients):
+        sides.server.add(n, client.send(two_ND[n]))
+    torch.testing.assert_close(sides.server.finish()[0], meant_ND.mean(0))
+
+
 def test_a_client_is_not_heard_in_a_round_in_which_it_has_not_sent():
     """Its message of a round that failed is still on its way: nothing of it has arrived."""
     sides, (one_ND, two_ND) = Sides("TCS"), list(deltas_like_training(2, 3, LAYERS))

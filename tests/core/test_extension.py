@@ -99,6 +99,26 @@ def test_a_quantizer_that_gives_other_types_or_sizes_is_named(uniform, wrong):
         compressor.step(torch.ones(1, 4))
 
 
+def test_a_rule_is_told_of_every_round_before_its_mask_is_asked_for(registry):
+    told = []
+
+    @tcs.register_scheme("Mine")
+    class Mine(tcs.TCS):
+        def begin(self, theta_D=None, masks=1):
+            told.append((theta_D, masks))
+
+        def shared_mask(self):
+            told.append("mask")
+            return super().shared_mask()
+
+    known, theta_D = tcs.Known("Mine", [30]), torch.ones(30)
+    known.begin(dense=True)
+    known.observe(torch.arange(30.0))
+    known.begin(theta_D=theta_D, masks=3)
+    (none, one), (theirs_D, three), mask = told
+    assert (none, one, theirs_D is theta_D, three, mask) == (None, 1, True, 3, "mask")
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "text"),
     [("Mine", {"phi_global": 2.0}, "phi_global: got 2.0 .*allowed: a share"),

@@ -412,6 +412,7 @@ def test_a_schedule_that_gives_no_rate_begins_no_round(eta, shown):
      ({"weight_decay": None}, "weight_decay: got None .*, allowed: a number >= 0$"),
      ({"seed": "a"}, "seed: got 'a' .*, allowed: a whole number from 0 to"),
      ({"seed": -1}, "seed: got -1 .*, allowed: a whole number from 0 to"),
+     ({"seed": 2**64}, "seed: got 18446744073709551616 .*, allowed: a whole number from 0 to"),
      ({"local_optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)},
       "local_optimizer: got a SGD, allowed: a function from parameters to an optimizer"),
      ({"server_optimizer": 0.1}, "server_optimizer: got a float, allowed: a function from")],
