@@ -115,7 +115,7 @@ def train(scheme):
     federation = lab.Training(dataclasses.replace(base, scheme=scheme), data, keep_deltas=True)
     accuracy, sent, before_ND = [], [], 0.0
     moved_D = torch.zeros(len(federation.theta_D), dtype=torch.bool)
-    for epoch in range(epochs):
+    for epoch in lab.followed(range(epochs), "epochs"):
         for update_D in federation.rounds(epoch):
             if epoch >= federation.config.warmup:
                 moved_D |= update_D != 0

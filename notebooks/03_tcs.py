@@ -86,7 +86,7 @@ def follow(scheme):
     """Trains, and keeps of every round where the update is not zero, and where its K largest are."""
     federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
     seen = {"support": [], "mask": [], "loss": []}
-    for epoch in range(epochs):
+    for epoch in lab.followed(range(epochs), "epochs"):
         for update_D in federation.rounds(epoch):
             seen["support"].append(update_D != 0)
             seen["mask"].append(tcs.top_k_mask(update_D, k_global))
@@ -468,7 +468,7 @@ def trained(number, mask_D=None):
 
 # %%
 rows = []
-for number in range(seed + 1, seed + 1 + ticket_seeds):
+for number in lab.followed(range(seed + 1, seed + 1 + ticket_seeds), "seeds"):
     loss, farthest_D, last_D = trained(number)
     drawn = torch.rand(dimension, generator=lab.generator_for(number, 100))
     masks_D = {"its last mask": last_D, "where θ moved farthest": farthest_D,

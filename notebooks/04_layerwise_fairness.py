@@ -228,7 +228,7 @@ MASK, EXPLORED = 0, 1  # what `watch` counts in every sparse round, second axis 
 def watch(federation):
     counts, mask_D = [], torch.zeros(dimension, dtype=torch.bool)
     start_D = federation.theta_D.clone()
-    for epoch in range(epochs):
+    for epoch in lab.followed(range(epochs), "epochs"):
         for update_D in federation.rounds(epoch):
             counts.append(per_layer(torch.stack([mask_D, (update_D != 0) & ~mask_D])))
             mask_D = tcs.positions_to_mask(federation.compressor.rule.positions, dimension)
@@ -315,7 +315,7 @@ dense = f"FedAvg-L{steps}" if steps > 1 else "FedAvg"
 def dense_moves(eta, seed):
     federation = federation_of(dense, eta, seed)
     start_D = federation.theta_D.clone()
-    for epoch in range(epochs):
+    for epoch in lab.followed(range(epochs), "epochs"):
         for _ in federation.rounds(epoch):
             pass
     return moves(start_D, federation.theta_D)

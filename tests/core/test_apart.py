@@ -362,6 +362,26 @@ def test_a_server_that_takes_up_a_state_forgets_what_had_come():
     torch.testing.assert_close(sides.server.finish()[0], deltas_ND.mean(0))
 
 
+def test_a_servers_sending_side_is_saved_and_scaled_with_it():
+    class Kept:
+        kept = 0
+
+        def scale_(self, factor):
+            self.kept *= factor
+
+        def state_dict(self):
+            return {"kept": self.kept}
+
+        def load_state_dict(self, state):
+            self.kept = state["kept"]
+
+    one, other = (tcs.Server(tcs.Known("TCS", LAYERS), downlink=Kept()) for _ in range(2))
+    one.downlink.kept = 3
+    loaded(saved(one), other)
+    other.scale_(0.5)
+    assert (one.downlink.kept, other.downlink.kept) == (3, 1.5)
+
+
 def test_a_server_forgets_what_came_in_a_round_that_was_never_finished():
     sides, (one_ND, two_ND) = Sides("TCS"), deltas_like_training(2, 3, LAYERS)
     sides.begin()
