@@ -882,6 +882,10 @@ class ClientError(ValueError):
         super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
         self.client = client
 
+    def happened_in(self, round: int) -> None:
+        """Says which round it was."""
+        self.round = round
+
     def __reduce__(self) -> Any:  # by pickle, from another process
         return ValueError.__new__, (type(self), *self.args), vars(self)
 
@@ -2068,7 +2072,7 @@ class Compressor:
         except BaseException as error:
             error.add_note(self._unheard(asked, error))
             if isinstance(error, ClientError):
-                error.round = known.round
+                error.happened_in(known.round)
             known.skip()
             raise
         finally:
@@ -2995,6 +2999,38 @@ class TCSState:
         self._buckets[key] = client
         return client
 
+    def counted(self, last: bool) -> int:
+        """The number of the step under way. After its last bucket comes the next step."""
+        step = self.iter
+        self.iter += last
+        return step
+
+    @property
+    def resumes(self) -> bool:
+        """No step is over since a state was loaded."""
+        return bool(self._groups)
+
+    def hold(self, bucket: dist.GradBucket, future: torch.futures.Future[Tensor]) -> None:
+        """Keeps a bucket of the first step after loading, and what DDP waits for."""
+        slots = self.slots_of(bucket.parameters())
+        self._gradients |= dict(zip(slots, bucket.gradients(), strict=True))
+        self._waiting.append((bucket.buffer(), future))
+
+    def release(self) -> tuple[list[tuple[int, ...]], dict[int, Tensor], list[Any]]:
+        """The buckets that were saved; the gradients that came, by slot; the buffers that came,
+        with what DDP waits for. None of it is kept."""
+        found = self._groups, self._gradients, self._waiting
+        self._groups, self._gradients, self._waiting = [], {}, []
+        return found
+
+    def read_later(self, step: int, rule: MaskRule, finite: Tensor) -> None:
+        """Before a step's update is observed on a GPU: whether its mask holds is read later."""
+        self._unread.append((step, rule, rule.state_dict(), finite))
+
+    def read_of_steps_before(self) -> None:
+        if any(step < self.iter for step, *_ in self._unread):
+            self.read()
+
     def read(self) -> None:
         """The one look at a GPU's values, a step late: whether the first masks hold."""
         if not self._unread:
@@ -3104,13 +3140,12 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     buffer = bucket.buffer()
     if buffer.is_sparse:
         raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
-    if any(step < state.iter for step, *_ in state._unread):
-        state.read()
+    state.read_of_steps_before()
     key = state.slots_of(bucket.parameters())
     state.agree(buffer.device)
-    if state._groups:
+    if state.resumes:
         return _as_saved(state, bucket)
-    step, state.iter = state.iter, state.iter + bucket.is_last()
+    step = state.counted(bucket.is_last())
     client = state.client(key, [p.numel() for p in bucket.parameters()], buffer.device)
     return _step(state, client, buffer, step)
 
@@ -3132,19 +3167,15 @@ def _step(
 def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The first step of a loaded state. DDP packs parameters into other buckets after its first
     step: so all of them are awaited here, and go on in the buckets that were saved."""
-    buffer = bucket.buffer()
-    device = buffer.device
+    device = bucket.buffer().device
     future = torch.futures.Future[Tensor](devices=[device] if device.type == "cuda" else None)
-    state._waiting.append((buffer, future))
-    slots = state.slots_of(bucket.parameters())
-    state._gradients |= dict(zip(slots, bucket.gradients(), strict=True))
+    state.hold(bucket, future)
     if not bucket.is_last():
         return future
-    waiting, gradients, groups = state._waiting, state._gradients, state._groups
-    state._waiting, state._gradients, state._groups = [], {}, []
+    groups, gradients, waiting = state.release()
     if sorted(gradients) != sorted(slot for key in groups for slot in key):
         raise ValueError("TCSState: another model's state, allowed: one of the same parameters")
-    step, state.iter = state.iter, state.iter + 1
+    step = state.counted(last=True)
     steps = []
     for key in groups:
         joined_D = torch.cat([gradients[slot].reshape(-1) for slot in key])
@@ -3159,7 +3190,7 @@ def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[
                     gradients[slot].copy_(part.view_as(gradients[slot]))
         except Exception as error:  # DDP would wait for ever
             for _, its_future in waiting:
-                cast(Any, its_future).set_exception(error)
+                its_future.set_exception(error)
             return
         for its_buffer, its_future in waiting:
             its_future.set_result(its_buffer)
@@ -3192,7 +3223,7 @@ def _first_mask(state: TCSState, known: Known, update_D: Tensor, step: int) -> N
         if finite:
             known.observe(update_D)
         return
-    state._unread.append((step, known.rule, known.rule.state_dict(), finite))
+    state.read_later(step, known.rule, finite)
     known.observe(update_D)
 
 

@@ -75,7 +75,7 @@ class GraphRounds:
         known.skip_to(before + len(rounds))
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
             error = NotFiniteError(n if n < federation.clients else SERVER)
-            error.round = rounds[index]
+            error.happened_in(rounds[index])
             raise error
         return [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
 

@@ -106,6 +106,6 @@ def test_a_link_that_is_none():
 
 @pytest.mark.parametrize("error", [tcs.NotFiniteError(3), tcs.MessageError(tcs.SERVER, "late")])
 def test_an_error_comes_back_from_another_process(error):
-    error.round = 5
+    error.happened_in(5)
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error) and str(back) == str(error) and vars(back) == vars(error)
