@@ -85,3 +85,11 @@ def test_streams_that_are_no_code_of_twelve_entries(stream):
 def test_not_bits():
     with pytest.raises(ValueError, match="0 and 1"):
         tcs.decode_positions(torch.tensor([2, 0, 0], dtype=torch.uint8), 12, 4)
+
+
+@pytest.mark.parametrize("dimension, block", [(0, 4), (12, 0), (12, -4)])
+def test_a_code_of_no_entries_or_blocks_is_refused_on_both_sides(dimension, block):
+    with pytest.raises(ValueError, match=rf"dimension, block: got {dimension}, {block}"):
+        tcs.encode_positions(torch.tensor([0]), dimension, block)
+    with pytest.raises(ValueError, match=rf"dimension, block: got {dimension}, {block}"):
+        tcs.decode_positions(torch.zeros(3, dtype=torch.uint8), dimension, block)
