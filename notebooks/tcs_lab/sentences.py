@@ -45,7 +45,7 @@ class Sentence(BaseModel, extra="forbid"):
     claims: list[str] = []
     judged: list[Beside] = []
     lines: dict[str, list[str]] = {}
-    word: Literal["by construction", "out of scope", "open"] | None = None
+    word: Literal["by construction", "contradicted", "out of scope", "open"] | None = None
     because: str = ""
     shown: list[str]
 
@@ -54,7 +54,7 @@ class Sentence(BaseModel, extra="forbid"):
         found = bool(self.claims or self.judged or self.lines)
         if found == bool(self.word):
             raise ValueError("allowed: a word, or claims, judged and lines that say it")
-        if self.word in (OPEN, OUT_OF_SCOPE) and not self.because:
+        if self.word not in (None, BY_CONSTRUCTION) and not self.because:
             raise ValueError(f"because: missing; allowed: why it is {self.word}")
         if self.word != OUT_OF_SCOPE and not self.shown:
             raise ValueError("shown: got none, allowed: one notebook or more")
