@@ -51,14 +51,13 @@ OPEN_PREMISE = (
     "{chance}. More stay than by chance, yet most change."
 )
 ACCURACY = (
-    "**Accuracy: TCS is {parity}, TCS-L4-Q5 {x2000-parity}**, where supported means at most half a "
-    "point below centralized training. In profile `evidence` (n = {n}), points with 95 % interval, "
-    "and of them what federated training loses by itself and what sparsity adds: {parts}."
+    "**Accuracy: TCS is {parity}, TCS-L4-Q5 {x2000-parity}.** Supported means that the 95 % interval of the "
+    "difference from centralized training is wholly above −0.5 points. In profile `evidence` (n = {n}) {parts}."
 )
 PREMISE = (
     "**Premise: {correlation}** that important entries stay more often than by chance; **{slowly}** "
-    "that they change slowly (our bound: half stay). Of the largest entries of FedAvg's updates that "
-    "chance would replace, {share} stay from round to round (`evidence`, n = {n})."
+    "that they change slowly (our bound: half stay). Chance aside, {share} of the largest 1 % of "
+    "FedAvg's update stay for the next round (`evidence`, n = {n})."
 )
 
 
@@ -222,7 +221,7 @@ def judged_verdicts() -> list[str]:
     chains = lab.decomposed(read, found).groupby("chain")
     parts = "; ".join(decomposition(part.to_dict("records")) for _, part in chains)
     slowly = rows["slowly"]
-    ends = [f"{100 * slowly[key]:.1f}" for key in ("measured", "low", "high")]
+    ends = [f"{100 * slowly[key]:.1f}" for key in ENDS]
     share = "{} % ({} to {})".format(*ends)
     return [
         ACCURACY.format(**words, n=rows["parity"]["n"], parts=parts),
@@ -231,15 +230,19 @@ def judged_verdicts() -> list[str]:
 
 
 def decomposition(rows: list[dict[str, Any]]) -> str:
-    """A difference with its interval, and the steps that it is made of; the last, which is what
-    sparsity adds, with its own."""
-    whole, *steps = rows
-    named = " + ".join(f"({row['first']} − {row['second']})" for row in steps)
-    ends = [(row["measured"], math.nan, math.nan) for row in steps[:-1]]
-    ends.append(tuple(steps[-1][key] for key in ("measured", "low", "high")))
-    values = " + ".join(f"[{lab.with_interval(*end)}]" for end in ends)
-    ours = lab.with_interval(whole["measured"], whole["low"], whole["high"])
-    return f"{whole['first']} − {whole['second']} = {named} is {ours} = {values}"
+    """A difference with its interval, and in words the steps that it is made of; what sparsity
+    adds, the last one, with its own interval."""
+    whole, dense, sparse = rows
+    ours, added = (lab.with_interval(*(row[key] for key in ENDS)) for row in (whole, sparse))
+    lost = lab.with_interval(dense["measured"], math.nan, math.nan)
+    scheme = tcs.Scheme.named(whole["first"])
+    rest = f"sparsity and {scheme.value_bits}-bit values" if scheme.intervals else "sparsity"
+    return (
+        f"{scheme.name} ends {ours} points from it: {dense['first']} alone {lost}, {rest} {added}"
+    )
+
+
+ENDS = ("measured", "low", "high")
 
 
 def verdicts_block() -> str:
