@@ -39,7 +39,7 @@ TRAFFIC = (
 )
 OPEN_ACCURACY = (
     "**Accuracy: open.** {made} of the {planned} deciding runs are made (profile `evidence`, five "
-    "seeds); none is judged before. It will be *supported* if the 95 % interval of the "
+    "seeds); 13_evidence shows what stands. It will be *supported* if the 95 % interval of the "
     "difference from centralized training is wholly above −0.5 points. Smaller trainings (n = {n}) "
     "gave, in points: after {epochs[0]} epochs of `cpu` TCS {cpu[0]}, "
     "TCS-L4-Q5 {cpu[1]}; after {epochs[1]} epochs of `small`, with a quarter of `cpu`'s images, "
