@@ -432,8 +432,7 @@ def sends(found: list, scheme: str) -> str:
     """How often an entry gets to be sent: rounds × the share of the shared mask."""
     for record in found:
         if record["config"]["scheme"]["name"] == scheme:
-            rounds = sum(row["rounds"] for row in record["rows"])
-            return f"{rounds * record['config']['scheme']['phi_global']:.0f}"
+            return f"{lab.turns(record)}"
     return "–"
 
 

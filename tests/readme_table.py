@@ -330,7 +330,7 @@ def situations() -> list[list[str]]:
     images, text = at_best_rates("small"), at_best_rates("text")
     few = ("TCS", "TCS-L4-Q5")
     short = {name: records(name, "short", seeds=3) for name in ("FedAvg", *few)}
-    often = [turns(short[name][0]) for name in few]
+    often = [lab.turns(short[name][0]) for name in few]
     epochs = {profile: params(profile)["epochs"] for profile in ("small", "text", "short")}
     rows = [
         ("Images, slow links", "STC or TCS", "17", "small", images, ("STC", "TCS")),
@@ -344,12 +344,6 @@ def situations() -> list[list[str]]:
         where = f"{notebook}: `{profile}`, {epochs[profile]} epochs, {n}"
         cells.append([situation, use, where, less, f"Accuracy points<br>{points}"])
     return cells + ddp_rows()
-
-
-def turns(record: Record) -> int:
-    """How often an entry gets to be sent: rounds × the share of the shared mask."""
-    rounds = sum(row["rounds"] for row in record["rows"])
-    return round(rounds * record["config"]["scheme"]["phi_global"])
 
 
 def situations_block() -> str:

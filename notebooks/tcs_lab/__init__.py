@@ -123,6 +123,7 @@ from tcs_lab.tables import (
     summary,
     times,
     traffic,
+    turns,
     unbroken,
     welch_interval,
     with_interval,

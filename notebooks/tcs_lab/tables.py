@@ -76,6 +76,12 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     return values
 
 
+def turns(record: Record) -> int:
+    """How often an entry gets to be sent: rounds x the share of the shared mask."""
+    rounds = sum(row["rounds"] for row in record["rows"])
+    return round(rounds * record["config"]["scheme"]["phi_global"])
+
+
 def traffic(record: dict[str, Any]) -> dict[str, float]:
     """Bytes of one client's messages in a whole run, all overhead in: "up", "down", and "warm-up",
     the part of both that its dense rounds, or those of larger masks, took. Zeros for centralized
