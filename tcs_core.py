@@ -479,7 +479,7 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     eligible = len(vector_D)
     if excluded is not None:
         taken_D = _as_mask(excluded, magnitudes_D)
-        magnitudes_D = magnitudes_D.masked_fill(taken_D, -1.0)
+        magnitudes_D.masked_fill_(taken_D, -1.0)
         if may_look(taken_D):
             eligible -= int(taken_D.sum())
     _check_k(k, eligible)
@@ -496,13 +496,19 @@ def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
     """Positions of the k largest numbers, ascending; of a GPU's the host looks at none."""
     if k == 0:
         return torch.empty(0, dtype=torch.int64, device=numbers_D.device)
-    kth = numbers_D.topk(k, sorted=False).values.min()
+    largest_K, places_K = numbers_D.topk(k, sorted=False)
+    kth = largest_K.min()
     if may_look(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
-    above_D, tied_D = numbers_D > kth, numbers_D == kth
-    room = k - above_D.sum()
-    chosen_D = above_D | (tied_D & (tied_D.cumsum(0, dtype=torch.int32) <= room))
-    return torch.nonzero_static(chosen_D, size=k, fill_value=0).squeeze(1)
+    ties_K = largest_K == kth  # of those that tie with the k-th, the first
+    tied_K = _first(numbers_D == kth, k)
+    places_K = torch.where(ties_K, tied_K[ties_K.cumsum(0) - 1], places_K)
+    return _first(positions_to_mask(places_K, len(numbers_D)), k)
+
+
+def _first(mask_D: Tensor, k: int) -> Tensor:
+    """Positions of a mask's first k ones, ascending, without a look at how many there are."""
+    return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
 
 
 _NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
@@ -1434,7 +1440,7 @@ class Checks:
             if not finite:
                 raise NotFiniteError(sender)
             return values
-        well = values.sum(dtype=torch.float64).isfinite()  # no sum of float32 overflows that
+        well = values.sum(dtype=torch.float64).abs() < math.inf  # that no sum of float32 reaches
         self.finite[sender] = self.finite[sender] & well if sender in self.finite else well
         return torch.where(well, values, 0.0)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from tcs_lab.bench import BENCHES, bench_table, run_benches
+from tcs_lab.bench import BENCHES, USUAL, bench_table, run_benches
 from tcs_lab.checkpoints import checkpoint_path
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
 from tcs_lab.planned import planned_runs
@@ -188,7 +188,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.repeat < 1:
         raise ValueError(f"--repeat: got {arguments.repeat}, allowed: a whole number >= 1")
     options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
-    record = run_benches(arguments.part or list(BENCHES), *options, arguments.results)
+    record = run_benches(arguments.part or USUAL, *options, arguments.results)
     print(plain_markdown(bench_table(record)))
     return 0
 

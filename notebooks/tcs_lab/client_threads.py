@@ -47,6 +47,18 @@ class _Given:
         return self.batches[tau]
 
 
+def seat_of(federation: Federation) -> Federation:
+    """What trains one client: this federation, but for a model and gradients of its own."""
+    made = copy.copy(federation)
+    made.model = copy.deepcopy(federation.model).train()
+    made.flat = FlatView(made.model)
+    made.gradient_D = torch.zeros_like(federation.gradient_D)
+    made.local_D = torch.empty_like(federation.local_D)
+    made.gradient_views = made.flat.views(made.gradient_D)
+    made.local_views = made.flat.views(made.local_D)
+    return made
+
+
 class ClientThreads(Federation):
     """A federation whose clients train on as many threads as torch has when it is made; the same
     otherwise.
@@ -62,23 +74,12 @@ class ClientThreads(Federation):
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         threads = torch.get_num_threads()
-        seats = [self._seat() for _ in range(threads + 1)]  # one may wait to be compressed
+        seats = [seat_of(self) for _ in range(threads + 1)]  # one may wait to be compressed
         self.free, self.later = seats[:1], seats[1:]  # the very first pass may be compiled: alone
         self.waiting = deque[int]()
         self.training: dict[int, tuple[Federation, Future[Tensor]]] = {}
         # its threads end when it is forgotten
         self.pool = ThreadPoolExecutor(threads, "client", torch.set_num_threads, (1,))
-
-    def _seat(self) -> Federation:
-        """What trains one client: this federation, but for a model and gradients of its own."""
-        seat = copy.copy(self)
-        seat.model = copy.deepcopy(self.model).train()
-        seat.flat = FlatView(seat.model)
-        seat.gradient_D = torch.zeros_like(self.gradient_D)
-        seat.local_D = torch.empty_like(self.local_D)
-        seat.gradient_views = seat.flat.views(seat.gradient_D)
-        seat.local_views = seat.flat.views(seat.local_D)
-        return seat
 
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,

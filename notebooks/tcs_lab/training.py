@@ -26,6 +26,7 @@ from tcs_core import (
     Selection,
     Traffic,
 )
+from tcs_lab.client_streams import MOST, ClientStreams
 from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
 from tcs_lab.compiled import passes
 from tcs_lab.cuda_graph import GraphRounds, suits
@@ -158,7 +159,9 @@ class Training:
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
         link = link or _link(config, self.ranks)
-        self.federation = self._kind()(
+        everyone = config.participants == config.client_count
+        static = config.graph and everyone and suits(scheme, link)
+        self.federation = self._kind(static)(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=CrossEntropy(config), link=link,
             weights=self.feed.weights,
@@ -166,18 +169,18 @@ class Training:
         )  # fmt: skip
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
-        everyone = config.participants == config.client_count
-        self.graph: GraphRounds | None = None
-        if config.graph and everyone and suits(scheme, link):
-            self.graph = GraphRounds(self.federation, self.rounds_per_epoch)
+        graph = GraphRounds(self.federation, self.rounds_per_epoch) if static else None
+        self.graph: GraphRounds | None = graph
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
             self.federation.on_delta = lambda n, delta_D: rows[n].copy_(delta_D)
 
-    def _kind(self) -> type[Federation]:
+    def _kind(self, static: bool) -> type[Federation]:
         if goes_a_client_a_thread(self.config):
             return ClientThreads
+        if static and self.device.type == "cuda" and 1 < self.config.client_count <= MOST:
+            return ClientStreams
         side_by_side = goes_side_by_side(self.config) and self.ranks.size == 1
         return SideBySide if side_by_side else Federation
 

@@ -1,0 +1,53 @@
+"""A client a stream: on a GPU clients train at the same time, in static rounds.
+
+A small batch leaves most of a large GPU idle. In a CUDA graph the clients' passes become branches,
+which share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcs_core import Federation
+from tcs_lab.client_threads import seat_of
+
+MOST = 16  # clients: each has a model and gradients of its own
+STREAMS = 5  # so many train at a time; meanwhile those before them are compressed
+
+
+class ClientStreams(Federation):
+    """A federation whose clients train at the same time, on streams of a GPU; the same otherwise.
+    Differences are compressed in the clients' order, on the stream that plays the round.
+
+    Memory: a model and gradients (D,) of every client, activations of those that train.
+    """
+
+    def __init__(self, *settings: Any, **more: Any):
+        super().__init__(*settings, **more)
+        self.seats = {n: seat_of(self) for n in self.own}
+        self.streams = [torch.cuda.Stream(self.theta_D.device) for _ in range(STREAMS)]
+        self.trained: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+
+    def play(
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
+        masks: int = 1,
+    ) -> Tensor:  # fmt: skip
+        now = torch.cuda.current_stream(self.theta_D.device)
+        for stream in self.streams:
+            stream.wait_stream(now)
+        for i, n in enumerate(chosen):
+            stream = self.streams[i % STREAMS]
+            with torch.cuda.stream(stream):
+                self.seats[n].flat.put(self.theta_views)
+                gradient_D = Federation.local_training(self.seats[n], n, t, eta)
+                self.trained[n] = gradient_D, stream.record_event()
+        return super().play(chosen, t, eta, dense, masks)
+
+    def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Client n's summed gradients, once they are there."""
+        gradient_D, done = self.trained.pop(n)
+        torch.cuda.current_stream(self.theta_D.device).wait_event(done)
+        return gradient_D
