@@ -9,6 +9,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import HeldFeed, Peak
+from tcs_lab.client_streams import STREAMS, ClientStreams
 from tcs_lab.cuda_graph import GraphRounds, suits
 from torch import nn
 
@@ -146,6 +147,52 @@ def test_without_a_local_mask_static_rounds_do_what_eager_ones_do():
     eager, static = federations("TCS", phi_local=None)
     for epoch in range(2):
         assert eager.epoch(epoch) == static.epoch(epoch)
+
+
+class FakeGPU:
+    """Streams that are none: what is asked of them, in order."""
+
+    def __init__(self, monkeypatch):
+        self.asked = []
+        usual = mock.Mock(wait_event=lambda event: self.asked.append(("usual waits for", event)))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.stream())
+        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+
+    def stream(self):
+        made = mock.Mock()
+        made.wait_stream = lambda other: self.asked.append(("waits", made))
+        made.record_event = lambda: self.asked.append(("is done", made)) or len(self.asked)
+        return made
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-L2-Q5", "TCS-Momentum"])
+def test_clients_on_streams_train_as_they_do_in_turns(name, monkeypatch):
+    fake = FakeGPU(monkeypatch)
+    eager = federations(name, clients=7)[0]
+    monkeypatch.setattr(lab.Training, "_kind", lambda self, static: ClientStreams)
+    streams = federations(name, clients=7)[0]
+    assert type(streams.federation) is ClientStreams
+    for epoch in range(3):
+        assert streams.epoch(epoch) == eager.epoch(epoch)
+    for key in ("theta_D", "statistics_NS"):
+        assert torch.equal(getattr(streams, key), getattr(eager, key))
+    a_round = fake.asked[: STREAMS + 14]
+    assert [what for what, _ in a_round[:STREAMS]] == ["waits"] * STREAMS  # for theta
+    done = [place for place, (what, _) in enumerate(a_round, 1) if what == "is done"]
+    assert [event for what, event in a_round if what == "usual waits for"] == done
+
+
+def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
+    training = federations("TCS")[1]
+    kinds = {}
+    for device, clients in (("cuda", 10), ("cuda", 17), ("cuda", 1), ("cpu", 10)):
+        few = mock.Mock(client_count=clients, client_threads=False, graph=True)
+        made = mock.Mock(config=few, device=torch.device(device))
+        kinds[device, clients] = [lab.Training._kind(made, static) for static in (True, False)]
+    assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.Federation]
+    assert all(kind == [tcs.Federation] * 2 for kind in kinds.values())
+    assert type(training.federation) is tcs.Federation
 
 
 @pytest.mark.gpu
