@@ -53,6 +53,7 @@ from tcs_lab.claims import (
     unequal_records,
     verdict,
 )
+from tcs_lab.coinciding import coinciding, explored_places
 from tcs_lab.data import (
     Batches,
     Draws,
