@@ -292,8 +292,8 @@ def ddp_rows() -> list[list[str]]:
         cost = judged.cost(cell)
         losses.append(f"{share}: {lab.with_interval(cost.value, cost.low, cost.high)}")
         rates.update(measured.pays_to(f"TCS {share}", "bf16", *net) for net in nets)
-    slowest = min(rates)
-    speeds, large = (slowest, FASTEST), nets[1]
+    up_to = min(rates)
+    speeds, large = (up_to, FASTEST), nets[1]
     steps = [f"{share}: {over_bf16(measured, share, large, speeds)}" for share in SHARES]
     where = f"12: small GPT, AdamW, {found[0]['steps']:,} steps, n = {counts.pop()}"
     loss = f"Test loss, nats (more is worse)<br>{'<br>'.join(losses)}"
@@ -302,7 +302,7 @@ def ddp_rows() -> list[list[str]]:
     time = f"Step time over PyTorch's bf16 hook, at {at} Mbit/s<br>{'<br>'.join(steps)}"
     bytes_less = "<br>".join(less)
     return [
-        [f"DDP, links up to {slowest:,.0f} Mbit/s", "`tcs_hook` at 10 %", where, bytes_less, loss],
+        [f"DDP, links up to {up_to:,.0f} Mbit/s", "`tcs_hook` at 10 %", where, bytes_less, loss],
         ["A faster network, or one machine", "**do not compress**", fast, bytes_less, time],
     ]
 
