@@ -531,7 +531,7 @@ def judge_gpu(rows):
 _ = report("round", tell, judge_gpu, gpu=True), report("step", tell, gpu=True)
 
 # %% [markdown]
-# `pytest -m gpu` passed there, too. The targets are missed. Outside a graph compression takes longer (7.9 ms) than textbook code (6.7): it also checks that all is finite, chooses
+# `uv run pytest -m gpu` passed there, too. The targets are missed. Outside a graph compression takes longer (7.9 ms) than textbook code (6.7): it also checks that all is finite, chooses
 # among equals as every side does, and counts, in more calls.
 #
 # An ordinary sparse round of TCS stops for the host once, at its end. A step of the DDP hook looks at values 3 times a bucket, and copies
