@@ -510,6 +510,19 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 # often. It costs a third more bytes here, because frame and means have one size however small the masks are; at the paper's size an eighth.
 # Latency, which more rounds cost too, is not counted.
 #
+# ## Unequal clients
+#
+# Does sparsification cost more where clients' classes differ (Dirichlet, α 0.3), or only half of them take part? And do masks still
+# coincide? Profile `evidence`; two questions without a verdict. *Equal*: equal clients, the same seeds.
+
+# %%
+read = lab.read_claims(lab.ROOT / "params/claims.yaml")
+judged_profile = lab.read_params([lab.ROOT / "params/evidence.yaml"])
+equal, there = lab.claim_records(read, judged_profile), lab.unequal_records(read, judged_profile)
+for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, there)):
+    display(Markdown(lab.markdown(table) if len(table) else "None of these runs is made yet."))
+
+# %% [markdown]
 # ## Claim
 #
 # 1. `+` brings back every value and position; the paper's code has the counted bytes. No tolerance.
@@ -522,12 +535,9 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 
 # %%
 claimed = lab.paper_factor("TCS-L4-Q5")
-claim("+ loses nothing", bool(lengths["same"].all()), f"{len(sent)} messages")
-claim(
-    "the paper's code has the counted bytes",
-    bool((lengths["off"] == 0).all()),
-    f"{len(sent)} messages",
-)
+of = f"{len(sent)} messages"
+claim("+ loses nothing", bool(lengths["same"].all()), of)
+claim("the paper's code has the counted bytes", bool((lengths["off"] == 0).all()), of)
 claim("its positions are within 2 % of the entropy bound", above <= 1.02, f"{above - 1:+.1%}")
 for name in ("TCS-L4-Q5++", "TCS-L4-M2-E3-W10++", "TCS-M2-E3-K4++"):
     factor = 64 / sum(whole[name].values())
@@ -543,9 +553,8 @@ print(f"lossless: + takes {shorter.mean():.0%} off a TCS-Q5 message of this smal
 for name, gap in gaps.items():
     if name.endswith("++"):
         ratio, half = dense_bytes / curves[name]["bytes"].iloc[-1], gap["half"]
-        known = (
-            f"± {half:.2f} points, n = {gap['n']}" if math.isfinite(half) else "points, one seed"
-        )
+        several, one = f"± {half:.2f} points, n = {gap['n']}", "points, one seed"
+        known = several if math.isfinite(half) else one
         print(f"{lab.bold(gap['no worse'])}: {name} is no worse than {baseline_scheme} ({gap['mean']:+.2f} {known}), "
               f"1/{lab.times(ratio)} of FedAvg-L4's bytes")  # fmt: skip
 

@@ -177,7 +177,8 @@ if len(ratio):
 # ## What the difference to centralized training is made of
 #
 # TCS − Baseline = (FedAvg − Baseline) + (TCS − FedAvg): what federated training costs without any sparsity, and what sparsity adds;
-# then the same with four local steps and 5-bit values. By the model the parts add up.
+# then the same with four local steps and 5-bit values. By the model the parts add up. What sparsification costs where clients are
+# unequal is in [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 
 
 # %% jupyter={"source_hidden": true}
@@ -198,49 +199,6 @@ for _, parts in split.groupby("chain") if split["measured"].any() else ():
     rows += [{"difference, points": f"{sign} ({name})", "ours": said}
              for sign, (name, said) in zip("=+", steps, strict=False)]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
-
-# %% [markdown]
-# ## Unequal clients
-#
-# Two questions without a verdict. Does sparsification cost more where clients' classes differ (Dirichlet, α 0.3) or only half of them
-# take part? And do masks still coincide? Differences there and with equal clients are of the same seeds; the last column is
-# there minus equal.
-
-# %% jupyter={"source_hidden": true}
-there = lab.unequal_records(read, profile, results)
-apart = lab.unequal(read, records, there)
-recorded_apart = apart[apart["measured"].notna()]
-rows = []
-for (setting, one, other), found in recorded_apart.groupby(
-    ["setting", "first", "second"], sort=False
-):
-    cells = {row["where"]: interval(row) for _, row in found.iterrows()}
-    if "there" in cells:
-        rows.append({"clients": setting, "difference, points": f"{one} − {other}"} | cells)
-display(Markdown(lab.markdown(pd.DataFrame(rows).fillna("–")) if rows else nothing))
-
-
-# %% jupyter={"source_hidden": true}
-def mask_overlap(found: dict, seeds: set) -> str:
-    """Of TCS: the share of the shared mask that was in it a round before, mean over epochs."""
-    shares = [
-        pd.DataFrame(r["rows"])["mask_overlap"].mean()
-        for r in found.values()
-        if r["config"]["scheme"]["name"] == "TCS" and r["config"]["seed"] in seeds
-        and r["config"]["learning_rate"] == 0.5 and r["status"] == "finished"
-    ]  # fmt: skip
-    mean, low, high = lab.mean_interval(shares)
-    return lab.with_interval(mean, low, high, "{:.3f}").replace("+", "")
-
-
-rows = []
-for setting, found in there.items():
-    seeds = {r["config"]["seed"] for r in found.values()}
-    cells = {"there": mask_overlap(found, seeds), "equal clients": mask_overlap(records, seeds)}
-    rows += [{"clients": setting} | cells] if seeds else []
-if rows:
-    said = "How much of TCS's shared mask stays a round:\n\n"
-    display(Markdown(said + lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # ## Do masks coincide?

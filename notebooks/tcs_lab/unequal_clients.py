@@ -1,0 +1,62 @@
+"""Unequal clients beside equal ones, as tables that a person reads: what sparsification costs, and
+whether masks still coincide. The questions stand in params/claims.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from tcs_lab.claims import Claims, unequal
+from tcs_lab.coinciding import coinciding
+from tcs_lab.tables import Record, mean_interval, with_interval
+
+
+def unequal_costs(
+    read: Claims, records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
+) -> pd.DataFrame:
+    """A row a setting and pair of schemes that has runs: their difference in points there, with
+    equal clients of the same seeds, and the one minus the other. Arguments as `unequal`'s."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for row in unequal(read, records, there).to_dict("records"):
+        key = row["setting"], f"{row['first']} − {row['second']}"
+        if not pd.isna(row["measured"]):
+            numbers = with_interval(row["measured"], row["low"], row["high"])
+            rows.setdefault(key, {})[row["where"]] = f"{numbers}, n = {row['n']}"
+    named = ("clients", "difference, points")
+    made = [dict(zip(named, key, strict=True)) | cells for key, cells in rows.items()]
+    return pd.DataFrame([row for row in made if "there" in row]).fillna("–")
+
+
+def unequal_masks(
+    records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]], eta: float = 0.5
+) -> pd.DataFrame:
+    """A row a setting that has runs of TCS: how much of its shared mask stays for a round, and how
+    many of ten clients send at a place; there, and with equal clients of the same seeds."""
+    rows = []
+    for setting, found in there.items():
+        own = _of_tcs(found, eta)
+        equal = {seed: one for seed, one in _of_tcs(records, eta).items() if seed in own}
+        row = {"clients": setting, "n": f"{len(own)}"}
+        for key, title, form in (("stay", "the mask stays", "{:.3f}"),
+                                 ("clients", "clients a place", "{:.2f}")):  # fmt: skip
+            for where, runs in (("there", own), ("equal", equal)):
+                row[f"{title}, {where}"] = _mean(key, runs.values(), form)
+        rows += [row] if own else []
+    return pd.DataFrame(rows)
+
+
+def _of_tcs(records: Mapping[str, Record], eta: float) -> dict[int, Record]:
+    """Finished runs of TCS, by seed."""
+    return {
+        record["config"]["seed"]: record
+        for record in records.values()
+        if record["config"]["scheme"]["name"] == "TCS"
+        and record["config"]["learning_rate"] == eta
+        and record["status"] == "finished"
+    }
+
+
+def _mean(key: str, runs: Any, form: str) -> str:
+    return with_interval(*mean_interval(coinciding(run)[key] for run in runs), form)

@@ -1,0 +1,70 @@
+"""Unequal clients beside equal ones: which runs stand in which cell, and what is left out."""
+
+import pytest
+import tcs_lab as lab
+from common import config
+
+PAIRS = [[["TCS", 0.5], ["top-K", 0.5]], [["TCS", 0.5], ["rand-K", 0.5]]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Real ones, of two seeds there and three of equal clients; of rand-K there is none."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    for share, seeds in ((0.5, (1, 2)), (1.0, (1, 2, 3))):
+        configs = [config(s, seed=n, participation=share, learning_rate=0.5)
+                   for s in ("TCS", "top-K") for n in seeds]  # fmt: skip
+        made[share] = {f"{one.scheme.name} {one.seed}": lab.run(one, folder) for one in configs}
+    return made[1.0], {"half": made[0.5], "both": {}}
+
+
+@pytest.fixture
+def read(tmp_path):
+    text = f"""
+    confidence: 0.95
+    claims: {{it: {{says: it, where: here, main: true, measure: accuracy, first: [TCS, 0.5],
+                   second: [top-K, 0.5], at_least: 0, n: 3, paper: null}}}}
+    unequal: {{pairs: {PAIRS}, settings: {{half: {{participation: 0.5}}, both: {{clients: 2}}}}}}
+    """
+    path = tmp_path / "claims.yaml"
+    path.write_text(text, encoding="utf-8")
+    return lab.read_claims(path)
+
+
+def first(cell):
+    """The mean in front of an interval."""
+    return float(cell.split(" ")[0].replace("−", "-"))
+
+
+def points(made, seed):
+    one, other = (made[f"{scheme} {seed}"]["rows"][-1]["accuracy"] for scheme in ("TCS", "top-K"))
+    return 100 * (one - other)
+
+
+def test_costs_there_and_with_equal_clients_of_the_same_seeds(runs, read):
+    equal, there = runs
+    (row,) = lab.unequal_costs(read, equal, there).to_dict("records")
+    assert (row["clients"], row["difference, points"]) == ("half", "TCS − top-K")
+    means = [sum(points(made, n) for n in (1, 2)) / 2 for made in (there["half"], equal)]
+    for where, mean in (("there", means[0]), ("equal", means[1]), ("there − equal", means[0] - means[1])):  # fmt: skip
+        assert first(row[where]) == pytest.approx(mean, abs=0.006)
+        assert row[where].endswith("n = 2")
+
+
+def test_masks_there_and_with_equal_clients_of_the_same_seeds(runs):
+    equal, there = runs
+    (row,) = lab.unequal_masks(equal, there).to_dict("records")
+    assert (row["clients"], row["n"]) == ("half", "2")
+    for where, made in (("there", there["half"]), ("equal", equal)):
+        found = [lab.coinciding(made[f"TCS {n}"]) for n in (1, 2)]
+        for key, title, digits in (
+            ("stay", "the mask stays", 3),
+            ("clients", "clients a place", 2),
+        ):
+            mean = sum(one[key] for one in found) / 2
+            assert first(row[f"{title}, {where}"]) == pytest.approx(mean, abs=0.6 * 10**-digits)
+
+
+def test_without_runs_there_are_no_rows(read):
+    assert not len(lab.unequal_costs(read, {}, {"half": {}}))
+    assert not len(lab.unequal_masks({}, {"half": {}}))
