@@ -38,8 +38,8 @@ class ClientStreams(Federation):
         now = torch.cuda.current_stream(self.theta_D.device)
         for stream in self.streams:
             stream.wait_stream(now)
-        for i, n in enumerate(chosen):
-            stream = self.streams[i % STREAMS]
+        for n in chosen:
+            stream = self.streams[n % STREAMS]
             with torch.cuda.stream(stream):
                 self.seats[n].flat.put(self.theta_views)
                 gradient_D = Federation.local_training(self.seats[n], n, t, eta)
