@@ -112,7 +112,7 @@ class RunConfig:
     wire: bool = False  # every message becomes bytes and is decoded; the same numbers, slower
     # with wire: a client's message that can't be accepted ends the run, or is left out
     bad_message: Literal["stop", "skip"] = "stop"
-    # rounds of static shapes, on a GPU one CUDA graph in which clients train side by side; the same
+    # rounds of static shapes, on a GPU one CUDA graph in which clients train at once; the same
     # masks, numbers to rounding
     graph: bool = False
     # all clients in one pass, for small nets; null: by their size; the same masks, to rounding
