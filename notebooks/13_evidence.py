@@ -363,9 +363,9 @@ for record in sorted(found, key=lambda record: record["rows"][-1]["accuracy"]):
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else "None of these runs is there."))
 
 # %% [markdown]
-# As in `evidence` the step from the Baseline to FedAvg is the larger one, and TCS ends above FedAvg; top-K ends level with the Baseline.
-# One seed can say no more. TCS-L4-Q5, planned too, is not made. In the minutes several runs shared the card. (The records name the commit before theirs, with changes; the
-# code was that of 7b18716, as their hashes say.)
+# The step from the Baseline to FedAvg is the larger one here, TCS ends above FedAvg, and top-K level with the Baseline; one seed can say
+# no more. TCS-L4-Q5, planned too, is not made. In the minutes several runs shared the card. (The records name the commit before theirs,
+# with changes; the code was that of 7b18716, as their hashes say.)
 #
 # ## Smaller, shorter, narrower trainings
 #
