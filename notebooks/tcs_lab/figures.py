@@ -243,16 +243,16 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
         if len(line.get_xdata()) > 2:
             taken += _boxes_along(axes.transData.transform(line.get_xydata()))
     for words, x, y, colour in points:
-        for far, up, side in itertools.product((1, 4, 7), (-1, 1), (1, -1)):
+        for far, up, side in itertools.product((1, 4, 7), (-1, 1), (1, -1, 0)):
             text = axes.annotate(
                 words, (x, y), (7 * side, 5 * far * up), textcoords="offset points", fontsize=10,
-                color=text_colour(colour), ha="left" if side > 0 else "right",
+                color=text_colour(colour), ha=("center", "left", "right")[side],
                 va="bottom" if up > 0 else "top",
             )  # fmt: skip
             box = text.get_window_extent()
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
             inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
-            if (far, up, side) == (7, 1, -1) or (inside and not any(map(box.overlaps, taken))):
+            if (far, up, side) == (7, 1, 0) or (inside and not any(map(box.overlaps, taken))):
                 break
             text.remove()
         taken.append(box)

@@ -102,7 +102,7 @@ def test_verdicts_follow_the_claims_and_are_open_until_these_stand():
     assert row_of(some, slowly)["verdict"] == "supported"
     again = "TCS meets or surpasses centralized training with a hundredth of the entries"
     assert row_of(some, again)["verdict"] == "contradicted (1), open (1)"
-    bits = "And reaches 2000 times less traffic with quantized values"  # the bound is not kept
+    bits = "And reaches 2000 times less traffic with quantized values, at that accuracy"  # bound not kept
     assert row_of(some, bits)["verdict"] == "contradicted (1), open (1)"
 
 
