@@ -245,9 +245,8 @@ def stated(record):
     """Where, with what and when a record was made."""
     made = record["provenance"]
     commit = (made["commit"] or "no commit")[:10] + ("+" if made["dirty"] else "")
-    cores = f"{made['cores']} core(s), {made['threads']} thread(s)"
-    words = f"{made['device']} · {cores} · {made['precision']} · torch {made['torch']}"
-    return f"{words} · commit {commit} · {made['finished'][:10]}"
+    words = f"{made['device']} · {made['cores']} core(s), {made['threads']} thread(s)"
+    return f"{words} · {made['precision']} · torch {made['torch']} · commit {commit} · {made['finished'][:10]}"
 
 
 display(Markdown(lab.markdown(lab.bench_table(made_here))))
@@ -521,13 +520,15 @@ display(Markdown(f"**Calculated, not measured:**\n\n{lab.markdown(pd.DataFrame(p
 
 # %%
 def judge_step(rows):
-    ms = 1e3 * works(rows)["step"].item()
-    aim("Compressor.step on a GPU, ms a client", ms / 10, step_targets_ms[1])
+    ms = 1e3 * works(rows)["step"].item() / rows["clients"].iloc[0]
+    aim("Compressor.step on a GPU, ms a client", ms, step_targets_ms[1])
 
 
 def judge_gpu(rows):
     for case, ms in (1e3 * works(rows)["graph"]).items():
-        rounds = paper_epochs * (paper_samples // (2560 if "L4" in case else 640))
+        run = plans[case.rpartition(", ")[2]]
+        samples = run.client_count * run.batch_size * run.scheme.local_steps  # a round's
+        rounds = paper_epochs * (paper_samples // samples)
         aim(f"a run on a GPU, minutes: {case}", ms * rounds / 60_000, run_target_minutes)
 
 

@@ -169,8 +169,7 @@ class Training:
         )  # fmt: skip
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
-        graph = GraphRounds(self.federation, self.rounds_per_epoch) if static else None
-        self.graph: GraphRounds | None = graph
+        self.graph = GraphRounds(self.federation, self.rounds_per_epoch) if static else None
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
