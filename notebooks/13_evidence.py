@@ -187,18 +187,10 @@ if len(ratio):
 
 
 # %% jupyter={"source_hidden": true}
-def interval(row) -> str:
-    """Difference, interval and n, or – where there is none."""
-    if pd.isna(row["measured"]):
-        return "–"
-    numbers = (row["measured"], row["low"], row["high"])
-    return f"{lab.with_interval(*numbers)}, n = {row['n']}"
-
-
 split = lab.decomposed(read, records)
 rows = []
 for _, parts in split.groupby("chain") if split["measured"].any() else ():
-    named = [(f"{r['first']} − {r['second']}", interval(r)) for _, r in parts.iterrows()]
+    named = [(f"{r['first']} − {r['second']}", lab.difference_said(r)) for _, r in parts.iterrows()]
     (whole, level), *steps = named
     rows.append({"difference, points": f"**{whole}**", "ours": f"**{level}**"})
     rows += [{"difference, points": f"{sign} ({name})", "ours": said}

@@ -42,6 +42,7 @@ from tcs_lab.claims import (
     VERDICTS,
     claim_records,
     decomposed,
+    difference_said,
     judged,
     not_measured,
     numbers,

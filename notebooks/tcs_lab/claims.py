@@ -444,6 +444,12 @@ def numbers(row: Mapping[str, Any], *keys: str) -> str:
     return with_interval(mean, low, high, _form(row, *ends))
 
 
+def difference_said(row: Mapping[str, Any]) -> str:
+    """A difference without a bound: interval and n, or – where there is nothing."""
+    numbers = with_interval(row["measured"], row["low"], row["high"])
+    return numbers if math.isnan(row["measured"]) else f"{numbers}, n = {row['n']}"
+
+
 def said(row: Mapping[str, Any]) -> str:
     """The verdict, with what has to be said beside it."""
     word = row["verdict"]
@@ -463,7 +469,8 @@ def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     rows = [
         {"The paper says": row["says"], "Where": row["where"], "Supported if": supported_if(row),
          "Paper (interval)": numbers(row, "paper", "paper_low", "paper_high"),
-         "Paper's verdict": f"**{row['paper_verdict'] or '–'}**", "Ours (interval)": numbers(row),
+         "Paper's verdict": f"**{row['paper_verdict']}**" if row["paper_verdict"] else "–",
+         "Ours (interval)": numbers(row),
          "n": str(row["n"]) if row["measure"] in COUNTED else f"{row['n']} of {row['planned']}",
          "Verdict": f"**{said(row)}**"}
         for row in table[table["measured"].notna()].to_dict("records")

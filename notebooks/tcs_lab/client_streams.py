@@ -13,9 +13,15 @@ from torch import Tensor
 
 from tcs_core import Federation
 from tcs_lab.client_threads import seat_of
+from tcs_lab.settings import RunConfig
 
-MOST = 16  # clients: each has a model and gradients of its own
+MOST_CLIENTS = 16  # each has a model and gradients of its own
 STREAMS = 5  # so many train at a time; meanwhile those before them are compressed
+
+
+def goes_a_client_a_stream(config: RunConfig) -> bool:
+    """On a GPU, in rounds that are static; few clients, since each has a model of its own."""
+    return config.torch_device.type == "cuda" and 1 < config.client_count <= MOST_CLIENTS
 
 
 class ClientStreams(Federation):

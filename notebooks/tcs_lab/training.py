@@ -26,7 +26,7 @@ from tcs_core import (
     Selection,
     Traffic,
 )
-from tcs_lab.client_streams import MOST, ClientStreams
+from tcs_lab.client_streams import ClientStreams, goes_a_client_a_stream
 from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
 from tcs_lab.compiled import passes
 from tcs_lab.cuda_graph import GraphRounds, suits
@@ -139,8 +139,8 @@ class Training:
     """The federation that a RunConfig describes, on a data set, `epoch` by `epoch`.
 
     Over several `ranks`, N is the number of this rank's `own` clients. With `keep_deltas`,
-    `deltas_ND` holds the last round's model differences; `link` is one of your own. Raises ValueError if the data can't feed
-    the configured clients, batches or local steps.
+    `deltas_ND` holds the last round's model differences; `link` is one of your own. Raises
+    ValueError if the data can't feed the configured clients, batches or local steps.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Training:
     def _kind(self, static: bool) -> type[Federation]:
         if goes_a_client_a_thread(self.config):
             return ClientThreads
-        if static and self.device.type == "cuda" and 1 < self.config.client_count <= MOST:
+        if static and goes_a_client_a_stream(self.config):
             return ClientStreams
         side_by_side = goes_side_by_side(self.config) and self.ranks.size == 1
         return SideBySide if side_by_side else Federation

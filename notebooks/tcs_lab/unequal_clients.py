@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.claims import Claims, unequal
+from tcs_lab.claims import Claims, difference_said, unequal
 from tcs_lab.coinciding import coinciding
 from tcs_lab.tables import Record, mean_interval, with_interval
 
@@ -22,8 +22,7 @@ def unequal_costs(
     for row in unequal(read, records, there).to_dict("records"):
         key = row["setting"], f"{row['first']} − {row['second']}"
         if not pd.isna(row["measured"]):
-            numbers = with_interval(row["measured"], row["low"], row["high"])
-            rows.setdefault(key, {})[row["where"]] = f"{numbers}, n = {row['n']}"
+            rows.setdefault(key, {})[row["where"]] = difference_said(row)
     named = ("clients", "difference, points")
     made = [dict(zip(named, key, strict=True)) | cells for key, cells in rows.items()]
     return pd.DataFrame([row for row in made if "there" in row]).fillna("–")

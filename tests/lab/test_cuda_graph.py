@@ -187,8 +187,8 @@ def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
     training = federations("TCS")[1]
     kinds = {}
     for device, clients in (("cuda", 10), ("cuda", 17), ("cuda", 1), ("cpu", 10)):
-        few = mock.Mock(client_count=clients, client_threads=False, graph=True)
-        made = mock.Mock(config=few, device=torch.device(device))
+        settings = {"client_count": clients, "torch_device": torch.device(device)}
+        made = mock.Mock(config=mock.Mock(**settings, client_threads=False, graph=True))
         kinds[device, clients] = [lab.Training._kind(made, static) for static in (True, False)]
     assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.Federation]
     assert all(kind == [tcs.Federation] * 2 for kind in kinds.values())
