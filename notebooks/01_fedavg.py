@@ -10,7 +10,7 @@
 # # 01 · Train one model at many clients: federated averaging
 #
 # **In short.** Clients may send differences or models: the averages agree. Several local steps send fewer messages, and are no longer
-# the step that SGD takes. Only a difference can be cut: its largest tenth does what the whole does, the largest tenth of a model is useless.
+# the step that SGD takes. Only a difference can be cut: its largest tenth does as much as the whole, the largest tenth of a model is useless.
 #
 # After this notebook you will be able to
 #
@@ -61,7 +61,7 @@ batch_size = 8  # B, samples of one local step
 epochs = 5  # passes over the data
 learning_rate = 0.2  # eta after the warm-up
 reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
-drops = [0.6]  # when eta falls by 10, as shares of the epochs
+drops = [0.6]  # when eta is divided by 10, as shares of the epochs
 weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
@@ -132,13 +132,13 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
 plt.show()
 
 # %% [markdown]
-# A box shows four of its client's training images. Only the arrows are traffic; the images stay.
+# A box shows four of its client's images. Only the arrows are traffic; the images stay.
 #
 # ## Algorithm 1
 #
 # The core runs it for all clients in turn, in one process. `local_training` is lines 3 to 6, with the backward passes
 # in `_steps`; line 8 adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
-# multiplied by −η they are the model difference.
+# multiplied by −η they are the model difference. $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t, with weight decay.
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
@@ -147,8 +147,8 @@ plt.show()
 lab.show_code(tcs.Federation.local_training, tcs.Federation._steps)
 
 # %% [markdown]
-# `_steps` makes one backward pass after another (line 5); between two of them comes the local step (line 6). `put` and
-# `add_gradients_` copy into and out of the module's own parameters. With H = 1 no local step is taken at all: the gradient is all that the server needs.
+# `_steps` makes one backward pass after another (line 5); between two of them comes the local step (line 6). `put` copies
+# into the module's own parameters; `add_gradients_` adds up the gradients that a backward pass left at them. With H = 1 no local step is taken.
 #
 # ## What H buys
 #
@@ -187,14 +187,12 @@ plt.show()
 
 # %% [markdown]
 # On the right, larger H gets further with the same number of messages. On the left it ended lower after the same passes, in one run
-# of each; a likely reason is too few rounds. (With H = 4 a tenth of a pass is left out besides: it fills no
-# round.) In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4; [13_evidence](13_evidence.ipynb) judges that.
+# of each; a likely reason is too few rounds. In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4; [13_evidence](13_evidence.ipynb) judges that.
 #
 # ## One round by hand
 #
 # Now one round of the last run, in plain PyTorch: every client copies the model, runs
-# `torch.optim.SGD` over its batches, and hands its *model* back. The core does the same round from
-# the same start, with the same batches.
+# `torch.optim.SGD` over its batches, and hands its *model* back. The core does the same round.
 
 
 # %%
@@ -232,6 +230,7 @@ average_D = models_ND.mean(0)  # line 8: federated averaging, of models
 with training.federation.lent():  # the core's; it moves theta_D
     update_D = training.federation.play(list(range(clients)), 0, eta)
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
+training.flat.put(training.flat.views(average_D))  # below, from the round by hand
 print(f"by hand against the core: {lab.number(gap_core, 1)} of the update's length")
 
 # %% [markdown]
@@ -260,25 +259,32 @@ print(f"differences of models against the core's sums of gradients: {lab.number(
 #
 # Without compression the choice is free. With it, it is not: an entry left out of a *difference*
 # leaves that parameter as it was; an entry left out of a *model* sets it to zero. Below, only
-# the largest tenth of the average of one or the other is kept.
+# the largest tenth of one or the other is kept. A single round changes the loss too little to show it, so the difference is
+# that of all rounds of an epoch.
 
 # %%
-k = tcs.kept(0.1, dimension)
+trained = lab.Training(runs[local_steps[0]][0].config, data)
+for epoch in range(min(3, epochs)):
+    before_D = trained.theta_D.clone()
+    trained.epoch(epoch)
+after_D, k = trained.theta_D.clone(), tcs.kept(0.1, dimension)
+epoch_D = after_D - before_D
 cut = {
-    "everything": average_D,
-    "largest tenth of the difference": start_D + update_D * tcs.top_k_mask(update_D, k),
-    "largest tenth of the model": average_D * tcs.top_k_mask(average_D, k),
+    "nothing": before_D,
+    "everything": after_D,
+    "largest tenth of the difference": before_D + epoch_D * tcs.top_k_mask(epoch_D, k),
+    "largest tenth of the model": after_D * tcs.top_k_mask(after_D, k),
 }
 loss = {}
 for name, theta_D in cut.items():
-    training.flat.put(training.flat.views(theta_D))  # into the module
-    loss[name] = training.evaluate()["loss"]
+    trained.flat.put(trained.flat.views(theta_D))  # into the module
+    loss[name] = trained.evaluate()["loss"]
     print(f"{name:32s} test loss {loss[name]:.2f}")
-training.flat.put(training.flat.views(average_D))  # back to the whole update
+gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 # %% [markdown]
-# The cut difference costs nothing (its loss may even be lower), and the cut model is useless. This is
-# why every scheme in this package compresses Δθ.
+# The epoch lowers the loss, and the largest tenth of its difference does that alone; the cut model is worse than no
+# epoch at all. This is why every scheme in this package compresses Δθ.
 #
 # ## FedSGD is FedAvg at H = 1
 #
@@ -314,12 +320,12 @@ for steps, gap in gap_fedsgd.items():
     print(f"H = {steps}: they differ by {lab.number(gap, 2)} of the step")
 
 # %% [markdown]
-# Rounding error at H = 1, and a large, real difference beyond it. It is not a defect:
+# At H = 1 the two differ by rounding, beyond it by much. That is not a defect:
 # local steps follow the curve of the loss, where one long step cannot.
 #
 # ## The learning rate: linear scaling
 #
-# Ten clients with 64 samples each are a batch of 640. The rule: a batch k times larger takes a step k
+# The rule: a batch k times larger takes a step k
 # times longer, because k small steps in a row would have gone about as far. The paper starts from
 # η = 0.1 at batch 128, so for N clients
 #
@@ -343,8 +349,8 @@ print("\n".join(table))
 #
 # ## Warm-up and drops
 #
-# The rate rises linearly from 0.1 during the first 5 of 300 epochs and falls by 10 after epochs 150
-# and 225. (In the warm-up everything is sent dense as well.) `RunConfig` with its defaults is this
+# The rate rises linearly, for ten clients from 0.1, during the first 5 of 300 epochs; after epochs 150
+# and 225 it is divided by 10. (In the warm-up everything is sent dense as well.) `RunConfig` with its defaults is this
 # schedule; only the number of clients changes here.
 
 # %% tags=["nbval-check-output"]
@@ -372,8 +378,7 @@ plt.show()
 
 # %% [markdown]
 # That is η = 0.5 for the paper's ten clients, half or twice that for half or twice as many, and
-# a constant 0.1 for centralized training until the common drops. The start of the warm-up scales too:
-# it is 0.1 for N = 10.
+# a constant 0.1 for centralized training until the common drops. That the start scales, too, is our choice: the paper has ten clients.
 #
 # ## Batch norm: what a client's batch decides
 #
@@ -391,7 +396,7 @@ print(
 
 # %% [markdown]
 # The cosine is clearly below 1: small batches are noisy to normalize with. (Without batch
-# norm the two steps would be equal.) This is a property of the federation, not of any compression.
+# norm the two steps would be equal.)
 #
 # ## Batch norm: running statistics cost nothing in training
 #
@@ -413,7 +418,7 @@ same_theta = torch.equal(calm.theta_D, wild.theta_D)
 print(f"theta after these {calm.rounds_per_epoch} rounds the same, bit for bit: {same_theta}")
 
 # %% [markdown]
-# The same θ, bit for bit, and a test accuracy near chance for the wild copy: it is only
+# θ is the same, bit for bit, and the wild copy's test accuracy is near chance: it is only
 # the evaluation that reads the statistics.
 #
 # So clients need not send them every round. And it makes no difference when they are averaged: the
@@ -429,7 +434,7 @@ print(f"averaged once against every round: {lab.number(gap_statistics, 1)}; same
       f"{torch.equal(calm.theta_D, often.theta_D)}")  # fmt: skip
 
 # %% [markdown]
-# Rounding error only. What remains is the cost of one evaluation, 32 bits for each statistic from every
+# The two differ by rounding only. What remains is the cost of one evaluation, 32 bits for each statistic from every
 # client; records keep it apart (`batch_norm_bits`). For the paper's network, beside one round of messages:
 
 # %% tags=["nbval-check-output"]
@@ -449,6 +454,7 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # |---|---|---|
 # | average of models = θ + average of differences | 0 | 1e-6: one float32 rounding |
 # | round by hand = the core's | 0 | 5 %: rounding, and units that it pushes over a ReLU's kink |
+# | test loss with the largest tenth of an epoch's difference | the whole's | half of what the epoch gains: one training |
 # | FedAvg at H = 1 = FedSGD | 0 | 1e-3: rounding of θ against a small step |
 # | θ with wild running statistics | the same | none: bit for bit |
 # | statistics averaged once = every round | 0 | 1e-4: rounding over an epoch |
@@ -458,6 +464,10 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 claim("models and differences average alike", gap_models < 1e-6, lab.number(gap_models, 1))
 claim("a round by hand is the core's", max(gap_core, gap_deltas) < 0.05,
       f"{lab.number(gap_core, 1)}, its differences {lab.number(gap_deltas, 1)}")  # fmt: skip
+half = 0.5 * gain["everything"]
+claim("the largest tenth of a difference does most of what the whole does",
+      gain["largest tenth of the difference"] > half > 0)  # fmt: skip
+claim("the largest tenth of a model undoes it", gain["largest tenth of the model"] < 0)
 claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, lab.number(gap_fedsgd[1], 1))
 claim("at H = 2 it is not", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
 claim("running statistics leave theta alone", same_theta, "bit for bit")

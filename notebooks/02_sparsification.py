@@ -50,7 +50,7 @@ batch_size = 8  # B, samples of one local step
 epochs = 5  # passes over the data, the first one dense
 learning_rate = 0.3  # eta after the warm-up
 reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
-drops = [0.75]  # when eta falls by 10, as shares of the epochs
+drops = [0.75]  # when eta is divided by 10, as shares of the epochs
 phi = 0.01  # share of the entries kept, by top-K and rand-K
 phi_local = 0.001  # share of the entries a TCS client adds of its own; phi goes to its shared mask
 local_steps = 1  # H
@@ -144,7 +144,7 @@ print(f"D = {D:,} parameters, K = {K} entries kept")
 # $$\tilde{\Delta} = m\otimes\Delta\theta,\qquad \phi=\frac{\lVert m\rVert_1}{D}\quad(\text{Eq. 4}),
 # \qquad K=\lceil\phi D\rceil$$
 #
-# *Top-K*: each client takes its own K largest magnitudes, and has to say where they are. *Rand-K*: all
+# *Top-K*: each client takes its own K largest magnitudes (their mask is $S_{top}(\Delta\theta, K)$), and has to say where they are. *Rand-K*: all
 # clients draw the same K positions from a common seed, and no one needs to say anything. Fig. 2 shows
 # both on the first entries of the output layer, from the last round above.
 
@@ -189,8 +189,8 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
 plt.show()
 
 # %% [markdown]
-# Strong colours in the clients' frames of (a), many of them pale in (b); and in (a) a last row with more
-# frames than any client's row, while in (b) it has equally many.
+# In (a) the clients' frames hold strong colours, in (b) many are pale. In (a) the last row has more
+# frames than any client's row, in (b) it has equally many.
 #
 # ## How much each keeps
 #
@@ -230,8 +230,8 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squares in {100 * phi:g} % 
 # Top-K is far above rand-K at every φ below 1; rand-K is near the diagonal (which is a curve
 # on a logarithmic axis), and may jump when a very large entry happens to be drawn.
 #
-# That was one update. Proofs of convergence ask for a share $\delta > 0$ that is kept *in every round* of what was meant,
-# errors in. Here are whole trainings, and TCS beside them:
+# That was one update. Proofs of convergence ask that *in every round* at least a share $\delta > 0$ is sent of what a client means to
+# send, the errors that it has kept (below) included. Here are whole trainings, and TCS beside them:
 
 # %%
 with_tcs = {name: runs[name] for name in ("top-K", "rand-K")}
@@ -243,20 +243,24 @@ for name, run in with_tcs.items():
     )
 
 # %% [markdown]
+# Each sends a share of it in every round. Top-K's is smaller than the one above, since a client now means to send all that
+# it left out before, too.
+#
 # ## What choosing costs
 #
 # The paper hopes that TCS makes choosing cheaper, too. But a TCS client chooses twice a round: the shared mask from the update, and
-# its own from the rest. All by the core's plain $S_{top}$, in turn, each nine times:
+# its own from the rest. Top-K and TCS are timed by the core's plain $S_{top}$, rand-K by the core's draw, in turn, each nine times:
 
 # %%
 K_timed, K_own = tcs.kept(phi, selected_from), tcs.kept(phi_local, selected_from)
 timed_D, update_D = torch.randn(2, selected_from, generator=lab.generator_for(seed, 102))
 shared_D = tcs.top_k_mask(update_D, K_timed)
+rand_K = tcs.RandK(tcs.Scheme.named("rand-K", phi_global=phi), [selected_from])
 choices = {
     "top-K": lambda: tcs.top_k_positions(timed_D, K_timed),
     "TCS": lambda: (tcs.top_k_positions(update_D, K_timed),
                     tcs.top_k_positions(timed_D, K_own, shared_D)),
-    "rand-K": lambda: torch.randperm(selected_from)[:K_timed].sort(),
+    "rand-K": rand_K.shared_mask,
 }  # fmt: skip
 
 
@@ -311,7 +315,7 @@ for name in ("top-K", "top-K, no errors kept"):
     print(f"{name}: {int((arrived_D != 0).sum())} different entries arrived")
 
 # %% [markdown]
-# No loss but rounding, and, without errors kept, only the entries of the first round:
+# Nothing is lost but rounding. Without errors kept only the entries of the first round ever arrive:
 # the small but steady ones never get their turn.
 #
 # ## What error accumulation rescues
@@ -339,12 +343,15 @@ plt.show()
 for name, run in runs.items():
     print(f"{name:24s} accuracy {run['accuracy'][-1]:5.1f} %   moved {100 * run['moved']:5.1f} %")
 final = {name: run["accuracy"][-1] for name, run in runs.items()}
-noise = 200 * (0.5 / test_samples) ** 0.5  # two standard errors, at most, in %: of the test images
-print(f"differences below {noise:.1f} % are within the noise of {test_samples} test images alone;")
-print("another seed can change them by several points more: see the intervals in 04 and 05")
+noise = (
+    200 * (0.5 / test_samples) ** 0.5
+)  # two standard errors, at most, in points: of the test images
+print(
+    f"differences below {noise:.1f} points are within the noise of {test_samples} test images alone;"
+)
 
 # %% [markdown]
-# In these runs, one of each, top-K with errors kept ends close to sending everything, and lower without: most
+# Another seed can change them by several points more. In these runs, one of each, top-K with errors kept ends close to sending everything, and lower without: most
 # entries then never move again. Rand-K is poor
 # both ways, and poorer with errors kept. A likely reason: it reaches an entry once in 1/φ rounds on average, and errors
 # are old by then, and arrive all at once.
@@ -352,8 +359,8 @@ print("another seed can change them by several points more: see the intervals in
 # ## The way down
 #
 # The server sends back the average of what it got. With rand-K that has K entries. With top-K it has every
-# entry that *any* client chose; TCS sends a shared mask and a small one for each client. So the share
-# of entries on the way down is at most
+# entry that *any* client chose. With TCS it has those of the shared mask and, at most, those of every client's small
+# one. So the share of entries on the way down is at most
 #
 # $$\text{top-K: } N\phi\qquad\text{rand-K: } \phi\qquad
 # \text{TCS: } \phi_{global}+N\,\phi_{local}$$
@@ -502,7 +509,7 @@ sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
 claim("a round of TCS keeps more of what was meant than one of rand-K", sends["TCS"] > sends["rand-K"],
       f"{sends['TCS']:.0%} against {sends['rand-K']:.1%}; top-K {sends['top-K']:.0%}")  # fmt: skip
 claim("in this run, keeping errors raises top-K's accuracy", lab.decided(rescued, noise),
-      f"by {rescued:.1f} %, noise of the test images {noise:.1f} %")  # fmt: skip
+      f"by {rescued:.1f} points, noise of the test images {noise:.1f}")  # fmt: skip
 claim("the way down keeps its bound", over <= 1e-6)
 claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
       f"{largest['top-K']:.2%} against {largest['TCS']:.2%} of the entries")  # fmt: skip
@@ -578,11 +585,10 @@ print(
 )
 top, forgot, tcs_row = (down[name][-1] for name in down)
 print(f"""{claim.summary()}
-top-K with errors kept ended {gap:+.1f} % from sending everything, in one run of each, which decides nothing
+top-K with errors kept ended {gap:+.1f} points from sending everything, in one run of each, which decides nothing
 what it costs: with N = {top["N"]}, {100 * top["last"]:.1f} % of the entries come down with top-K, {100 * tcs_row["last"]:.1f} % with TCS
-what surprised us: keeping errors changes rand-K's accuracy by {helps:+.1f} %; it ends {behind:.1f} % below top-K
-what surprised us: top-K's way down is {100 * top["first"]:.1f} % of the entries in the first sparse round and
-    {100 * top["last"]:.1f} % in round {top["rounds"]}; without errors kept it is {100 * forgot["last"]:.1f} % then""")
+what surprised us: keeping errors changes rand-K's accuracy by {helps:+.1f} points; it ends {behind:.1f} points below top-K
+what surprised us: top-K's way down grows from {100 * top["first"]:.1f} to {100 * top["last"]:.1f} % in {top["rounds"]} sparse rounds, without errors kept to {100 * forgot["last"]:.1f} %""")
 where = math.log2(1 / phi) + 2
 answer.update(
     Markdown(f"""**In short.** In {phi:.0%} of the entries top-K keeps {squares_top:.0%} of an update's squares, rand-K {phi:.0%}.

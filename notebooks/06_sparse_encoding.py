@@ -245,7 +245,7 @@ lab.show_code(tcs.decode_positions, tcs._flag_starts)
 
 # %% [markdown]
 # The paper's pseudo-code leaves two things open: the block index starts at 0, positions count from
-# zero. Any block size will do for the code; a place takes $\lceil\log_2\rceil$ of it in bits. Walk and
+# zero. Any block size $b$ will do for the code; a place inside a block then takes $\lceil\log_2 b\rceil$ bits. Walk and
 # core must agree on any mask:
 
 # %% tags=["nbval-check-output"]
@@ -266,8 +266,8 @@ print(f"{agreed} of 200 random masks: walk, core and mask agree")
 #
 # Now count: random masks of exactly $K=\lceil\phi d\rceil$ entries, encoded, and the length of the
 # code divided by $K$. Three yardsticks: a plain index, $\log_2 d$; a **bitmap**, one bit for every entry
-# of the vector, so $1/\phi$ a position; and the entropy bound, below which no code for random masks
-# can go on average:
+# of the vector, so $1/\phi$ a position; and the entropy bound, below which no code can go on average for masks that keep
+# each entry with probability φ (for exactly $K$ entries it is $\log_2\binom{d}{K}/K$, less by a little where $K$ is large):
 #
 # $$\frac{H_2(\phi)}{\phi}=\log_2\frac1\phi+\frac{1-\phi}{\phi}\log_2\frac1{1-\phi}
 # \;\approx\;\log_2\frac1\phi+1.44\quad\text{for small }\phi .$$

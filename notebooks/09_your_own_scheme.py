@@ -72,7 +72,7 @@ print(
 # %% [markdown]
 # ## What a scheme decides
 #
-# Everything but the masks is shared by all schemes: training, errors, quantizer, averaging, counting. A
+# Everything but the masks is shared by all schemes. A
 # scheme is a **rule**: `shared_mask` gives the entries that all sides know without being told (the paper's
 # global mask); `own_mask` those that a client adds, with their positions (the local one; `own_count` says
 # how many); `observe` sees every update that the server sent. TCS's are short:
@@ -107,7 +107,7 @@ class RunningAverage(tcs.TCS):
 
 
 # %% [markdown]
-# That is all. `keeps` names what a run that is interrupted must save. The name is now a family, with every
+# `keeps` names what a run that is interrupted must save. The name is now a family, with every
 # suffix; its budget is TCS's, since the shares kept are the same:
 
 # %% tags=["nbval-check-output"]
@@ -161,8 +161,8 @@ class Peek(tcs.TCS):
 
 # %% [markdown]
 # It trains, and its bits look like TCS's, but they are wrong: the secret was never paid for. The test is
-# a **replay**. A copy of the rule, made before the first round, is shown the updates and nothing else,
-# like a server or a client that joins. If it knows the mask in every round, the shared mask needs nothing hidden. (It can't see what
+# a **replay**. A copy of the rule, made before the first round, is shown the updates and the model and nothing else,
+# like the server or a client that was there from the start. If it knows the mask in every round, the shared mask needs nothing hidden. (It can't see what
 # one client's `own_mask` learns from another client.)
 
 
@@ -183,7 +183,7 @@ def known_mask(rule: tcs.MaskRule, theta_D: torch.Tensor) -> torch.Tensor:
 
 
 def follow(name: str) -> pd.DataFrame:
-    """Per round: does a copy that sees only updates know the mask; how much of it stays."""
+    """Per round: does a copy that sees updates and model know the mask; how much of it stays."""
     federation, rows, last = federation_of(name), [], torch.empty(0)
     compressor, outsider = federation.compressor, copy.deepcopy(federation.compressor.rule)
     for epoch in range(federation.config.warmup + 1):
@@ -223,8 +223,8 @@ plt.show()
 # The running average holds on to most of its mask in sparse rounds, while TCS exchanges
 # a large part of its own every round. Newcomers can only come from the clients' local masks: the update is zero
 # everywhere else. What a client sends there has piled up in its errors, so it is large this once, enters the
-# mask, and is small again a round later. (In dense rounds, where nothing piles up, it moves at least as
-# much.) A memory smooths that out.
+# mask, and is small again a round later. That is one cause; plain noise is another: in dense rounds, where nothing piles up, TCS
+# keeps even less. A memory smooths out both.
 #
 # ## Names and values of your own
 #
@@ -257,6 +257,9 @@ for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
     print(f"{name:18s} {compressor.bits_up:,} bits; values off by {off:.1%}")
 
 # %% [markdown]
+# Here the paper's quantizer is nearer: the largest entries of a normal vector lie within a factor of two. In
+# [07](07_fractional_quantization.ipynb) tiny values made it lose.
+#
 # ## The row and the curve
 #
 # From here on it is notebook 08: plan, run, summary, figure. A record is reused if its configuration is
@@ -278,8 +281,7 @@ lab.save_table(summary, folder / "own_schemes", title)
 display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
-# The own schemes are on top, with the paper's columns empty, and every bit is counted: by the formula
-# from the shares declared, and, as *sent*, from what the clients really sent.
+# The own schemes are on top, with the paper's columns empty.
 
 # %% jupyter={"source_hidden": true}
 label = records[0]["provenance"]["dataset"]
@@ -288,8 +290,6 @@ lab.save_figure(drawn, folder / "own_schemes")
 display(Image(filename=str(folder / "own_schemes.png"), width=700))
 
 # %% [markdown]
-# One curve a scheme; with several `seeds` also a band of one standard deviation.
-#
 # ## Are the bits honest?
 #
 # Three counts. `bit_budget(name)` is the paper's formula: what the declared shares promise.
@@ -313,7 +313,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #
 # ## What to keep in mind
 #
-# - **No hidden information.** The shared mask may depend on updates, a seed and the round number, on nothing
+# - **No hidden information.** The shared mask may depend on updates, the model, a seed and the round number, on nothing
 #   that a client keeps. Run `follow` on every new rule; it tests the shared mask.
 # - **One object serves all clients.** What `own_mask` stores is seen by the next client: a leak.
 # - **Own and shared masks must not overlap**: the core refuses entries that would be sent twice.

@@ -19,7 +19,7 @@
 # How much did it really send? Published counts of one and the same update differ several-fold,
 # because positions, the way back, the dense warm-up or the headers are left out. Here a message is
 # taken apart byte by byte; then all schemes of the paper train on messages that were encoded, sent
-# and decoded; then the same at the paper's size; then the whole run is added up.
+# and decoded; then messages of six of them are measured at the paper's size, with drawn values; then the whole run is added up.
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb),
 # [06_sparse_encoding](06_sparse_encoding.ipynb),
@@ -357,8 +357,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## Claim
 #
 # 1. A message decodes to what was encoded; every flip, cut and stranger is refused. No tolerance.
-# 2. In every row of every run bytes are ⌈bits / 8⌉ and the frame (a byte at most of rounding a message),
-#    and rows on real messages equal rows on counts.
+# 2. On the way up, in every row of every run, bytes are bits / 8 and the frame, with a byte at most of rounding a message on
+#    average; and rows on real messages equal rows on counts.
 # 3. At the paper's size TCS, TCS-L4-Q5 and top-K are within 0.5 % of the formula, the tolerance that
 #    means, frame and whole blocks may take.
 # 4. The paper's warm-up leaves between ×213 and ×214 of TCS-L4-Q5's ×1,910 (to three digits): arithmetic.

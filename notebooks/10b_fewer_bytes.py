@@ -9,24 +9,25 @@
 # %% [markdown]
 # # 10b · Send fewer bytes than the paper
 #
-# **In short.** Over the paper's whole training, both ways, TCS-L4-Q5 sends ×139 less than dense training. TCS-L4-Q5++ sends ×2,420
-# less, TCS-M2-E3-K4++ ×2,020. After 15 epochs the last one ended 2.74 points above TCS-L4-Q5 (n = 3), and both ended below FedAvg.
+# **In short.** Over the paper's whole training, both ways, TCS-L4-Q5 sends ×139 less than dense training. In messages of that size, with drawn
+# values, TCS-L4-Q5++ would send ×2,420 less (no training of it is on record), TCS-M2-E3-K4++ ×2,020. After 15 epochs the last one ended
+# 2.74 points above TCS-L4-Q5 (n = 3), and both ended below FedAvg.
 #
 # **Claim (beyond the paper).** The same message fits into fewer bytes without loss (`+`), a value
 # into fewer bits (`-M2`), the way down into two (`-D2`), and the dense warm-up can go (`-NW`, `-W10`).
 # Together they send less over a **whole** training, both ways, than the paper's shortest scheme is
 # said to send after its warm-up, one way: more than ×1,910 less than dense training.
 #
-# A suffix is added to a scheme's name; this table is all of them that this notebook uses.
+# A suffix is added to a scheme's name; these are the ones that earlier notebooks do not have.
 #
 # | suffix | what it does | lossless |
 # |:---|:---|:---|
-# | `+` | Huffman-codes the intervals, Golomb–Rice-codes the positions | yes |
+# | `+` | numbers of intervals by zlib (Huffman, with or without run lengths) or as plain bits, whichever is shortest; positions by Golomb–Rice | yes |
 # | `-M<q>` | Lloyd and Max's quantizer with q bits, in the place of `-Q<q>` | |
 # | `-E<n>` | a client's own mask has n thousandths of all entries | |
 # | `-K<n>` | all masks n times smaller | |
 # | `-D<q>` | the way down has the shared mask and one of the server's own (0.4 φ_global), in q bits by Lloyd and Max, errors kept at the server | |
-# | `-NW`, `-W<n>` | no dense warm-up; one with masks n times as large | |
+# | `-NW`, `-W<n>` | no dense warm-up; nor here, but a sparse one with masks n times as large | |
 # | `++` | `-D2` and `+`, and `-NW` unless the name has `-W` | |
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*:
@@ -217,7 +218,7 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# On the left, shared values crowd into the first two thirds, and own values are all in the first: each
+# On the left, shared values crowd into the first two thirds, and own values are all in interval 1: each
 # is among the largest outside the shared mask, so their numbers cost next to nothing. On the right, some
 # layers get more than their share: there a code that counts by layer has shorter gaps. Over all messages
 # of this training, and whether every bit is the counted one and every value comes back:
@@ -225,13 +226,13 @@ plt.show()
 
 # %%
 def sizes_of(message: tcs.Message, shared_K) -> dict[str, int]:
-    """Bytes in both codes; bytes that are not the counted ones; whether all comes back."""
+    """Bytes in both codes; bytes of the paper's that are not the counted ones; whether all comes back."""
     data = {name: tcs.encode_message(message, code) for name, code in codes.items()}
-    counted = [math.ceil(code.bits(message) / 8) + tcs.OVERHEAD_BYTES for code in codes.values()]
+    counted = math.ceil(wire.bits(message) / 8) + tcs.OVERHEAD_BYTES
     got = tcs.decode_message(data["plus"], plus_wire, shared_K)
     same = torch.equal(got.values, message.values) and torch.equal(got.positions, message.positions)
     sizes = {name: len(bytes_) for name, bytes_ in data.items()}
-    return sizes | {"off": sum(sizes.values()) - sum(counted), "same": same}
+    return sizes | {"off": sizes["block"] - counted, "same": same}
 
 
 codes = {"block": wire, "plus": plus_wire}
@@ -243,16 +244,14 @@ print(f'"+" against the paper\'s code as sent: {shorter.mean():.1%} shorter '
 print(f"against the formula, which has no frame and no means: {over:+.1%}")
 
 # %% [markdown]
-# A saving differs from message to message: it depends on the training's state.
-#
 # ## Fewer bits a value
 #
 # The paper's quantizer cuts the magnitudes from the smallest to the largest into intervals of equal
 # *ratio*. One tiny value is enough to spread them over many orders of magnitude, and then most of
 # what matters shares a few intervals. Lloyd and Max's quantizer moves the intervals to where they make
-# the squared error small. The messages look alike, $P=2^{q-1}$ means and a code of q bits a value. What
-# each loses of what the clients meant to send in the last round (what arrived, and what is in the
-# errors at the same places):
+# the squared error small. The messages look alike, $P=2^{q-1}$ means and a code of q bits a value. How much does each lose of what the
+# clients meant to send in the last round? That is what arrived plus the errors at the same places; the loss is a share of its
+# *squared* length ([notebook 07](07_fractional_quantization.ipynb) has lengths):
 
 # %%
 meant = []
@@ -277,7 +276,8 @@ quantizers = {
 losses = pd.DataFrame({n: [lost(how, w) for w in widths] for n, how in quantizers.items()}, widths)
 theirs, ours = losses.loc[5, "the paper's"], losses["Lloyd and Max's"]
 enough = ours.index[ours <= theirs].min()
-print(f"the paper's 5 bits lose {theirs:.1%}; Lloyd and Max's lose less from {enough} bits on")
+print(f"squared error: the paper's 5 bits lose {theirs:.1%}; Lloyd and Max's lose less from {enough} bits on, "
+      f"with 2 bits they lose {ours[2]:.1%}")  # fmt: skip
 
 # %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -294,8 +294,8 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The second curve lies below the first from two bits on (with one, both send the mean magnitude). The
-# bits saved buy positions: `-M2-E3` sends two bits a value and lets every client choose three
+# At the same q the second curve lies below the first from two bits on (with one, both send the mean magnitude). With two bits it
+# loses more than the paper's with five; `-M2-E3` accepts that. The bits saved buy positions: it sends two bits a value and lets every client choose three
 # times as many places of its own, in a message shorter than `-Q5`'s (with `+`, in a longer one).
 #
 # ## At the paper's size
@@ -330,8 +330,8 @@ print(f"the + code is {above - 1:.1%} above the bound, Alg. 4 {alg4 / bound - 1:
 # The factor of a **whole** training, both ways, needs three things: a short code, a compressed way
 # down, and no dense warm-up (in its first round every client sends its own $S_{top}$ at
 # $\phi_{global}+\phi_{local}$, with positions; with `-W10` the warm-up's masks are ten times as large).
-# The last two schemes save fewer rounds, or none: `-K4` makes all masks four times smaller, and a message
-# a round instead of one in four costs about the same. The paper's schedule, in messages that decode:
+# The last two schemes have fewer local steps, H = 2 and 1: with masks two and four times smaller (`-K2`, `-K4`) a message at every
+# second step, or every step, costs about as much as one at every fourth. The paper's schedule, in messages that decode:
 
 # %%
 ends = ("", "-Q5", "-Q5+", "-Q5-NW+", "-Q5-D2+", "-Q5++", "-M2-E3++", "-M2-E3-W3++", "-M2-E3-W10++")
@@ -347,7 +347,7 @@ for name, sums in whole.items():
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# One step alone is not worth much: the largest part that is left decides the sum. The last column is
+# One step alone is worth little: the largest part that is left decides the sum. The last column is
 # the modest one: four local steps save a factor of four in dense training, too.
 #
 # ## Accuracy against megabytes
@@ -450,7 +450,7 @@ plt.show()
 # %% [markdown]
 # Read it from the left: how far does a scheme get with the megabytes you have? Each curve starts after
 # its first epoch and ends, with a mark, after its last. TCS with a dense warm-up starts late and then
-# rises steeply: it pays for the first epoch, the rest is cheap.
+# rises steeply.
 #
 # ## What the shorter schemes cost in accuracy
 #
@@ -507,13 +507,13 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 #
 # Local steps and small masks are two ways to send less. H = 4 sends a hundredth of the entries every
 # fourth step; a four-hundredth of them at every step (`-K4`) takes about as many bits, and all clients agree on the model four times as
-# often. It costs a third more bytes here, because frame and means have one size however small the masks are; at the paper's size an eighth.
-# Latency, which more rounds cost too, is not counted.
+# often. At the paper's size it costs an eighth more bytes, since a position among fewer takes two bits more; here a third, since frame and
+# means, of one size however small the masks are, come every round. Latency, which more rounds cost too, is not counted.
 #
 # ## Unequal clients
 #
 # Does sparsification cost more where clients' classes differ (Dirichlet, α 0.3), or only half of them take part? And do masks still
-# coincide? Profile `evidence`; two questions without a verdict. *Equal*: equal clients, the same seeds.
+# coincide? Two questions without a verdict, of planned runs of profile `evidence`. *Equal*: equal clients, the same seeds.
 
 # %%
 read = lab.read_claims(lab.ROOT / "params/claims.yaml")
@@ -529,7 +529,7 @@ for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, th
 # 2. Its positions are within 2 % of the entropy bound (tolerance: a Golomb–Rice code only comes near a
 #    gap's distribution).
 # 3. `++`, with or without a sparse warm-up or with smaller masks in more rounds, is above ×1,910 over the
-#    whole training, both ways, all overhead in.
+#    whole training, both ways, all overhead in (values drawn, as in *At the paper's size*).
 #
 # What it costs in accuracy is reported, not asserted.
 

@@ -51,7 +51,7 @@ width = 16  # channels of the net's first stage
 clients = 10  # N
 batch_size = 4  # B, samples of one local step
 epochs = 3  # passes over the data, the first one dense
-drop = 0.67  # when eta falls by 10, as a share of the epochs
+drop = 0.67  # when eta is divided by 10, as a share of the epochs
 seed = 0  # of everything random
 lowered = 0.85  # the core's guess, this share of the last threshold; checked below
 step_dimension = 300_000  # D of the small measurement of compression
@@ -176,7 +176,7 @@ figure, axes = plt.subplots(figsize=(7.6, 3.6))
 axes.plot(server["round"], server["kth"], label="threshold (K-th magnitude)", **line(2))
 axes.plot(server["round"], server["floor"], label="floor, known before", **line(1, 1))
 first_sparse, dropped = client["round"].min(), epochs * training.rounds_per_epoch * drop
-for at, text in ((first_sparse, "first sparse round"), (dropped, "η falls by 10")):
+for at, text in ((first_sparse, "first sparse round"), (dropped, "η is divided by 10")):
     axes.axvline(at, **line(7, 3))
     axes.text(at, 0, f" {text}", va="bottom", color=lab.COLOURS[7])
 axes.set(title="The global mask's threshold", xlabel="round", ylabel="magnitude")

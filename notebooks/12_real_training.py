@@ -101,10 +101,8 @@ display(Markdown("\n".join([*answer, "", lab.markdown(pd.DataFrame(lines))])))
 # %% [markdown]
 # ## A training script, and two lines for the hook
 #
-# This is an ordinary DDP script, as it would stand in a file of its own. It trains the same network from
-# the same start twice, without the hook and with it, and rank 0 writes down what happened. Of all its
-# lines the hook needs two, beside the import: the one that makes `state`, and the one that registers
-# `tcs_hook`.
+# An ordinary DDP script trains the same network from the same start twice, without the hook and with it. The
+# hook needs two of its lines: the one that makes `state`, and the one that registers `tcs_hook`.
 
 # %%
 SCRIPT = """
@@ -197,10 +195,9 @@ print(f"all {steps} steps: 1/{ratio:.1f} of plain DDP's bytes")
 print(f"one sparse step: {a_step.sum():,.0f} bytes of {4 * D:,}, 1/{4 * D / a_step.sum():.1f}")
 
 # %% [markdown]
-# The shared part is the larger one by far, and the few dense steps at the start weigh more than all that
-# follows: over a long training they would not.
+# The few dense steps at the start weigh more than all that follows: over a long training they would not.
 #
-# The same number follows from the paper's messages, but for two things: a position takes four bytes, not Alg. 4's one and a half
+# The same number follows from the paper's messages, but for two things: a position takes four bytes, not Alg. 4's one
 # or so, since tensors stay on their device; and ranks say in a few numbers which parameters they used. One `Compressor` with the
 # same shares says how long a client's message is; a rank's step is to be at most 1.15 times as long:
 
@@ -274,7 +271,6 @@ axes.legend(frameon=False, loc="upper right", ncols=2)
 plt.show()
 
 # %% [markdown]
-# The bars fall with the link's speed, TCS's below plain DDP's by the factor of their bytes.
 # This network is tiny; at ResNet-18's 11,173,962 parameters plain DDP hands over 44.7 MB a
 # step, which two ranks need about six minutes for on 1 Mbit/s and still 3.6 s on 100 Mbit/s, more ranks up to twice that.
 #
@@ -283,7 +279,8 @@ plt.show()
 # Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
 # of its own, with root; `uv run python -m tcs_lab.links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, PowerSGD at the rank that sends about as many bytes as TCS at 1 %, in one
-# bucket. Seconds a step, medians; in brackets, measured over calculated. `results/hook/links.json` has the machine and its load:
+# bucket. Seconds a step, medians of five steps or nine, of fewer where n says so (of two or four, the upper); in brackets, measured over
+# calculated. `results/hook/links.json` has the machine and its load:
 
 # %%
 display(Markdown(lab.markdown(measured.limited())))
@@ -292,7 +289,6 @@ print(measured.agreement(within=0.15))
 # %% [markdown]
 # Calculated is what a step takes without a limit, and the bytes of both rings with their packets' heads, divided by the rate. Of plain
 # and bf16 it is passes and wire, if that is longer than a step without a limit: what they copy is hidden behind the wire.
-# (TCS can be faster than calculated: while one bucket travels, the next one's positions are chosen.)
 #
 # Without a limit, what does the exchange itself cost? "Exchange" is the share of a step that is neither passes nor optimizer; four ranks share two
 # cores. Memory is a rank's peak beyond what it had before the model.
@@ -301,15 +297,15 @@ print(measured.agreement(within=0.15))
 display(Markdown(lab.markdown(measured.unlimited())))
 
 # %% [markdown]
-# So TCS pays on slow links: *In short* has the fastest of those measured. It holds for a batch of 16 on these cores: where a
-# step computes longer, more of plain DDP's exchange is hidden.
+# So TCS pays on slow links: *In short* has the fastest of those measured, for a batch of 16 on these cores.
 #
 # ## What it costs an optimizer
 #
 # A small GPT on the text of [16_text](16_text.ipynb), 5,000 sparse steps after 100 dense ones. Each optimizer has the rate that is
-# best for it dense. Plan, bounds and words stood in `params/optimizers.yaml` before the first run. "Corrected" moves momentum before the
-# compression, as DGC does; the hook does not have that. Cost is the test loss beyond the same optimizer's, dense, in nats a
-# character, with its 95 % interval:
+# best for it dense. Plan, bounds and words stood in `params/optimizers.yaml` before the first run. Both ranks are clients of one process,
+# which trains bit for bit as the hook does. "Corrected" moves momentum before the compression, as DGC does; the hook does not have that.
+# Cost is the test loss beyond the same optimizer's, dense, in nats a character, with its 95 % interval. *Nothing*: the whole interval is
+# below 0.05. *Costs*: it is above. Else the verdict is *open*.
 
 # %%
 display(Markdown(lab.markdown(judged.table())))
@@ -323,10 +319,12 @@ for cell in (cell for cell in optimizers.cells(judged.plan) if cell.corrected):
     gap = judged.helped(cell)
     print(f"{cell}: {gap.value:+.3f} ± {gap.half:.3f} against the same uncorrected")
 for scheme in ("TCS 1 %", "TCS 10 %"):
-    print("recommended,", judged.advice(scheme))
+    print("best of all,", judged.advice(scheme))
+    print("best of what the hook has,", judged.advice(scheme, corrected=False))
 
 # %% [markdown]
-# Momentum and AdamW average over many steps, and out of the errors a gradient comes in a burst. SGD was worse than the others dense, so it
+# A scheme is worth it where its interval, against the best dense cell, ends below 0.1.
+# Momentum and AdamW average over many steps; of an entry in the errors the gradients of many steps arrive in one. SGD was worse than the others dense, so it
 # has less to lose. Rounds × φ says how often an entry is sent: 50 times at 1 %, 500 at 10 %; below ten, nothing can be said. Rates were not looked for anew under compression; nothing
 # was clipped.
 #
@@ -355,7 +353,7 @@ lab.show_code(ddp_example.main)
 # 5. averages both; the largest entries of that are the next shared mask.
 #
 # (Step 1 is the dense start.) The rest makes sure that all ranks agree: if one has a value that is not finite, all get NaN and
-# their errors stay as they were; another mask is a ValueError.
+# their errors stay as they were; ranks that begin with different masks raise ValueError.
 
 # %%
 lab.show_code(tcs._exchanged)
@@ -366,15 +364,11 @@ lab.show_code(tcs._exchanged)
 # %%
 final = {name: values[-1] for name, values in smooth.items()}
 accuracy = {name: results[name]["accuracy"] for name in results}
-expected = 4 * D * start_iter + (steps - start_iter) * a_step.sum()
-fewer = (seconds[labels["TCS"]] / seconds[labels["plain"]]).max()
-soon = bool(fewer < 0.2) if processes > 1 else None  # a rank alone sends nothing over a link
-claim(
-    "every sparse step hands over the same bytes", total.sum() == expected, f"{a_step.sum():,.0f}"
-)
+each_sparse_step = sent.diff().iloc[start_iter:]
+same = bool((each_sparse_step == a_step).all(axis=None)) and total.dense == 4 * D * start_iter
+claim("every sparse step hands over the same bytes", same, f"{a_step.sum():,.0f}")
 claim("a step is at most 1.15 messages long", a_step.sum() <= 1.15 * compressor.bytes_up)
 claim("a fifth of the bytes at most, dense start included", ratio > 5, f"1/{ratio:.1f}")
-claim("a fifth of the time on the wire at most", soon, f"1/{1 / fewer:.1f}")
 claim(
     "a loss at most 0.25 higher",
     final["TCS"] < final["plain"] + 0.25,
@@ -399,9 +393,9 @@ took = {labels[name]: f"{results[name]['seconds']:.1f} s" for name in results}
 print(f"the runs themselves, on one machine: {took}")
 
 # %% [markdown]
-# Real processes, real collectives, a small part of the bytes. What it costs is also plain: some
-# loss at equal steps, a copy of the gradients for the
-# errors, and the selection. Where bytes cost nothing, as on one machine, there is nothing to gain.
+# What it costs is plain: some
+# loss at equal steps, the selection, and memory. The errors are one copy of the gradients; the peaks above are
+# higher by up to 13 copies in the small net, by 3.5 in the large one. Where bytes cost nothing, as on one machine, there is nothing to gain.
 #
 # The federation of the other notebooks runs on real processes too: `uv run torchrun --nproc-per-node 4 -m
 # tcs_lab run …` gives the same records: bit for bit if one process lets its clients take turns, too (`--set side_by_side=false`; large

@@ -87,7 +87,7 @@ lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
 display(Markdown(lab.unbroken((folder / "sensitivity.md").read_text(encoding="utf-8"))))
 
 # %% [markdown]
-# One row a value: accuracy in percent, ± one standard deviation over n seeds (none
+# Each row is a value: accuracy in percent, ± one standard deviation over n seeds (none
 # with one seed), and the megabytes of **one client's** messages in the whole run, all overhead in.
 # *diverged* means that a seed did not get to the end: no mean is taken over those that did.
 #
@@ -193,8 +193,8 @@ def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str
 # ### A client's own mask
 #
 # $\phi_{local}$ is how much each client *explores*: entries outside the shared mask, which cost
-# positions too. The paper wants $\phi_{local}\ll\phi_{global}$. Look on the left for what accuracy is
-# lost where the shared mask hardly gets new entries, and at the white marks below: each step is about
+# positions too. The paper wants $\phi_{local}\ll\phi_{global}$. At the left end of the upper panel, see what
+# accuracy is lost where the shared mask hardly gets new entries; look at the white marks below, too: each step is about
 # a factor of three in these entries, but not in bytes.
 
 # %%
@@ -250,7 +250,8 @@ draw("dirichlet_alpha")
 # ### The dense warm-up
 #
 # "One round" is the least that gives a first shared mask; the learning rate then starts at its full
-# value, since its rise is tied to the warm-up. In a short training most of the megabytes are those of
+# value, since its rise is tied to the warm-up. The paper has 5 epochs of 300; in proportion that is less than one here, and one
+# is marked. In a short training most of the megabytes are those of
 # the dense epochs: what do they buy?
 
 # %%

@@ -110,8 +110,9 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 # A `Federation` takes the model, an iterable of batches for each client (a `DataLoader` will do; it is begun anew when it
 # ends), a scheme's name, and a rate or a schedule. `weights` are the clients' shares of the average: here, how much data each
 # has. Clients take plain SGD steps, or those of a `local_optimizer`. The schedule is dense in the warm-up, or what the scheme has instead
-# (-NW, -W, ++). A scheme with -L4 takes four local steps a round, in a quarter of the rounds. After a round the compressor knows what was
-# sent, as bytes that decode: `bytes_up` by all clients, `bytes_down` by the server to each of them.
+# (`-NW`: no warm-up; `-W`: a sparse one with larger masks; `++`: no warm-up and shorter codes: [10b_fewer_bytes](10b_fewer_bytes.ipynb)). A scheme with -L4
+# takes four local steps a round, in a quarter of the rounds. After a round the compressor knows how long the messages were, headers in:
+# `bytes_up` of all clients, `bytes_down` from the server to each of them.
 
 
 # %%
@@ -192,7 +193,7 @@ plt.close(fig)
 # %% [markdown]
 # ## What to choose
 #
-# The scheme that gets to the first one's last loss (within the tolerance) with the fewest bytes. If none of the sparse ones does, train longer, or keep
+# Choose the scheme that gets to the first one's last loss (within the tolerance) with the fewest bytes. If none of the sparse ones does, train longer, or keep
 # more entries: a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the one that trains gives another row. Most
 # bytes here are the warm-up's: with 4 % dense rounds no scheme saves more than 25 times (those with -NW, -W or ++ have none). An entry gets to be sent 10 times on average,
 # rounds × $\phi_{global}$ (in the paper 234 times); below ten, nothing can be said.
@@ -250,8 +251,9 @@ _, with_adamw = verdict(adaptive_curves)
 print(f"AdamW: {with_adamw}")
 
 # %% [markdown]
-# AdamW's steps are about equally large in all entries, so the largest hundredth is a smaller part of a difference than with SGD, and more
-# of it waits: that costs some of the loss, or takes more entries or rounds.
+# With -L4 an entry is sent only 2.5 times here. So this cannot say whether AdamW or the few rounds cost some of the loss. AdamW's steps are
+# about equally large in all entries, so the largest hundredth is a smaller part of a difference than with SGD, and more of it waits.
+# `adaptive = ["FedAvg", "TCS"]` has four times as many rounds.
 #
 # ## The module is still yours
 #

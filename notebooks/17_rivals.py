@@ -106,7 +106,9 @@ scale, often = f"profile {profile}, no record yet", math.nan
 for record in list(records.values())[:1]:
     net = f"{record['config']['model']} with {record['dimension']:,} parameters"
     scale = f"{record['provenance']['dataset']}, {net}, {record['config']['epochs']} epochs"
-    often = 0.01 * sum(row["rounds"] for row in record["rows"])  # how often a 1 % mask has an entry
+    often = 0.01 * sum(
+        row["rounds"] for row in record["rows"]
+    )  # how often an entry is in a 1 % mask
 
 
 # %% jupyter={"source_hidden": true}
@@ -188,7 +190,7 @@ print(f"target of lines 2 to 4: {goal:.2f} %, in seconds of communication; it is
       f"{', '.join(n for n in chosen if n not in arrive) or 'none'}")  # fmt: skip
 
 # %% [markdown]
-# By the *means*, for this data, net and length. Bytes are certain. Most differences of accuracy are smaller than what seeds
+# These lines go by the *means*, for this data, net and length. Bytes are certain. Most differences of accuracy are smaller than what seeds
 # differ by, so *beaten* is a matter of bytes. Line 4 is where rounds, not bytes, decide: there local steps (-L4) could pay, which
 # all of these schemes take and none has here. Line 5 asks for schemes without errors: clients that come once and never again have
 # nothing to add them to.
@@ -261,6 +263,10 @@ DIMENSION, CLIENTS = 100_000, 4
 deltas_ND = torch.randn(CLIENTS, DIMENSION, generator=torch.Generator().manual_seed(0)) ** 3
 
 
+class Decoded(lab.Listening, tcs.ByteLink):
+    """Every message becomes bytes and is decoded; those of the clients are kept."""
+
+
 def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
     """Of the scheme, for so many parameters. (One rate, so errors in any unit are the same.)"""
     scheme = dataclasses.replace(tcs.Scheme.named(name), error_unit="difference")
@@ -282,7 +288,7 @@ def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
 # %%
 def one_round(name: str) -> dict:
     """Bits of a sparse round's messages, by formula and as sent, and what is left over."""
-    compressor = compressor_of(name, lab.Listening())
+    compressor = compressor_of(name, Decoded())
     compressor.step(deltas_ND)  # a first, dense one gives TCS its mask
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
@@ -425,7 +431,7 @@ claim("every rate is on the grid, or a table's", used <= papers.union(rates), f"
 print(claim.summary())
 for r in table.itertuples():
     print(f"{r.scheme}: {r.mean:.2f} % with {r.both:,.1f} MB, η {rate_of(r.scheme)}, n = {r.n}")
-print(f"rounds × 1 %, how often a mask has an entry: {often:.0f} (the paper: 234)")
+print(f"rounds × 1 %, how often an entry is sent, on average: {often:.0f} (the paper: 234)")
 missing = [f"{name} {word}" for (word, name), group in found.items() if not group]
 print("not measured:", ", ".join(missing) or "nothing")
 

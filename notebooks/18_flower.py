@@ -20,7 +20,7 @@
 # errors, and the mask that all sides know. Three small files of the lab bring the two together: `nodes.py` (what a
 # client and the server keep), `flower.py` (Flower's apps around them), `loopback.py` (Flower's processes on this machine).
 #
-# *Run time*: about two minutes on two free cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),
+# *Run time*: about three minutes on two free cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),
 # [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an extra: `uv run --extra flower jupyter lab`. Without it the engine's cells say so and do nothing.
 
 # %% jupyter={"source_hidden": true}
@@ -139,7 +139,7 @@ server = flower.server_app(job)
 # %% [markdown]
 # ## In one process: what all others are compared with
 #
-# `tcs_core.Compressor` holds all clients and the server, without messages. Its theta after the last round is the
+# `tcs_core.Compressor` holds all clients and the server in one process. `half.theta_D` after the last round is the
 # reference. `half.difference` trains one client from theta and returns the model difference.
 
 # %%
@@ -218,6 +218,11 @@ def outcome(folder):
     return {"thetas": thetas, "errors": errors, "rows": pd.DataFrame(rows), "state": state}
 
 
+def rounds_sent(file):
+    """The round of the last message that a node has written down; -1 before the first."""
+    return torch.load(file, weights_only=True)["known"]["round"] if file.exists() else -1
+
+
 def waited(run, folder):
     run.wait(timeout=patience)  # its exit status is 0 for a run that failed, too
     assert (folder / "rows.json").exists(), (folder / "run.log").read_text(encoding="utf-8")[-3000:]
@@ -236,15 +241,16 @@ if FLOWER:
     show(results["simulation"]["rows"].set_index("round"))
 
 # %% [markdown]
-# A row a round, all clients together, in bytes: `up` and `down` are our messages, the others what Flower counts
-# (`count_bytes` of a message's records). The server's message goes down with the next round's order; the last row
+# A row a round, in bytes: `up` is all clients' messages, `down` the server's one message, which goes to each of them. The others are
+# what Flower counts of all clients together (`count_bytes` of a message's records). The server's message goes down with the next round's order; the last row
 # is that of the last one.
 #
 # ## Real processes, and one is killed
 #
 # A SuperLink and SuperNodes, each a process that could be on another machine: what `flower-superlink` and
 # `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"` start. They talk through a relay that counts the bytes that
-# pass. Once node 0 has sent something, it is killed with `SIGKILL` and started again; to Flower it is a new node then. Unless that is plain (in round 0), the server first asks it where it stands.
+# pass. In the middle of the run, as soon as node 0 has a message in its file, it is killed with `SIGKILL` and started again; to Flower it is a
+# new node then, and the server first asks it where it stands.
 
 # %%
 if FLOWER:
@@ -255,9 +261,14 @@ if FLOWER:
             for n in range(clients):
                 link.node(n, relay.port)
             run = link.run(app, tcs_folder=name)
-            while not (folder / "partition-0.pt").exists() and run.poll() is None:
+            while (
+                rounds_sent(file := folder / "partition-0.pt") < rounds // 2 and run.poll() is None
+            ):
                 time.sleep(0.1)
             link.stop("node0", signal.SIGKILL)
+            print(
+                f"killed in round {rounds_sent(file)}; its file has {file.stat().st_size / D:.1f} bytes a parameter"
+            )
             link.node(0, relay.port)
             results["loopback"] = waited(run, folder)
             carried = relay.up, relay.down
@@ -267,7 +278,7 @@ if FLOWER:
 # %% [markdown]
 # ## Bytes: ours, Flower's, dense
 #
-# For all clients and rounds. *On the wire* is what the relay saw in the run on loopback: it has the app's code, the
+# These are the bytes of all clients and rounds. *On the wire* is what the relay saw in the run on loopback: it has the app's code, the
 # heartbeats and all the asking for news as well, which grow with time, not with the model.
 
 # %%
@@ -319,15 +330,12 @@ print(claim.summary())
 if not FLOWER:
     print("not testable here: Flower's simulation and its processes")
 for name, took in seconds.items():
-    print(f"{name}: {took:.0f} s, most of it for starting Python once a message")
+    print(f"{name}: {took:.0f} s; Flower starts Python anew for each message")
 
 # %% [markdown]
 # The server holds no client's errors, and a client no other's. Who was killed went on with its errors; who was
-# away is told theta and mask, and what it had sent without being heard stays in its errors.
-#
-# A large net was tried once on this kind of machine (two nodes on loopback, 100,000,000 parameters, scheme TCS, three rounds, the first dense, two shared
-# cores, n = 1): theta equal on all sides, `context.state` 42 bytes, a node's file 0.8 GB (1.2 after a dense round), 4.5 MB up in a sparse message
-# and 5.1 MB down, of 400 dense; about 13 GB of memory at most for all five sides together, in the dense round; 395 s.
+# away is told theta and mask, and what it had sent without being heard stays in its errors. A node's file has theta and errors, eight
+# bytes a parameter, and its last message, which in a dense round is four more.
 #
 # Not shown: encryption and authentication (Flower's own, by its certificates), several machines, a server that is killed
 # (Flower ends the run), batch norm (its statistics are not sent: `nodes.py` refuses it).

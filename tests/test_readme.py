@@ -163,7 +163,7 @@ def test_it_has_one_table_of_five_situations_or_six():
     assert len(re.findall(r"^\| ---", TEXT, re.M)) == 1
     _, table = rendered()
     whole = readme_table.stands("unequal")
-    assert len(table.splitlines()) == 2 + 5 + whole and "do not compress" in table
+    assert len(table.splitlines()) == 2 + 5 + whole and "do not sparsify" in table
     assert ("or, yet, unequal clients" in TEXT) == (not whole)
 
 

@@ -86,6 +86,7 @@ from tcs_lab.records import (
     config_of,
     core_sha256,
     differences,
+    made_with,
     read_record,
     record_path,
     results_folder,

@@ -232,7 +232,7 @@ class Links:
         return pd.DataFrame(table)
 
     def limited(self) -> pd.DataFrame:
-        """A line a link and net: measured seconds, and measured over calculated."""
+        """A line a link and net: measured seconds, measured over calculated, and n if it is small."""
         table = dict[tuple, dict[str, Any]]()
         for row in self.rows:
             if row["mbit"] is None or row["way"] == "passes":
@@ -240,7 +240,8 @@ class Links:
             line = table.setdefault((row["layers"], row["width"], row["mbit"]), {})
             wanted = self.calculated(row)
             ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
-            line[row["way"]] = f"{row['seconds']:.3g}{ratio}"
+            few = f", n = {row['n']}" if row["n"] < 5 else ""
+            line[row["way"]] = f"{row['seconds']:.3g}{ratio}{few}"
         lines = [
             {"Parameters": f"{parameters(layers, width):,}", "Mbit/s": f"{mbit:,.0f}", **line}
             for (layers, width, mbit), line in sorted(table.items())

@@ -342,12 +342,12 @@ class Judged:
             if not found:
                 continue
             row = {"Optimizer": cell.optimizer + (", corrected" if cell.corrected else ""),
-                   "Through the hook": cell.scheme, "n": len(found),
+                   "Scheme": cell.scheme, "n": len(found),
                    "Bytes a step": f"{bytes_a_step(found[0], self.sizes):,}",
-                   "Test loss": f"{self.mean(cell):.3f}", "Cost": "", "It": ""}  # fmt: skip
+                   "Test loss": f"{self.mean(cell):.3f}", "Cost": "", "Verdict": ""}  # fmt: skip
             if cell.scheme != "dense" and str(cell) not in self.diverged:
                 cost = self.cost(cell)
-                row |= {"Cost": f"{cost.value:+.3f} ± {cost.half:.3f}", "It": self.word(cost)}
+                row |= {"Cost": f"{cost.value:+.3f} ± {cost.half:.3f}", "Verdict": self.word(cost)}
             rows.append(row)
         return pd.DataFrame(rows)
 
@@ -360,15 +360,17 @@ class Judged:
         """What correction changes."""
         return self.gap({cell: 1.0, Cell(cell.optimizer, cell.scheme): -1.0})
 
-    def recommended(self, scheme: str) -> tuple[Cell, Cell, Estimate]:
-        """The best cell of TCS at this share, the best dense one, and how far apart they are."""
+    def recommended(self, scheme: str, corrected: bool = True) -> tuple[Cell, Cell, Estimate]:
+        """The best cell of TCS at this share, the best dense one, and how far apart they are. The
+        hook has those that are not `corrected`."""
         there = [cell for cell in cells(self.plan) if math.isfinite(self.mean(cell))]
-        best = min((cell for cell in there if cell.scheme == scheme), key=self.mean)
+        asked = [c for c in there if c.scheme == scheme and (corrected or not c.corrected)]
+        best = min(asked, key=self.mean)
         dense = min((cell for cell in there if cell.scheme == "dense"), key=self.mean)
         return best, dense, self.gap({best: 1.0, dense: -1.0})
 
-    def advice(self, scheme: str) -> str:
-        best, dense, gap = self.recommended(scheme)
+    def advice(self, scheme: str, corrected: bool = True) -> str:
+        best, dense, gap = self.recommended(scheme, corrected)
         worth_it = gap.high <= self.plan["worth_it"]
         what = f"{best}" if worth_it else "don't, in a training of this length"
         lead = "" if worth_it else f"; best is {best}"

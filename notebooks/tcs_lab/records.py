@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,6 +130,15 @@ def core_sha256() -> str:
     (Records hold the hash of the file as it is, "core_sha256".)
     """
     return code_sha256(_CORE_SOURCE)
+
+
+def made_with(records: Iterable[dict[str, Any]]) -> str:
+    """What records were made with, for the foot of a notebook that reads them."""
+    made = [record["provenance"] for record in records]
+    first = made[0] if made else {"torch": "–", "dataset": "–"}
+    commits = sorted({str(one.get("commit"))[:7] for one in made})
+    said = ", ".join(commits) if 0 < len(commits) < 4 else f"{len(commits)} commits"
+    return f"n = {len(made)} records, made with {said}, torch {first['torch']} · {first['dataset']}"
 
 
 def code_sha256(source: bytes) -> str:
