@@ -303,8 +303,9 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
         "shared": bool(shared),
         "masks": rule != "dense",
         "S_top": rule not in ("dense", "rand-K"),
+        "any scheme": True,  # centralized training, too
     }
-    lacking = [need for need in suffix.needs if not has.get(need, True)]
+    lacking = [need for need in suffix.needs if not has[need]]
     if fields.get("centralized") and "any scheme" not in suffix.needs:
         lacking = ["clients"]
     if lacking:
@@ -424,9 +425,9 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
     It maps finite values (K,) float32, one or more, and P = 2^(q-1) to codes (K,) int32, which
     interval and plus P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0.
-    On a GPU the host should look at none of its values. The suffix is for what clients send; the
-    field `down_quantizer` for what the server sends. ValueError for a letter or a name that is
-    taken.
+    It leaves the values as they are; on a GPU the host should look at none of them. The suffix is
+    for what clients send; the field `down_quantizer` for what the server sends. ValueError for a
+    letter or a name that is taken.
     """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
@@ -436,6 +437,8 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
         raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
+    if any(suffix.says == says and suffix.form != form for suffix in SUFFIXES):
+        raise ValueError(f"name: got {name!r}, which has another letter, allowed: a new name")
 
     @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
@@ -570,7 +573,7 @@ class Selection:
         if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
-        outside_D = None if excluded_D is None else excluded_D.numpy()
+        outside_D = None if excluded_D is None else _as_mask(excluded_D, vector_D).numpy()
         for floor in (self.floor, self.floor / 2, 0.0):
             near = _at_least(values_D, floor, outside_D)
             if len(near) >= k:
@@ -981,12 +984,12 @@ class Wire:
     @staticmethod
     def up(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
         sizes = tuple(int(size) for size in layer_sizes)
-        return Wire(scheme.value_bits, scheme.code, sizes, tuple(order))
+        return Wire(scheme.value_bits, scheme.code, sizes, tuple(map(tuple, order)))
 
     @staticmethod
     def down(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
         sizes = tuple(int(size) for size in layer_sizes)
-        return Wire(scheme.down_value_bits, scheme.code, sizes, tuple(order))
+        return Wire(scheme.down_value_bits, scheme.code, sizes, tuple(map(tuple, order)))
 
     @cached_property
     def dimension(self) -> int:
@@ -1084,7 +1087,7 @@ def decode_message(
     dense = shared_K is None
     _expect("version", version, MESSAGE_VERSION)
     _expect("dense", kind == _DENSE, dense)
-    _expect("kind", kind <= _PLAIN, True)
+    _expect("kind", kind, kind if kind <= _PLAIN else f"0 to {_PLAIN}")
     _expect("sender", who, sender)
     _expect("round", when, round)
     _expect("own positions", own, 0 if dense else count)
@@ -1258,12 +1261,14 @@ class MaskRule:
         return min(self.k_local, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10."""
+        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10.
+        Both vectors are the core's own: leave them as they are."""
         fair = self.scheme.phi_min_local
         return self.select(intended_D, k, fair, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
-        """Called with every round's update, dense ones too, after it was averaged."""
+        """Called with every round's update, dense ones too, after it was averaged. Leave it as it
+        is: all sides add it to their model."""
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
@@ -1432,6 +1437,11 @@ class Checks:
         finally:
             self.when = usual
 
+    def forget(self) -> None:
+        """The round has failed: what was not read yet accuses nobody in the next one."""
+        if self.when != "later":
+            self.finite.clear()
+
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values. NotFiniteError where it is known that some are not finite."""
         if self.when == "at once":
@@ -1552,7 +1562,9 @@ class Agreement:
                 raise MessageError(sender, f"message: {name}: got {got}, allowed: {allowed}")
 
     def to_bytes(self, message: Message) -> bytes:
-        """A message of this round as bytes."""
+        """A message of this round as bytes. NotFiniteError where it was not known until now, on a
+        GPU, that what was sent is not finite."""
+        self.checks.read()
         return encode_message(message, self.down if message.sender == SERVER else self.up)
 
     def from_bytes(self, data: bytes, sender: int) -> Message:
@@ -1567,18 +1579,21 @@ class Agreement:
 
     def identity(self) -> dict[str, Any]:
         """What two sides, or a state and who loads it, must have in common."""
-        scheme = dataclasses.asdict(self.scheme)
-        return {"scheme": scheme, "seed": self.seed, "layer_sizes": list(self.layer_sizes)}
+        scheme, order = dataclasses.asdict(self.scheme), self.up.order
+        sizes = list(self.layer_sizes)
+        return {"scheme": scheme, "seed": self.seed, "layer_sizes": sizes, "order": order}
 
     def state_dict(self) -> dict[str, Any]:
         """By value. Send this and theta to a side that has missed rounds."""
         return {"identity": self.identity(), "round": self.round, "rule": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for the state of another scheme, seed or model."""
+        """ValueError, with nothing changed, for the state of another scheme, seed or model, or of
+        one that lies otherwise in memory."""
         for key, own in self.identity().items():
-            got = state["identity"][key]
-            if got != own:
+            got = state["identity"].get(key, own)
+            unsaid = key == "order" and () in (got, own)
+            if got != own and not unsaid:
                 raise ValueError(f"state: {key}: got {shorten(got)}, allowed: {shorten(own)}")
         missing = set(self.rule.keeps) - state["rule"].keys()
         if missing:
@@ -1614,6 +1629,8 @@ class Side:
         if tuple(delta_D.shape) != (known.dimension,):
             got = f"delta_D: got shape {tuple(delta_D.shape)}"
             raise ValueError(f"{got}, allowed: ({known.dimension},)")
+        if delta_D.dtype != torch.float32:
+            raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
         if not known.is_open:
             raise ValueError(f"client {self.number}: no round is open, allowed: after Known.begin")
         if self.last_round == known.round:
@@ -1649,8 +1666,9 @@ class Side:
         """For a client with a `Known` of its own: the server's message ends the round. `heard` says
         whether this client's own message was among those averaged. The update (D,). MessageError,
         with nothing changed, for another round's message; ValueError if it was heard in a round in
-        which it has not sent."""
+        which it has not sent; NotFiniteError where it was not known until now, on a GPU."""
         self.known.check_message(reply, SERVER)
+        self.known.checks.read()
         if heard and self.last_round != self.known.round:
             what = f"has sent nothing in round {self.known.round}"
             raise ValueError(f"client {self.number}: heard: got True, but it {what}")
@@ -1691,10 +1709,15 @@ class Side:
     def state_dict(self) -> dict[str, Any]:
         """By value: the errors, and a message that nobody has acknowledged yet."""
         sent = None if self.sent is None else [_by_value(part) for part in self.sent]
-        return {"errors_D": _by_value(self.errors_D), "sent": sent, "last_round": self.last_round}
+        return {
+            "number": self.number, "errors_D": _by_value(self.errors_D), "sent": sent,
+            "last_round": self.last_round,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for errors of another size."""
+        """ValueError, with nothing changed, for another client's, or errors of another size."""
+        if (number := state.get("number", self.number)) != self.number:
+            raise ValueError(f"state: client: got {number}, allowed: {self.number}")
         _check_same("errors_D", state.get("errors_D"), self.errors_D)
         if self.errors_D is not None:
             self.errors_D.copy_(state["errors_D"])
@@ -1702,8 +1725,8 @@ class Side:
         if state["sent"] is not None:
             *tensors, dense = state["sent"]
             device = self.known.device
-            places_K, *values = [tensor.to(device, copy=True) for tensor in tensors]
-            self.sent = Sent(places_K, values[0], values[1], dense)
+            places_K, intended_K, values_K = (one.to(device, copy=True) for one in tensors)
+            self.sent = Sent(places_K, intended_K, values_K, dense)
         self.last_round = int(state["last_round"])
 
 
@@ -1740,7 +1763,8 @@ class Hub:
     def __init__(
         self, known: Known, weights: list[float] | None = None, downlink: Downlink | None = None
     ):
-        self.known, self.weights, self.downlink = known, weights, downlink
+        self.known, self.downlink = known, downlink
+        self.weights = None if weights is None else _checked_weights(weights, len(weights))
         self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
         self.total = 0.0  # their weights
         self.round = 0  # whose messages these are
@@ -1753,6 +1777,8 @@ class Hub:
         if self.heard and self.round != known.round:  # the one before was never finished
             self.drop()
         known.check_message(message, number)
+        if self.weights is not None and not 0 <= number < len(self.weights):
+            raise MessageError(number, f"has no weight, allowed: below {len(self.weights)}")
         if number in self.heard:
             raise MessageError(number, f"a second message in round {known.round}, allowed: one")
         if not self.heard:
@@ -1812,8 +1838,9 @@ class Client(Side):
         """A model difference (D,), which stays as it is, to this round's message.
 
         Before anything is changed, raises NotFiniteError for NaN or infinity (unless `checked`),
-        ValueError for another shape, a round that is not open, or a second message in it. Errors
-        that overflow by the sum raise NotFiniteError, too; they have changed by then.
+        ValueError for another shape or type, a round that is not open, or a second message in it.
+        Errors that overflow by the sum raise NotFiniteError, too; they have changed by then. On a
+        GPU what is not finite is sent as 0, and `Known.to_bytes` or the end of the round raises.
         """
         shared_K, delta_D = self.known.shared_K, self.accepted(delta_D, checked)
         # from here until `arrived`, errors_D holds all that is meant to be sent
@@ -1832,9 +1859,13 @@ class Client(Side):
         bits). ValueError if nothing is on its way."""
         places_K, intended_K, sent_K, dense = self.taken()
         values_K = sent_K if received is None else received.values
-        if self.errors_D is not None and dense:
+        if self.errors_D is None:
+            return
+        if dense and received is None:
             self.errors_D.zero_()
-        elif self.errors_D is not None:
+        elif dense:
+            self.errors_D.sub_(values_K)
+        else:
             self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
 
 
@@ -1851,7 +1882,7 @@ class Server(Hub):
     def average(self) -> Tensor:
         """The average of what came, (D,). MessageError if nothing came, NotFiniteError for sums
         that overflow."""
-        if not self.heard:
+        if not self.heard or self.round != self.known.round:
             raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
         update_D = self.sum_D.div_(self.total)  # line 15
         return self.known.checks.finite_part(update_D, SERVER)
@@ -2039,6 +2070,8 @@ class Compressor:
         expected = (len(self.own), self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
+        if deltas_ND.dtype != torch.float32:
+            raise ValueError(f"deltas_ND: got {deltas_ND.dtype}, allowed: torch.float32")
         chosen = self.checked_clients(clients)
         rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
         for n in chosen:  # before any is changed
@@ -2056,8 +2089,7 @@ class Compressor:
         be sent, the mask is as before, and the next round has the next number. Schemes without
         errors lose what was sent, as they lose any message.
         """
-        known, server = self.known, self.server
-        known.begin(dense, theta_D, masks)
+        known, server, t = self.known, self.server, self.known.round
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
         asked: list[int] = []
 
@@ -2066,6 +2098,7 @@ class Compressor:
             return self.clients[n].send(difference(n), checked)  # lines 9 to 12
 
         try:
+            known.begin(dense, theta_D, masks)
             for n, message, size in self.link.gather(known, chosen, send):
                 if message is None:
                     refused.append(n)
@@ -2075,18 +2108,19 @@ class Compressor:
                 bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
                 del message  # of a dense round it is as large as the model
             update_D, down = self.link.down(server, server.average())  # line 15, line 16
+            known.observe(update_D)  # line 5 of the next round
         except BaseException as error:
             error.add_note(self._unheard(asked, error))
             if isinstance(error, ClientError):
-                error.happened_in(known.round)
-            known.skip()
+                error.happened_in(t)
+            known.checks.forget()
+            known.skip_to(t + 1)
             raise
         finally:
             server.drop()
         for n in heard:
             if n in self.clients:
                 self.clients[n].arrived()  # line 13
-        known.observe(update_D)  # line 5 of the next round
         average_up = -(-bits_up // len(heard))
         self.traffic = Traffic(
             average_up, down.bits, bytes_up, down.bytes, tuple(heard), tuple(refused)
@@ -2193,7 +2227,8 @@ class Feed:
     """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
 
     Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
-    a loader which shuffles does so again when a run is resumed. A feed of your own needs `clients`
+    a loader which shuffles does so again when a run is resumed; its own `generator` is seeded, too.
+    A feed of your own needs `clients`
     and `batch`. Raises ValueError for anything but a list of iterables, or a client with no batch.
     """
 
@@ -2238,15 +2273,19 @@ class Feed:
 
     def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
         """A pass over client n's batches, without the first ones."""
+        source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(random_seed(self.seed, self.passes[n], n))
-            running = iter(self.sources[n])
-            first = [batch for batch in [next(running, _END)] if batch is not _END]
+            torch.default_generator.manual_seed(seed)
+            if isinstance(own := getattr(source, "generator", None), torch.Generator):
+                own.manual_seed(seed)  # a loader's
+            running = iter(source)
+            first = next(running, _END)  # a loader draws its order with the first batch
             for _ in range(skip - 1):
                 next(running, _END)
-        begun = running if skip else chain(first, running)
-        self._running[n] = begun
-        return begun
+        if not skip and first is not _END:
+            running = chain([first], running)
+        self._running[n] = running
+        return running
 
     def state_dict(self) -> dict[str, Any]:
         return {"passes": list(self.passes), "given": list(self.given)}
@@ -2355,6 +2394,7 @@ class FlatView:
     def put(self, views: list[Tensor]) -> None:
         """Such views into the parameters."""
         torch._foreach_copy_([*self.parameters], views)
+        torch.clear_autocast_cache()  # an autocast around a whole round has not seen this
 
     @torch.no_grad()
     def add_gradients_(self, views: list[Tensor]) -> None:
@@ -2377,6 +2417,8 @@ class FlatView:
         kinds = zip(now, self.parameters, self.shapes, self.strides, strict=True)
         for new, old, shape, stride in kinds:
             if new is not old or new.shape != shape or new.stride() != stride:
+                return False
+            if new.dtype != torch.float32:
                 return False
         return now[0].device == self.device
 
@@ -2405,13 +2447,14 @@ class FlatView:
             norm._buffers["running_var"] = next(pairs)
 
     def other_buffers(self) -> dict[str, Tensor]:
-        """What the module's state has besides parameters and statistics; clients share it."""
-        norms = {id(b) for b in self.statistics_buffers()}
+        """What the module's state has besides theta and statistics, frozen parameters too; clients
+        share it. (Its own memory.)"""
+        others = {id(b) for b in [*self.statistics_buffers(), *self.parameters]}
         state = self.model.state_dict(keep_vars=True)
         return {
-            name.replace("_orig_mod.", ""): b  # torch.compile puts that in front
+            name.replace("_orig_mod.", ""): b.detach()  # torch.compile puts that in front
             for name, b in state.items()
-            if isinstance(b, Tensor) and not isinstance(b, nn.Parameter) and id(b) not in norms
+            if isinstance(b, Tensor) and id(b) not in others
         }
 
 
@@ -2429,9 +2472,9 @@ class Federation:
     `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
     whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
     function, steps by the average update (its gradient is minus that). `weights` are the clients'
-    shares of the average, equal without; `seed` is for rand-K's masks and for what clients draw in
-    torch; `link` says how messages travel. `on_delta(n, delta_D)`, if set, sees every difference
-    before it is compressed.
+    shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
+    what clients draw in torch; `link` says how messages travel. `on_delta(n, delta_D)`, if set,
+    sees every difference before it is compressed.
 
     State: `theta_D`, `statistics_NS` (norms' running means and variances, a row a client of this
     process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds begun. ValueError
@@ -2452,11 +2495,13 @@ class Federation:
         self.seed, self.local_optimizer = seed, local_optimizer
         _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
+        weights = None if weights is None else list(weights)
         self._compressor_settings = {"link": link, "weights": weights, "seed": seed}
         self.active, self.t = list(range(self.clients)), 0
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # of clients, where they have one
         self.on_delta: Callable[[int, Tensor], None] | None = None
-        self._modes = [True for _ in model.modules()]  # of the module's parts in training
+        modes = [m.training for m in model.modules()]
+        self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
         self._take(FlatView(model))
         self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
@@ -2471,8 +2516,8 @@ class Federation:
         self.flat = flat
         self.theta_D = torch.empty(flat.dimension, device=flat.device)
         self.gradient_D = torch.zeros_like(self.theta_D)  # a client's, summed
-        steps = self.scheme.local_steps > 1 or self.local_optimizer
-        self.local_D = torch.empty_like(self.theta_D) if steps else self.theta_D
+        moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
+        self.local_D = torch.empty_like(self.theta_D) if moves else self.theta_D
         self.theta_views, self.local_views = flat.views(self.theta_D), flat.views(self.local_D)
         self.gradient_views = flat.views(self.gradient_D)
         flat.read_(self.theta_views)
@@ -2496,18 +2541,29 @@ class Federation:
         """One round with all clients, or with these: the update_D (D,) that the server sent to all.
 
         A round that fails (a loss is NaN, a feed ends, Ctrl-C) is one in which nobody was heard:
-        `t` and the feed go on; theta, momentum and masks stay; errors keep the differences of those
-        who had sent. What is raised names client and round.
+        `t` and the feed go on; theta, momentum, statistics and masks stay; errors keep the
+        differences of those who had sent. What is raised names client and round. The optimizer of a
+        client whose difference was not finite begins anew. (A `server_optimizer` that raises comes
+        too late for all that: its update is lost.)
         """
         chosen = self.compressor.checked_clients(clients)
         self.look_at_module()
         phase, t = self.schedule(self.t), self.t
-        if self.scheme.error_unit == "gradient" and t and self.momentum_D is None:
-            before = self.schedule(t - 1).eta  # with momentum all differences are gradients
+        if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
+            before = self._rate_before(t)  # with momentum all differences are gradients
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
         self.t += 1
-        with self.lent():
-            return self.play(chosen, t, phase.eta, phase.dense, phase.masks)
+        try:
+            with self.lent():
+                return self.play(chosen, t, phase.eta, phase.dense, phase.masks)
+        except NotFiniteError as error:
+            self.optimizers.pop(error.client, None)  # its moments are not finite either
+            raise
+
+    def _rate_before(self, t: int) -> float:
+        """The last rate before round t that was not 0; 0 if there was none."""
+        rates = (self.schedule(before).eta for before in range(t - 1, -1, -1))
+        return next((eta for eta in rates if eta), 0.0)
 
     def play(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
@@ -2567,6 +2623,8 @@ class Federation:
             _reseed(random_seed(self.seed, t, n), self.flat.device)
         for tau in range(self.scheme.local_steps):
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
+            if loss.dim():
+                raise ValueError(f"loss: got shape {tuple(loss.shape)}, allowed: a scalar")
             loss.backward()
             self.losses_N[row].add_(loss.detach())
             yield tau
@@ -2623,6 +2681,8 @@ class Federation:
         all else begins anew, the next round as a scheme's first. ValueError for one of another
         size, which can't be meant."""
         old, before, momentum_D = self.flat, self.compressor, self.momentum_D
+        if new.device != old.device:
+            raise ValueError(f"model: got parameters on {new.device}, allowed: {old.device}")
         for name, shape in zip(new.names, new.shapes, strict=True):
             if name in old.names and old.shapes[old.names.index(name)] != shape:
                 was = tuple(old.shapes[old.names.index(name)])
@@ -2661,12 +2721,15 @@ class Federation:
         elif len(self._modes) != len(modes):
             self._modes = [True] * len(modes)
         gradients = [p.grad for p in self.flat.parameters]
-        drawn = _random_state(self.flat.device)
+        drawn, before_NS = _random_state(self.flat.device), self.statistics_NS.clone()
         try:
             _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
             yield
+        except BaseException:
+            self.statistics_NS.copy_(before_NS)
+            raise
         finally:
             _put_random_state(self.flat.device, drawn)
             self.flat.lend(buffers)
@@ -2677,10 +2740,16 @@ class Federation:
             self._left_S = self.flat.statistics()
 
     def _average(self, statistics_NS: Tensor) -> Tensor:
-        rows = [self.own.index(n) for n in self.active if n in self.own]
-        if not rows:
+        """The active clients' statistics (of this process), by their weights: (S,)."""
+        mine = [n for n in self.active if n in self.own]
+        if not mine:
             return self._left_S
-        return statistics_NS[rows].mean(0)
+        active_NS = statistics_NS[[self.own.index(n) for n in mine]]
+        weights = self.compressor.server.weights
+        if weights is None:
+            return active_NS.mean(0)
+        weights_N = torch.tensor([weights[n] for n in mine], device=active_NS.device)
+        return (weights_N / weights_N.sum()) @ active_NS
 
     @contextlib.contextmanager
     def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
@@ -2707,12 +2776,12 @@ class Federation:
             return {key: _by_value(value) for key, value in model.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """By value, all that a resumed run needs, the feed's place and optimizers included."""
-        state: dict[str, Any] = {
-            "theta_D": self.theta_D, "statistics_NS": self.statistics_NS,
-            "momentum_D": self.momentum_D, "t": self.t, "active": list(self.active),
-            "buffers": self.flat.other_buffers(), "scheme": dataclasses.asdict(self.scheme),
-        }  # fmt: skip
+        """By value, all that a resumed run needs, the feed's place and optimizers too, and what
+        the owner has changed in the module since the last round."""
+        self.look_at_module()
+        state: dict[str, Any] = {key: getattr(self, key) for key in _VECTORS}
+        state |= {"t": self.t, "active": list(self.active)}
+        state |= {"buffers": self.flat.other_buffers(), "scheme": dataclasses.asdict(self.scheme)}
         state = copy.deepcopy(state)
         state["compressor"] = self.compressor.state_dict()
         if hasattr(self.feed, "state_dict"):
@@ -2728,6 +2797,27 @@ class Federation:
         that of another scheme, seed or model."""
         if not self.flat.same_parameters():
             self._follow(FlatView(self.model))
+        self._check_state(state)
+        self.compressor.load_state_dict(state["compressor"])
+        for key in _VECTORS:
+            if getattr(self, key) is not None:
+                getattr(self, key).copy_(state[key])
+        for key, buffer in self.flat.other_buffers().items():
+            buffer.copy_(state["buffers"][key])
+        self.t, self.active = int(state["t"]), list(state["active"])
+        if "feed" in state and hasattr(self.feed, "load_state_dict"):
+            self.feed.load_state_dict(state["feed"])
+        self.optimizers = {n: self._optimizer_of(n) for n in state["optimizers"]}
+        for n, optimizer in self.optimizers.items():
+            _load_optimizer(optimizer, state["optimizers"][n])
+        if self.server_optimizer is not None:
+            _load_optimizer(self.server_optimizer, state["server_optimizer"])
+        self.flat.put(self.theta_views)
+        self.flat.put_statistics(self._average(self.statistics_NS))
+        self._left_S = self.flat.statistics()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state that does not fit here."""
         own = self.flat.other_buffers()
         missing = _IN_A_STATE - state.keys()
         if missing:
@@ -2736,7 +2826,7 @@ class Federation:
         given = state.get("scheme", scheme)
         if given != scheme:
             raise ValueError(f"state: scheme: {_differences(given, scheme)}")
-        for key in ("theta_D", "statistics_NS", "momentum_D"):
+        for key in _VECTORS:
             _check_same(f"state: {key}", state[key], getattr(self, key))
         if own.keys() != state["buffers"].keys():
             got = sorted(state["buffers"])
@@ -2748,28 +2838,10 @@ class Federation:
         if ("server_optimizer" in state) != (self.server_optimizer is not None):
             what = "one" if "server_optimizer" in state else "none"
             raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
-        optimizers = {n: self._optimizer_of(n) for n in state["optimizers"]}
-        for n, optimizer in optimizers.items():
-            _check_kind(f"state: optimizer of client {n}", optimizer, state["optimizers"][n])
+        for n, saved in state["optimizers"].items():
+            _check_kind(f"state: optimizer of client {n}", self._optimizer_of(n), saved)
         if self.server_optimizer is not None:
             _check_kind("state: server_optimizer", self.server_optimizer, state["server_optimizer"])
-        self.compressor.load_state_dict(state["compressor"])
-        for key in ("theta_D", "statistics_NS", "momentum_D"):
-            if getattr(self, key) is not None:
-                getattr(self, key).copy_(state[key])
-        for key, buffer in own.items():
-            buffer.copy_(state["buffers"][key])
-        self.t, self.active = int(state["t"]), list(state["active"])
-        if "feed" in state and hasattr(self.feed, "load_state_dict"):
-            self.feed.load_state_dict(state["feed"])
-        self.optimizers = optimizers
-        for n, optimizer in optimizers.items():
-            _load_optimizer(optimizer, state["optimizers"][n])
-        if self.server_optimizer is not None:
-            _load_optimizer(self.server_optimizer, state["server_optimizer"])
-        self.flat.put(self.theta_views)
-        self.flat.put_statistics(self._average(self.statistics_NS))
-        self._left_S = self.flat.statistics()
 
 
 def _differences(got: dict[str, Any], own: dict[str, Any]) -> str:
@@ -2779,9 +2851,8 @@ def _differences(got: dict[str, Any], own: dict[str, Any]) -> str:
     return "; ".join(said)
 
 
-_IN_A_STATE = {
-    "theta_D", "statistics_NS", "momentum_D", "t", "active", "buffers", "compressor", "optimizers",
-}  # fmt: skip
+_VECTORS = ("theta_D", "statistics_NS", "momentum_D")
+_IN_A_STATE = {*_VECTORS, "t", "active", "buffers", "compressor", "optimizers"}
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -2792,6 +2863,12 @@ def _check_kind(key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any
     own = type(optimizer).__name__
     if saved["kind"] != own:
         raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {own}")
+    groups, given = (
+        [len(group["params"]) for group in of]
+        for of in (optimizer.param_groups, saved["state"]["param_groups"])
+    )
+    if given != groups:
+        raise ValueError(f"{key}: got groups of {given} parameters, allowed: {groups}")
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -415,3 +415,42 @@ def test_a_client_is_not_heard_in_a_round_in_which_it_has_not_sent():
         client.receive(reply)
     assert same_state(client.state_dict(), before)
     assert client.receive(reply, heard=False).any()
+
+
+def test_a_dense_message_that_arrived_in_fewer_bits_leaves_the_rest_in_the_errors():
+    known = tcs.Known("TCS", LAYERS)
+    client = tcs.Client(known)
+    known.begin(dense=True)
+    delta_D = torch.randn(sum(LAYERS), generator=torch.Generator().manual_seed(0))
+    message = client.send(delta_D)
+    received = dataclasses.replace(message, values=message.values.bfloat16().float())
+    client.arrived(received)
+    assert torch.equal(client.errors_D, delta_D - received.values) and client.errors_D.any()
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("inf")]])
+def test_a_servers_weights_are_positive(weights):
+    with pytest.raises(ValueError, match=r"^weights: got \[.*, allowed: 2 positive numbers"):
+        tcs.Server(tcs.Known("TCS", LAYERS), weights)
+
+
+def test_a_client_without_a_weight_is_named():
+    known = tcs.Known("TCS", LAYERS)
+    server = tcs.Server(known, [1, 1])
+    known.begin(dense=True)
+    message = tcs.Message.dense_of(torch.ones(sum(LAYERS)), sender=2)
+    with pytest.raises(tcs.MessageError, match=r"^client 2: has no weight, allowed: below 2$"):
+        server.add(2, message)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16])
+def test_a_difference_of_another_type_is_refused_before_anything_is_changed(kind):
+    compressor = tcs.Compressor("FedAvg", LAYERS, 2)
+    deltas_ND = torch.ones(2, sum(LAYERS), dtype=kind)
+    with pytest.raises(ValueError, match=rf"^deltas_ND: got {kind}, allowed: torch.float32$"):
+        compressor.step(deltas_ND)
+    compressor.known.begin(dense=True)
+    with pytest.raises(ValueError, match=rf"^delta_D: got {kind}, allowed: torch.float32$"):
+        compressor.clients[0].send(deltas_ND[0])
+    compressor.known.skip_to(0)
+    assert compressor.step(deltas_ND.float()).any()

@@ -55,6 +55,15 @@ def test_a_letter_that_is_taken_or_none(registry, letter):
     assert registry() == before
 
 
+def test_a_name_that_another_letter_has(registry, uniform):
+    before = registry()
+    with pytest.raises(
+        ValueError, match=r"^name: got 'uniform', which has another letter, allowed"
+    ):
+        tcs.register_quantizer("V", "uniform")
+    assert registry() == before
+
+
 def test_the_papers_quantizer_stays(registry):
     before = registry()
     with pytest.raises(ValueError, match=r"^quantizer 'fractional' is the paper's: choose another"):

@@ -237,3 +237,88 @@ def test_a_local_step_that_fails_leaves_the_model_where_it_was():
         made.round()
     assert torch.equal(made.theta_D, before_D)
     assert torch.equal(torch.nn.utils.parameters_to_vector(made.model.parameters()), before_D)
+
+
+def two_clients(model, loss=None, **settings):
+    """Clients whose inputs lie around 0 and around 10."""
+    generator = torch.Generator().manual_seed(0)
+    feed = [
+        [(at + torch.randn(16, 6, generator=generator), torch.zeros(16, 1)) for _ in range(3)]
+        for at in (0.0, 10.0)
+    ]
+    mse = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731
+    return tcs.Federation(model, feed, "FedAvg", loss=loss or mse, **settings)
+
+
+def test_statistics_of_norms_are_averaged_by_the_clients_weights():
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(6, momentum=1.0)
+    made = two_clients(
+        torch.nn.Sequential(norm, torch.nn.Linear(6, 1)), schedule=0.0, weights=iter([1, 3])
+    )
+    made.round()
+    rows_NS = made.statistics_NS
+    torch.testing.assert_close(norm.running_mean, (0.25 * rows_NS[0] + 0.75 * rows_NS[1])[:6])
+    assert 7 < norm.running_mean.mean() < 8
+
+
+def test_weights_that_can_be_read_once_serve_when_a_layer_is_frozen():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
+    made = two_clients(model, schedule=0.01, weights=(float(w) for w in (1, 3)))
+    made.round()
+    model[0].requires_grad_(False)
+    made.round()
+    assert made.compressor.server.weights == [1.0, 3.0]
+
+
+def test_a_loss_that_is_no_scalar_is_named():
+    loss = lambda model, batch: model(batch[0]).mean().view(1)  # noqa: E731
+    made = two_clients(torch.nn.Linear(6, 1), loss, schedule=0.1)
+    with pytest.raises(ValueError, match=r"^loss: got shape \(1,\), allowed: a scalar"):
+        made.round()
+
+
+def test_errors_in_units_of_gradients_outlive_a_round_at_rate_0():
+    """They are scaled from one rate to the next that is not 0."""
+    rates = [0.1, 0.1, 0.0, 0.01]
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    feed = [[(torch.randn(8, 6, generator=generator), torch.zeros(8).long())] * 4] * 2
+    scheme = tcs.Scheme.named("top-K", phi_local=0.1, error_unit="gradient")
+    made = tcs.Federation(torch.nn.Linear(6, 3), feed, scheme, rates.__getitem__)
+    for _ in range(2):
+        made.round()
+    before_ND = made.compressor.errors_ND.clone()
+    seen = []
+    made.on_delta = lambda n, delta_D: seen.append(made.compressor.errors_ND[n].clone())
+    made.round()
+    assert torch.equal(torch.stack(seen), before_ND)
+    before_ND = made.compressor.errors_ND.clone()
+    seen.clear()
+    made.round()
+    torch.testing.assert_close(torch.stack(seen), 0.1 * before_ND)
+    assert before_ND.any()
+
+
+def test_a_loader_with_a_generator_of_its_own_resumes():
+    def made():
+        torch.manual_seed(0)
+        dataset = torch.utils.data.TensorDataset(torch.arange(32.0).view(32, 1), torch.zeros(32, 1))
+        loaders = [
+            torch.utils.data.DataLoader(
+                dataset, 8, shuffle=True, generator=torch.Generator().manual_seed(n)
+            )
+            for n in range(2)
+        ]
+        return tcs.Feed(loaders, seed=1)
+
+    def given(feed, rounds):
+        return [feed.batch(n, t, 0)[0].flatten().tolist() for t in rounds for n in range(2)]
+
+    whole, first, second = made(), made(), made()
+    expected = given(whole, range(10))
+    begun = given(first, range(6))  # in the second pass
+    second.load_state_dict(first.state_dict())
+    assert begun + given(second, range(6, 10)) == expected
+    pass_of_0 = [x for batch in expected[:8:2] for x in batch]
+    assert sorted(pass_of_0) == list(range(32)) and pass_of_0 != sorted(pass_of_0)

@@ -158,3 +158,12 @@ def good_message(compressor):
     message = compressor.clients[1].send(deltas(2)[1])
     compressor.link.up(compressor.known, 1, message)
     return sent[1]
+
+
+def test_a_kind_that_does_not_exist_is_named():
+    wire = tcs.Wire.up(tcs.Scheme.named("TCS"), [12])
+    data = bytearray(tcs.encode_message(tcs.Message.dense_of(torch.ones(12)), wire)[:-4])
+    data[1] = 7
+    data += zlib.crc32(data).to_bytes(4, "little")
+    with pytest.raises(ValueError, match=r"^message: kind: got 7, allowed: 0 to 2$"):
+        tcs.decode_message(bytes(data), wire, torch.arange(2))

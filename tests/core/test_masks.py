@@ -225,3 +225,9 @@ def test_mostly_zeros_and_excluded_entries(values, data):
 def test_a_fair_mask_names_the_k_that_was_asked_for():
     with pytest.raises(ValueError, match="k: got 20, allowed: 0 to 10 "):
         tcs.layerwise_top_k_positions(torch.randn(10), 20, [5, 5], 0.2)
+
+
+def test_a_selection_leaves_out_positions_as_it_leaves_out_a_mask():
+    vector_D = torch.tensor([5.0, 1.0, -4.0, 3.0])
+    for excluded in (torch.tensor([0, 2]), torch.tensor([True, False, True, False])):
+        assert tcs.Selection()(vector_D, 1, excluded).tolist() == [3]

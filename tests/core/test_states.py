@@ -178,3 +178,63 @@ def test_a_state_of_another_momentum_is_refused_by_name():
     with pytest.raises(ValueError, match=r"^state: scheme: momentum: got 0.9, allowed: 0.5$"):
         other.load_state_dict(one.state_dict())
     assert other.t == 0 and torch.equal(other.theta_D, before_D)
+
+
+def conv(memory_format):
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+
+
+def test_a_state_of_another_order_in_memory_is_refused():
+    images = [[(torch.randn(2, 3, 5, 5), torch.randn(2, 4, 3, 3))] for _ in range(2)]
+    loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731
+    one, other = (
+        tcs.Federation(conv(kind), images, "TCS", 0.1, loss=loss)
+        for kind in (torch.channels_last, torch.contiguous_format)
+    )
+    one.round()
+    theta_D = other.theta_D.clone()
+    with pytest.raises(ValueError, match=r"^state: order: got \(\(0, 2, 3, 1\)"):
+        other.load_state_dict(one.state_dict())
+    assert torch.equal(other.theta_D, theta_D)
+
+
+def test_a_state_that_says_nothing_of_the_order_is_taken():
+    plain, ordered = tcs.Known("TCS", [12]), tcs.Known("TCS", [12], order=[(0, 1)])
+    ordered.load_state_dict(plain.state_dict())
+    state = ordered.state_dict()
+    plain.load_state_dict(state)
+    del state["identity"]["order"]  # as states had it before
+    ordered.load_state_dict(state)
+
+
+def test_an_order_from_a_file_is_the_same_order():
+    asked, listed = (tcs.Known("TCS", [12], order=order) for order in ([(0, 1)], [[0, 1]]))
+    assert asked.up.tag == listed.up.tag and asked.down.tag == listed.down.tag
+
+
+def test_another_clients_state_is_refused():
+    known = tcs.Known("TCS", [12])
+    state = tcs.Client(known, 3).state_dict()
+    with pytest.raises(ValueError, match=r"^state: client: got 3, allowed: 0$"):
+        tcs.Client(known, 0).load_state_dict(state)
+
+
+def test_an_optimizer_with_other_groups_is_refused_with_nothing_changed():
+    def made(groups):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        split = lambda p: [{"params": [one]} for one in p] if groups == 2 else p  # noqa: E731
+        adam = lambda p: torch.optim.AdamW(split(list(p)))  # noqa: E731
+        batch = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
+        return tcs.Federation(model, [[batch], [batch]], "TCS", local_optimizer=adam)
+
+    one, other = made(2), made(1)
+    one.round()
+    other.round()
+    other.round()
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=r"got groups of \[1, 1\] parameters, allowed: \[2\]"):
+        other.load_state_dict(one.state_dict())
+    after = other.state_dict()
+    assert other.t == 2 and torch.equal(after["theta_D"], before["theta_D"])
