@@ -1655,6 +1655,13 @@ class Side:
         """Line 13: see `Client`."""
         raise NotImplementedError
 
+    def all_arrived(self, received: Message | None) -> None:
+        """`arrived` of a dense message: nothing stays but what fewer bits have lost."""
+        if self.errors_D is not None and received is not None:
+            self.errors_D.sub_(received.values)
+        elif self.errors_D is not None:
+            self.errors_D.zero_()
+
     def withdraw(self, delta_D: Tensor) -> None:
         """Takes back a `send`, for a step that is void on all sides: errors as before, but for
         rounding."""
@@ -1858,14 +1865,10 @@ class Client(Side):
         """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
         bits). ValueError if nothing is on its way."""
         places_K, intended_K, sent_K, dense = self.taken()
+        if dense:
+            return self.all_arrived(received)
         values_K = sent_K if received is None else received.values
-        if self.errors_D is None:
-            return
-        if dense and received is None:
-            self.errors_D.zero_()
-        elif dense:
-            self.errors_D.sub_(values_K)
-        else:
+        if self.errors_D is not None:
             self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
 
 
