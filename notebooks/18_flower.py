@@ -278,7 +278,8 @@ if FLOWER:
 # %% [markdown]
 # ## Bytes: ours, Flower's, dense
 #
-# These are the bytes of all clients and rounds. *On the wire* is what the relay saw in the run on loopback: it has the app's code, the
+# These are the bytes of all clients and rounds. After the kill Flower counts orders to the node that is gone, too, with the whole model;
+# nobody fetches them. *On the wire* is what the relay saw in the run on loopback: it has the app's code, the
 # heartbeats and all the asking for news as well, which grow with time, not with the model.
 
 # %%
