@@ -879,7 +879,7 @@ def _scheme(scheme: Scheme | str) -> Scheme:
 
 
 SERVER = 0xFFFF  # the sender of a downlink message
-MESSAGE_VERSION = 2  # to be raised with any change of what stands in a message
+MESSAGE_VERSION = 3  # to be raised with any change of what stands in a message
 
 
 class ClientError(ValueError):
@@ -1046,13 +1046,15 @@ class Code:
 
 # Kinds of messages: in the code agreed on, dense, in code "block" where another is agreed on.
 _AGREED, _DENSE, _PLAIN = range(3)
-# Little-endian: version, kind, sender, round, Wire.tag, own positions; the code; their CRC-32.
+# Little-endian: version, kind, sender, round, Wire.tag and the shared mask's (exclusive or), own
+# positions; the code; their CRC-32.
 _HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
 OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
 
 
-def encode_message(message: Message, wire: Wire) -> bytes:
-    """The message as bytes: header, code, checksum.
+def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
+    """The message as bytes: header, code, checksum. `mask_tag` stands for the shared mask that is
+    meant (`Known.mask_tag`); 0 says nothing of it.
 
     8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
     Raises ValueError for NaN, infinity, or a sender, round or position out of range.
@@ -1068,24 +1070,25 @@ def encode_message(message: Message, wire: Wire) -> bytes:
     else:
         code, plain = CODES[wire.code].encode(message, wire)
         kind = _PLAIN if plain else _AGREED
-    data = _HEADER.pack(MESSAGE_VERSION, kind, who, when, wire.tag, len(message.positions)) + code
+    tag, own = wire.tag ^ mask_tag, len(message.positions)
+    data = _HEADER.pack(MESSAGE_VERSION, kind, who, when, tag, own) + code
     return data + _CHECKSUM.pack(zlib.crc32(data))
 
 
 def decode_message(
     data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
-    round: int | None = None, count: int | None = None,
+    round: int | None = None, count: int | None = None, mask_tag: int = 0,
 ) -> Message:  # fmt: skip
     """The message in `data`, on the CPU: exactly what was encoded, or ValueError.
 
     `shared_K` int64, ascending: the positions that both sides know; None if a dense message is
-    expected. `sender`, `round` and `count` (of own positions), if given, are those expected. `data`
-    may come from anyone: all of it is checked, values (finite) and positions (in range, ascending,
-    not shared) too; memory stays within a small multiple of its length and of the shared positions.
+    expected. `sender`, `round` and `count` (of own positions), if given, are those expected, and
+    `mask_tag` is what it was encoded with. `data` may come from anyone: all of it is checked,
+    values (finite) and positions (in range, ascending, not shared) too; memory stays within a small
+    multiple of its length and of the shared positions.
     """
-    version, kind, who, when, own = _checked_header(data, wire)
+    kind, who, when, own = _checked_header(data, wire.tag ^ mask_tag)
     dense = shared_K is None
-    _expect("version", version, MESSAGE_VERSION)
     _expect("dense", kind == _DENSE, dense)
     _expect("kind", kind, kind if kind <= _PLAIN else f"0 to {_PLAIN}")
     _expect("sender", who, sender)
@@ -1108,17 +1111,18 @@ def decode_message(
     return message
 
 
-def _checked_header(data: bytes, wire: Wire) -> tuple[int, int, int, int, int]:
+def _checked_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
         raise ValueError(f"message: allowed: {OVERHEAD_BYTES} bytes or more")
     end = len(data) - _CHECKSUM.size
     if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
         raise ValueError("message: wrong checksum")
     version, kind, who, when, tag, own = _HEADER.unpack_from(data)
-    if tag != wire.tag:
-        other = "another scheme, other layers, or another order in memory"
-        raise ValueError(f"message: tag: got {tag:08x}, allowed: {wire.tag:08x} ({other})")
-    return version, kind, who, when, own
+    _expect("version", version, MESSAGE_VERSION)
+    if tag != wanted:
+        other = "another scheme, shared mask or order in memory, or other layers"
+        raise ValueError(f"message: tag: got {tag:08x}, allowed: {wanted:08x} ({other})")
+    return kind, who, when, own
 
 
 def _expect(name: str, got: Any, allowed: Any) -> None:
@@ -1494,6 +1498,7 @@ class Agreement:
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
+        self._mask_tag: int | None = 0  # None: not worked out yet in this round
 
     def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
         """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
@@ -1505,6 +1510,7 @@ class Agreement:
             self.shared_K = self.checked_mask(mask)
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
             self.own_count = self.rule.own_count(len(self.shared_K))
+        self._mask_tag = 0 if self.dense else None
         self.is_open = True
 
     def skip(self) -> None:
@@ -1561,11 +1567,20 @@ class Agreement:
             if got != allowed:
                 raise MessageError(sender, f"message: {name}: got {got}, allowed: {allowed}")
 
+    @property
+    def mask_tag(self) -> int:
+        """Four bytes of the shared mask; 0 in a dense round. It stands in every message: two sides
+        that do not mean the same mask refuse each other."""
+        if self._mask_tag is None:
+            self._mask_tag = zlib.crc32(self.shared_K.cpu().numpy().astype("<i8").tobytes())
+        return self._mask_tag
+
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes. NotFiniteError where it was not known until now, on a
         GPU, that what was sent is not finite."""
         self.checks.read()
-        return encode_message(message, self.down if message.sender == SERVER else self.up)
+        wire = self.down if message.sender == SERVER else self.up
+        return encode_message(message, wire, self.mask_tag)
 
     def from_bytes(self, data: bytes, sender: int) -> Message:
         """The message of this round that `sender` (SERVER: the server) sent; MessageError for
@@ -1573,7 +1588,8 @@ class Agreement:
         wire, count = (self.down, None) if sender == SERVER else (self.up, self.own_count)
         shared_K = None if self.dense else self.shared_K
         try:
-            return decode_message(data, wire, shared_K, sender, self.round, count).to(self.device)
+            message = decode_message(data, wire, shared_K, sender, self.round, count, self.mask_tag)
+            return message.to(self.device)
         except ValueError as error:
             raise MessageError(sender, str(error)) from error
 

@@ -454,3 +454,23 @@ def test_a_difference_of_another_type_is_refused_before_anything_is_changed(kind
         compressor.clients[0].send(deltas_ND[0])
     compressor.known.skip_to(0)
     assert compressor.step(deltas_ND.float()).any()
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "rand-K"])
+def test_two_sides_that_mean_other_shared_masks_refuse_each_other(name):
+    """A client that has lost a reply, or a seed that is not the server's."""
+    known, other = tcs.Known(name, LAYERS), tcs.Known(name, LAYERS, seed=name == "rand-K")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        known.begin()
+        other.begin()
+        known.observe(torch.randn(sum(LAYERS), generator=generator))
+        other.observe(torch.randn(sum(LAYERS), generator=generator))
+    known.begin()
+    other.begin()
+    message = tcs.Client(other).send(torch.ones(sum(LAYERS)))
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 0: message: tag: .*another scheme, shared"
+    ):
+        known.from_bytes(other.to_bytes(message), 0)
+    assert torch.equal(other.from_bytes(other.to_bytes(message), 0).values, message.values)

@@ -21,20 +21,22 @@ def sealed(data):
 def rewritten(compressor, data, **changes):
     """The message with other fields, encoded as its client would."""
     shared_K = compressor.rule.shared_mask()
-    message = tcs.decode_message(data, compressor.known.up, shared_K)
-    return tcs.encode_message(dataclasses.replace(message, **changes), compressor.known.up)
+    known = compressor.known
+    message = tcs.decode_message(data, known.up, shared_K, mask_tag=known.mask_tag)
+    return tcs.encode_message(dataclasses.replace(message, **changes), known.up, known.mask_tag)
 
 
 def with_more_positions(compressor, data, more):
     """As many own positions as before and `more`, none of them shared, each with a value."""
     shared_K = compressor.rule.shared_mask()
-    message = tcs.decode_message(data, compressor.known.up, shared_K)
+    known = compressor.known
+    message = tcs.decode_message(data, known.up, shared_K, mask_tag=known.mask_tag)
     free = torch.ones(sum(SIZES), dtype=torch.bool)
     free[shared_K] = False
     own = free.nonzero().squeeze(1)[: len(message.positions) + more]
     values = torch.ones(len(shared_K) + len(own))
     forged = tcs.Message.of(values, own, compressor.scheme.value_bits, message.sender, message.round)  # fmt: skip
-    return tcs.encode_message(forged, compressor.known.up)
+    return tcs.encode_message(forged, known.up, known.mask_tag)
 
 
 def expanding(compressor, data):
