@@ -119,7 +119,14 @@ lab.show_code(tcs.encode_message)
 # %%
 wire = compressor.known.up  # how both sides write and read what goes up
 block = tcs.encode_message(message, wire)
-names = ["version", "kind (1: dense)", "sender", "round", "tag: code and layers", "own positions"]
+names = [
+    "version",
+    "kind (1: dense)",
+    "sender",
+    "round",
+    "tag: code, layers, order, mask",
+    "own positions",
+]
 ends = [0, 1, 2, 4, 8, 12, 16]
 fields = zip(names, struct.unpack("<BBHIII", block[:16]), ends, ends[1:], strict=False)
 parts = [(a, b, name, str(value)) for name, value, a, b in fields]
