@@ -201,11 +201,17 @@ def test_a_state_of_another_order_in_memory_is_refused():
 
 def test_a_state_that_says_nothing_of_the_order_is_taken():
     plain, ordered = tcs.Known("TCS", [12]), tcs.Known("TCS", [12], order=[(0, 1)])
+    plain.skip_to(5)
     ordered.load_state_dict(plain.state_dict())
+    assert ordered.round == 5
+    ordered.skip_to(7)
     state = ordered.state_dict()
     plain.load_state_dict(state)
+    assert plain.round == 7
     del state["identity"]["order"]  # as states had it before
+    ordered.skip_to(0)
     ordered.load_state_dict(state)
+    assert ordered.round == 7
 
 
 def test_an_order_from_a_file_is_the_same_order():

@@ -6,48 +6,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from classifier import Classifier, batches, federation, flat, modes
 from torch import nn
 
 import tcs_core as tcs
-
-
-class Classifier(nn.Module):
-    """A stem that its owner has frozen, batch norm and all, and a head with dropout."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-        self.body = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten())
-        self.drop, self.head = nn.Dropout(0.5), nn.Linear(20, 3)
-
-    def forward(self, x):
-        return self.head(self.drop(self.body(self.stem(x))))
-
-    def frozen(self):
-        self.stem.requires_grad_(False)
-        self.stem.eval()
-        return self
-
-
-def batches(count, seed=0, size=6):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, size, 3, 6, 6, generator=generator)
-    return [(x, x.mean((2, 3)).argmax(1)) for x in inputs]
-
-
-def federation(model, scheme="TCS", clients=2, eta=0.1, **more):
-    feed = [batches(3, seed) for seed in range(clients)]
-    return tcs.Federation(model, feed, scheme, eta, **more)
-
-
-def modes(model):
-    return {name: m.training for name, m in model.named_modules()}
-
-
-def flat(model):
-    return nn.utils.parameters_to_vector(p.detach() for p in model.parameters())
-
 
 # Modes, statistics, gradients ─────────────────────────────────────────────────────────────────────
 
@@ -441,86 +403,3 @@ def test_a_norm_that_keeps_statistics_no_longer():
         ValueError, match=r"^model: statistics of its norms: got shape \(8,\), allowed: \(18,\)$"
     ):
         made.round()
-
-
-# What the owner does around the rounds ────────────────────────────────────────────────────────────
-
-
-def test_an_autocast_around_whole_rounds_sees_every_local_step():
-    cast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-
-    def cast_loss(model, batch):
-        with cast():
-            return tcs.cross_entropy(model, batch)
-
-    inside = federation(Classifier(), "FedAvg-L2", eta=0.5, loss=cast_loss)
-    around = federation(Classifier(), "FedAvg-L2", eta=0.5)
-    for _ in range(2):
-        inside.round()
-    with cast():
-        for _ in range(2):
-            around.round()
-    assert torch.equal(inside.theta_D, around.theta_D)
-
-
-def test_modes_are_those_that_the_module_had_when_it_was_given():
-    model = Classifier()
-    model.train()
-    model.stem.eval()
-    fed = federation(model)
-    model.eval()  # as one leaves it after an evaluation
-    mean = model.stem[1].running_mean.clone()
-    fed.round()
-    assert torch.equal(model.stem[1].running_mean, mean)
-    assert not any(modes(model).values())
-
-
-@pytest.mark.parametrize("kind", [torch.float16, torch.float64])
-def test_another_type_of_parameters_is_refused_by_name(kind):
-    model = Classifier()
-    fed = federation(model)
-    fed.round()
-    model.to(kind)
-    with pytest.raises(ValueError, match=rf"^model: stem.0.weight: got {kind}, allowed: torch.fl"):
-        fed.round()
-
-
-def test_another_device_is_refused_with_nothing_changed():
-    model = Classifier()
-    fed = federation(model)
-    fed.round()
-    theta_D = fed.theta_D.clone()
-    model.to("meta")
-    with pytest.raises(ValueError, match=r"^model: got parameters on meta, allowed: cpu$"):
-        fed.round()
-    assert fed.theta_D.device.type == "cpu" and torch.equal(fed.theta_D, theta_D)
-
-
-def test_a_state_has_what_the_owner_loaded_since_the_last_round():
-    model = Classifier()
-    fed = federation(model)
-    fed.round()
-    model.load_state_dict(
-        {key: torch.ones_like(value) for key, value in model.state_dict().items()}
-    )
-    assert (fed.state_dict()["theta_D"] == 1).all()
-    assert (fed.statistics_NS == 1).all()
-
-
-def test_a_state_has_what_was_trained_and_then_frozen():
-    ends = []
-    for resumed in (False, True):
-        model = Classifier()
-        fed = federation(model)
-        fed.round()
-        model.stem.requires_grad_(False)
-        fed.round()
-        if resumed:
-            state, model = fed.state_dict(), Classifier()
-            nn.init.zeros_(model.stem[0].weight)
-            model.stem.requires_grad_(False)
-            fed = federation(model)
-            fed.load_state_dict(state)
-        fed.round()
-        ends.append(flat(model))
-    assert torch.equal(*ends)

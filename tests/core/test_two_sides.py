@@ -1,0 +1,69 @@
+"""Section 6: what a client and a server that live apart refuse, and what stays when less arrives."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tcs_core as tcs
+
+LAYERS = [120, 30, 100, 1, 49]
+
+
+def test_a_dense_message_that_arrived_in_fewer_bits_leaves_the_rest_in_the_errors():
+    known = tcs.Known("TCS", LAYERS)
+    client = tcs.Client(known)
+    known.begin(dense=True)
+    delta_D = torch.randn(sum(LAYERS), generator=torch.Generator().manual_seed(0))
+    message = client.send(delta_D)
+    received = dataclasses.replace(message, values=message.values.bfloat16().float())
+    client.arrived(received)
+    assert torch.equal(client.errors_D, delta_D - received.values) and client.errors_D.any()
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, float("inf")]])
+def test_a_servers_weights_are_positive(weights):
+    with pytest.raises(ValueError, match=r"^weights: got \[.*, allowed: 2 positive numbers"):
+        tcs.Server(tcs.Known("TCS", LAYERS), weights)
+
+
+def test_a_client_without_a_weight_is_named():
+    known = tcs.Known("TCS", LAYERS)
+    server = tcs.Server(known, [1, 1])
+    known.begin(dense=True)
+    message = tcs.Message.dense_of(torch.ones(sum(LAYERS)), sender=2)
+    with pytest.raises(tcs.MessageError, match=r"^client 2: has no weight, allowed: below 2$"):
+        server.add(2, message)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16])
+def test_a_difference_of_another_type_is_refused_before_anything_is_changed(kind):
+    compressor = tcs.Compressor("FedAvg", LAYERS, 2)
+    deltas_ND = torch.ones(2, sum(LAYERS), dtype=kind)
+    with pytest.raises(ValueError, match=rf"^deltas_ND: got {kind}, allowed: torch.float32$"):
+        compressor.step(deltas_ND)
+    compressor.known.begin(dense=True)
+    with pytest.raises(ValueError, match=rf"^delta_D: got {kind}, allowed: torch.float32$"):
+        compressor.clients[0].send(deltas_ND[0])
+    compressor.known.skip_to(0)
+    assert compressor.step(deltas_ND.float()).any()
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "rand-K"])
+def test_two_sides_that_mean_other_shared_masks_refuse_each_other(name):
+    """A client that has lost a reply, or a seed that is not the server's."""
+    known, other = tcs.Known(name, LAYERS), tcs.Known(name, LAYERS, seed=name == "rand-K")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        known.begin()
+        other.begin()
+        known.observe(torch.randn(sum(LAYERS), generator=generator))
+        other.observe(torch.randn(sum(LAYERS), generator=generator))
+    known.begin()
+    other.begin()
+    message = tcs.Client(other).send(torch.ones(sum(LAYERS)))
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 0: message: tag: .*another scheme, shared"
+    ):
+        known.from_bytes(other.to_bytes(message), 0)
+    assert torch.equal(other.from_bytes(other.to_bytes(message), 0).values, message.values)
