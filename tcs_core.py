@@ -2247,8 +2247,8 @@ class Feed:
 
     Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
     a loader which shuffles does so again when a run is resumed; its own `generator` is seeded, too.
-    A feed of your own needs `clients`
-    and `batch`. Raises ValueError for anything but a list of iterables, or a client with no batch.
+    A feed of your own needs `clients` and `batch`. Raises ValueError for anything but a list of
+    iterables, or a client with no batch.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
