@@ -295,6 +295,9 @@ def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
+_NEEDS = ("own", "shared", "masks", "S_top", "any scheme")
+
+
 def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -> None:
     shared, own = shares_of(fields)
     rule = fields.get("rule", Scheme.rule)
@@ -331,8 +334,11 @@ def register_suffix(
         def _shared_mask(fields, number):
             return {"phi_global": number / 1000}
 
-    One of the same form is replaced. The first that fits a part of a name wins.
+    One of the same form is replaced. The first that fits a part of a name wins. ValueError for a
+    need that `Suffix` does not have.
     """
+    for need in needs:
+        _check_one_of("needs", need, _NEEDS)
 
     def register(change: Callable) -> Callable:
         SUFFIXES[:] = [suffix for suffix in SUFFIXES if suffix.form != form]
@@ -2053,8 +2059,10 @@ class Compressor:
             if got != getattr(Scheme, field):
                 what = f"{field} {got!r} is a federation's"
                 raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
-        if type(clients) is not int or clients < 1:
-            raise ValueError(f"clients: got {clients!r}, allowed: a whole number >= 1")
+        _check_whole("clients", clients, 1, SERVER)
+        if self.scheme.centralized and clients > 1:
+            name = self.scheme.name
+            raise ValueError(f"clients: got {clients}, allowed: 1 ({name} is centralized)")
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
         self.own = self.link.own(clients)

@@ -147,6 +147,14 @@ def test_a_scheme_with_something_wrong_leaves_nothing_behind(registry, name, fie
     assert registry() == before
 
 
+@pytest.mark.parametrize("needs", [("shard",), ("own", "Shared"), "shared", (1,)])
+def test_a_suffix_that_needs_what_no_scheme_has(registry, needs):
+    before = registry()
+    with pytest.raises(ValueError, match=r"^needs: got .*, allowed: own, shared, masks, S_top, "):
+        tcs.register_suffix("-G<n>", r"g([1-9])", "says", needs)
+    assert registry() == before
+
+
 @pytest.mark.parametrize("suffix", tcs.SUFFIXES, ids=lambda s: s.form)
 def test_every_suffix_can_be_asked_for_and_is_listed(suffix):
     name = "TCS" + re.sub(r"<\w+>", "2", suffix.form)
