@@ -2532,7 +2532,7 @@ class Federation:
         self._take(FlatView(model))
         self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
-        self._left_S = self.flat.statistics()  # that the module was left with
+        self._left_S = self.flat.statistics()  # what the module was left with
         self.losses_N = torch.zeros(len(self.own), device=self.flat.device)  # over local steps
         own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
         self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
@@ -2702,6 +2702,7 @@ class Federation:
         if may_look(changed) and not changed:
             return
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
+        self._left_S = now_S
 
     def _follow(self, new: FlatView) -> None:
         """Other parameters are trained: errors and momentum of those that stay are kept, by name;
@@ -2739,8 +2740,8 @@ class Federation:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Around a round: the module trains, and is given back as it was, with theta in it and the
-        active clients' statistics averaged."""
+        """Around a round: the module trains, and is given back as it was, with theta in it and,
+        unless the round fails, the active clients' statistics averaged."""
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = [m.training for m in modules]
         if self.model.training:
@@ -2748,13 +2749,16 @@ class Federation:
         elif len(self._modes) != len(modes):
             self._modes = [True] * len(modes)
         gradients = [p.grad for p in self.flat.parameters]
-        drawn, before_NS = _random_state(self.flat.device), self.statistics_NS.clone()
+        drawn = _random_state(self.flat.device)
+        active, before_NS, left_S = self.active, self.statistics_NS.clone(), self._left_S
         try:
             _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
             yield
+            left_S = self._average(self.statistics_NS)
         except BaseException:
+            self.active = active
             self.statistics_NS.copy_(before_NS)
             raise
         finally:
@@ -2763,7 +2767,7 @@ class Federation:
             for p, gradient in zip(self.flat.parameters, gradients, strict=True):
                 p.grad = gradient
             _set_modes(modules, modes)
-            self.flat.put_statistics(self._average(self.statistics_NS))
+            self.flat.put_statistics(left_S)
             self._left_S = self.flat.statistics()
 
     def _average(self, statistics_NS: Tensor) -> Tensor:
@@ -2807,7 +2811,7 @@ class Federation:
         the owner has changed in the module since the last round."""
         self.look_at_module()
         state: dict[str, Any] = {key: getattr(self, key) for key in _VECTORS}
-        state |= {"t": self.t, "active": list(self.active)}
+        state |= {"t": self.t, "active": list(self.active), "left_S": self._left_S}
         state |= {"buffers": self.flat.other_buffers(), "scheme": dataclasses.asdict(self.scheme)}
         state = copy.deepcopy(state)
         state["compressor"] = self.compressor.state_dict()
@@ -2840,7 +2844,8 @@ class Federation:
         if self.server_optimizer is not None:
             _load_optimizer(self.server_optimizer, state["server_optimizer"])
         self.flat.put(self.theta_views)
-        self.flat.put_statistics(self._average(self.statistics_NS))
+        left_S = state.get("left_S")  # older states have none
+        self.flat.put_statistics(self._average(self.statistics_NS) if left_S is None else left_S)
         self._left_S = self.flat.statistics()
 
     def _check_state(self, state: dict[str, Any]) -> None:
@@ -2855,6 +2860,7 @@ class Federation:
             raise ValueError(f"state: scheme: {_differences(given, scheme)}")
         for key in _VECTORS:
             _check_same(f"state: {key}", state[key], getattr(self, key))
+        _check_same("state: left_S", state.get("left_S", self._left_S), self._left_S)
         if own.keys() != state["buffers"].keys():
             got = sorted(state["buffers"])
             raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")

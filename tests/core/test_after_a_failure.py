@@ -43,6 +43,23 @@ def test_statistics_of_norms_are_as_before_it():
     assert not torch.equal(means_NS[0], means_NS[1])  # each client still has its own
 
 
+def test_the_module_has_the_statistics_of_those_who_were_active_before_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    fails = []
+    loss = lambda model, batch: mse(model, batch) * (torch.nan if fails else 1.0)  # noqa: E731
+    federation = tcs.Federation(model, batches(3), "TCS", 0.01, loss=loss)
+    federation.round()
+    federation.round(clients=[0, 2])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    fails.append(1)
+    with pytest.raises(tcs.NotFiniteError, match=r"^client 1: "):
+        federation.round(clients=[1])
+    assert federation.active == federation.state_dict()["active"] == [0, 2]
+    assert torch.equal(model[1].running_mean, before["1.running_mean"])
+    assert torch.equal(model[1].running_var, before["1.running_var"])
+
+
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)]
 )
