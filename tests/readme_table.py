@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")  # stage 1's, too
 CAPTION = (
-    "What a client sends and gets in a training, and its final accuracy: {net} on {data}, "
+    "What a client sends and gets, and the final accuracy: {net} on {data}, "
     "{clients} equal clients, {epochs} epochs (profile `{profile}`, a size of training), "
     "{n} seeds. FedAvg sends everything, the Baseline is centralized training, `-L4` is four local steps a round, "
     "`-Q5` 5-bit values."
@@ -43,7 +43,7 @@ OPEN_ACCURACY = (
     "seeds); 13_evidence shows what stands. It will be *supported* if the 95 % interval of the "
     "difference from centralized training is wholly above −0.5 points. Smaller trainings (n = {n}) "
     "gave, in points: after {epochs[0]} epochs of `cpu` TCS {cpu[0]}, "
-    "TCS-L4-Q5 {cpu[1]}; after {epochs[1]} epochs of `small`, with a quarter of `cpu`'s images, "
+    "TCS-L4-Q5 {cpu[1]}; after {epochs[1]} epochs of `small` "
     "{longer[0]} and {longer[1]}."
 )
 OPEN_PREMISE = (
@@ -191,11 +191,10 @@ def open_accuracy() -> str:
     longer = 300
     asked = [("cpu", {}), ("small", {"epochs": longer})]
     counts = {len(records(n, p, **c)) for p, c in asked for n in ("Baseline", "TCS", "TCS-L4-Q5")}
-    first, *rest = from_baseline("cpu")
     return OPEN_ACCURACY.format(
         made=made, planned=planned, n=counts.pop() if len(counts) == 1 else "several",
         epochs=[params("cpu")["epochs"], longer],
-        cpu=[first.replace("(", "(95 % interval ", 1), *rest],
+        cpu=from_baseline("cpu"),
         longer=from_baseline("small", epochs=longer),
     )  # fmt: skip
 
