@@ -97,6 +97,17 @@ def sgd_steps(model, batches, eta, loss, weight_decay=0.0, momentum=0.0):
     return [p.detach() for p in parameters]
 
 
+def same_state(one, two):
+    """Whether two states hold the same, tensors to the bit."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same_state(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same_state, one, two))
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
 def deltas_like_training(rounds, clients, sizes):
     """Deltas whose important positions drift slowly, with layers of different scale."""
     generator = torch.Generator().manual_seed(3)

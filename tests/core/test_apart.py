@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from common import deltas_like_training
+from common import deltas_like_training, same_state
 from processes import FORKSERVER
 
 import tcs_core as tcs
@@ -245,14 +245,6 @@ def test_what_is_not_finite_is_refused_before_anything_is_added(name, bad):
         client.send(delta_D[:2])
     assert same_state(client.state_dict(), before)
     assert len(client.send(two_ND[1]).values)  # the round is still its own
-
-
-def same_state(one, two):
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(same_state(one[key], two[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(two) and all(map(same_state, one, two))
-    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Section 7: rounds, failures, saving and an owner's changes, in whatever order they come."""
 
 import torch
+from common import same_state
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -95,21 +96,6 @@ class Owner:
         assert federation.theta_D.isfinite().all() and federation.statistics_NS.isfinite().all()
 
 
-def same(one, two):
-    assert type(one) is type(two)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, two)
-    elif isinstance(one, dict):
-        assert one.keys() == two.keys()
-        same(list(one.values()), list(two.values()))
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two)
-        for a, b in zip(one, two, strict=True):
-            same(a, b)
-    else:
-        assert one == two
-
-
 class Lives(RuleBasedStateMachine):
     """Two owners do the same; the second saves now and then, and goes on in new objects."""
 
@@ -142,7 +128,7 @@ class Lives(RuleBasedStateMachine):
             owner.check()
             return update_D.clone()
 
-        same(*self.both(played))
+        assert same_state(*self.both(played))
 
     @rule(failure=st.sampled_from(list(FAILURES)), passes=st.integers(0, 4), data=st.data())
     def failed_round(self, failure, passes, data):
@@ -174,7 +160,7 @@ class Lives(RuleBasedStateMachine):
             new.training = old.training
         state = before.federation.state_dict()
         after.federation.load_state_dict(state)
-        same(after.federation.state_dict(), state)
+        assert same_state(after.federation.state_dict(), state)
         self.owners[1] = after
 
     @rule(index=st.integers(0, 3))
@@ -224,7 +210,7 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "owners"):
-            same(*self.both(lambda owner: owner.federation.state_dict()))
+            assert same_state(*self.both(lambda owner: owner.federation.state_dict()))
 
 
 TestLives = Lives.TestCase

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import deltas_like_training
+from common import deltas_like_training, same_state
 from torch import nn
 
 import tcs_core as tcs
@@ -17,14 +17,6 @@ def played(name, seed=0, clients=2, sizes=LAYERS, rounds=3):
     for deltas_ND in deltas_like_training(rounds, clients, sizes):
         compressor.step(deltas_ND)
     return compressor
-
-
-def same(one, two):
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(two) and all(map(same, one, two))
-    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedSGD", "Baseline", "top-K"])
@@ -59,7 +51,7 @@ def test_the_state_of_another_scheme_seed_or_model_is_refused_with_nothing_chang
         one.load_state_dict(state)
     with pytest.raises(ValueError, match=f"^state: {text}"):
         one.known.load_state_dict(state["known"])
-    assert same(one.state_dict(), before)
+    assert same_state(one.state_dict(), before)
 
 
 def test_a_state_of_other_clients_or_errors_is_refused_with_nothing_changed():
@@ -77,7 +69,7 @@ def test_a_state_of_other_clients_or_errors_is_refused_with_nothing_changed():
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
             one.load_state_dict(wrong)
-        assert same(one.state_dict(), before)
+        assert same_state(one.state_dict(), before)
 
 
 @pytest.mark.parametrize("name", ["TCS-Q5", "rand-K", "top-K"])
@@ -87,14 +79,14 @@ def test_a_state_is_by_value(name):
     state, kept = one.state_dict(), copy.deepcopy(one.state_dict())
     *_, next_ND, last_ND = deltas_like_training(5, 2, LAYERS)
     expected = [one.step(next_ND), one.step(last_ND)]
-    assert same(state, kept) and not same(one.state_dict(), kept)
+    assert same_state(state, kept) and not same_state(one.state_dict(), kept)
     for _ in range(2):
         one.load_state_dict(state)
-        assert same(one.state_dict(), kept)
+        assert same_state(one.state_dict(), kept)
         assert all(
             torch.equal(one.step(d), e) for d, e in zip((next_ND, last_ND), expected, strict=True)
         )
-        assert same(state, kept)
+        assert same_state(state, kept)
 
 
 def test_a_client_saves_a_message_that_nobody_has_acknowledged():
