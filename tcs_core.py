@@ -1745,7 +1745,8 @@ class Side:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for another client's, or errors of another size."""
-        if (number := state.get("number", self.number)) != self.number:
+        number = state.get("number", self.number)
+        if number != self.number:
             raise ValueError(f"state: client: got {number}, allowed: {self.number}")
         _check_same("errors_D", state.get("errors_D"), self.errors_D)
         if self.errors_D is not None:
@@ -2303,8 +2304,9 @@ class Feed:
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            if isinstance(own := getattr(source, "generator", None), torch.Generator):
-                own.manual_seed(seed)  # a loader's
+            generator = getattr(source, "generator", None)  # a loader's
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
             running = iter(source)
             first = next(running, _END)  # a loader draws its order with the first batch
             for _ in range(skip - 1):
