@@ -224,9 +224,11 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
         `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
-        Raises ValueError for an unknown name or a suffix that makes no sense.
+        Raises ValueError for an unknown name, a suffix that makes no sense, or the share of a mask
+        that a family of the paper's does not have.
         """
         family, parts = _split_name(name)
+        _check_shares(family, changes)
         found = [(part, *_suffix_of(part, name)) for part in parts]
         fields, said = dict(FAMILIES[family]), set[str]()
         for part, suffix, number in sorted(found, key=lambda one: one[1].last):
@@ -314,6 +316,17 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
     if lacking:
         what = f"{shorten(part)} makes no sense without {lacking[0]}"
         raise ValueError(f"scheme {shorten(name)}: {what}; {_known_schemes()}")
+
+
+def _check_shares(family: str, changes: dict[str, Any]) -> None:
+    if family not in _THE_PAPERS:
+        return
+    fields = FAMILIES[family]
+    for key in ("phi_global", "phi_local"):
+        settled = key in fields and (fields["rule"] == "dense" or fields[key] is None)
+        if settled and changes.get(key, fields[key]) != fields[key]:
+            usual = fields[key]
+            _refuse(f"{family}: {key}", changes[key], f"{usual}: another has no meaning there")
 
 
 def _spelt(part: str, fields: dict[str, Any]) -> str:
@@ -509,7 +522,7 @@ def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
     kth = largest_K.min()
     if may_look(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
-    ties_K = largest_K == kth  # of those that tie with the k-th, the first
+    ties_K = largest_K == kth  # topk takes any of those that tie with the k-th: here, the first
     tied_K = _first(numbers_D == kth, k)
     places_K = torch.where(ties_K, tied_K[ties_K.cumsum(0) - 1], places_K)
     return _first(positions_to_mask(places_K, len(numbers_D)), k)
@@ -622,7 +635,8 @@ def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
 def _kth_largest(magnitudes_D: np.ndarray, k: int) -> float:
     """The k-th largest number; NaN if one of the k is NaN."""
     width = max(8 * k, 512)
-    if len(magnitudes_D) > 4 * width:  # the k-th of the columns' maxima bounds it from below
+    if len(magnitudes_D) > 4 * width:
+        # k of the columns' maxima are at least `bound`, each another entry: so is the k-th largest
         rows = len(magnitudes_D) // width
         maxima = magnitudes_D[: rows * width].reshape(rows, width).max(0)
         bound = _kth_largest(maxima, k)
@@ -1298,7 +1312,8 @@ class MaskRule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in self.keeps:
             value = state[key]
-            setattr(self, key, value.to(self.device, copy=True) if _is_tensor(value) else value)
+            own = value.to(self.device, copy=True) if _is_tensor(value) else copy.deepcopy(value)
+            setattr(self, key, own)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -1309,7 +1324,7 @@ def _by_value(value: Any) -> Any:
     """A copy that nobody else changes."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
 
 
 class Dense(MaskRule):
@@ -1380,14 +1395,17 @@ class TCS(MaskRule):
 
 # What the fields of Scheme do that the paper does not have. RULE_PARTS are classes that are put
 # before the scheme's rule, as its first base class.
-RULE_PARTS: dict[str, type[MaskRule]] = {}  # by field
+_PARTS = ("dense_warmup", "warmup_masks", "shared_from")
+RULE_PARTS: dict[str, type[MaskRule]] = {}  # by field, one of these
 DOWNLINKS: list[Callable[[Known], Downlink]] = []  # of schemes that compress the downlink
 SIDES: dict[str, tuple[type[Client], type[Server]]] = {}  # by rule, of those that have their own
 
 
 def register_part(field: str) -> Callable[[type[MaskRule]], type[MaskRule]]:
     """Class decorator: what a mask rule does otherwise where this field of Scheme is not at its
-    default. The class stands before the scheme's rule: `super()` is that."""
+    default. The class stands before the scheme's rule: `super()` is that. ValueError for a field
+    that no rule can look at."""
+    _check_one_of("field", field, _PARTS)
 
     def register(part: type[MaskRule]) -> type[MaskRule]:
         RULE_PARTS[field] = part
@@ -1410,7 +1428,7 @@ def register_sides(rule: str, client: type[Client], server: type[Server]) -> Non
 def _rule_of(scheme: Scheme) -> type[MaskRule]:
     """The scheme's rule with all parts that its fields ask for."""
     rule = RULES[scheme.rule]
-    for field in ("dense_warmup", "warmup_masks", "shared_from"):
+    for field in _PARTS:
         if getattr(scheme, field) == getattr(Scheme, field):
             continue
         if field not in RULE_PARTS:
@@ -1489,6 +1507,11 @@ class Agreement:
         order: Iterable[tuple[int, ...]] = (),
     ):  # fmt: skip
         self.scheme, self.layer_sizes = _scheme(scheme), [int(size) for size in layer_sizes]
+        for field in ("momentum", "error_unit"):
+            got = getattr(self.scheme, field)
+            if got != getattr(Scheme, field):
+                what = f"{field} {got!r} is a federation's"
+                raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
         if not self.layer_sizes or min(self.layer_sizes) < 1:
             raise ValueError(f"layer_sizes: got {layer_sizes}, allowed: one or more, each >= 1")
         self.dimension, self.device, self.seed = sum(self.layer_sizes), device, seed
@@ -1743,12 +1766,16 @@ class Side:
             "last_round": self.last_round,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for another client's, or errors of another size."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for another client's, or errors of another size."""
         number = state.get("number", self.number)
         if number != self.number:
             raise ValueError(f"state: client: got {number}, allowed: {self.number}")
         _check_same("errors_D", state.get("errors_D"), self.errors_D)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError, with nothing changed, for one that `check_state` refuses."""
+        self.check_state(state)
         if self.errors_D is not None:
             self.errors_D.copy_(state["errors_D"])
         self.sent = None
@@ -1783,20 +1810,30 @@ class Downlink(Protocol):
         """The inverse."""
 
 
+def _downlink_of(known: Known) -> Downlink | None:
+    if not known.scheme.compresses_downlink:
+        return None
+    if not DOWNLINKS:
+        what = "a compressed downlink is a variant of tcs_lab's"
+        raise ValueError(f"{known.scheme.name}: {what}: import it first")
+    return DOWNLINKS[0](known)
+
+
 class Hub:
     """What `Server` stands on: the sum of a round's messages, and its state.
 
     `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
-    server's own sending side, where what it sends is compressed, too.
+    server's own sending side, where what it sends is compressed, too; None: the registered one.
     """
 
     def __init__(
         self, known: Known, weights: list[float] | None = None, downlink: Downlink | None = None
     ):
-        self.known, self.downlink = known, downlink
+        self.known, self.downlink = known, downlink or _downlink_of(known)
         self.weights = None if weights is None else _checked_weights(weights, len(weights))
         self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
         self.total = 0.0  # their weights
+        self.average_D: Tensor | None = None  # once it was taken: from then on nobody is heard
         self.round = 0  # whose messages these are
         self.heard: list[int] = []
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
@@ -1807,6 +1844,8 @@ class Hub:
         if self.heard and self.round != known.round:  # the one before was never finished
             self.drop()
         known.check_message(message, number)
+        if self.average_D is not None:
+            raise MessageError(number, f"round {known.round} has been averaged without it")
         if self.weights is not None and not 0 <= number < len(self.weights):
             raise MessageError(number, f"has no weight, allowed: below {len(self.weights)}")
         if number in self.heard:
@@ -1823,7 +1862,7 @@ class Hub:
         """Forgets what came: the round is over, or failed."""
         if self.heard:
             self.explored_D.zero_()
-        self.heard, self.total = [], 0.0
+        self.heard, self.total, self.average_D = [], 0.0, None
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
@@ -1906,12 +1945,14 @@ class Server(Hub):
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
-        """The average of what came, (D,). MessageError if nothing came, NotFiniteError for sums
-        that overflow."""
+        """The average of what came, (D,), after which nobody is heard in this round. MessageError
+        if nothing came, NotFiniteError for sums that overflow."""
         if not self.heard or self.round != self.known.round:
             raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
-        update_D = self.sum_D.div_(self.total)  # line 15
-        return self.known.checks.finite_part(update_D, SERVER)
+        if self.average_D is None:
+            update_D = self.sum_D.div_(self.total)  # line 15
+            self.average_D = self.known.checks.finite_part(update_D, SERVER)
+        return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
         """The message to all clients; not all of it where the downlink is compressed."""
@@ -1926,7 +1967,7 @@ class Server(Hub):
 
     def finish(self) -> tuple[Tensor, Message]:
         """What all sides have after the round, (D,), and the message that says it. `Known.observe`
-        of the former ends the round."""
+        of the former ends the round. Who was averaged is forgotten: read `heard` before."""
         update_D = self.average()
         self.known.checks.read()
         reply = self.reply(update_D)
@@ -2055,11 +2096,6 @@ class Compressor:
         order: Iterable[tuple[int, ...]] = (),
     ):  # fmt: skip
         self.scheme = _scheme(scheme)
-        for field in ("momentum", "error_unit"):
-            got = getattr(self.scheme, field)
-            if got != getattr(Scheme, field):
-                what = f"{field} {got!r} is a federation's"
-                raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
         _check_whole("clients", clients, 1, SERVER)
         if self.scheme.centralized and clients > 1:
             name = self.scheme.name
@@ -2075,7 +2111,7 @@ class Compressor:
         pairs = zip(self.own, errors, strict=True)
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         shares = _checked_weights(weights, clients)
-        self.server = server_type(self.known, shares, _downlink_of(self.known))
+        self.server = server_type(self.known, shares)
         self.traffic = Traffic()
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
@@ -2135,6 +2171,7 @@ class Compressor:
                 heard.append(n)
                 bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
                 del message  # of a dense round it is as large as the model
+            asked.clear()  # from here on it is nobody's fault
             update_D, down = self.link.down(server, server.average())  # line 15, line 16
             known.observe(update_D)  # line 5 of the next round
         except BaseException as error:
@@ -2212,20 +2249,11 @@ class Compressor:
             raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
         clients = self.clients.values()
         for client, own in zip(clients, state["clients"], strict=True):
-            _check_same("errors_D", own.get("errors_D"), client.errors_D)
+            client.check_state(own)
         self.known.load_state_dict(state["known"])
         for client, own in zip(clients, state["clients"], strict=True):
             client.load_state_dict(own)
         self.server.load_state_dict(state["server"])
-
-
-def _downlink_of(known: Known) -> Downlink | None:
-    if not known.scheme.compresses_downlink:
-        return None
-    if not DOWNLINKS:
-        what = "a compressed downlink is a variant of tcs_lab's"
-        raise ValueError(f"{known.scheme.name}: {what}: import it first")
-    return DOWNLINKS[0](known)
 
 
 def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
@@ -2255,9 +2283,10 @@ class Feed:
     """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
 
     Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
-    a loader which shuffles does so again when a run is resumed; its own `generator` is seeded, too.
-    A feed of your own needs `clients` and `batch`. Raises ValueError for anything but a list of
-    iterables, or a client with no batch.
+    a loader which shuffles does so again when a run is resumed; its own `generator` and those of
+    its samplers are seeded, too. What is drawn later in a pass (a shuffle buffer) or by numpy is
+    another after a resume. A feed of your own needs `clients` and `batch`. Raises ValueError for
+    anything but a list of iterables, or a client with no batch.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
@@ -2276,8 +2305,10 @@ class Feed:
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
                 raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")
-            if isinstance(source, Iterator) and any(source is other for other in sources[:n]):
-                raise ValueError(f"feed: client {n}: got another's iterator, allowed: its own")
+            one_pass = isinstance(source, Iterator) or getattr(source, "persistent_workers", False)
+            if one_pass and any(source is other for other in sources[:n]):
+                what = "iterator" if isinstance(source, Iterator) else "persistent loader"
+                raise ValueError(f"feed: client {n}: got another's {what}, allowed: its own")
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
         self.passes = [0] * self.clients  # that each client has begun
@@ -2304,11 +2335,10 @@ class Feed:
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            generator = getattr(source, "generator", None)  # a loader's
-            if isinstance(generator, torch.Generator):
+            for generator in _generators(source):
                 generator.manual_seed(seed)
             running = iter(source)
-            first = next(running, _END)  # a loader draws its order with the first batch
+            first = next(running, _END)  # a loader draws its order with it: here, under the seed
             for _ in range(skip - 1):
                 next(running, _END)
         if not skip and first is not _END:
@@ -2329,6 +2359,14 @@ class Feed:
 
 
 _END: Any = object()  # no batch is this
+
+
+def _generators(source: Any) -> list[torch.Generator]:
+    """Those from which a loader and its samplers draw."""
+    batches = getattr(source, "batch_sampler", None)
+    places = [source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)]
+    found = [getattr(place, "generator", None) for place in places]
+    return [one for one in found if isinstance(one, torch.Generator)]
 
 
 def random_seed(*numbers: int) -> int:
@@ -2386,6 +2424,12 @@ class FlatView:
         if not named:
             raise ValueError("model: got no parameter that is trained, allowed: one or more")
         self.names, self.parameters = list(named), list(named.values())
+        starts: dict[Any, str] = {}
+        for name, p in named.items():
+            start = p.untyped_storage()._cdata, p.storage_offset()
+            if starts.setdefault(start, name) != name:
+                got = f"model: {name}: got the memory of {starts[start]}"
+                raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
         self.shapes = [p.shape for p in self.parameters]
         self.device = self.parameters[0].device
         devices = sorted({str(p.device) for p in self.parameters})
@@ -2569,7 +2613,7 @@ class Federation:
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
         """One round with all clients, or with these: the update_D (D,) that the server sent to all.
 
-        A round that fails (a loss is NaN, a feed ends, Ctrl-C) is one in which nobody was heard:
+        A round that fails (a gradient is NaN, a feed ends, Ctrl-C): nobody was heard in it. So
         `t` and the feed go on; theta, momentum, statistics and masks stay; errors keep the
         differences of those who had sent. What is raised names client and round. The optimizer of a
         client whose difference was not finite begins anew. (A `server_optimizer` that raises comes
@@ -2629,7 +2673,8 @@ class Federation:
         return delta_D
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,)."""
+        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,), each with
+        its decay. Plain SGD is always at theta minus eta times the sum so far: no more is kept."""
         steps, decay = self.scheme.local_steps, self.weight_decay
         gradient_D = torch.mul(self.theta_D, decay, out=self.gradient_D)
         try:
@@ -2651,12 +2696,28 @@ class Federation:
         if isinstance(t, int):
             _reseed(random_seed(self.seed, t, n), self.flat.device)
         for tau in range(self.scheme.local_steps):
+            versions = [p._version for p in self.flat.parameters]
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
             if loss.dim():
                 raise ValueError(f"loss: got shape {tuple(loss.shape)}, allowed: a scalar")
             loss.backward()
+            self._check_step(versions)
             self.losses_N[row].add_(loss.detach())
             yield tau
+
+    def _check_step(self, versions: list[int]) -> None:
+        """ValueError after a forward and backward pass that plain SGD can't go on from."""
+        parameters = self.flat.parameters
+        if all(p.grad is None for p in parameters):
+            what = "got one that gives no trained parameter of the model a gradient"
+            raise ValueError(f"loss: {what}, allowed: a loss of the module it is called with")
+        if self.local_optimizer is not None:
+            return
+        for name, p, version in zip(self.flat.names, parameters, versions, strict=True):
+            if p._version != version:  # such as an embedding with max_norm
+                what = "changes in the forward pass"
+                way = "with local_optimizer=torch.optim.SGD, which goes on from there"
+                raise ValueError(f"model: {name}: {what}, allowed: {way}")
 
     def _optimized(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
@@ -2702,18 +2763,20 @@ class Federation:
         _check_same("model: statistics of its norms", now_S, self._left_S)
         changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
         if may_look(changed) and not changed:
-            return
+            return  # a GPU is not asked: it chooses below
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
         self._left_S = now_S
 
     def _follow(self, new: FlatView) -> None:
-        """Other parameters are trained: errors and momentum of those that stay are kept, by name;
-        all else begins anew, the next round as a scheme's first. ValueError for one of another
-        size, which can't be meant."""
+        """Other parameters are trained: errors and momentum of those that stay are kept (the same
+        object, whose name pruning changes, or the same name); all else begins anew, the next round
+        as a scheme's first. ValueError for one of another size, which can't be meant."""
         old, before, momentum_D = self.flat, self.compressor, self.momentum_D
         if new.device != old.device:
             raise ValueError(f"model: got parameters on {new.device}, allowed: {old.device}")
-        for name, shape in zip(new.names, new.shapes, strict=True):
+        by_object = dict(zip(old.parameters, old.names, strict=True))
+        was_named = [by_object.get(p, n) for p, n in zip(new.parameters, new.names, strict=True)]
+        for name, shape in zip(was_named, new.shapes, strict=True):
             if name in old.names and old.shapes[old.names.index(name)] != shape:
                 was = tuple(old.shapes[old.names.index(name)])
                 got = f"model: {name}: got shape {tuple(shape)}"
@@ -2728,12 +2791,12 @@ class Federation:
         self.optimizers.clear()
         for kept_D, was_D in self._pairs(before, momentum_D):
             there = dict(zip(old.names, old.views(was_D), strict=True))
-            for name, view in zip(new.names, new.views(kept_D), strict=True):
+            for name, view in zip(was_named, new.views(kept_D), strict=True):
                 if name in there:
                     view.copy_(there[name])
 
     def _pairs(self, before: Compressor, momentum_D: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """What is kept by name, now and before: flat vectors."""
+        """What is kept, now and before: flat vectors."""
         both = self.compressor.clients.values(), before.clients.values()
         clients = zip(*both, strict=True)
         pairs = [(now.errors_D, was.errors_D) for now, was in clients]
@@ -2762,6 +2825,7 @@ class Federation:
         except BaseException:
             self.active = active
             self.statistics_NS.copy_(before_NS)
+            self.flat.put(self.theta_views)
             raise
         finally:
             _put_random_state(self.flat.device, drawn)
@@ -2793,14 +2857,16 @@ class Federation:
         """
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
-        buffers = self.flat.statistics_buffers()
-        if statistics_S is not None:
-            self.flat.lend(list(statistics_S.split(self.flat.norm_sizes)))
+        buffers, left_S = self.flat.statistics_buffers(), self._left_S
+        shown_S = self.flat.statistics() if statistics_S is None else statistics_S.clone()
+        self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
+        self._left_S = self.flat.statistics()  # its owner has changed nothing
         self.model.eval()
         try:
             yield self.model
         finally:
             self.flat.lend(buffers)
+            self._left_S = left_S
             _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
@@ -2810,7 +2876,8 @@ class Federation:
 
     def state_dict(self) -> dict[str, Any]:
         """By value, all that a resumed run needs, the feed's place and optimizers too, and what
-        the owner has changed in the module since the last round."""
+        the owner has changed in the module since the last round. Not in it: what a module's own
+        `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
         self.look_at_module()
         state: dict[str, Any] = {key: getattr(self, key) for key in _VECTORS}
         state |= {"t": self.t, "active": list(self.active), "left_S": self._left_S}
@@ -3088,6 +3155,9 @@ class TCSState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned; between two steps."""
+        lacking = {"iter", "bytes_sent", "slots"} - state.keys()
+        if lacking:
+            raise ValueError(f"TCSState: state: {', '.join(sorted(lacking))} is missing")
         self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
         self._buckets, self._loose = {}, dict(state["slots"])
         self._groups = [tuple(key) for key in state.get("buckets", [])]
@@ -3450,7 +3520,7 @@ def _average_(update_D: Tensor, known: Known, summed: Tensor, explored: list[Ten
     for places_K, (_, values_K) in zip(places, explored, strict=True):
         update_D.index_add_(0, places_K, values_K.view(torch.float32))
     if explored:
-        every_K = torch.cat(places)
+        every_K = torch.cat(places)  # a place of several ranks is read, divided, and written alike
         update_D[every_K] = update_D[every_K] / len(explored)
     update_D[known.shared_K] = summed[: len(known.shared_K)].float()
 
