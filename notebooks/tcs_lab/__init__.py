@@ -40,6 +40,7 @@ from tcs_lab.cells import (
 )
 from tcs_lab.claims import (
     VERDICTS,
+    by_bootstrap,
     claim_records,
     decomposed,
     difference_said,

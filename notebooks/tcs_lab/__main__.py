@@ -1,4 +1,4 @@
-"""Command line: python -m tcs_lab run | again | sensitivity | bench; also installed as `tcs`."""
+"""Command line: python -m tcs_lab run | queue | again | sensitivity | bench; also installed as `tcs`."""
 
 from __future__ import annotations
 
@@ -117,15 +117,20 @@ def _makes(planned: Callable[[argparse.Namespace], Planned]) -> Callable[[Any], 
         with joined_ranks(arguments.timeout) as ranks:
             configs, jobs, table = ranks.together(lambda: planned(arguments))
             records = run_all(configs, arguments.results, jobs, ranks=ranks)
-        diverged = [r for r in records if r["status"] == "diverged"]
         if ranks.rank == 0:
             print(plain_markdown(table(records)))
-            for record in diverged:
-                name = record["config"]["scheme"]["name"]
-                print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
-        return 1 if diverged else 0
+        return _ended(records, ranks.rank == 0)
 
     return make
+
+
+def _ended(records: list[dict[str, Any]], says: bool = True) -> int:
+    """The exit code of runs that are made; says which of them diverged."""
+    diverged = [record for record in records if record["status"] == "diverged"]
+    for record in diverged if says else ():
+        name = record["config"]["scheme"]["name"]
+        print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
+    return 1 if diverged else 0
 
 
 @_makes
@@ -139,11 +144,12 @@ def _run(arguments: argparse.Namespace) -> Planned:
 
 def _queue(arguments: argparse.Namespace) -> int:
     """The runs of a plan, one after the other; those that another process is making come last."""
-    stages = planned_runs(arguments.plan, **_set_params(arguments.set))
+    stages = planned_runs(arguments.plan, _set_params(arguments.set))
     reject_unknown(arguments.stage or (), stages, "stage in this plan")
     chosen = [runs for name, runs in stages.items() if name in (arguments.stage or stages)]
     records = run_all([config for runs in chosen for config in runs], arguments.results)
-    return 1 if any(record["status"] == "diverged" for record in records) else 0
+    print(f"{len(records)} runs are made")
+    return _ended(records)
 
 
 @_makes

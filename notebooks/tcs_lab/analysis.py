@@ -176,7 +176,9 @@ class Comparison:
             images=math.nan if gaps_SI is None else images_variance(gaps_SI),
             residual_freedom=self.fit.freedom,
             confidence=confidence,
-            bootstrap=bootstrap_half(self.fit, weights_R, gaps_SI, confidence),
+            bootstrap=bootstrap_half(self.fit, weights_R, gaps_SI, confidence)
+            if len(seeds) > 1
+            else math.nan,
         )
 
     def _gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
@@ -197,12 +199,12 @@ def bootstrap_half(
     fit: Fit, weights_R: np.ndarray, gaps_SI: np.ndarray | None, confidence: float
 ) -> float:
     """Half the width of the middle `confidence` of DRAWS differences: residuals are drawn from
-    all runs, images from all images. nan without degrees of freedom, or with one seed.
+    all runs, images from all images. nan without degrees of freedom.
 
     Images carry a run's own share of chance, too, which is in the residuals already: so it is a
     little wider than Student's interval.
     """
-    if not fit.freedom or (gaps_SI is not None and len(gaps_SI) < 2):
+    if not fit.freedom:
         return math.nan
     generator = np.random.default_rng(0)
     inflated_R = fit.residuals_R * math.sqrt(len(fit.residuals_R) / fit.freedom)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import re
 import sys
@@ -34,7 +33,7 @@ from tcs_core import (
 )
 from tcs_lab.data import synthetic_dataset
 from tcs_lab.errors import reject_unknown
-from tcs_lab.files import write_whole
+from tcs_lab.files import write_json
 from tcs_lab.records import RECORD_VERSION, provenance, results_folder
 from tcs_lab.runs import _arithmetic, _memory_kept
 from tcs_lab.settings import RunConfig
@@ -402,9 +401,7 @@ def run_benches(
     record = {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
     device_name = re.sub(r"\W+", "-", made["device"]).strip("-")
     name = f"{device_name}-{precision}-{'-'.join(parts)}.json"
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    path = results_folder("bench", results) / name
-    write_whole(path, lambda f: f.write(text.encode()))
+    write_json(results_folder("bench", results) / name, record)
     return record
 
 

@@ -124,9 +124,10 @@ class Claims:
         return SUPPORTED if ok else CONTRADICTED
 
     def summary(self, strong: str = "\x1b[1m{}\x1b[0m") -> str:
-        """How many claims are supported, and which word the others came to; to be printed, or as
-        Markdown with `strong` "**{}**"."""
-        count = f"{list(self.words.values()).count(SUPPORTED)} of {len(self.words)} claims"
+        """How many of the page's own statements hold, and which word the others came to; to be
+        printed, or as Markdown with `strong` "**{}**"."""
+        held = list(self.words.values()).count(SUPPORTED)
+        count = f"{held} of {len(self.words)} statements checked on this page"
         others = {text: word for text, word in self.words.items() if word != SUPPORTED}
         rest = [f"\n{strong.format(word)}: {text}" for text, word in others.items()]
         return f"{strong.format(SUPPORTED)}: {count}" + "".join(rest)

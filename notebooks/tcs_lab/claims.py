@@ -427,12 +427,15 @@ def supported_if(row: Mapping[str, Any]) -> str:
 
 def _form(row: Mapping[str, Any], *ends: float) -> str:
     """How its numbers are written: with more digits where rounding would move an end over the
-    bound."""
+    bound, or both ends to one number."""
     form, keeps, bound = MEASURES[row["measure"]][1], KEEPS[row["bound"]], row["bound_value"]
     for digits in range(int(form[-3]), 10):
         form = f"{form[:-3]}{digits}{form[-2:]}"
         shown = [float(form.format(end).strip("×").replace(",", "")) for end in ends]
-        if [keeps(end, bound) for end in ends] == [keeps(end, bound) for end in shown]:
+        told_apart = len(set(shown)) == len(set(ends))
+        if told_apart and [keeps(end, bound) for end in ends] == [
+            keeps(end, bound) for end in shown
+        ]:
             break
     return form
 
@@ -442,6 +445,14 @@ def numbers(row: Mapping[str, Any], *keys: str) -> str:
     mean, low, high = (row[key] for key in keys or ("measured", "low", "high"))
     ends = (mean,) if math.isnan(low) else (low, high)
     return with_interval(mean, low, high, _form(row, *ends))
+
+
+def by_bootstrap(row: Mapping[str, Any]) -> str:
+    """The verdict that the bootstrap's half-width would give; "" where there is none."""
+    half = row["bootstrap"]
+    if math.isnan(half):
+        return ""
+    return verdict(row["measured"] - half, row["measured"] + half, row["bound"], row["bound_value"])
 
 
 def difference_said(row: Mapping[str, Any]) -> str:

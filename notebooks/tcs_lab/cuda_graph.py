@@ -137,5 +137,7 @@ class GraphRounds:
             self._round()
         for tensor, value in before:
             tensor.copy_(value)
+        for client in federation.compressor.clients.values():
+            client.last_round = -1  # as if it had not sent
         federation.flat.put(federation.theta_views)
         return graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import sys
@@ -48,6 +49,12 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
         if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_whole` of JSON that people can read, too."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 @contextlib.contextmanager

@@ -72,8 +72,8 @@ class Half:
             raise ValueError(f"model: got a batch norm, allowed: none ({advice})")
         order = self.flat.order
         self.known = tcs.Known(job.scheme, self.flat.layer_sizes, job.seed, order=order)
-        if self.known.scheme.momentum or self.known.scheme.error_unit != "difference":
-            raise ValueError(f"scheme: got {job.scheme}, allowed: no momentum of the server's")
+        if self.known.scheme.warmup_masks != 1:
+            raise ValueError(f"scheme: got {job.scheme}, allowed: none with a sparse warm-up")
         self.theta_D = torch.empty(self.flat.dimension)
         self.flat.read_(self.flat.views(self.theta_D))
 
@@ -178,10 +178,9 @@ class Rounds(Half):
 
     def __init__(self, job: Job):
         super().__init__(job)
-        downlink = tcs.DOWNLINKS[0](self.known) if self.known.scheme.compresses_downlink else None
         sides = tcs.SIDES.get(self.known.scheme.rule, (tcs.Client, tcs.Server))
         weights = None if job.weights is None else [float(weight) for weight in job.weights]
-        self.server = sides[1](self.known, weights, downlink)
+        self.server = sides[1](self.known, weights)
         self.here = self.stand
         self.before = self.here  # in the round that `reply` ended
         self.reply, self.reply_dense = b"", False
@@ -216,7 +215,9 @@ class Rounds(Half):
             raise ValueError(f"client: got {number}, allowed: 0 to {self.job.clients - 1}")
         self.stands[node] = number, stand
         if "message" in answer and stand == self.here:
-            self.answers[number] = answer["message"]
+            first = self.answers.setdefault(number, answer["message"])
+            if first != answer["message"]:
+                raise ValueError(f"client {number}: two nodes say that they are it, allowed: one")
 
     def wants(self, node: int) -> bool:
         return node not in self.stands or self.stands[node][0] not in self.answers

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tcs_core import Client, Known, NotFiniteError, Scheme, Server, kept, layer_sizes
 from tcs_lab.analysis import Comparison, Estimate
 from tcs_lab.data import generator_for
-from tcs_lab.files import write_whole
+from tcs_lab.files import write_json
 from tcs_lab.records import core_sha256, cpu_name, git_state, results_folder
 from tcs_lab.settings import ROOT, read_params
 from tcs_lab.text import GPT, load_text
@@ -199,13 +199,15 @@ def folder_of(results: Path | None = None) -> Path:
     return results_folder("hook", results) / "optimizers"
 
 
-def recorded(path: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """A run's record; None if it is not made yet. ValueError if it is another plan's."""
+def recorded(path: Path, plan: dict[str, Any], **run: Any) -> dict[str, Any] | None:
+    """A run's record; None if it is not made yet. ValueError if it is another plan's, or has
+    another value of what is known of the run."""
     if not path.exists():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))
-    if record["settings"] != settings_of(plan):
-        raise ValueError(f"{path}: got {record['settings']}, allowed: {settings_of(plan)}")
+    for key, own in ({"settings": settings_of(plan)} | run).items():
+        if record[key] != own:
+            raise ValueError(f"{path}: {key}: got {record[key]}, allowed: {own}")
     return record
 
 
@@ -213,7 +215,8 @@ def made(
     path: Path, plan: dict[str, Any], cell: Cell, seed: int, rate: float, steps: int
 ) -> dict[str, Any]:
     """A run's record, made if it is not there: test losses on the way, None once it diverged."""
-    record = recorded(path, plan)
+    shares = plan["schemes"][cell.scheme]
+    record = recorded(path, plan, shares=shares, rate=rate, steps=steps)
     if record is not None:
         return record
     windows, losses, begun = Windows(plan, seed), list[list[Any]](), time.perf_counter()
@@ -230,13 +233,12 @@ def made(
         diverged = str(error)
     record = {
         "optimizer": cell.optimizer, "scheme": cell.scheme, "corrected": cell.corrected,
-        "shares": plan["schemes"][cell.scheme], "seed": seed, "rate": rate, "steps": steps,
+        "shares": shares, "seed": seed, "rate": rate, "steps": steps,
         "settings": settings_of(plan), "losses": losses, "diverged": diverged,
         "seconds": round(time.perf_counter() - begun, 1), "core": core_sha256(), **git_state(),
         "cpu": cpu_name(), "torch": torch.__version__, "text": load_text().fingerprint,
     }  # fmt: skip
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_json(path, record)
     return record
 
 
@@ -309,7 +311,8 @@ class Judged:
         self.planned = 0
         for cell, seed, path in runs(plan, results):
             self.planned += 1
-            if (record := recorded(path, plan)) is not None:
+            shares, steps = plan["schemes"][cell.scheme], plan["dense_steps"] + plan["sparse_steps"]
+            if (record := recorded(path, plan, shares=shares, steps=steps)) is not None:
                 self.records[cell, seed] = record
         losses = {run: final_loss(record) for run, record in self.records.items()}
         self.diverged = {str(cell) for (cell, _), loss in losses.items() if loss == math.inf}

@@ -24,7 +24,7 @@ from tcs_core import Scheme
 from tcs_lab.client_threads import goes_a_client_a_thread
 from tcs_lab.compiled import goes_compiled
 from tcs_lab.errors import cut, reject_unknown, validated
-from tcs_lab.settings import ROOT, RUN_KEYS, RunConfig, digest_of
+from tcs_lab.settings import IS_CLONE, ROOT, RUN_KEYS, RunConfig, digest_of
 from tcs_lab.side_by_side import goes_side_by_side
 from tcs_lab.training import Data, Row, Training
 
@@ -135,10 +135,10 @@ def core_sha256() -> str:
 def made_with(records: Iterable[dict[str, Any]]) -> str:
     """What records were made with, for the foot of a notebook that reads them."""
     made = [record["provenance"] for record in records]
-    first = made[0] if made else {"torch": "–", "dataset": "–"}
+    torches, data = (", ".join(sorted({one[key] for one in made})) for key in ("torch", "dataset"))
     commits = sorted({str(one.get("commit"))[:7] for one in made})
     said = ", ".join(commits) if 0 < len(commits) < 4 else f"{len(commits)} commits"
-    return f"n = {len(made)} records, made with {said}, torch {first['torch']} · {first['dataset']}"
+    return f"n = {len(made)} records, made with {said}, torch {torches or '–'} · {data or '–'}"
 
 
 def code_sha256(source: bytes) -> str:
@@ -167,6 +167,8 @@ def git_state() -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
         return done.stdout.strip()
 
+    if not IS_CLONE:  # nobody else's commit
+        return {"commit": None, "dirty": None}
     try:
         dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
         return {"commit": git("rev-parse", "HEAD"), "dirty": dirty}
@@ -261,6 +263,11 @@ def _in_order(rows: list[_Row]) -> list[_Row]:
 Rows = Annotated[list[_Row], AfterValidator(_in_order)]  # of epochs 1, 2, 3, ...
 
 
+class _Made(BaseModel):
+    fingerprint: str  # of the data
+    wall_seconds: float
+
+
 class _Record(BaseModel):
     rows: Rows
     version: Literal[1]
@@ -268,7 +275,7 @@ class _Record(BaseModel):
     status: Literal["finished", "diverged"]
     config: dict[str, Any]
     dimension: Annotated[int, Field(strict=True, ge=1)]
-    provenance: dict[str, Any]
+    provenance: _Made
 
 
 def _check_record(record: Any, path: str | Path, config: RunConfig | None) -> None:

@@ -27,7 +27,7 @@ from joblib.parallel import get_active_backend
 from tcs_core import NotFiniteError
 from tcs_lab.checkpoints import Pace, checkpoint_path, load_checkpoint, save_checkpoint
 from tcs_lab.data import _user_path
-from tcs_lab.files import alone, say_waiting, write_whole
+from tcs_lab.files import alone, say_waiting, write_json
 from tcs_lab.progress import Progress, rows_shown
 from tcs_lab.ranks import Ranks
 from tcs_lab.records import (
@@ -87,12 +87,16 @@ def _run(
 
 
 def _reused(path: Path, config: RunConfig) -> dict[str, Any]:
-    """The record that is there; ValueError if the images that are given are not those it saw."""
+    """The record that is there; ValueError if the images that are given, or the text that this
+    Python brings, are not those it saw."""
     record, root = read_record(path, config), config.data_root
-    there = config.dataset == "folder" and root and _user_path(root).exists()
-    if there and load_data(config).fingerprint != record["provenance"]["fingerprint"]:
+    given = config.dataset == "folder" and root and _user_path(root).exists()
+    if not given and config.dataset != "text":
+        return record
+    if load_data(config).fingerprint != record["provenance"]["fingerprint"]:
+        got = f"data_root: got {root}" if given else f"dataset: got text of Python {sys.version}"
         other = "allowed: its own, or another results folder or profile"
-        raise ValueError(f"data_root: got {root}, other images than those of {path}; {other}")
+        raise ValueError(f"{got}, other data than those of {path}; {other}")
     return record
 
 
@@ -104,8 +108,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _keep_record(path: Path, record: dict[str, Any], config: RunConfig) -> None:
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_json(path, record)
     checkpoint_path(config).unlink(missing_ok=True)
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from tcs_lab.cells import NOT_MEASURED, OPEN, WORDS
 from tcs_lab.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged
-from tcs_lab.errors import validated
+from tcs_lab.errors import reject_unknown, validated
 from tcs_lab.settings import read_params
 from tcs_lab.tables import Record
 
@@ -86,7 +86,10 @@ def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
 
 def printed(notebook: str, text: str, folder: Path = NOTEBOOKS) -> str:
     """The verdict before `text` in what an executed notebook printed; not measured: it is not there."""
-    for cell in nbformat.read(folder / f"{notebook}.ipynb", 4).cells:
+    path = folder / f"{notebook}.ipynb"
+    if not path.is_file():
+        raise ValueError(f"lines: got {notebook!r}, allowed: a notebook in {folder}")
+    for cell in nbformat.read(path, 4).cells:
         for output in cell.get("outputs", []):
             for line in output.get("text", "").splitlines():
                 word, _, said = re.sub(r"\x1b\[\d*m", "", line).partition(": ")  # without bold
@@ -120,6 +123,7 @@ def sentences_table(
     rows = []
     for s in sentences:
         names = [*s.claims, *(f"{s.where}, {s.says}, {n}" for n in range(len(s.judged)))]
+        reject_unknown(names, word_of, f"claim ({s.where}: {s.says})")
         words = [word_of[name] for name in names]
         for notebook, texts in s.lines.items():
             here = notebook == EVIDENCE

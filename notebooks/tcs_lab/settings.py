@@ -25,7 +25,9 @@ from tcs_core import QUANTIZERS, RULES, SIDES, STAGES, Scheme, kept
 from tcs_lab.errors import cut, one_line, reject_unknown, short_errors, shown, text_hint
 from tcs_lab.twins import check_twin
 
-ROOT = Path(__file__).resolve().parents[2]
+_CODE = Path(__file__).resolve().parents[2]
+IS_CLONE = (_CODE / "tcs_core.py").is_file() and (_CODE / "params").is_dir()
+ROOT = _CODE if IS_CLONE else Path.cwd()  # of params and results; installed: where it is called
 
 # Kinds of values. A new setting is one line in RunConfig; its check, and what an error says is
 # allowed, follow from its kind.
@@ -139,13 +141,16 @@ class RunConfig:
             raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
         if self.graph and self.client_threads:
             raise ValueError("client_threads: got True, allowed with graph: False")
-        for way in ("client_threads", "compiled"):
+        for way in ("graph", "client_threads", "compiled"):
             if self.side_by_side and getattr(self, way):
                 raise ValueError(f"{way}: got True, allowed with side_by_side: False")
 
     def _check_task(self) -> None:
         """ValueError for a model, or a setting, that the data set does not go with."""
         text = self.dataset == "text"
+        if self.data_root is not None and self.dataset in ("synthetic", "text"):
+            got = f"got {shown(self.data_root)}, allowed with dataset {self.dataset}: none"
+            raise ValueError(f"data_root: {got} (dataset folder reads images from there)")
         if text != (self.model == TEXT_MODEL):
             allowed = TEXT_MODEL if text else " or ".join(STAGES)
             got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"

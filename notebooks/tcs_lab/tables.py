@@ -277,14 +277,9 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def unmeasured(table: pd.DataFrame) -> str:
-    """One line that lists the rows without a run, by setting, value and scheme, as far as the table
-    has these columns; "" if there are none."""
-    if not {"n", "diverged", "scheme"} <= set(table):
-        return ""
-    missing = table.drop(measured(table).index)
-    words = [column for column in ("setting", "value", "scheme") if column in table]
-    names = [" ".join(map(str, row)) for row in missing[words].to_numpy()]
-    return f"Not measured yet: {', '.join(names)}." if names else ""
+    """One line that lists the schemes without a run; "" if there are none."""
+    names = table.drop(measured(table).index)["scheme"]
+    return f"Not measured yet: {', '.join(names)}." if len(names) else ""
 
 
 def _readable_row(r: Any) -> tuple[str, ...]:

@@ -314,9 +314,9 @@ def packed(right: Tensor) -> str:
     return base64.b64encode(np.packbits(right.numpy()).tobytes()).decode()
 
 
-def unpacked(text: str, count: int | None = None) -> np.ndarray:
-    """The inverse of `packed`: (count,) bool; without a count all bits, those that fill up, too."""
-    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
+def unpacked(text: str) -> np.ndarray:
+    """The inverse of `packed`: bool, with the bits that fill up the last byte."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8)).astype(bool)
 
 
 def outcomes(record: dict[str, Any]) -> np.ndarray | None:

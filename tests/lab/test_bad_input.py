@@ -36,7 +36,7 @@ FITS = {  # strange as they look, these are allowed
     "paper": {"null"}, "jobs": set(), "schemes": set(), "seeds": {"list"},
     "phi_global": PHI, "phi_local": PHI, "phi_down": PHI, "phi_min_global": PHI, "phi_min_local": PHI,
     "learning_rate": NUMBER, "profile": {"number as text"}, "dataset": set(),
-    "data_root": {"null", "text", "number as text"},
+    "data_root": {"null"},  # of synthetic images
     "data_label": {"null", "text", "number as text"},
     "train_samples": {"null"}, "test_samples": {"null"}, "image_size": {"null"}, "model": set(), "width": set(),
     "clients": set(), "participation": NUMBER, "batch_size": set(), "epochs": set(),

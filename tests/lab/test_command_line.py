@@ -34,7 +34,18 @@ def test_the_command_takes_scheme_seed_and_any_parameter(tmp_path, small):
     assert path.name.startswith("top-K-L2-0.25-3-")
 
 
-@pytest.mark.parametrize("command", ["run", "again", "sensitivity", "bench"])
+def test_a_queue_says_how_it_ended(tmp_path, capsys, small):
+    tiny_command(tmp_path, epochs=2)  # writes tiny.yaml
+    plan, stage = tmp_path / "plan.yaml", "{stage: a, seeds: [0], runs: [{schemes: [TCS]}]}"
+    plan.write_text(f"{{profile: tiny.yaml, stages: [{stage}]}}", encoding="utf-8")
+    queue = ["queue", str(plan), "--results", str(tmp_path)]
+    assert main(queue) == 0
+    assert capsys.readouterr().out == "1 runs are made\n"
+    assert main([*queue, "--set", "learning_rate=1000000.0"]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("diverged: TCS: ")
+
+
+@pytest.mark.parametrize("command", ["run", "queue", "again", "sensitivity", "bench"])
 def test_every_command_has_its_help(capsys, command):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

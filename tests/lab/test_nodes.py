@@ -172,7 +172,18 @@ def test_a_file_that_is_not_the_nodes_is_refused(tmp_path):
 def test_what_it_cannot_do_is_refused_at_once():
     with pytest.raises(ValueError, match="batch norm"):
         Half(dataclasses.replace(job(), model=lambda: nn.Sequential(nn.BatchNorm1d(3))))
-    with pytest.raises(ValueError, match="momentum"):
+    with pytest.raises(ValueError, match=r"momentum 0\.9 is a federation's"):
         Half(job("TCS-Global Momentum"))
+    with pytest.raises(ValueError, match="scheme: got TCS-W10, allowed: none with a sparse warm"):
+        Half(job("TCS-W10"))
     with pytest.raises(ValueError, match="client: got 2, allowed: 0 to 1"):
         Rounds(job()).take(1, {"client": 2, "round": 0, "checksum": 0})
+
+
+def test_two_nodes_that_say_they_are_one_client(tmp_path):
+    sides = Together(job(), tmp_path)
+    sides.rounds.begin()
+    sides.ask(0)
+    answer = sides.node(0).answer(b"another message") | sides.rounds.here._asdict()
+    with pytest.raises(ValueError, match=r"^client 0: two nodes say that they are it"):
+        sides.rounds.take(7, answer)

@@ -91,8 +91,13 @@ def test_a_record_of_other_settings_is_refused_and_one_that_is_there_is_taken(tm
     record = optimizers.made(path, plan, cell, 0, 0.1, 4)
     assert [step for step, _ in record["losses"]] == [2, 4]
     assert optimizers.made(path, plan, cell, 0, 0.1, 4) == record
-    with pytest.raises(ValueError, match=r"one\.json: got .*'width': 32.*allowed: .*'width': 64"):
+    with pytest.raises(
+        ValueError, match=r"one\.json: settings: got .*'width': 32.*allowed: .*'width': 64"
+    ):
         optimizers.made(path, plan | {"width": 64}, cell, 0, 0.1, 4)
+    for rate, steps, key in ((0.3, 4, "rate"), (0.1, 5, "steps")):
+        with pytest.raises(ValueError, match=rf"one\.json: {key}: got"):
+            optimizers.made(path, plan, cell, 0, rate, steps)
 
 
 def test_a_cost_is_judged_as_planned(monkeypatch):

@@ -115,7 +115,7 @@ def kill_in_write(suffix, stage, number, how):
         whole(path, half if stage == "half" else write)
         strike()
 
-    lab.runs.write_whole = lab.checkpoints.write_whole = disturbed
+    lab.files.write_whole = lab.checkpoints.write_whole = disturbed
 
 
 @pytest.fixture(scope="module")

@@ -133,8 +133,10 @@ def test_warm_up_keeps_its_share(epochs, warmup):
 
 def test_identity_ignores_where_and_how_fast_and_nothing_else():
     base = paper("TCS")
-    for change in ({"device": "cpu"}, {"threads": 3}, {"data_root": "/x"}, {"profile": "other"}):
+    for change in ({"device": "cpu"}, {"threads": 3}, {"profile": "other"}):
         assert paper("TCS", **change).digest == base.digest
+    folder = paper("TCS", dataset="folder")
+    assert paper("TCS", dataset="folder", data_root="/x").digest == folder.digest
     different = [
         {"seed": 1}, {"learning_rate": 0.8}, {"epochs": 200}, {"batch_size": 32}, {"clients": 5},
         {"participation": 0.5}, {"width": 16}, {"model": "resnet8"}, {"precision": "bf16"},
@@ -143,6 +145,39 @@ def test_identity_ignores_where_and_how_fast_and_nothing_else():
     ]  # fmt: skip
     digests = {paper("TCS", **c).digest for c in different} | {base.digest, paper("TCS-L4").digest}
     assert len(digests) == len(different) + 2
+
+
+@pytest.mark.parametrize("given", [{}, {"dataset": "text", "model": "gpt"}])
+def test_images_for_a_data_set_that_reads_none_are_refused(given):
+    with pytest.raises(ValueError, match=r"^data_root: got '/x', allowed with dataset .*: none"):
+        paper("TCS", data_root="/x", **given)
+
+
+PLAN = """
+profile: ci.yaml
+stages:
+- {stage: a, seeds: [1, 2], runs: [{schemes: [TCS, top-K]}, {schemes: [TCS], learning_rate: 0.8}]}
+- {stage: %s, seeds: [3], runs: [{schemes: [Baseline]}]}
+"""
+
+
+def test_a_plan_has_each_stage_once_and_what_is_given_beside_it_wins(tmp_path):
+    (tmp_path / "ci.yaml").write_text("epochs: 3\n", encoding="utf-8")
+    file = tmp_path / "plan.yaml"
+    file.write_text(PLAN % "b", encoding="utf-8")
+    planned = lab.planned_runs(file, {"learning_rate": 0.1})
+    assert [(c.scheme.name, c.seed) for c in planned["a"]] == [
+        ("TCS", 1), ("top-K", 1), ("TCS", 1), ("TCS", 2), ("top-K", 2), ("TCS", 2),
+    ]  # fmt: skip
+    assert {c.learning_rate for runs in planned.values() for c in runs} == {0.1}
+    for key, value in {"schemes": ["TCS"], "seeds": [9], "jobs": 4}.items():
+        with pytest.raises(ValueError, match=f"^{key}: got .*, allowed: none beside a plan"):
+            lab.planned_runs(file, {key: value})
+    with pytest.raises(ValueError, match=r"^unknown parameter: path"):
+        lab.planned_runs(file, {"path": "x"})
+    file.write_text(PLAN % "a", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"plan\.yaml.*two stages have one name"):
+        lab.planned_runs(file)
 
 
 def test_a_field_added_later_leaves_older_digests_alone():
