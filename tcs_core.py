@@ -1443,11 +1443,11 @@ def _rule_of(scheme: Scheme) -> type[MaskRule]:
 
 
 class Checks:
-    """Whether a round's numbers are finite.
+    """Whether a round's numbers are finite: `finite_part` asks, `read` answers.
 
-    On a CPU that is known `at once`. A GPU would have to be waited for: there, what is not finite
-    counts as 0, and all answers are read together: at the `end` of a round or, if they are put
-    off, `later`, when somebody calls `read`.
+    A CPU answers `at once`, while it is asked; then `read` has only a mask to count. A GPU would
+    have to be waited for: there, what is not finite counts as 0, and `read` looks at all answers
+    together, at the `end` of a round. If they are put off, it is called once more, `later`.
     """
 
     def __init__(self, device: Any):
@@ -2578,7 +2578,7 @@ class Federation:
         self._take(FlatView(model))
         self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
-        self._left_S = self.flat.statistics()  # what the module was left with
+        self._left_S = self.flat.statistics()  # left in the module: another is its owner's
         self.losses_N = torch.zeros(len(self.own), device=self.flat.device)  # over local steps
         own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
         self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
@@ -3122,6 +3122,8 @@ class TCSState:
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
+        # A parameter has a slot, its number. Slots make a bucket, which has one Client. Where DDP
+        # packs anew, or a state is loaded, errors and mask of a slot are loose in between.
         self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
         self._buckets: dict[tuple[int, ...], Client] = {}  # by the slots in it
         self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
