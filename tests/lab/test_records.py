@@ -4,9 +4,12 @@ import copy
 import functools
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +193,22 @@ def test_the_hash_under_a_notebook_survives_comments_and_docstrings():
     assert of("class A:\n    def f(self, x):\n        return x + 2\n") != plain
     assert of('def f():\n    """Only words."""\n') == of("def f():\n    pass\n")
     assert of('def f():\n    return """a"""\n') != of('def f():\n    return """b"""\n')
+
+
+def test_installed_results_are_in_the_working_folder_and_nobody_elses_commit_is_named(tmp_path):
+    """As pip puts it: the package alone, inside somebody's repository."""
+    site, work = tmp_path / "venv/lib/python3/site-packages", tmp_path / "work"
+    shutil.copytree(Path(lab.__file__).parent, site / "tcs_lab")
+    shutil.copy(tcs.__file__, site)
+    work.mkdir()
+    commit = ["-c", "user.name=a", "-c", "user.email=b", "commit", "--quiet", "--allow-empty"]
+    for words in (["init", "--quiet"], [*commit, "-m", "theirs"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    code = "import tcs_lab as l; print(l.__file__, l.results_folder('ci'), l.records.git_state())"
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, check=True
+    )
+    where, folder, state = done.stdout.decode().split(maxsplit=2)
+    assert Path(where).is_relative_to(site) and Path(folder) == work / "results" / "ci"
+    assert state.strip() == "{'commit': None, 'dirty': None}"
