@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 00 · Reproduce every table and figure
 #
-# ![Accuracy against one client's megabytes](../results/cpu/megabytes.png)
+# ![Accuracy against one client's megabytes](../results/evidence/megabytes.png)
 #
-# *Such a picture comes at the end, after the tables. This one is of the finished trainings of profile `cpu`: fewer megabytes on the left,
+# *Such a picture comes at the end, after the tables. This one is of the trainings of profile `evidence`: fewer megabytes on the left,
 # the band is centralized training.*
 #
 # **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, the
@@ -151,7 +151,7 @@ for t, params in plans.items():
 # Three tables, each over its figure: curves on the left, their last points, enlarged, on the right. In profile `evidence`
 # the last epoch is tested on 35,000 images, the test images and the training images that nobody trained on, earlier ones on the 10,000
 # test images alone: the step at epoch 80 is that change, no learning. Differences to the Baseline are in
-# percentage points with 95 % intervals, ours paired by seed. Bits are per parameter and local iteration: the paper's formula, and what
+# percentage points with 95 % intervals, ours paired by seed ([13](13_evidence.ipynb) judges by one model of all runs, whose intervals are others). Bits are per parameter and local iteration: the paper's formula, and what
 # was really counted, after the dense warm-up. The last column is one client's whole run in megabytes, both ways, warm-up included; it
 # is also the axis of the last figure, which has dense training beside the sparse schemes where that is recorded. The csv files have
 # more, the training loss among it: where a scheme falls short of the Baseline, it says how finished the training is. (For TCS the paper

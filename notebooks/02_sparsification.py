@@ -407,8 +407,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Top-K's share grows nearly in proportion to N up to ten clients, then less, and TCS's slowly:
-# clients agree on most of what they send. With many clients top-K approaches its bound only in the course
+# Top-K's share grows nearly in proportion to N up to ten clients, then less. TCS's grows slowly:
+# its clients have the shared mask in common. With many clients top-K approaches its bound only in the course
 # of the rounds, and only if errors are kept: what was sent starts again from zero, so clients that began
 # with similar choices drift apart.
 #

@@ -442,8 +442,8 @@ print(f"{lab.decided(fewer, half)}: most places are explored for what has piled 
 # %% [markdown]
 # So errors choose most of what is explored. A client has a few times the round's difference waiting at a place that somebody explores, still so at
 # newcomers, and nothing where the mask has been for longer, since line 13 empties it: such a place is
-# outdone by the next piles, and falls out. So $m_{local}$ finds places that are important *for the moment*: exploration and the emptying of errors
-# share the same few positions.
+# outdone by the next piles, and falls out. So $m_{local}$ finds places that are important *for the moment*: most of its few positions
+# only empty errors.
 
 # %% [markdown]
 # ## Is there a mask that may stay?

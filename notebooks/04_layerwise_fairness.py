@@ -283,8 +283,8 @@ for n, share in at_ends.items():
 # %% [markdown]
 # Two things. First, the minimum does what it should: no layer is left out of the global
 # mask. (LF's local masks still miss one now and then: where all entries of a small layer are in the global
-# mask already.) But look who profits: in the zigzag the high points are norms and biases, layers of a few entries
-# where one whole entry is far more than the minimum, and more than a uniform share; under LF each client
+# mask already.) But look who profits: in the zigzag the high points are norms and biases, layers so small
+# that one entry is more than their minimum, and more than a uniform share; under LF each client
 # adds one of its own. The deep
 # convolutions, which hold most of the parameters, are hardly lifted, because their minimum is below what
 # they get anyway.
@@ -388,7 +388,7 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The grey band is the starved layer. Bars are 95 % intervals over the seeds. Why it moves less under LF we do not know: in the figures above
+# The grey band is the starved layer, the seventh with weights. By this measure TCS does not starve it: its errors carry it. Bars are 95 % intervals over the seeds. Why it moves less under LF we do not know: in the figures above
 # its share of the mask, and of what is explored, is not smaller there.
 #
 # ## Claim

@@ -340,12 +340,12 @@ figure.legend(loc="outside right upper", frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# Momentum lowers the training loss of the centralized baseline, and raises that of TCS, on average over
-# the seeds. With the long steps it is slow until η drops, and then falls faster. A likely reason is the
+# On average over the seeds momentum lowers the training loss of the centralized baseline (not for certain: *What we saw*), and raises that
+# of TCS. With the long steps it is slow until η drops, and then falls faster. A likely reason is the
 # memory above: most of a step follows gradients of earlier rounds, which errors have delayed already.
 #
 # These trainings are far from finished: they say how fast a scheme starts, not whether the paper is right. Longer ones disagree: with
-# momentum TCS ends higher in profiles `cpu` and `short`, not in `small` (`results/*/table3.md`). [13_evidence](13_evidence.ipynb) judges it.
+# momentum TCS ends more accurate in profiles `cpu` and `short`, not in `small` (`results/*/table3.md`). [13_evidence](13_evidence.ipynb) judges it.
 #
 # ## Claim
 #

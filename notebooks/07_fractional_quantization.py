@@ -334,11 +334,11 @@ display(Markdown(lab.markdown(text)))
 
 # %% [markdown]
 # There are two different winners. For the message as a whole (left), *uniform* is ahead from two bits on: the
-# large values carry nearly all of the norm, and it cuts them finely. For the small values (right)
-# fractional quantization is ahead with two or three bits a value, and again from about six on; uniform intervals swallow everything
+# large values carry nearly all of the norm, and it cuts them finely. By the error that 95 % of
+# values keep (right) fractional quantization is ahead with two or three bits a value, and again from about six on; uniform intervals swallow everything
 # below the first step. In between natural quantization does as well or better for its bits: these messages are short, so that the
 # means of fractional quantization weigh. Natural quantization is the worst with one or two bits, and stops
-# improving once its powers of two cover the range. At q = 1 there is one interval: fractional quantization
+# improving once its powers cover it. At q = 1 there is one interval: fractional quantization
 # *is* the scaled sign.
 #
 # ## One small value sets all intervals

@@ -121,8 +121,8 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 # %% [markdown]
 # ## The table
 #
-# Accuracies, and beside them differences to the Baseline in percentage points with a 95 % interval: ours paired by seed, the
-# paper's from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**. *Formula*
+# Accuracies, and beside them differences to the Baseline in percentage points with a 95 % interval: ours paired by seed ([13](13_evidence.ipynb)
+# judges by one model of all runs, whose intervals are others), the paper's from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**. *Formula*
 # is the paper's bit budget:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$

@@ -118,6 +118,13 @@ for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
     )
 
 # %% [markdown]
+# All suffixes, the paper's first:
+
+# %%
+suffixes = [{"suffix": f"`{one.form}`", "means": one.says} for one in tcs.SUFFIXES]
+display(Markdown(lab.markdown(pd.DataFrame(suffixes))))
+
+# %% [markdown]
 # ## Second idea: send what stands out
 #
 # Nothing shared at all: a client sends every entry that is more than four standard deviations away from

@@ -27,7 +27,8 @@
 # | `-E<n>` | a client's own mask has n thousandths of all entries | |
 # | `-K<n>` | all masks n times smaller | |
 # | `-D<q>` | the way down has the shared mask and one of the server's own (0.4 φ_global), in q bits by Lloyd and Max, errors kept at the server | |
-# | `-NW`, `-W<n>` | no dense warm-up; nor here, but a sparse one with masks n times as large | |
+# | `-NW` | no warm-up | |
+# | `-W<n>` | a sparse warm-up, with masks n times as large | |
 # | `++` | `-D2` and `+`, and `-NW` unless the name has `-W` | |
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*:

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 14 · Vary one setting at a time
 #
-# **In short.** In 15 epochs, with one training a value: larger masks and higher rates gained accuracy over the whole range tried. Five bits
-# a value ended 0.23 points below 32. One dense round in place of a dense epoch ended 0.15 lower, and sent a sixth of the bytes. Class
-# skew cost most.
+# **In short.** In 15 epochs, with one training a value: larger masks and higher rates gained accuracy over the whole range tried. One
+# dense round in place of a dense epoch sent a sixth of the bytes. Class skew cost most. Seeds alone make
+# differences of half a point (`results/short/table1.md`): five bits and 32 lie closer, as do one round and an epoch.
 #
 # **Claim.** What a client sends after the warm-up follows from the settings by arithmetic, before any
 # training; what accuracy that buys has to be measured.
@@ -354,7 +354,7 @@ display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "nothing to cho
 # rule counts bytes alone: more epochs cost computing, too. Values of a setting are compared over the seeds
 # that all of them have. Where the most accurate value is the last one tried ($\phi_{local}$, $\phi_{global}$, η,
 # few clients), the best may lie beyond. Mind n: with one trial a value can be best
-# by luck, and even with three the best of four is a little flattered. Each setting was varied alone:
+# by luck. Each setting was varied alone:
 # two choices together were not tried.
 #
 # ## Claim

@@ -193,7 +193,7 @@ plt.close(fig)
 # %% [markdown]
 # ## What to choose
 #
-# Choose the scheme that gets to the first one's last loss (within the tolerance) with the fewest bytes. If none of the sparse ones does, train longer, or keep
+# Choose the scheme that gets to the first one's last loss (within the tolerance), and stays there, with the fewest bytes. If none of the sparse ones does, train longer, or keep
 # more entries: a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the one that trains gives another row. Most
 # bytes here are the warm-up's: with 4 % dense rounds no scheme saves more than 25 times (those with -NW, -W or ++ have none). An entry gets to be sent 10 times on average,
 # rounds × $\phi_{global}$ (in the paper 234 times); below ten, nothing can be said.
@@ -201,9 +201,10 @@ plt.close(fig)
 
 # %%
 def reached(curves: dict[str, pd.DataFrame]) -> dict[str, float]:
-    """MB until each has the loss that the first one ends with; infinite: never."""
+    """MB until each is, and stays, at the loss that the first one ends with; infinite: never."""
     target = (1 + tolerance) * next(iter(curves.values()))["loss"].iloc[-1]
-    return {n: min(c["MB"][c["loss"] <= target], default=math.inf) for n, c in curves.items()}
+    stays = {name: (curve["loss"] <= target)[::-1].cummin()[::-1] for name, curve in curves.items()}
+    return {name: min(curves[name]["MB"][at], default=math.inf) for name, at in stays.items()}
 
 
 def verdict(curves: dict[str, pd.DataFrame]) -> tuple[bool, str]:

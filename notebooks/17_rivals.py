@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 17 · Compare with the rivals
 #
-# **Claim.** TCS and schemes that came before and after it send what they mean to, in messages that
-# decode and have the bits that formulas give. Which one to use follows from accuracy against megabytes both
+# **Claim.** Messages of TCS, and of schemes that came before and after it, decode, and have the bits that
+# formulas give. Which one to use follows from accuracy against megabytes both
 # ways, and from the link.
 #
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
@@ -192,7 +192,7 @@ print(f"target of lines 2 to 4: {goal:.2f} %, in seconds of communication; it is
 # %% [markdown]
 # These lines go by the *means*, for this data, net and length. Bytes are certain. Most differences of accuracy are smaller than what seeds
 # differ by, so *beaten* is a matter of bytes. Line 4 is where rounds, not bytes, decide: there local steps (-L4) could pay, which
-# all of these schemes take and none has here. Line 5 asks for schemes without errors: clients that come once and never again have
+# all of these schemes allow and none used here. Line 5 asks for schemes without errors: clients that come once and never again have
 # nothing to add them to.
 #
 # The paper compares TCS with top-K and centralized training. Whoever has to choose compares it with the rest
@@ -222,7 +222,7 @@ def draw_point(axes, row) -> None:
 
 
 # %% jupyter={"source_hidden": true}
-figure, axes = plt.subplots(figsize=(8.6, 4.8))
+figure, axes = plt.subplots(figsize=(11, 4.8))
 for row in table.itertuples():
     draw_point(axes, row)
 axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")

@@ -17,7 +17,7 @@
 # killed on the way. Flower carries the paper's messages and a few bytes around them.
 #
 # Flower runs federations on real machines; it has no compressor that remembers. TCS has to remember: a client's
-# errors, and the mask that all sides know. Three small files of the lab bring the two together: `nodes.py` (what a
+# errors, and the mask that all sides know. (Batch norm is refused: its statistics are not sent.) Three small files of the lab bring the two together: `nodes.py` (what a
 # client and the server keep), `flower.py` (Flower's apps around them), `loopback.py` (Flower's processes on this machine).
 #
 # *Run time*: about three minutes on two free cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),

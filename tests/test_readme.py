@@ -46,27 +46,16 @@ def test_its_other_numbers_have_a_source():
     assert [words for words in readme_table.numbers() if words not in TEXT] == []
 
 
-def test_accuracy_is_open_until_its_runs_are_made():
-    made, planned = readme_table.stage()
-    assert planned == len(readme_table.DRAWN) * 5
-    assert (f"{made} of the {planned} deciding runs are made" in TEXT) == (made < planned)
-    assert ("**Accuracy: open.**" in TEXT) == (made < planned)
-
-
 # One source ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    "file, profile, changes",
-    [("cpu/table1", "cpu", {}), ("small/table1_300", "small", {"epochs": 300})],
-)
-def test_differences_are_those_of_the_tables(file, profile, changes):
-    table = (lab.ROOT / f"results/{file}.md").read_text(encoding="utf-8")
-    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if "|" in line}
-    for name in ("TCS", "TCS-L4-Q5"):
-        pair = [readme_table.records(one, profile, **changes) for one in (name, "Baseline")]
-        said = lab.with_interval(*readme_table.difference(*pair))
-        assert said in rows[name]
+def test_verdicts_and_differences_are_those_of_notebook_13():
+    text = cells_of("13_evidence.ipynb")
+    for name, claim in {"TCS": "TCS loses no", "TCS-L4-Q5": "TCS-L4-Q5 loses no"}.items():
+        (line,) = re.findall(rf"^{claim} accuracy against centralized training: (.*)$", text, re.M)
+        word, said = line.split("; ")[0], line.split("; ")[-1]
+        assert f"{name} {said}, of which" in TEXT
+        assert f"{name} {word.split(':')[0]}" in TEXT
 
 
 def printed(notebook):

@@ -37,8 +37,11 @@ def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
     words = ["supported", "contradicted", "not measured", "open"]
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"\x1b[1m{word}\x1b[0m: it" for word in words]
-    assert own.summary() == "\x1b[1msupported\x1b[0m: 1 of 1 claims"
-    assert other.summary("**{}**") == "**supported**: 0 of 1 claims\n**open**: it"
+    assert own.summary() == "\x1b[1msupported\x1b[0m: 1 of 1 statements checked on this page"
+    assert (
+        other.summary("**{}**")
+        == "**supported**: 0 of 1 statements checked on this page\n**open**: it"
+    )
 
 
 def test_a_parameter_that_is_not_there_is_named():
