@@ -188,7 +188,7 @@ if len(ratio):
 
 # %% [markdown]
 # By the plan they should agree within 15 %. The bootstrap is wider because it counts a run's own chance twice: in residuals, and in images.
-# Verdicts look at the intervals alone. A verdict that the bootstrap or Holm's p does not share stands above: it is a weak one.
+# Verdicts look at the intervals alone. One that the bootstrap or Holm's p did not share would be named under the table, as weak.
 #
 # ## What the difference to centralized training is made of
 #
