@@ -319,6 +319,7 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
 
 
 def _check_shares(family: str, changes: dict[str, Any]) -> None:
+    """ValueError for the share of a mask that a family of the paper's does not have."""
     if family not in _THE_PAPERS:
         return
     fields = FAMILIES[family]

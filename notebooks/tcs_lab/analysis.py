@@ -169,6 +169,9 @@ class Comparison:
         if not seeds:
             return Estimate(confidence=confidence)
         weights_R, gaps_SI = self.fit.weights(signs), self._gaps(signs, seeds)
+        half = math.nan
+        if len(seeds) > 1:
+            half = bootstrap_half(self.fit, weights_R, gaps_SI, confidence)
         return Estimate(
             value=float(weights_R @ self.fit.values_R),
             n=len(seeds),
@@ -176,9 +179,7 @@ class Comparison:
             images=math.nan if gaps_SI is None else images_variance(gaps_SI),
             residual_freedom=self.fit.freedom,
             confidence=confidence,
-            bootstrap=bootstrap_half(self.fit, weights_R, gaps_SI, confidence)
-            if len(seeds) > 1
-            else math.nan,
+            bootstrap=half,
         )
 
     def _gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:

@@ -433,9 +433,8 @@ def _form(row: Mapping[str, Any], *ends: float) -> str:
         form = f"{form[:-3]}{digits}{form[-2:]}"
         shown = [float(form.format(end).strip("×").replace(",", "")) for end in ends]
         told_apart = len(set(shown)) == len(set(ends))
-        if told_apart and [keeps(end, bound) for end in ends] == [
-            keeps(end, bound) for end in shown
-        ]:
+        sides, shown_sides = ([keeps(end, bound) for end in of] for of in (ends, shown))
+        if told_apart and sides == shown_sides:
             break
     return form
 
