@@ -47,7 +47,7 @@ def test_a_scheme_with_fewer_seeds_is_not_helped_by_lucky_ones():
     runs = table(a=[50, 60, 50], b=[49, 59, 49], c=[None, 60, None])
     found = lab.Comparison(runs, {}).estimate({"c": 1, "a": -1}, 0.95)
     assert found.value == pytest.approx(0, abs=1e-9) and found.n == 1
-    assert math.isnan(found.half) and math.isnan(found.p(0))
+    assert all(map(math.isnan, (found.half, found.p(0), found.bootstrap)))
 
 
 @pytest.mark.parametrize(
