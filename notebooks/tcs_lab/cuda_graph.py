@@ -1,4 +1,4 @@
-"""Rounds that never wait for a GPU: a whole sparse round as one CUDA graph.
+"""Rounds that never wait for a GPU: a whole round, sparse or dense, as one CUDA graph.
 
 No shape of such a round depends on a value, and the host looks at none until the last is made.
 `Federation.round` is the reference: the same masks, the same numbers to rounding.
@@ -7,6 +7,7 @@ No shape of such a round depends on a value, and the host looks at none until th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from tcs_core import (
 
 
 def suits(scheme: Scheme, link: Link) -> bool:
-    """Whether a graph can stand in for this scheme's sparse rounds of all clients."""
+    """Whether a graph can stand in for this scheme's rounds of all clients, after its warm-up."""
     fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
     plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
     usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
-    return RULES[scheme.rule] in (TCS, TopK) and plain and usual and type(link) is Link
+    known = scheme.dense or RULES[scheme.rule] in (TCS, TopK)
+    return known and plain and usual and type(link) is Link
 
 
 class GraphRounds:
@@ -39,9 +41,12 @@ class GraphRounds:
 
     In place of a round's number the feed gets a tensor, which counts from the first of the rounds
     it was last told to `hold`: it keeps what they need in tensors that stay where they are.
+    What `watch` makes of each round's update (D,), two numbers, is in `watched_T2`.
     """
 
-    def __init__(self, federation: Federation, most: int):
+    def __init__(
+        self, federation: Federation, most: int, watch: Callable[[Tensor], Tensor] | None = None
+    ):
         device = federation.theta_D.device
         self.federation = weakref.proxy(federation)  # which may hold this
         self.index = torch.zeros((), dtype=torch.int64, device=device)
@@ -49,11 +54,16 @@ class GraphRounds:
         self.explored_T = torch.zeros(most, dtype=torch.int64, device=device)
         shape = (most, federation.clients + 1)  # the last is the server
         self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
+        self.watch = watch
+        self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
         self.held: list[Tensor] = []  # what the graph was captured with
 
     def ready(self, rounds: range) -> bool:
-        """Whether these rounds, judged by the first, are sparse and have a mask to start with."""
+        """Whether these rounds, judged by the first, are of a dense scheme, or sparse ones that have
+        a mask to start with."""
+        if self.federation.scheme.dense:
+            return True
         rule, first = self.federation.compressor.rule, self.federation.schedule(rounds.start)
         rule.begin(masks=first.masks)  # masks of a warm-up end with it
         mask = None if first.dense else rule.shared_mask()
@@ -83,6 +93,10 @@ class GraphRounds:
         """Of a round in which so many entries were sent by some clients only."""
         clients, known = self.federation.clients, self.federation.compressor.known
         rule = known.rule
+        if known.dense:
+            size = Size.of(32 * known.dimension)
+            everyone = tuple(range(clients))
+            return Traffic(size.bits, size.bits, size.bytes * clients, size.bytes, everyone)
         up = Size.of(known.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local))
         down = Size.of(known.down.block_code_bits(rule.k_global + explored, explored))
         return Traffic(up.bits, down.bits, up.bytes * clients, down.bytes, tuple(range(clients)))
@@ -104,7 +118,7 @@ class GraphRounds:
         checks, everyone = federation.compressor.known.checks, list(range(federation.clients))
         before = getattr(rule, "positions", None)
         with checks.put_off():
-            federation.play(everyone, self.index, self.eta)
+            update_D = federation.play(everyone, self.index, self.eta)
         if before is not None:  # where the next round looks for its mask
             rule.positions = before.copy_(rule.positions)
         finite = torch.stack([checks.finite[n] for n in (*everyone, SERVER)])
@@ -112,6 +126,8 @@ class GraphRounds:
         now = self.index.view(1)
         self.finite_TN.index_copy_(0, now, finite.view(1, -1))
         self.explored_T.index_copy_(0, now, checks.explored.view(1))
+        if self.watch:
+            self.watched_T2.index_copy_(0, now, self.watch(update_D).view(1, 2))
 
     def _masks(self) -> list[Tensor]:
         """Tensors that an ordinary round or a checkpoint replaces."""

@@ -483,7 +483,17 @@ class Draws:
         crops = torch.randint(0, 2 * padding + 1, (need, 2), generator=generator)
         return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
 
-    def __getitem__(self, which: slice | Tensor) -> Draws:
+    @staticmethod
+    def stacked(several: list[Draws]) -> Draws:
+        """Those of several clients, (N, M), in memory of their own."""
+        parts = zip(*(vars(draws).values() for draws in several), strict=True)
+        return Draws(*(torch.stack(part) for part in parts))
+
+    def flat(self) -> Draws:
+        """All of several clients' (N, M), one after another."""
+        return Draws(*(tensor.flatten(0, 1) for tensor in vars(self).values()))
+
+    def __getitem__(self, which: Any) -> Draws:
         return Draws(self.samples[which], self.crops[which], self.flips[which])
 
     def to(self, device: torch.device) -> Draws:

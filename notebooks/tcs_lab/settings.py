@@ -141,7 +141,7 @@ class RunConfig:
             raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
         if self.graph and self.client_threads:
             raise ValueError("client_threads: got True, allowed with graph: False")
-        for way in ("graph", "client_threads", "compiled"):
+        for way in ("client_threads", "compiled"):
             if self.side_by_side and getattr(self, way):
                 raise ValueError(f"{way}: got True, allowed with side_by_side: False")
 

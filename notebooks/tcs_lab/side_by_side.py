@@ -31,9 +31,8 @@ Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 
 def goes_side_by_side(config: RunConfig) -> bool:
     """As configured; else by the sizes of net, batch and images (never by a timing: records must
-    repeat), on a CPU. Not where static rounds, threads or compiled passes take client by client."""
-    apart = config.graph or config.client_threads or config.compiled or config.client_count == 1
-    if apart or config.torch_device.type != "cpu":
+    repeat). Not where threads or compiled passes take client by client."""
+    if config.client_threads or config.compiled or config.client_count == 1:
         return False
     if config.side_by_side is not None:
         return config.side_by_side
@@ -62,7 +61,9 @@ class Grouped:
         for module, name, _ in self.places:
             delattr(module, name)  # every pass puts a tensor there, of all clients
         self.convolutions = [m for m in self.net.modules() if isinstance(m, nn.Conv2d)]
-        self.seen: list[Tensor] = []
+        self.seen: list[Tensor] = []  # of a pass, norm by norm, a mean and 1 / deviation
+        self.counts: list[int] = []  # and how many values a channel had
+        self.known: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by these counts
         for module in self.net.modules():
             if isinstance(module, nn.BatchNorm2d):
                 vars(module)["forward"] = self._norm(module)
@@ -74,29 +75,34 @@ class Grouped:
         self.clients = len(images)
         for convolution in self.convolutions:
             convolution.groups = self.clients
-        theta_ND = theta.expand(self.clients, -1).detach().requires_grad_()
-        parameters = self._parameters(theta_ND)
+        parts = self._parts(theta)
+        shapes = [p.shape for p in self.federation.flat.parameters]
         for module, name, which in self.places:
-            vars(module)[name] = parameters[which]
+            vars(module)[name] = _stacked(parts[which], shapes[which])
         inputs = images.transpose(0, 1).flatten(1, 2)  # (B, N 3, h, w)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.seen.clear()
+        self.counts.clear()
         loss = cast(Any, self.federation.loss)
         scores = loss.scores(self.net, inputs)
         scores_NBK = scores.unflatten(1, (self.clients, -1)).transpose(0, 1)
         losses_N = loss.each(scores_NBK, labels_NB)
-        gradients_ND = torch.autograd.grad(losses_N.sum(), theta_ND)[0]
-        seen_NS = torch.cat([s.view(self.clients, -1) for s in self.seen], 1)
-        return gradients_ND, losses_N.detach(), seen_NS
+        gradients = torch.autograd.grad(losses_N.sum(), parts, materialize_grads=True)
+        gradients_ND = torch.cat([g.view(self.clients, -1) for g in gradients], 1)
+        return gradients_ND, losses_N.detach(), self._statistics()
 
-    def _parameters(self, theta_ND: Tensor) -> list[Tensor]:
-        """Each of the parameters of all clients, one after another along its first dimension."""
-        flat = self.federation.flat
-        parts = theta_ND.split(flat.layer_sizes, 1)
-        return [_stacked(part, p.shape) for part, p in zip(parts, flat.parameters, strict=True)]
+    def _parts(self, theta: Tensor) -> list[Tensor]:
+        """Each of the parameters, (N P,): all clients', one after another. `theta` is one model for
+        all, (D,), or each one's own, (N, D)."""
+        sizes, clients = self.federation.flat.layer_sizes, range(self.clients)
+        rows = 1 if theta.dim() == 1 else self.clients
+        pieces = theta.detach().reshape(-1).split(sizes * rows)
+        order = [n % rows * len(sizes) + i for i in range(len(sizes)) for n in clients]
+        parts = torch.cat([pieces[i] for i in order]).split([s * self.clients for s in sizes])
+        return [part.requires_grad_() for part in parts]
 
     def _norm(self, norm: Any) -> Callable[[Tensor], Tensor]:
-        """A batch norm's forward pass that keeps its batch's mean and variance."""
+        """A batch norm's forward pass that keeps what `_statistics` needs."""
 
         def forward(x: Tensor) -> Tensor:
             found, mean, inverse = torch.native_batch_norm(
@@ -107,11 +113,29 @@ class Grouped:
                 raise ValueError(
                     "batch_size, image_size: got 1 value a channel, allowed: 2 or more"
                 )
-            variance = (inverse.pow(-2) - norm.eps) * (count / (count - 1))
-            self.seen.extend([mean.detach(), variance.detach()])
+            self.seen.extend([mean.detach(), inverse.detach()])
+            self.counts.append(count)
             return found
 
         return forward
+
+    def _statistics(self) -> Tensor:
+        """The batch's means and variances, norm by norm, (N, S): those of all norms at once."""
+        seen_NS = torch.cat([s.view(self.clients, -1) for s in self.seen], 1)
+        counts = tuple(self.counts)
+        if counts not in self.known:
+            self.known[counts] = self._of_variances(seen_NS.device)
+        is_mean_S, eps_S, unbiased_S = self.known[counts]
+        variances_NS = (seen_NS.pow(-2) - eps_S) * unbiased_S
+        return torch.where(is_mean_S, seen_NS, variances_NS)
+
+    def _of_variances(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Where `seen` has means, and what makes variances of the rest: eps, n / (n - 1)."""
+        norms, columns = self.federation.flat.norms, list[tuple[bool, float, float]]()
+        for norm, count in zip(norms, self.counts, strict=True):
+            columns += [(True, 0.0, 1.0)] * norm.num_features
+            columns += [(False, norm.eps, count / (count - 1))] * norm.num_features
+        return tuple(torch.tensor(column, device=device) for column in zip(*columns, strict=True))
 
     def _linear(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         """A linear layer's forward pass, (B, N inputs) to (B, N outputs)."""
@@ -125,12 +149,12 @@ class Grouped:
         return forward
 
 
-def _stacked(part_NP: Tensor, shape: torch.Size) -> Tensor:
-    """A parameter of all clients, (N, P), along its first dimension; convolutions channels last."""
+def _stacked(part: Tensor, shape: torch.Size) -> Tensor:
+    """A parameter of all clients, (N P,), along its first dimension; convolutions channels last."""
     if len(shape) != 4:
-        return part_NP.reshape(-1, *shape[1:])
+        return part.view(-1, *shape[1:])
     _, inputs, height, width = shape
-    return part_NP.reshape(-1, height, width, inputs).permute(0, 3, 1, 2)
+    return part.view(-1, height, width, inputs).permute(0, 3, 1, 2)
 
 
 def vmapped(federation: Federation) -> Passes:
@@ -176,15 +200,20 @@ class SideBySide(Federation):
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         return self._rows[n]
 
+    def _batches(self, mine: list[int], t: int | Tensor, tau: int) -> tuple[Tensor, ...]:
+        """Those of all these clients, stacked."""
+        if isinstance(t, Tensor) and hasattr(self.feed, "together"):  # of static rounds: of all
+            return self.feed.together(t, tau)
+        batches = [self.feed.batch(n, t, tau) for n in mine]
+        return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
+
     def _train(self, mine: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Alg. 1, l. 3 to 6, of all these clients: their summed gradients, (N, D)."""
         rows = slice(None) if mine == list(self.own) else [self.own.index(n) for n in mine]
         theta, decay = self.theta_D, self.weight_decay
         sums_ND = theta[:0]
         for tau in range(self.scheme.local_steps):
-            batches = [self.feed.batch(n, t, tau) for n in mine]
-            batch = tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
-            gradients_ND, losses_N, seen_NS = self._passes(theta, batch)
+            gradients_ND, losses_N, seen_NS = self._passes(theta, self._batches(mine, t, tau))
             gradients_ND = gradients_ND.add_(theta, alpha=decay)
             sums_ND = sums_ND.add_(gradients_ND) if tau else gradients_ND
             self.losses_N[rows] += losses_N

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class ImageFeed:
         self.rounds = samples_NM.shape[1] // self.size // self.steps  # an epoch
         self.offsets = torch.arange(self.size, device=batches.padded.device)
         self._epoch, self._draws = -1, dict[int, Draws]()
-        self._held: list[Draws] = []  # of GraphRounds: tensors that stay where they are
+        self._held: Draws | None = None  # of GraphRounds: tensors that stay where they are
         self._ahead: dict[int, tuple[Draws, dict[int, tuple[Tensor, Tensor]]]] = {}
 
     @staticmethod
@@ -107,21 +107,27 @@ class ImageFeed:
     def hold(self, rounds: range) -> None:
         """From here on a tensor in the place of a round counts from the first of these, an epoch's.
         Their samples are kept in the same tensors every time."""
-        draws = self.draws(rounds.start // self.rounds)
-        if not self._held:
-            self._held = [Draws(*(t.clone() for t in vars(d).values())) for d in draws]
-        for kept, new in zip(self._held, draws, strict=True):
-            for name, tensor in vars(kept).items():
-                tensor.copy_(getattr(new, name))
+        draws = Draws.stacked(self.draws(rounds.start // self.rounds))
+        if self._held is None:
+            self._held = draws
+        for kept, new in zip(vars(self._held).values(), vars(draws).values(), strict=True):
+            kept.copy_(new)
 
     def batch(self, n: int, round: int | Tensor, tau: int) -> tuple[Tensor, Tensor]:
         """Images (B, 3, h, w) float32 and labels (B,) of client n's local step tau."""
         row = self.own.index(n)
         if isinstance(round, Tensor):
             first = (round * self.steps + tau) * self.size
-            return self.batches.augmented(self._held[row][first + self.offsets])
+            return self.batches.augmented(cast(Draws, self._held)[row][first + self.offsets])
         epoch, index = divmod(round, self.rounds)
         return self._staged(row, self._draws_of(row, epoch), (index * self.steps + tau) * self.size)
+
+    def together(self, round: Tensor, tau: int) -> tuple[Tensor, Tensor]:
+        """All clients' batches of a static round, augmented at once: (N, B, 3, h, w) and (N, B)."""
+        first = (round * self.steps + tau) * self.size
+        draws = cast(Draws, self._held)[:, first + self.offsets]
+        images, labels = self.batches.augmented(draws.flat())
+        return images.unflatten(0, draws.flips.shape), labels.view(draws.flips.shape)
 
     def _staged(self, row: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
         """The batch from `first` on; many of them are augmented at a time."""
@@ -169,7 +175,11 @@ class Training:
         )  # fmt: skip
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
-        self.graph = GraphRounds(self.federation, self.rounds_per_epoch) if static else None
+        self.graph = None
+        if static:
+            watch = self._watch()
+            way = watch.compared if watch else None
+            self.graph = GraphRounds(self.federation, self.rounds_per_epoch, way)
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
@@ -178,10 +188,9 @@ class Training:
     def _kind(self, static: bool) -> type[Federation]:
         if goes_a_client_a_thread(self.config):
             return ClientThreads
-        if static and goes_a_client_a_stream(self.config):
-            return ClientStreams
-        side_by_side = goes_side_by_side(self.config) and self.ranks.size == 1
-        return SideBySide if side_by_side else Federation
+        if goes_side_by_side(self.config) and self.ranks.size == 1:
+            return SideBySide
+        return ClientStreams if static and goes_a_client_a_stream(self.config) else Federation
 
     # What the federation has, by the names that notebooks use.
     theta_D = property(lambda self: self.federation.theta_D)
@@ -218,14 +227,24 @@ class Training:
         error.args = (f"{error.args[0]}; {where}",)
         return error
 
-    def _graph_rounds(self, graph: GraphRounds, rounds: range) -> list[Traffic]:
+    def _graph_rounds(
+        self, graph: GraphRounds, rounds: range, watch: Watch | None
+    ) -> list[Traffic]:
         """All of them at once; what each sent."""
         self.federation.losses_N.zero_()
         try:
-            return graph.play(rounds)
+            played = graph.play(rounds)
         except ClientError as error:
             first_bad = rounds.start if error.round is None else error.round
             raise self._placed(error, first_bad) from None
+        if watch:
+            watch.found = list(graph.watched_T2)
+        return played
+
+    def _watch(self) -> Watch | None:
+        """Of dense schemes: their updates say which entries are important."""
+        dense = self.config.scheme.dense
+        return Watch(self.flat.layer_sizes, device=self.device) if dense else None
 
     def _traffic(self, epoch: int, watch: Watch | None) -> Iterator[Traffic]:
         """The same, each as what it sent."""
@@ -243,10 +262,10 @@ class Training:
         row |= dict.fromkeys(counted, 0)
         if isinstance(compressor.rule, tcs_core.TCS):
             compressor.rule.overlap_2.zero_()
-        watch = Watch(self.flat.layer_sizes) if scheme.dense else None
+        watch = self._watch()
         played: Iterable[Traffic] = self._traffic(epoch, watch)
         if self.graph is not None and self.graph.ready(span):
-            played = self._graph_rounds(self.graph, span)
+            played = self._graph_rounds(self.graph, span, watch)
         for traffic in played:
             for key in counted:
                 row[key] += getattr(traffic, key)
@@ -405,27 +424,36 @@ class Watch:
     and "update_overlap_chance", what masks with as many entries in every layer would share by
     chance. Means over the rounds seen, but for the first."""
 
-    def __init__(self, layer_sizes: list[int], phi: float = 1e-2):
-        self.sizes_L = torch.tensor(layer_sizes)
+    def __init__(self, layer_sizes: list[int], phi: float = 1e-2, device: Any = "cpu"):
+        self.sizes_L = torch.tensor(layer_sizes, device=device)
         self.ends_L = self.sizes_L.cumsum(0)
         self.k = tcs_core.kept(phi, sum(layer_sizes))
-        self.before: tuple[Tensor, Tensor] | None = None  # positions (K,), how many a layer (L,)
-        self.found: list[tuple[float, float]] = []
+        self.before_K = torch.zeros(self.k, dtype=torch.int64, device=device)
+        self.before_L = torch.zeros_like(self.sizes_L)  # how many of these a layer
+        self.found: list[Tensor] = []  # (2,), round by round
         self.selection = Selection()
 
     def see(self, update_D: Tensor) -> None:
+        """The next update, (D,)."""
+        self.found.append(self.compared(update_D))
+
+    def compared(self, update_D: Tensor) -> Tensor:
+        """How many entries an update (D,) shares with the one before, and by chance: (2,) float64,
+        of the first one nothing. A GPU is not waited for, and finds all in the same tensors."""
         now_K = self.selection(update_D, self.k)
-        now_L = torch.searchsorted(now_K.cpu(), self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
-        if self.before is not None:
-            before_K, before_L = self.before
-            chance = float((before_L * now_L / self.sizes_L).sum()) / self.k
-            self.found.append((int(tcs_core.in_common(before_K, now_K)) / self.k, chance))
-        self.before = now_K, now_L
+        now_L = torch.searchsorted(now_K, self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
+        shared = tcs_core.in_common(self.before_K, now_K)
+        chance = (self.before_L * now_L / self.sizes_L).sum()
+        self.before_K.copy_(now_K)
+        self.before_L.copy_(now_L)
+        return torch.stack([shared.double(), chance.double()])
 
     def row(self) -> Row:
-        names = ("update_overlap", "update_overlap_chance")
-        means = torch.tensor(self.found, dtype=torch.float64).mean(0).tolist()
-        return dict(zip(names, means, strict=True)) if self.found else {}
+        if len(self.found) < 2:
+            return {}
+        shares_T2 = torch.stack(self.found[1:]).cpu() / self.k
+        shared, chance = shares_T2.mean(0).tolist()
+        return {"update_overlap": shared, "update_overlap_chance": chance}
 
 
 def _client_samples(config: RunConfig, data: Dataset) -> Tensor:

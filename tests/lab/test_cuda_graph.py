@@ -37,15 +37,19 @@ def rounds_of(training, epoch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", ["TCS", "TCS-L4-Q5", "top-K", "top-K-Q5", "TCS-M2-E3", "TCS-Momentum", "TCS-NW"]
-)
-def test_static_rounds_do_what_eager_ones_do(name, device):
-    eager, static = federations(name, device)
+    "name",
+    ["TCS", "TCS-L4-Q5", "top-K", "top-K-Q5", "TCS-M2-E3", "TCS-Momentum", "TCS-NW", "FedAvg",
+     "FedAvg-L2", "Baseline", "Baseline-Momentum"],
+)  # fmt: skip
+@pytest.mark.parametrize("together", [False, True])
+def test_static_rounds_do_what_eager_ones_do(name, together, device):
+    eager, static = federations(name, device, side_by_side=together)
     for epoch in range(3):
         one, two = eager.epoch(epoch), static.epoch(epoch)
         assert static.graph.ready(rounds_of(static, epoch + 1))
         loss = one.pop("train_loss"), two.pop("train_loss")
         near = 1e-4 if device == "cpu" or epoch < 2 else 1e-2  # there a rounding may flip a mask
+        near = 1e-2 if (name, device) == ("Baseline-Momentum", "cuda") else near  # large steps
         assert loss[1] == pytest.approx(loss[0], rel=near)
         if device == "cpu":  # there rounding is the same, so masks are
             assert one == two
@@ -59,7 +63,7 @@ def test_static_rounds_do_what_eager_ones_do(name, device):
 
 
 def test_what_static_rounds_cannot_do_stays_eager():
-    for name in ("TCS-LF", "rand-K", "FedAvg", "TCS+", "TCS-D5", "Baseline"):
+    for name in ("TCS-LF", "rand-K", "FedAvg-Q5", "TCS+", "TCS-D5"):
         assert federations(name)[1].graph is None
     assert federations("TCS", wire=True)[1].graph is None
     assert federations("TCS", participation=0.5)[1].graph is None
@@ -188,7 +192,8 @@ def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
     kinds = {}
     for device, clients in (("cuda", 10), ("cuda", 17), ("cuda", 1), ("cpu", 10)):
         settings = {"client_count": clients, "torch_device": torch.device(device)}
-        made = mock.Mock(config=mock.Mock(**settings, client_threads=False, graph=True))
+        ways = {"client_threads": False, "side_by_side": False, "graph": True}
+        made = mock.Mock(config=mock.Mock(**settings, **ways))
         kinds[device, clients] = [lab.Training._kind(made, static) for static in (True, False)]
     assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.Federation]
     assert all(kind == [tcs.Federation] * 2 for kind in kinds.values())
@@ -197,8 +202,10 @@ def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_round_on_a_gpu_never_waits_for_the_host():
-    _, static = federations("TCS-Q5", "cuda")
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("name", ["TCS-Q5", "FedAvg"])
+def test_a_round_on_a_gpu_never_waits_for_the_host(name, together):
+    _, static = federations(name, "cuda", side_by_side=together)
     static.epoch(0)
     static.epoch(1)  # captured
     before = static.theta_D.clone()

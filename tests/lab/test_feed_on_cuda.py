@@ -39,12 +39,18 @@ def test_an_eager_rounds_batch_is_made_on_the_device_too(feed):
 
 def test_held_samples_stay_where_they_are(feed):
     held_batch(feed)
-    before = [list(vars(draws).values()) for draws in feed._held]
+    before = list(vars(feed._held).values())
     feed.hold(range(feed.rounds, 2 * feed.rounds))
-    after = [list(vars(draws).values()) for draws in feed._held]
-    assert all(a is b for one, two in zip(before, after, strict=True)
-               for a, b in zip(one, two, strict=True))  # fmt: skip
-    assert {t.device.type for tensors in after for t in tensors} == {"cuda"}
+    after = list(vars(feed._held).values())
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert {tensor.device.type for tensor in after} == {"cuda"}
+
+
+def test_all_clients_batches_of_a_static_round_are_made_at_once(feed):
+    images, labels = held_batch(feed)
+    found = feed.together(torch.zeros((), dtype=torch.int64, device="cuda"), 1)
+    assert [part.shape for part in found] == [(3, *images.shape), (3, *labels.shape)]
+    assert {part.device.type for part in found} == {"cuda"}
 
 
 def looks(draws):

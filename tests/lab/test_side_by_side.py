@@ -68,3 +68,13 @@ def test_the_sizes_choose():
     assert not goes_side_by_side(replace(small, side_by_side=False))
     assert not goes_side_by_side(config("Baseline", model="resnet8", width=8))
     assert not lab.records.rounding(large)["side_by_side"]
+
+
+def test_all_clients_batches_at_once_are_those_of_each(small):
+    feed = made(True, "TCS-L2", {}).feed
+    feed.hold(range(feed.rounds, 2 * feed.rounds))
+    t = torch.tensor(1)
+    for tau in range(2):
+        each = zip(*(feed.batch(n, t, tau) for n in range(5)), strict=True)
+        for found, parts in zip(feed.together(t, tau), each, strict=True):
+            assert torch.equal(found, torch.stack(parts))
