@@ -122,8 +122,8 @@ def picture_path() -> Path:
 def picture_block() -> str:
     """The picture and its caption."""
     found = drawn()
-    counts = sorted({len(of) for of in found.values()})
-    n = " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
+    counts = {len(of) for of in found.values()}
+    n = f"{min(counts)} or more" if len(counts) > 1 else min(counts)
     caption = CAPTION.format(**setting(found["FedAvg"][0]), profile=PROFILE, n=n)
     file = picture_path().relative_to(ROOT).as_posix()
     return f"![Final accuracy against megabytes, by scheme]({file}.png)\n\n{caption}"
