@@ -83,7 +83,7 @@ side_by_side = None  # True, False: all clients in one pass, or in turns; else b
 client_threads = None  # True: a client a thread; the same numbers for any number of threads
 compiled = None  # True: passes by torch.compile; numbers to rounding
 errors_limit = None  # MB of memory for the errors of all clients; more are kept in a file
-graph = None  # True: sparse rounds of static shapes, on a GPU as one CUDA graph
+graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
 # %% [markdown]

@@ -20,7 +20,8 @@ STREAMS = 5  # so many train at a time; meanwhile those before them are compress
 
 
 def goes_a_client_a_stream(config: RunConfig) -> bool:
-    """On a GPU, in rounds that are static; few clients, since each has a model of its own."""
+    """On a GPU, in rounds that are static, where they do not train side by side; few clients, since
+    each has a model of its own."""
     return config.torch_device.type == "cuda" and 1 < config.client_count <= MOST_CLIENTS
 
 

@@ -25,6 +25,7 @@ from tcs_core import (
     TopK,
     Traffic,
 )
+from tcs_lab.settings import RunConfig
 
 
 def suits(scheme: Scheme, link: Link) -> bool:
@@ -36,17 +37,29 @@ def suits(scheme: Scheme, link: Link) -> bool:
     return known and plain and usual and type(link) is Link
 
 
+def goes_static(config: RunConfig, link: Link) -> bool:
+    """As configured, where all clients take part and the scheme suits."""
+    everyone = config.participants == config.client_count
+    return config.graph and everyone and suits(config.scheme, link)
+
+
 class GraphRounds:
     """Rounds of a federation without host synchronization, up to `most` of them at once.
 
     In place of a round's number the feed gets a tensor, which counts from the first of the rounds
     it was last told to `hold`: it keeps what they need in tensors that stay where they are.
-    What `watch` makes of each round's update (D,), two numbers, is in `watched_T2`.
+    What `watch` makes of each round's update (D,), two numbers, is in `watched_T2`; it sees trial
+    rounds too, so that what it says of the first round after a capture means nothing.
+
+    Raises ValueError for a federation with an optimizer, whose state a capture would change.
     """
 
     def __init__(
         self, federation: Federation, most: int, watch: Callable[[Tensor], Tensor] | None = None
     ):
+        for name in ("local_optimizer", "server_optimizer"):
+            if getattr(federation, name) is not None:
+                raise ValueError(f"{name}: allowed in static rounds: none")
         device = federation.theta_D.device
         self.federation = weakref.proxy(federation)  # which may hold this
         self.index = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,7 +70,7 @@ class GraphRounds:
         self.watch = watch
         self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
-        self.held: list[Tensor] = []  # what the graph was captured with
+        self.places: list[int] = []  # in memory, of what the graph was captured with
 
     def ready(self, rounds: range) -> bool:
         """Whether these rounds, judged by the first, are of a dense scheme, or sparse ones that have
@@ -92,14 +105,13 @@ class GraphRounds:
     def _traffic(self, explored: int) -> Traffic:
         """Of a round in which so many entries were sent by some clients only."""
         clients, known = self.federation.clients, self.federation.compressor.known
-        rule = known.rule
-        if known.dense:
+        rule, everyone = known.rule, tuple(range(clients))
+        if self.federation.scheme.dense:
             size = Size.of(32 * known.dimension)
-            everyone = tuple(range(clients))
             return Traffic(size.bits, size.bits, size.bytes * clients, size.bytes, everyone)
         up = Size.of(known.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local))
         down = Size.of(known.down.block_code_bits(rule.k_global + explored, explored))
-        return Traffic(up.bits, down.bits, up.bytes * clients, down.bytes, tuple(range(clients)))
+        return Traffic(up.bits, down.bits, up.bytes * clients, down.bytes, everyone)
 
     def _play(self, index: int, eta: float) -> None:
         self.index.fill_(index)
@@ -108,9 +120,9 @@ class GraphRounds:
             self._round()
             return
         with torch.cuda.device(self.index.device):
-            same = [one is two for one, two in zip(self._masks(), self.held, strict=False)]
-            if self.graph is None or not all(same):
-                self.graph, self.held = self._captured(), self._masks()
+            if self.graph is None or self.places != self._places():
+                self.graph = self._captured()
+                self.places = self._places()
             self.graph.replay()
 
     def _round(self) -> None:
@@ -128,6 +140,13 @@ class GraphRounds:
         self.explored_T.index_copy_(0, now, checks.explored.view(1))
         if self.watch:
             self.watched_T2.index_copy_(0, now, self.watch(update_D).view(1, 2))
+
+    def _places(self) -> list[int]:
+        """Where there is what the graph reads and writes: an owner, an ordinary round or a
+        checkpoint may have put something else in its place."""
+        federation = self.federation
+        tensors = [federation.theta_D, *federation.flat.parameters, *self._masks()]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def _masks(self) -> list[Tensor]:
         """Tensors that an ordinary round or a checkpoint replaces."""

@@ -470,7 +470,8 @@ def _class_counts(
 
 @dataclass(frozen=True)
 class Draws:
-    """A client's samples, in order, each with its crop offset (2,) and its flip."""
+    """A client's samples (M,), in order, each with its crop offset (2,) and its flip; or those of
+    several clients (N, M)."""
 
     samples: Tensor
     crops: Tensor
@@ -485,12 +486,12 @@ class Draws:
 
     @staticmethod
     def stacked(several: list[Draws]) -> Draws:
-        """Those of several clients, (N, M), in memory of their own."""
+        """Those of several clients, in memory of their own."""
         parts = zip(*(vars(draws).values() for draws in several), strict=True)
         return Draws(*(torch.stack(part) for part in parts))
 
     def flat(self) -> Draws:
-        """All of several clients' (N, M), one after another."""
+        """Of several clients, one after another."""
         return Draws(*(tensor.flatten(0, 1) for tensor in vars(self).values()))
 
     def __getitem__(self, which: Any) -> Draws:

@@ -20,9 +20,10 @@ import torch
 from pydantic import AfterValidator, BaseModel, Field
 
 import tcs_core
-from tcs_core import Scheme
+from tcs_core import Link, Scheme
 from tcs_lab.client_threads import goes_a_client_a_thread
 from tcs_lab.compiled import goes_compiled
+from tcs_lab.cuda_graph import goes_static
 from tcs_lab.errors import cut, reject_unknown, validated
 from tcs_lab.settings import IS_CLONE, ROOT, RUN_KEYS, RunConfig, digest_of
 from tcs_lab.side_by_side import goes_side_by_side
@@ -81,12 +82,13 @@ _REPEATS = {
 def rounding(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
     """What decides how sums are rounded, beside the code."""
     device, one_core = config.torch_device, goes_a_client_a_thread(config)
+    in_one = ranks == 1 and not config.wire
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         **({} if one_core else _threads(config)),
-        "graph": config.graph,
+        "graph": in_one and goes_static(config, Link()),
         "side_by_side": goes_side_by_side(config) and ranks == 1,
         "client_threads": one_core,
         "compiled": goes_compiled(config),

@@ -29,7 +29,7 @@ from tcs_core import (
 from tcs_lab.client_streams import ClientStreams, goes_a_client_a_stream
 from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
 from tcs_lab.compiled import passes
-from tcs_lab.cuda_graph import GraphRounds, suits
+from tcs_lab.cuda_graph import GraphRounds, goes_static
 from tcs_lab.data import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.files import cache_folder
 from tcs_lab.ranks import ProcessLink, Ranks
@@ -110,6 +110,7 @@ class ImageFeed:
         draws = Draws.stacked(self.draws(rounds.start // self.rounds))
         if self._held is None:
             self._held = draws
+            return
         for kept, new in zip(vars(self._held).values(), vars(draws).values(), strict=True):
             kept.copy_(new)
 
@@ -165,8 +166,7 @@ class Training:
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
         link = link or _link(config, self.ranks)
-        everyone = config.participants == config.client_count
-        static = config.graph and everyone and suits(scheme, link)
+        static = goes_static(config, link)
         self.federation = self._kind(static)(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=CrossEntropy(config), link=link,
@@ -428,7 +428,7 @@ class Watch:
         self.sizes_L = torch.tensor(layer_sizes, device=device)
         self.ends_L = self.sizes_L.cumsum(0)
         self.k = tcs_core.kept(phi, sum(layer_sizes))
-        self.before_K = torch.zeros(self.k, dtype=torch.int64, device=device)
+        self.before_K = torch.arange(-self.k, 0, device=device)  # at first, none that there are
         self.before_L = torch.zeros_like(self.sizes_L)  # how many of these a layer
         self.found: list[Tensor] = []  # (2,), round by round
         self.selection = Selection()
@@ -438,8 +438,8 @@ class Watch:
         self.found.append(self.compared(update_D))
 
     def compared(self, update_D: Tensor) -> Tensor:
-        """How many entries an update (D,) shares with the one before, and by chance: (2,) float64,
-        of the first one nothing. A GPU is not waited for, and finds all in the same tensors."""
+        """How many entries an update (D,) shares with the one before, the first with none, and by
+        chance: (2,) float64. A GPU is not waited for, and finds all in the same tensors."""
         now_K = self.selection(update_D, self.k)
         now_L = torch.searchsorted(now_K, self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
         shared = tcs_core.in_common(self.before_K, now_K)

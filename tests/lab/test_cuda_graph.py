@@ -157,6 +157,52 @@ def test_static_rounds_may_come_anywhere_between_eager_ones(name):
     torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["FedAvg", "top-K"])
+def test_a_graph_is_captured_anew_for_what_is_elsewhere_now(name, monkeypatch):
+    """A graph would go on with tensors that its federation has no longer."""
+    federation = small_federation(name)
+    rounds = GraphRounds(federation, 4)
+    rounds.play(range(2))
+    captured, graph = [], mock.Mock()
+    with monkeypatch.context() as as_on_a_gpu:
+        as_on_a_gpu.setattr(rounds, "index", mock.Mock(wraps=rounds.index))
+        rounds.index.device = mock.Mock(type="cuda")
+        as_on_a_gpu.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        as_on_a_gpu.setattr(rounds, "_captured", lambda: captured.append(1) or graph)
+        rounds.play(range(2, 4))
+        assert len(captured) == 1
+        federation.model[0].bias.requires_grad_(False)
+        rounds.play(range(4, 6))
+        assert len(captured) == 2
+        federation.model[0].weight.data = federation.model[0].weight.data.clone()
+        rounds.play(range(6, 8))
+        assert len(captured) == 3
+
+
+@pytest.mark.parametrize("which", ["local_optimizer", "server_optimizer"])
+def test_static_rounds_refuse_optimizers(which):
+    batches = [[(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]] * 2
+    optimizer = {which: lambda p: torch.optim.SGD(p, 0.1)}
+    federation = tcs.Federation(torch.nn.Linear(6, 3), batches, "FedAvg", 0.1, **optimizer)
+    with pytest.raises(ValueError, match=f"{which}: allowed in static rounds: none"):
+        GraphRounds(federation, 4)
+
+
+def test_a_record_says_whether_its_rounds_were_static():
+    said = {
+        name: lab.records.rounding(federations(name, **changes)[1].config)["graph"]
+        for name, changes in {
+            "TCS": {},
+            "FedAvg": {},
+            "rand-K": {},
+            "top-K": {"wire": True},
+        }.items()
+    }
+    assert said == {"TCS": True, "FedAvg": True, "rand-K": False, "top-K": False}
+    half = federations("TCS", participation=0.5)[1].config
+    assert not lab.records.rounding(half)["graph"]
+
+
 def test_a_federation_with_static_rounds_is_freed_at_once():
     gc.disable()
     try:

@@ -7,7 +7,7 @@ import tcs_lab as lab
 import torch
 from common import config
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
-from tcs_lab.training import Training, load_data
+from tcs_lab.training import ImageFeed, Training, load_data
 
 NET = {"train_samples": 60, "clients": 5, "batch_size": 3, "width": 4}
 
@@ -78,3 +78,19 @@ def test_all_clients_batches_at_once_are_those_of_each(small):
         each = zip(*(feed.batch(n, t, tau) for n in range(5)), strict=True)
         for found, parts in zip(feed.together(t, tau), each, strict=True):
             assert torch.equal(found, torch.stack(parts))
+
+
+def test_a_feed_that_changes_batches_is_asked_for_each(small):
+    """Though what it comes from can give all at once."""
+
+    class Zeros(ImageFeed):
+        def batch(self, n, round, tau):
+            images, labels = super().batch(n, round, tau)
+            return images, torch.zeros_like(labels)
+
+    training = made(True, "TCS", {"graph": True})
+    training.federation.feed.__class__ = Zeros
+    training.federation.feed.hold(range(training.feed.rounds))
+    for t in (0, torch.tensor(0)):
+        _, labels_NB = training.federation._batches(list(range(5)), t, 0)
+        assert labels_NB.sum() == 0
