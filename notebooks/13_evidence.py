@@ -460,8 +460,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else "None of these ru
 # out other samples there.
 #
 # **Departures from the plan**: the bootstrap's half-widths do not agree with the intervals within 15 %. Nothing was changed for that.
-# Eight runs of stage 2 (seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5) were made before their turn, on a GPU, also in bf16;
-# the other runs of these seeds are a CPU's. The machine is not seen beside chance: in its first six epochs FedAvg, seed 7, is no further
+# Eight runs of stage 2 (seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5) were made before their turn, on a GPU, also in bf16
+# (by the code of commit d5e154b; they name the one before, with changes); the other runs of these seeds are a CPU's. The machine is not seen beside chance: in its first six epochs FedAvg, seed 7, is no further
 # from a CPU's run than two CPU runs are from each other whose models differ by a millionth at the start.
 #
 # ## Claim
