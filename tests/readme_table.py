@@ -361,7 +361,8 @@ def at_the_papers_size() -> str:
 
 
 def at_twice_the_rate() -> str:
-    """Final accuracies of one seed beside those at the plan's rate: of two schemes among these."""
+    """What one seed at twice the plan's rate ends above the mean at that rate, where it is outside
+    the range there."""
     twice, over = params(PROFILE)["reference_batch"] // 2, {}
     planned = lab.planned_runs(ROOT / "params/evidence_plan.yaml")["rates"]
     for config in (config for config in planned if config.reference_batch == twice):

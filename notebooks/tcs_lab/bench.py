@@ -212,9 +212,8 @@ def bench_round(
             works["plain top-K"] = _plain_rounds(training, ours)
             works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
         if bench.torch_device.type == "cuda":
-            graphed = made(
-                graph=True, side_by_side=False
-            )  # its GraphRounds hold the federation weakly
+            # kept by a name: its GraphRounds hold the federation weakly
+            graphed = made(graph=True, side_by_side=False)
             works["graph"] = lambda: cast(Any, graphed.graph).play(range(rounds))
         elif goes_side_by_side(replace(training.config, side_by_side=None)):
             works["side by side"] = _rounds(made())

@@ -175,11 +175,12 @@ class Training:
         )  # fmt: skip
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
+        # dense schemes' updates say which entries are important
+        self.watch = Watch(self.flat.layer_sizes, device=self.device) if scheme.dense else None
         self.graph = None
         if static:
-            watch = self._watch()
-            way = watch.compared if watch else None
-            self.graph = GraphRounds(self.federation, self.rounds_per_epoch, way)
+            compared = self.watch.compared if self.watch else None
+            self.graph = GraphRounds(self.federation, self.rounds_per_epoch, compared)
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
@@ -227,9 +228,7 @@ class Training:
         error.args = (f"{error.args[0]}; {where}",)
         return error
 
-    def _graph_rounds(
-        self, graph: GraphRounds, rounds: range, watch: Watch | None
-    ) -> list[Traffic]:
+    def _graph_rounds(self, graph: GraphRounds, rounds: range) -> list[Traffic]:
         """All of them at once; what each sent."""
         self.federation.losses_N.zero_()
         try:
@@ -237,20 +236,15 @@ class Training:
         except ClientError as error:
             first_bad = rounds.start if error.round is None else error.round
             raise self._placed(error, first_bad) from None
-        if watch:
-            watch.found = list(graph.watched_T2)
+        if self.watch:
+            self.watch.found = list(graph.watched_T2)
         return played
 
-    def _watch(self) -> Watch | None:
-        """Of dense schemes: their updates say which entries are important."""
-        dense = self.config.scheme.dense
-        return Watch(self.flat.layer_sizes, device=self.device) if dense else None
-
-    def _traffic(self, epoch: int, watch: Watch | None) -> Iterator[Traffic]:
+    def _traffic(self, epoch: int) -> Iterator[Traffic]:
         """The same, each as what it sent."""
         for update_D in self.rounds(epoch):
-            if watch:
-                watch.see(update_D)
+            if self.watch:
+                self.watch.see(update_D)
             yield self.compressor.traffic
 
     def epoch(self, epoch: int) -> Row:
@@ -262,10 +256,11 @@ class Training:
         row |= dict.fromkeys(counted, 0)
         if isinstance(compressor.rule, tcs_core.TCS):
             compressor.rule.overlap_2.zero_()
-        watch = self._watch()
-        played: Iterable[Traffic] = self._traffic(epoch, watch)
+        if self.watch:
+            self.watch.found.clear()
+        played: Iterable[Traffic] = self._traffic(epoch)
         if self.graph is not None and self.graph.ready(span):
-            played = self._graph_rounds(self.graph, span, watch)
+            played = self._graph_rounds(self.graph, span)
         for traffic in played:
             for key in counted:
                 row[key] += getattr(traffic, key)
@@ -276,7 +271,7 @@ class Training:
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
         row |= {"train_loss": float(self.loss_sum) / steps}
-        return row | self._mask_overlap() | (watch.row() if watch else {})
+        return row | self._mask_overlap() | (self.watch.row() if self.watch else {})
 
     def _mask_overlap(self) -> Row:
         """Which share of the shared mask was in it a round before, in this epoch so far."""
