@@ -17,9 +17,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from tcs_core import Federation
 from tcs_lab.settings import RunConfig
 
-# Channels x samples x pixels of a first layer's output. Measured on a CPU alone. One core, ten clients: 7.2 times as fast at
-# 4 x 4 x 8^2, 4.1 at 8 x 8 x 8^2, 1.7 at 16 x 16 x 16^2, 1.2 at 32 x 16 x 16^2; slower at
-# 16 x 64 x 32^2.
+# Channels x samples x pixels of a first layer's output. Measured on a CPU alone, one core, ten
+# clients: 7.2 times as fast at 4 x 4 x 8^2, 4.1 at 8 x 8 x 8^2, 1.7 at 16 x 16 x 16^2, 1.2 at
+# 32 x 16 x 16^2; slower at 16 x 64 x 32^2.
 MOST = 131_072
 # Channels x samples x characters: 2.3 times as fast at 64 x 2 x 32, 2.0 at 96 x 2 x 32.
 MOST_OF_TEXT = 8192
