@@ -52,8 +52,8 @@ def test_its_other_numbers_have_a_source():
 def test_verdicts_and_differences_are_those_of_notebook_13():
     text = cells_of("13_evidence.ipynb")
     for name, claim in {"TCS": "TCS loses no", "TCS-L4-Q5": "TCS-L4-Q5 loses no"}.items():
-        (line,) = re.findall(rf"^{claim} accuracy against centralized training: (.*)$", text, re.M)
-        word, said = line.split("; ")[0], line.split("; ")[-1]
+        line = rf"^{claim} accuracy against centralized training: (.*); (.*)$"
+        ((word, said),) = re.findall(line, text, re.M)  # others name what makes a verdict weak
         assert f"{name} {said} = " in TEXT
         assert f"{name} {word.split(':')[0]}" in TEXT
 
