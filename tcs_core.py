@@ -8,7 +8,7 @@ Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
             -> server: average -> update_D -> theta_D
 
 Alg. 2 is section 6: `Known` (line 5), `Client` (lines 9 to 13) and `Server` (15, 16), each in a
-process of its own if need be; lines 6 and 7 are in `Federation.round` (section 7).
+process of its own if need be; lines 6 and 7 are in `Federation.play` (section 7).
 
 Contents, and the names that each gives
     1 schemes          Scheme, register_scheme, register_quantizer, register_suffix, register_code

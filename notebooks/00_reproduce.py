@@ -25,6 +25,7 @@
 # There it calls [08_tables_and_curves](08_tables_and_curves.ipynb) through papermill once for each table. The whole result is shown on one page.
 #
 # *Run time*: seconds as it stands, three to seven minutes in `quick` on two cores. *Read before*: README.
+# *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
 
 # %% jupyter={"source_hidden": true}
 import io
@@ -151,7 +152,7 @@ for t, params in plans.items():
 # Three tables, each over its figure: curves on the left, their last points, enlarged, on the right. In profile `evidence`
 # the last epoch is tested on 35,000 images, the test images and the training images that nobody trained on, earlier ones on the 10,000
 # test images alone: the step at epoch 80 is that change, no learning. Differences to the Baseline are in
-# percentage points with 95 % intervals, ours paired by seed ([13](13_evidence.ipynb) judges by one model of all runs, whose intervals are others). Bits are per parameter and local iteration: the paper's formula, and what
+# percentage points with 95 % intervals, ours paired by seed ([13](13_evidence.ipynb) judges by one model of all runs, whose numbers are others). Bits are per parameter and local iteration: the paper's formula, and what
 # was really counted, after the dense warm-up. The last column is one client's whole run in megabytes, both ways, warm-up included; it
 # is also the axis of the last figure, which has dense training beside the sparse schemes where that is recorded. The csv files have
 # more, the training loss among it: where a scheme falls short of the Baseline, it says how finished the training is. (For TCS the paper

@@ -347,7 +347,7 @@ noise = (
     200 * (0.5 / test_samples) ** 0.5
 )  # two standard errors, at most, in points: of the test images
 print(
-    f"differences below {noise:.1f} points are within the noise of {test_samples} test images alone;"
+    f"differences below {noise:.1f} points are within the noise of {test_samples} test images alone"
 )
 
 # %% [markdown]

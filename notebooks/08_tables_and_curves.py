@@ -23,6 +23,7 @@
 #     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
 # *Run time*: seconds here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
+# *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
 
 # %% jupyter={"source_hidden": true}
 import tempfile
@@ -122,7 +123,7 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 # ## The table
 #
 # Accuracies, and beside them differences to the Baseline in percentage points with a 95 % interval: ours paired by seed ([13](13_evidence.ipynb)
-# judges by one model of all runs, whose intervals are others), the paper's from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**. *Formula*
+# judges by one model of all runs, whose numbers are others), the paper's from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**. *Formula*
 # is the paper's bit budget:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$

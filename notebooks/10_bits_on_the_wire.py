@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 10 · Count every byte on the wire
 #
-# **In short.** At the paper's size a message has the bits of the paper's formula, within 0.20 %. That is 4 % of TCS-L4-Q5's whole
+# **In short.** At the paper's size a message has the bits of the paper's formula, within 0.20 %. All uplinks after the warm-up are 4 % of TCS-L4-Q5's whole
 # traffic. Against dense training its factor is ×1,910 by the formula, ×214 with the dense warm-up, and ×139 with the downlink, too.
 #
 # **Claim (last column of Tables 1 and 2, Sec. II-E).** TCS-L4-Q5 sends 0.01675 bits per parameter

@@ -467,11 +467,11 @@ def accuracies(name: str, seeds) -> list[float]:
     return [100 * federated[name][seed]["rows"][-1]["accuracy"] for seed in seeds]
 
 
-def against(name: str) -> dict[str, float | str]:
-    """Final accuracy minus the baseline scheme's, in points, over the seeds that both have."""
-    pairs = sorted(federated[name].keys() & federated.get(baseline_scheme, {}).keys())
+def against(name: str, other: str) -> dict[str, float | str]:
+    """Final accuracy minus another's, in points, over the seeds that both have."""
+    pairs = sorted(federated[name].keys() & federated.get(other, {}).keys())
     mean, half = lab.paired_gain(
-        *(accuracies(n, pairs) for n in (name, baseline_scheme)) if pairs else ([], [])
+        *(accuracies(n, pairs) for n in (name, other)) if pairs else ([], [])
     )
     return {
         "n": len(pairs),
@@ -481,21 +481,25 @@ def against(name: str) -> dict[str, float | str]:
     }
 
 
+def points(gap: dict[str, float | str]) -> str:
+    half = f" ± {gap['half']:.2f}" if math.isfinite(gap["half"]) else ""
+    return f"{gap['mean']:+.2f}{half}".replace("-", "−") if gap["n"] else "–"
+
+
 def bytes_to(name: str) -> float:
     there = curves[name][curves[name]["accuracy"] >= target]
     return there["bytes"].iloc[0] if len(there) else math.nan
 
 
 # %%
-rows, gaps = [], {name: against(name) for name in order}
+rows, gaps = [], {name: against(name, baseline_scheme) for name in order}
 on_links = f"s at {' / '.join(f'{rate:g}' for rate in links)} Mbit/s"
 for name, gap in gaps.items():
     last, goal = curves[name].iloc[-1], bytes_to(name)
-    half = f" ± {gap['half']:.2f}" if math.isfinite(gap["half"]) else ""
     row = {"scheme": name, "n": f"{gap['n']}", "accuracy %": f"{100 * last['accuracy']:.2f}"}
-    points = f"{gap['mean']:+.2f}{half}".replace("-", "−")
-    row |= {"points more": points, "no worse": f"**{gap['no worse']}**"}
+    row |= {"points more": points(gap), "no worse": f"**{gap['no worse']}**"}
     row |= {"points more": "–", "no worse": "–"} if name == baseline_scheme else {}
+    row |= {"− FedAvg": "–" if name == "FedAvg" else points(against(name, "FedAvg"))}
     ratio = lab.number(dense_bytes / last["bytes"])
     row |= {"MB both ways (less than FedAvg-L4)": f"{lab.number(last['bytes'] / 1e6)} (×{ratio})"}
     row |= {f"MB to {target:.0%}": lab.number(goal / 1e6)}

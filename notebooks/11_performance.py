@@ -456,6 +456,7 @@ def draw_growth(rows):
     growth_panel(panels[1], rows, "dimension", "clients")
     for axis in (panels[0].xaxis, panels[0].yaxis):
         lab.plain_log(axis)
+    panels[0].set_xticks(sorted(rows["clients"].unique()))
     panels[0].legend(frameon=False)
     plt.show()
 

@@ -91,7 +91,7 @@ for way in links.SHARES:
     rate = min(measured.pays_to(way, o, *net) for net in nets.values() for o in ("plain", "bf16"))
     cost = judged.cost(optimizers.Cell("AdamW", way))
     nats = lab.with_interval(cost.value, cost.low, cost.high)
-    answer.append(f"""- **{way}** has shorter steps than plain DDP and bf16 on links to {rate:,.0f} Mbit/s. It changes AdamW's test loss by {nats} nats:
+    answer.append(f"""- **{way}** has shorter steps than plain DDP and its bf16 hook on links to {rate:,.0f} Mbit/s. It changes AdamW's test loss by {nats} nats:
   **{judged.word(cost)}**.""")
 found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.WAYS[1:]}
          for D_net, net in nets.items()}  # fmt: skip
@@ -268,7 +268,8 @@ fig, axes = plt.subplots(figsize=(6.6, 3.2))
 seconds.plot.bar(ax=axes, color=lab.COLOURS[:2], rot=0, width=0.7, logy=True)
 for bars, hatch in zip(axes.containers, ("", "//"), strict=True):
     _ = [bar.set_hatch(hatch) for bar in bars]
-    axes.bar_label(bars, fmt="%.3g s", fontsize=9)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line below
+    axes.bar_label(bars, fmt="%.3g s", fontsize=9, padding=2, bbox=box)
 axes.axhline(computed, color="0.35", linewidth=1, linestyle=":")
 axes.annotate("the plain run took this long here", (0.99, computed), xycoords=("axes fraction", "data"),
               xytext=(0, 3), textcoords="offset points", ha="right", color="0.35")  # fmt: skip
@@ -310,7 +311,7 @@ display(Markdown(lab.markdown(measured.unlimited())))
 #
 # A GPT of 33,191 parameters on the text of [16_text](16_text.ipynb), 5,000 sparse steps after 100 dense ones. Each optimizer has the rate that is
 # best for it dense. Plan, bounds and words stood in `params/optimizers.yaml` before the first run. Both ranks are clients of one process,
-# which trains bit for bit as the hook does. "Corrected" moves momentum before the compression, as DGC does; the hook does not have that.
+# which trains bit for bit as the hook does. "Corrected" moves momentum before the compression, as DGC ([17](17_rivals.ipynb)) does; the hook does not have that.
 # Cost is the test loss beyond the same optimizer's, dense, in nats a character, with its 95 % interval. *Nothing*: the whole interval is
 # below 0.05. *Costs*: it is above. Else the verdict is *open*.
 
@@ -332,7 +333,7 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 # %% [markdown]
 # A scheme is worth it where its interval, against the best dense cell, ends below 0.1.
 # Momentum and AdamW average over many steps; of an entry in the errors the gradients of many steps arrive in one. SGD was worse than the others dense, so it
-# has less to lose. Rounds × φ says how often an entry is sent: 50 times at 1 %, 500 at 10 %; below ten, nothing can be said. Rates were not looked for anew under compression; nothing
+# has less to lose. Rounds × φ says how often an entry is sent: 50 times at 1 %, 500 at 10 %; near ten, expect large losses. Rates were not looked for anew under compression; nothing
 # was clipped.
 #
 # ## To be copied

@@ -97,7 +97,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # not drawn: they follow **by construction** from the scheme and the net. The paper's lines judge the means and deviations that it
 # prints by the same rule. What has too few runs for an interval, or what the paper prints no numbers for, is *not measured*.
 #
-# The six main claims, as differences of final test accuracy in percentage points. The shaded side keeps the bound.
+# The six main claims, as differences of final test accuracy in percentage points; *no* loss means at most half a point. The shaded side
+# keeps the bound.
 
 # %% jupyter={"source_hidden": true}
 COLOURS = dict(zip(lab.VERDICTS, [lab.COLOURS[i] for i in (1, 2, 7, 7, 7)], strict=True))
@@ -312,8 +313,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## Sentence by sentence
 #
 # Every empirical sentence of the paper, in its order and in our words: `params/sentences.yaml`. A verdict from records is the one of the
-# claims above, preliminary while these are; one from a notebook is what that notebook printed when it was executed. Where several are
-# asked, all are counted. *By construction*: it follows from the algorithm, or from counting.
+# claims above, preliminary while these are; one from a notebook is what that notebook printed when it was executed. Of several,
+# drawn ones alone count. *By construction*: it follows from the algorithm, or from counting.
 
 # %%
 sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
@@ -440,7 +441,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else "None of these ru
 
 # %% [markdown]
 # After few sends TCS ends below the Baseline, and with four local steps, which have a quarter of the rounds, far below. With twice the
-# epochs, `small` and `cpu` (one seed) end above it, in part because the Baseline itself ends lower than before. So such trainings
+# epochs, `small` and `cpu` (one seed) are no longer below it, in part because the Baseline itself ends lower than before. So such trainings
 # compare how fast schemes learn, and how much they overfit. `evidence` sends an entry as often as the paper does.
 #
 # ## What was decided when
@@ -464,7 +465,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else "None of these ru
 # Eight runs of stage 2 (seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5) were made before their turn, on a GPU, also in bf16
 # (by the code of commit d5e154b; they name the one before, with changes); the other runs of these seeds will be a CPU's. Three CPU runs of
 # FedAvg, seed 7, whose models differed by a millionth at the start, had training losses of 1.231, 1.246 and 1.250 in their sixth
-# epoch; the GPU's was 1.253.
+# epoch; the GPU's was 1.253, a little outside.
 #
 # ## Claim
 #

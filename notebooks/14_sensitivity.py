@@ -194,7 +194,7 @@ def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str
 #
 # $\phi_{local}$ is how much each client *explores*: entries outside the shared mask, which cost
 # positions too. The paper wants $\phi_{local}\ll\phi_{global}$. At the left end of the upper panel, see what
-# accuracy is lost where the shared mask hardly gets new entries; look at the white marks below, too: each step is about
+# accuracy is lost where the shared mask gets fewest new entries; look at the white marks below, too: each step is about
 # a factor of three in these entries, but not in bytes.
 
 # %%

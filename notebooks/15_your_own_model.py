@@ -196,7 +196,7 @@ plt.close(fig)
 # Choose the scheme that gets to the first one's last loss (within the tolerance), and stays there, with the fewest bytes. If none of the sparse ones does, train longer, or keep
 # more entries: a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the one that trains gives another row. Most
 # bytes here are the warm-up's: with 4 % dense rounds no scheme saves more than 25 times (those with -NW, -W or ++ have none). An entry gets to be sent 10 times on average,
-# rounds × $\phi_{global}$ (in the paper 234 times); below ten, nothing can be said.
+# rounds × $\phi_{global}$ (in the paper 234 times); near ten, expect large losses.
 
 
 # %%

@@ -389,7 +389,7 @@ claim("under DDP, as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f}
 print(claim.summary())
 for verdict, claims in judged.groupby("verdict")["says"]:
     few = verdict == "not measured"
-    print("no verdict, too few runs:" if few else f"{verdict}:", *claims, sep="\n    ")
+    print("not measured, too few runs:" if few else f"{verdict}:", *claims, sep="\n    ")
 gap = ends.loc["TCS", "training loss"] - ends.loc["PowerSGD", "training loss"]
 word = "higher" if gap > 0 else "lower"
 print(

@@ -38,7 +38,6 @@ seeds = 5  # records of seeds 0 to seeds - 1 are looked for
 below = 3.0  # points below the most accurate scheme: the target whose time is asked for
 links = [1, 10, 100]  # Mbit/s, each way
 latencies = [10, 100]  # ms a round
-drawn = ["FedAvg", "top-K", "TCS", "TCS-Q5-NW", "STC", "EF-signSGD-D1", "QSGD", "DGC"]  # with lines
 make = False  # True: first make the runs that have no record
 data_root = None  # make: the folder or tar of the data; None: the profile's
 
@@ -364,16 +363,15 @@ print("on the Pareto front:", ", ".join(front))
 # Megabytes are not time. A round costs its latency too, however short its message: on a fast link with a
 # long way, all schemes take as long as they have rounds. The target is the accuracy of the most accurate scheme minus `below`
 # points; the time is that of all messages up and down until the first epoch that reaches it, with a latency a
-# round, and **no computing**. A scheme gets there if it does with every seed; those in `drawn` have a line.
+# round, and **no computing**. A scheme gets there if it does with every seed.
 
 
 # %% jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, len(latencies), figsize=(8.6, 4.6), sharey=True, squeeze=False)
-shown = [name for name in drawn if name in arrive]
 for axes, latency in zip(panels[0], latencies, strict=True):
-    for name in shown:
+    for name in arrive:
         part = times[(times["scheme"] == name) & (times["latency"] == latency)]
-        style = lab.curve_style(name, shown)
+        style = lab.curve_style(name, arrive)
         _ = axes.plot(part["link"], part["seconds"], **style, ms=6, label=name)
     axes.set(
         xscale="log", yscale="log", xlabel="link, Mbit/s", title=f"latency {latency:g} ms a round"

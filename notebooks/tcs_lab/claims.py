@@ -468,8 +468,6 @@ def said(row: Mapping[str, Any]) -> str:
     if word == OPEN and row["measure"] == "accuracy" and (row["low"] > 0 or row["high"] < 0):
         way = "higher" if row["low"] > 0 else "lower"
         return f"{word}: {way}; whether by more than the bound is open"
-    if word == NOT_MEASURED and not math.isnan(row["measured"]):
-        return f"no verdict: {row['reason']}"
     return f"{word}: {row['reason']}" if row["reason"] else word
 
 

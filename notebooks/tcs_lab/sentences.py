@@ -11,7 +11,7 @@ import nbformat
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
-from tcs_lab.cells import NOT_MEASURED, OPEN, WORDS
+from tcs_lab.cells import NOT_MEASURED, WORDS
 from tcs_lab.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged
 from tcs_lab.errors import reject_unknown, validated
 from tcs_lab.settings import read_params
@@ -100,7 +100,7 @@ def printed(notebook: str, text: str, folder: Path = NOTEBOOKS) -> str:
 
 def together(words: Iterable[str]) -> str:
     """Several verdicts as one: the word of all, or each word with how often it came."""
-    found = [OPEN if word == NOT_MEASURED else word for word in words]
+    found = list(words)
     drawn = [word for word in found if word != BY_CONSTRUCTION] or found  # counting decides nothing
     if len(set(drawn)) == 1:
         return drawn[0]
