@@ -75,7 +75,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 from numbers import Real
 from reprlib import repr as shorten
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
@@ -960,11 +960,8 @@ class Message:
         if not len(intended_K):
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
-            codes, means = QUANTIZERS[quantizer](intended_K, intervals)
-        got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
-        fit = torch.int32, tuple(intended_K.shape), torch.float32, (intervals,)
-        if got != fit:
-            raise ValueError(f"quantizer {quantizer}: got {got}; allowed: {fit}, codes and means")
+            given = QUANTIZERS[quantizer](intended_K, intervals)
+            codes, means = _checked_quantized(quantizer, given, len(intended_K), intervals)
         return Message(_dequantize(codes, means), positions, sender, round, codes, means)
 
     @staticmethod
@@ -987,6 +984,29 @@ class Message:
     def to(self, device: Any) -> Message:
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return dataclasses.replace(self, **cast(Any, moved))
+
+
+def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tuple[Tensor, Tensor]:
+    """What a quantizer gave: (count,) codes and (P,) means. ValueError if it is something else, or,
+    of one that is not the paper's, where the host may look, for numbers that it should not give."""
+    two = isinstance(given, tuple) and len(given) == 2
+    if not two or not all(isinstance(part, Tensor) for part in given):
+        raise ValueError(f"quantizer {name}: got {shorten(given)}, allowed: codes and means")
+    codes, means = given
+    got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
+    fit = torch.int32, (count,), torch.float32, (intervals,)
+    if got != fit:
+        raise ValueError(f"quantizer {name}: got {got}; allowed: {fit}, codes and means")
+    if name == "fractional" or not may_look(codes):
+        return codes, means
+    low, high = int(codes.min()), int(codes.max())
+    if not 0 <= low <= high < 2 * intervals:
+        allowed = f"0 to {2 * intervals - 1}"
+        raise ValueError(f"quantizer {name}: got codes {low} to {high}, allowed: {allowed}")
+    if not (means.isfinite() & (means >= 0)).all():
+        what = f"got means {means.tolist()}, allowed: finite numbers >= 0"
+        raise ValueError(f"quantizer {name}: {what}")
+    return codes, means
 
 
 @dataclass(frozen=True)
@@ -1220,6 +1240,9 @@ class BlockCode(Code):
 
 def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
     """(K,) numbers below 2^width as K * width bits, the highest first: uint8 of 0 and 1."""
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < 2**width:
+        got = f"{numbers.min()} to {numbers.max()}"
+        raise ValueError(f"codes: got {got}, allowed: 0 to {2**width - 1}")
     shifts = np.arange(width - 1, -1, -1, dtype=np.uint16)
     return (numbers.astype(np.uint16)[:, None] >> shifts & 1).astype(np.uint8).reshape(-1)
 
@@ -1384,8 +1407,11 @@ class TCS(MaskRule):
         if not self.k_global:
             return
         before = self.positions
-        self.positions = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
-        self.count_overlap(before, self.positions)
+        now = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
+        if may_look(now) and not update_D.numpy()[now.numpy()].any():
+            return  # a step at rate 0: no mask follows from it
+        self.positions = now
+        self.count_overlap(before, now)
 
     def count_overlap(self, before: Tensor | None, now: Tensor) -> None:
         """How many positions of a shared mask were in the one before."""
@@ -1564,6 +1590,9 @@ class Agreement:
     def checked_mask(self, mask: Tensor, taken_D: Tensor | None = None) -> Tensor:
         """A mask that a rule returned, as positions; ValueError says what is wrong with it. (On a
         GPU the numbers themselves are not looked at.)"""
+        if not isinstance(mask, Tensor):
+            got = type(mask).__name__
+            raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
         if mask.dtype == torch.bool and tuple(mask.shape) != (self.dimension,):
             raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
         positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
@@ -1662,6 +1691,7 @@ class Side:
     """What `Client` stands on: its errors, what it has sent, and its state."""
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
+        _check_whole("number", number, 0, SERVER)
         self.known, self.number = known, number
         if errors_D is None and known.scheme.keeps_errors:
             errors_D = torch.zeros(known.dimension, device=known.device)
@@ -1892,7 +1922,11 @@ class Known(Agreement):
     """
 
     def observe(self, update_D: Tensor) -> None:
-        """The update (D,) of a round, a dense one too, says what the next round's mask is."""
+        """The update (D,) of a round, a dense one too, says what the next round's mask is.
+        ValueError for another shape."""
+        if tuple(update_D.shape) != (self.dimension,):
+            got = tuple(update_D.shape)
+            raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         self.rule.observe(update_D)  # line 5 of the next round
         self.skip()
 
@@ -2115,6 +2149,11 @@ class Compressor:
         self.server = server_type(self.known, shares)
         self.traffic = Traffic()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.keep_errors_in(self.errors_ND)
+
     def keep_errors_in(self, errors_ND: Tensor) -> None:
         """Before the first round: errors live in this tensor (N, D), which holds zeros."""
         _check_same("errors_ND", errors_ND, self.errors_ND)
@@ -2261,8 +2300,9 @@ def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[floa
     if weights is None:
         return None
     numbers = [float(weight) for weight in weights]
-    if len(numbers) != clients or not all(0 < weight < math.inf for weight in numbers):
-        raise ValueError(f"weights: got {numbers}, allowed: {clients} positive numbers")
+    if len(numbers) != clients or not all(1e-18 <= weight <= 1e18 for weight in numbers):
+        allowed = f"{clients} positive numbers, 1e-18 to 1e18"
+        raise ValueError(f"weights: got {numbers}, allowed: {allowed}")
     return numbers
 
 
@@ -2334,6 +2374,8 @@ class Feed:
     def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
         """A pass over client n's batches, without the first ones."""
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n)
+        if self._running[n] is None and getattr(source, "persistent_workers", False):
+            iter(source)  # the first iterator of such a loader draws one number more than others
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for generator in _generators(source):
@@ -2411,6 +2453,12 @@ def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
 _NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
 
 
+def _norms(model: nn.Module) -> list[Any]:
+    """A module's norms with running statistics."""
+    found = (m for m in model.modules() if isinstance(m, _NORMS))
+    return [m for m in found if m._buffers.get("running_mean") is not None]
+
+
 class FlatView:
     """A module's trained parameters, and its norms' running statistics, as flat vectors; what they
     are is compared each round with what they were."""
@@ -2431,6 +2479,14 @@ class FlatView:
             if starts.setdefault(start, name) != name:
                 got = f"model: {name}: got the memory of {starts[start]}"
                 raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
+            if any(step == 0 for step, d in zip(p.stride(), p.shape, strict=True) if d > 1):
+                what = "got one whose entries share memory, allowed: each its own (p.clone())"
+                raise ValueError(f"model: {name}: {what}")
+        for name, m in model.named_modules():
+            scripted = isinstance(m, torch.jit.ScriptModule)
+            if scripted and getattr(m, "running_mean", None) is not None:
+                what = "got a scripted norm with running statistics"
+                raise ValueError(f"model: {name}: {what}, allowed: one that is not scripted")
         self.shapes = [p.shape for p in self.parameters]
         self.device = self.parameters[0].device
         devices = sorted({str(p.device) for p in self.parameters})
@@ -2440,9 +2496,7 @@ class FlatView:
         self.order = tuple(layout_of(p) for p in self.parameters)
         self.layer_sizes = [p.numel() for p in self.parameters]
         self.dimension = sum(self.layer_sizes)
-        self.norms = [
-            m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None
-        ]
+        self.norms = _norms(model)
         for m in self.norms:
             if m.momentum is None:
                 raise ValueError("model: a norm's momentum: got None, allowed: a number")
@@ -2483,10 +2537,12 @@ class FlatView:
             p.grad = None
 
     def same_parameters(self) -> bool:
-        """Whether the module still trains the same tensors, of the same kind."""
+        """Whether the module has the same norms and trains the same tensors, of the same kind."""
         found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
         now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
         if len(now) != len(self.parameters):
+            return False
+        if any(new is not old for new, old in zip_longest(_norms(self.model), self.norms)):
             return False
         kinds = zip(now, self.parameters, self.shapes, self.strides, strict=True)
         for new, old, shape, stride in kinds:
@@ -2537,8 +2593,9 @@ class Federation:
 
     `model` is any module with float32 parameters. It stays as its owner left it: parameters are
     ordinary tensors, which hold theta after every round, whatever the owner then loads, prunes,
-    freezes or saves; modes, gradients and frozen parameters are as they were. `feed` is a list of
-    one iterable of batches a client, on the model's device, or an object like `Feed`.
+    freezes or saves; modes and gradients are as they were. (What else a forward pass changes, such
+    as a teacher or spectral norm's vectors, clients change in turn, in a failed round too.) `feed`
+    is a list of one iterable of batches a client, on the model's device, or an object like `Feed`.
     `loss(model, batch)` is a scalar.
 
     Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
@@ -2548,7 +2605,7 @@ class Federation:
     function, steps by the average update (its gradient is minus that). `weights` are the clients'
     shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
     what clients draw in torch; `link` says how messages travel. `on_delta(n, delta_D)`, if set,
-    sees every difference before it is compressed.
+    sees every difference before it is compressed; the next one takes its memory.
 
     State: `theta_D`, `statistics_NS` (norms' running means and variances, a row a client of this
     process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds begun. ValueError
@@ -2565,6 +2622,8 @@ class Federation:
     ):  # fmt: skip
         self.model, self.scheme, self._schedule = model, _scheme(scheme), schedule
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
+        if not hasattr(self.feed, "clients"):
+            raise ValueError("feed: got one with no number of `clients`, allowed: as `Feed` has it")
         self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
         self.seed, self.local_optimizer = seed, local_optimizer
         _check_whole("seed", seed, 0, 2**64 - 1)
@@ -2578,12 +2637,16 @@ class Federation:
         self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
         self._take(FlatView(model))
         self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
-        self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
+        self._share_statistics()
+        self._is_shown = False  # inside `evaluated`
         self._left_S = self.flat.statistics()  # left in the module: another is its owner's
         self.losses_N = torch.zeros(len(self.own), device=self.flat.device)  # over local steps
         own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
         self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
-        self.server_optimizer = server_optimizer([self.server_theta]) if server_optimizer else None
+        self.server_optimizer: torch.optim.Optimizer | None = None
+        if server_optimizer is not None:
+            self.server_optimizer = server_optimizer([self.server_theta])
+            _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
 
     def _take(self, flat: FlatView) -> None:
         """Makes what depends on which parameters are trained: flat vectors and the compressor."""
@@ -2592,14 +2655,29 @@ class Federation:
         self.gradient_D = torch.zeros_like(self.theta_D)  # a client's, summed
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
         self.local_D = torch.empty_like(self.theta_D) if moves else self.theta_D
-        self.theta_views, self.local_views = flat.views(self.theta_D), flat.views(self.local_D)
-        self.gradient_views = flat.views(self.gradient_D)
+        self._share()
         flat.read_(self.theta_views)
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
         settings = self._compressor_settings | {"order": flat.order, "device": flat.device}
         self.compressor = Compressor(plain, flat.layer_sizes, self.clients, **cast(Any, settings))
         self.own = self.compressor.own
+
+    def _share(self) -> None:
+        """Views of the flat vectors, in the parameters' shapes."""
+        self.theta_views = self.flat.views(self.theta_D)
+        self.local_views = self.flat.views(self.local_D)
+        self.gradient_views = self.flat.views(self.gradient_D)
+
+    def _share_statistics(self) -> None:
+        """Views of each client's statistics."""
+        self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self._share()
+        self._share_statistics()
 
     def schedule(self, t: int) -> Phase:
         """Round t's phase. ValueError for a rate that is none."""
@@ -2621,6 +2699,7 @@ class Federation:
         too late for all that: its update is lost.)
         """
         chosen = self.compressor.checked_clients(clients)
+        self._check_not_shown("round")
         self.look_at_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
@@ -2699,8 +2778,10 @@ class Federation:
         for tau in range(self.scheme.local_steps):
             versions = [p._version for p in self.flat.parameters]
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
-            if loss.dim():
-                raise ValueError(f"loss: got shape {tuple(loss.shape)}, allowed: a scalar")
+            if not isinstance(loss, Tensor) or loss.dim():
+                kind = type(loss).__name__
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {kind}"
+                raise ValueError(f"loss: got {got}, allowed: a scalar tensor")
             loss.backward()
             self._check_step(versions)
             self.losses_N[row].add_(loss.detach())
@@ -2741,6 +2822,7 @@ class Federation:
             raise ValueError("local_optimizer: got None, allowed: that of the state's federation")
         if n not in self.optimizers:
             made = self.local_optimizer(self.flat.parameters)
+            _check_made("local_optimizer", made, self.flat.parameters)
             if any(made is other for other in self.optimizers.values()):
                 raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
             self.optimizers[n] = made
@@ -2760,6 +2842,8 @@ class Federation:
         if not self.flat.same_parameters():
             self._follow(FlatView(self.model))
         self.flat.read_(self.theta_views)
+        if self._is_shown:
+            return  # other statistics are shown
         now_S = self.flat.statistics()
         _check_same("model: statistics of its norms", now_S, self._left_S)
         changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
@@ -2776,7 +2860,11 @@ class Federation:
         if new.device != old.device:
             raise ValueError(f"model: got parameters on {new.device}, allowed: {old.device}")
         by_object = dict(zip(old.parameters, old.names, strict=True))
-        was_named = [by_object.get(p, n) for p, n in zip(new.parameters, new.names, strict=True)]
+        gone = set(old.names) - {by_object[p] for p in new.parameters if p in by_object}
+        was_named = [
+            by_object.get(p, name if name in gone else "")
+            for p, name in zip(new.parameters, new.names, strict=True)
+        ]
         for name, shape in zip(was_named, new.shapes, strict=True):
             if name in old.names and old.shapes[old.names.index(name)] != shape:
                 was = tuple(old.shapes[old.names.index(name)])
@@ -2855,20 +2943,25 @@ class Federation:
 
         Norms have the averaged statistics of the clients of that round, or these (S,); modes and
         statistics are put back. (A process with some of the clients has only their statistics.)
+        Inside, `round` and `load_state_dict` raise ValueError.
         """
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
-        buffers, left_S = self.flat.statistics_buffers(), self._left_S
+        buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
         shown_S = self.flat.statistics() if statistics_S is None else statistics_S.clone()
         self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
-        self._left_S = self.flat.statistics()  # its owner has changed nothing
+        self._is_shown = True
         self.model.eval()
         try:
             yield self.model
         finally:
             self.flat.lend(buffers)
-            self._left_S = left_S
+            self._is_shown = was_shown
             _set_modes(modules, modes)
+
+    def _check_not_shown(self, what: str) -> None:
+        if self._is_shown:
+            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """What one saves: the module's state, by value, norms with averaged statistics."""
@@ -2896,6 +2989,7 @@ class Federation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
         that of another scheme, seed or model."""
+        self._check_not_shown("load_state_dict")
         if not self.flat.same_parameters():
             self._follow(FlatView(self.model))
         self._check_state(state)
@@ -3022,6 +3116,16 @@ def _check_optimizers(
             raise ValueError(f"{key}: got one with {scheme.name}, {what}")
 
 
+def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
+    """ValueError unless an optimizer was made, and steps some of the parameters it was given."""
+    allowed = "an optimizer of the parameters that it is called with"
+    if not hasattr(made, "param_groups"):
+        raise ValueError(f"{key}: gave a {type(made).__name__}, allowed: {allowed}")
+    steps = {id(p) for group in made.param_groups for p in group["params"]}
+    if steps.isdisjoint(map(id, given)):
+        raise ValueError(f"{key}: gave one of other parameters, allowed: {allowed}")
+
+
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
     """start - eta * gradient, into `out`."""
     if isinstance(eta, Tensor):
@@ -3101,7 +3205,8 @@ class TCSState:
     "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
     `state_dict` and loads it between two steps, into the same model with the same bucket_cap_mb;
     then the run goes on as if it had not been stopped (of several buckets, which DDP packs anew
-    after its first step, bit for bit if the state was saved after the second or later).
+    after its first step, bit for bit if the state was saved after the second or later, and without
+    static_graph, where DDP packs them anew later).
 
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
@@ -3203,8 +3308,9 @@ class TCSState:
 
     def hold(self, bucket: dist.GradBucket, future: torch.futures.Future[Tensor]) -> None:
         """Keeps a bucket of the first step after loading, and what DDP waits for."""
-        slots = self.slots_of(bucket.parameters())
-        self._gradients |= dict(zip(slots, bucket.gradients(), strict=True))
+        slots = self.slots_of(p for p in bucket.parameters() if p.numel())
+        gradients = [gradient for gradient in bucket.gradients() if gradient.numel()]
+        self._gradients |= dict(zip(slots, gradients, strict=True))
         self._waiting.append((bucket.buffer(), future))
 
     def release(self) -> tuple[list[tuple[int, ...]], dict[int, Tensor], list[Any]]:
@@ -3281,18 +3387,19 @@ def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor
 
 
 def _take_up(client: Client, found: list[dict[str, Tensor] | None]) -> None:
-    """The inverse: errors and shared mask of a bucket whose parameters come with these."""
-    parts = [part for part in found if part is not None]
-    if len(parts) < len(found):
-        return
-    sizes = client.known.layer_sizes
-    for name in ("errors", "mask"):
-        got = [part[name].numel() for part in parts if name in part]
-        if got and got != sizes:
-            same = f"{sizes}, as saved (the same model and bucket_cap_mb)"
-            raise ValueError(f"TCSState: got parameters of {got} entries, allowed: {same}")
-    if client.errors_D is not None and all("errors" in part for part in parts):
-        client.errors_D.copy_(torch.cat([part["errors"] for part in parts]))
+    """The inverse: errors and shared mask of a bucket whose parameters come with these. A new
+    parameter has no errors, and no mask: the bucket's next step is dense."""
+    sizes, parts = client.known.layer_sizes, [part or {} for part in found]
+    for part, size in zip(parts, sizes, strict=True):
+        for tensor in part.values():
+            if tensor.numel() != size:
+                got = f"a parameter of {tensor.numel()} entries"
+                same = f"{size}, as saved (the same model and bucket_cap_mb)"
+                raise ValueError(f"TCSState: got {got}, allowed: {same}")
+    if client.errors_D is not None:
+        for own, part in zip(client.errors_D.split(sizes), parts, strict=True):
+            if "errors" in part:
+                own.copy_(part["errors"])
     if all("mask" in part for part in parts):
         mask_D = torch.cat([part["mask"] for part in parts]).to(client.known.device)
         rule = client.known.rule
@@ -3331,13 +3438,18 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     buffer = bucket.buffer()
     if buffer.is_sparse:
         raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
+    parameters = [p for p in bucket.parameters() if p.numel()]
+    sizes = [p.numel() for p in parameters]
+    if sum(sizes) != len(buffer):
+        got = f"{len(buffer)} entries for parameters of {sum(sizes)}"
+        raise ValueError(f"gradients: got {got}, allowed: as many (real parameters, not complex)")
     state.read_of_steps_before()
-    key = state.slots_of(bucket.parameters())
+    key = state.slots_of(parameters)
     state.agree(buffer.device)
     if state.resumes:
         return _as_saved(state, bucket)
     step = state.counted(bucket.is_last())
-    client = state.client(key, [p.numel() for p in bucket.parameters()], buffer.device)
+    client = state.client(key, sizes, buffer.device)
     return _step(state, client, buffer, step)
 
 

@@ -473,17 +473,9 @@ def against(name: str, other: str) -> dict[str, float | str]:
     mean, half = lab.paired_gain(
         *(accuracies(n, pairs) for n in (name, other)) if pairs else ([], [])
     )
-    return {
-        "n": len(pairs),
-        "mean": mean,
-        "half": half,
-        "no worse": lab.decided(mean, half, -no_loss),
-    }
-
-
-def points(gap: dict[str, float | str]) -> str:
-    half = f" ± {gap['half']:.2f}" if math.isfinite(gap["half"]) else ""
-    return f"{gap['mean']:+.2f}{half}".replace("-", "−") if gap["n"] else "–"
+    said = lab.with_interval(mean, mean - half, mean + half)
+    word = lab.decided(mean, half, -no_loss)
+    return {"n": len(pairs), "mean": mean, "half": half, "points": said, "no worse": word}
 
 
 def bytes_to(name: str) -> float:
@@ -497,9 +489,9 @@ on_links = f"s at {' / '.join(f'{rate:g}' for rate in links)} Mbit/s"
 for name, gap in gaps.items():
     last, goal = curves[name].iloc[-1], bytes_to(name)
     row = {"scheme": name, "n": f"{gap['n']}", "accuracy %": f"{100 * last['accuracy']:.2f}"}
-    row |= {"points more": points(gap), "no worse": f"**{gap['no worse']}**"}
+    row |= {"points more": gap["points"], "no worse": f"**{gap['no worse']}**"}
     row |= {"points more": "–", "no worse": "–"} if name == baseline_scheme else {}
-    row |= {"− FedAvg": "–" if name == "FedAvg" else points(against(name, "FedAvg"))}
+    row |= {"− FedAvg": "–" if name == "FedAvg" else against(name, "FedAvg")["points"]}
     ratio = lab.number(dense_bytes / last["bytes"])
     row |= {"MB both ways (less than FedAvg-L4)": f"{lab.number(last['bytes'] / 1e6)} (×{ratio})"}
     row |= {f"MB to {target:.0%}": lab.number(goal / 1e6)}

@@ -322,8 +322,7 @@ def draw_round(rows):
     figure, axes = plt.subplots(figsize=(8.6, 1.4 + 0.55 * len(parts)))
     for name, i in (("augmentation", 5), ("compression", 2), ("rest", 6)):
         size = parts[name].clip(lower=0).to_numpy()  # a negative rest is left out
-        look = {"color": lab.COLOURS[i], "label": name, "height": 0.5}
-        axes.barh(range(len(parts)), size, left=edge, **look)
+        axes.barh(parts.index, size, left=edge, color=lab.COLOURS[i], label=name, height=0.5)
         edge = edge + size
     finish_round(figure, axes, parts)
 
@@ -335,7 +334,7 @@ def finish_round(figure, axes, parts):
     black = {"fmt": "|", "color": "black", "ms": 14, "mew": 2, "capsize": 3}
     spread = middle - parts["low"], parts["high"] - middle
     axes.errorbar(middle, y, xerr=spread, label="measured round (quartiles)", **black)
-    axes.set_yticks(y, [re.sub(", (?=N )|, (?=TCS)", "\n", case) for case in parts.index])
+    axes.set_yticks(y, parts.index.str.replace(", N ", "\nN ").str.replace(", TCS", "\nTCS"))
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set(title="What a round adds to its passes", xlabel="% of the passes")
     figure.legend(loc="outside lower center", ncols=5, frameon=False)

@@ -279,7 +279,7 @@ print(f"frozen values as they were: {untouched}; every part in training mode, as
 #
 # What a client has not sent yet waits in its errors, D numbers each: `errors_ND` grows with the number of clients (as do
 # the statistics of batch norm, which are few). A round works on the errors of its ten participants alone. On a CPU, memory is taken
-# only where errors are written, 4 · D bytes for each client that has taken part. If that is too much, let a new file hold them, before
+# only where errors are written, 4 · D bytes for each client that has taken part, so that its first round can take longer. If that is too much, let a new file hold them, before
 # the first round: `compressor.keep_errors_in(torch.from_file("errors.bin", True, N * D).view(N, D))`. (What an old file holds would count
 # as errors: delete it.) In params files `errors_limit` is the number of MB above which errors live in a file. Here with a made-up net
 # and data.

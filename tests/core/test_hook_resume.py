@@ -145,7 +145,7 @@ def another_model(ranks, folder, layers):
 
 
 @pytest.mark.parametrize(
-    ("layers", "text"), [(3, "got parameters of"), (2, "another model"), (4, "another model")]
+    ("layers", "text"), [(3, "got a parameter of"), (2, "another model"), (4, "another model")]
 )
 def test_the_state_of_another_model_is_refused(tmp_path, layers, text):
     for said in start(2, tmp_path, another_model, layers):

@@ -1,10 +1,13 @@
 """What would pass in silence and be wrong: mistakes of users, and states that are not whole."""
 
 import copy
+import pickle
+import warnings
 
 import pytest
 import torch
 from classifier import Classifier, batches, federation
+from common import Alone, Bucket, alone_in_a_group
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
@@ -33,6 +36,31 @@ def test_a_samplers_own_generator_draws_the_same_order_after_a_resume(of_batches
         assert torch.equal(feed.batch(0, step, 0)[0], other.batch(0, step, 0)[0])
 
 
+def persistent_loader():
+    data = TensorDataset(torch.arange(12.0))
+    return DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize("step", [2, 4])  # in the first pass, in the second
+def test_persistent_workers_draw_the_same_order_after_a_resume(step):
+    feed, other = (tcs.Feed([persistent_loader()]) for _ in range(2))
+    for t in range(step):
+        feed.batch(0, t, 0)
+    other.load_state_dict(feed.state_dict())
+    for t in range(step, 9):
+        assert torch.equal(feed.batch(0, t, 0)[0], other.batch(0, t, 0)[0])
+
+
+class Uncounted:
+    def batch(self, n, round, tau):
+        return batches(1)[0]
+
+
+def test_a_feed_that_does_not_say_of_how_many_clients():
+    with pytest.raises(ValueError, match=r"^feed: got one with no number of `clients`"):
+        tcs.Federation(Classifier(), Uncounted(), "TCS", 0.1)
+
+
 def test_a_loader_with_persistent_workers_is_one_clients():
     loader = DataLoader(TensorDataset(torch.arange(8.0)), num_workers=1, persistent_workers=True)
     with pytest.raises(ValueError, match=r"^feed: client 1: got another's persistent loader"):
@@ -59,6 +87,64 @@ def test_two_parameters_in_one_memory():
     model[1].weight.data = model[0].weight.data
     with pytest.raises(ValueError, match=r"^model: 1\.weight: got the memory of 0\.weight"):
         tcs.Federation(model, [[0]], "TCS", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [((1, 2), "a tuple"), (0.5, "a float"), (torch.ones(2), r"shape \(2,\)")]
+)
+def test_a_loss_that_is_no_scalar_tensor(given, got):
+    made = federation(Classifier(), loss=lambda model, batch: given)
+    with pytest.raises(ValueError, match=rf"^loss: got {got}, allowed: a scalar tensor\b"):
+        made.round()
+
+
+def test_a_parameter_whose_entries_share_memory():
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(torch.ones(1, 3).expand(4, 3))
+    with pytest.raises(ValueError, match=r"^model: weight: got one whose entries share memory"):
+        tcs.Federation(model, [[0]], "TCS", 0.1)
+
+
+def test_a_scripted_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is old
+        model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        plain = torch.jit.script(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match=r"^model: 1: got a scripted norm with running statistics"):
+        tcs.Federation(model, [[0]], "TCS", 0.1)
+    assert tcs.Federation(plain, [[0]], "TCS", 0.1).flat.dimension == 16
+
+
+def net_with_a_bare_norm():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8, affine=False)
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 8), norm, nn.Linear(8, 10))
+
+
+def test_another_norm_without_parameters_is_every_clients_own():
+    made, other = (federation(net_with_a_bare_norm(), clients=3) for _ in range(2))
+    made.round()
+    other.round()
+    made.model[2] = copy.deepcopy(made.model[2])  # the same numbers in another module
+    for federated in (made, other):
+        federated.round(clients=[0, 1, 2])
+    torch.testing.assert_close(made.model[2].running_mean, made.statistics_NS.mean(0)[:8])
+    same = made.model[2].running_mean.allclose(other.model[2].running_mean, atol=0.1)
+    assert same and made.statistics_NS.unique(dim=0).shape == made.statistics_NS.shape
+
+
+def test_a_layer_that_is_put_in_front_takes_over_no_errors():
+    torch.manual_seed(0)
+    made = federation(nn.Sequential(nn.Flatten(), nn.Linear(108, 108), nn.Linear(108, 10)))
+    for _ in range(2):
+        made.round()
+    before_ND = made.compressor.errors_ND.clone()
+    made.model.insert(1, nn.Linear(108, 108))
+    made.look_at_module()
+    first = 108 * 108 + 108
+    after_ND = made.compressor.errors_ND
+    assert before_ND.any() and not after_ND[:, :first].any()
+    assert torch.equal(after_ND[:, first:], before_ND)
 
 
 def squared(model, batch):
@@ -120,6 +206,59 @@ def test_what_is_done_in_an_evaluation_leaves_no_statistics(given):
     assert not given or (statistics_S == 2).all()
     for key, value in made.model.state_dict().items():
         assert "tracked" in key or torch.equal(value, module[key]), key
+
+
+@pytest.mark.parametrize("what", ["round", "load_state_dict"])
+def test_what_can_not_be_done_in_an_evaluation(what):
+    made = federation(Classifier())
+    made.round()
+    state, t = made.state_dict(), made.t
+    with made.evaluated(), made.evaluated(), pytest.raises(ValueError, match=rf"^{what}: got call"):
+        made.round() if what == "round" else made.load_state_dict(state)
+    assert made.t == t
+    made.load_state_dict(state)
+    made.round()
+
+
+def test_a_state_that_is_saved_in_an_evaluation_has_the_trainings_statistics():
+    made = federation(Classifier())
+    made.round()
+    with made.evaluated(torch.full_like(made.statistics_NS[0], 7.0)) as model:
+        model.train()
+        model(10 * batches(3)[0][0])
+        state = made.state_dict()
+    outside = made.state_dict()
+    for key in ("left_S", "statistics_NS"):
+        assert torch.equal(state[key], outside[key])
+
+
+# Optimizers, and copies ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("key", ["local_optimizer", "server_optimizer"])
+@pytest.mark.parametrize("nothing", [False, True])
+def test_an_optimizer_of_nothing_that_is_trained(key, nothing):
+    other = nn.Linear(2, 2)
+
+    def make(parameters):
+        return None if nothing else torch.optim.SGD(other.parameters(), 0.1)
+
+    got = "a NoneType" if nothing else "one of other parameters"
+    with pytest.raises(ValueError, match=rf"^{key}: gave {got}, allowed: an optimizer of the"):
+        federation(Classifier(), **{key: make}).round()
+
+
+def test_a_pickled_federation_goes_on():
+    made = federation(Classifier(), "TCS-L2")
+    made.round()
+    other = pickle.loads(pickle.dumps(made))
+    for _ in range(3):
+        assert torch.equal(made.round(), other.round())
+    assert torch.equal(made.theta_D, other.theta_D)
+    assert torch.equal(torch.cat([p.flatten() for p in other.flat.parameters]), other.theta_D)
+    assert torch.equal(made.compressor.errors_ND, other.compressor.errors_ND)
+    for key, value in made.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[key]), key
 
 
 # Schemes and sides ────────────────────────────────────────────────────────────────────────────────
@@ -189,6 +328,91 @@ def test_after_all_have_sent_a_failure_accuses_nobody(monkeypatch):
     assert error.value.__notes__ == ["round 0: nobody was heard in it"]
 
 
+def test_a_rate_of_zero_gives_no_mask():
+    """A warm-up that begins at 0: which entries are large is not known after it."""
+    made = federation(Classifier(), "TCS", eta=lambda t: 0.1 * min(1, t / 3))
+    known = made.compressor.known
+    made.round()
+    assert known.rule.positions is None
+    update_D = made.round()
+    assert known.dense
+    assert torch.equal(known.rule.positions, tcs.top_k_positions(update_D, known.rule.k_global))
+    made.round()
+    assert not known.dense
+    compressor = tcs.Compressor("TCS", [40], 1)
+    compressor.step(torch.randn(1, 40))
+    before_K = compressor.rule.positions
+    compressor.known.begin()
+    compressor.known.observe(torch.zeros(40))
+    assert compressor.rule.positions is before_K
+
+
+@pytest.mark.parametrize("weights", [[1e38, 3e38], [1e-44, 2e-44], [1e39, 1e39]])
+def test_weights_that_a_sum_can_not_hold(weights):
+    with pytest.raises(ValueError, match=r"^weights: got .*allowed: 2 positive numbers, 1e-18"):
+        tcs.Compressor("TCS", [40], 2, weights=weights)
+
+
+def test_an_update_of_another_length():
+    known = tcs.Known("TCS", [40])
+    known.begin(dense=True)
+    with pytest.raises(ValueError, match=r"^update_D: got shape \(41,\), allowed: \(40,\)$"):
+        known.observe(torch.ones(41))
+    assert known.round == 0
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, "a"])
+def test_a_client_with_no_number(number):
+    with pytest.raises(ValueError, match=r"^number: got "):
+        tcs.Client(tcs.Known("TCS", [40]), number)
+
+
+@pytest.mark.parametrize("mask", [None, [1, 2]])
+def test_a_mask_that_is_no_tensor(mask, monkeypatch):
+    class Odd(tcs.TCS):
+        def own_mask(self, intended_D, shared_D, k):
+            return mask
+
+    monkeypatch.setitem(tcs.RULES, "Odd", Odd)
+    compressor = tcs.Compressor(tcs.Scheme("Odd", "Odd"), [40], 1)
+    compressor.step(torch.ones(1, 40))
+    with pytest.raises(ValueError, match=rf"^mask: got a {type(mask).__name__}, allowed: a tensor"):
+        compressor.step(torch.ones(1, 40))
+
+
+P_GIVEN = {
+    "codes out of range": (lambda codes, means: (codes + 99, means), "got codes 99 to "),
+    "codes below 0": (lambda codes, means: (codes - 1, means), "got codes -1 to "),
+    "means below 0": (lambda codes, means: (codes, means - 99), "got means "),
+    "means that are NaN": (lambda codes, means: (codes, means * torch.nan), "got means "),
+    "nothing": (lambda codes, means: None, "got None, allowed: codes and means"),
+}
+
+
+@pytest.mark.parametrize("what", P_GIVEN)
+def test_what_a_quantizer_should_not_give(what, monkeypatch):
+    spoil, said = P_GIVEN[what]
+
+    def quantize(values_K, intervals):
+        return spoil(*tcs.fractional_quantize(values_K, intervals))
+
+    monkeypatch.setitem(tcs.QUANTIZERS, "odd", quantize)
+    scheme = tcs.Scheme("Odd", value_bits=3, quantizer="odd", phi_global=0.5)
+    compressor = tcs.Compressor(scheme, [40], 1)
+    compressor.step(torch.randn(1, 40))
+    with pytest.raises(ValueError, match=rf"^quantizer odd: {said}"):
+        compressor.step(torch.randn(1, 40))
+
+
+def test_codes_that_their_bits_can_not_hold():
+    wire = tcs.Wire.up(tcs.Scheme.named("TCS-Q3"), [40])
+    codes = torch.tensor([1, 9], dtype=torch.int32)
+    none = torch.empty(0, dtype=torch.int64)
+    message = tcs.Message(torch.ones(2), none, codes=codes, means=torch.ones(4))
+    with pytest.raises(ValueError, match=r"^codes: got 1 to 9, allowed: 0 to 7$"):
+        tcs.encode_message(message, wire)
+
+
 class Listing(tcs.TCS):
     keeps = ("seen", *tcs.TCS.keeps)
 
@@ -214,4 +438,42 @@ def test_a_hooks_state_that_is_not_whole():
     state = tcs.TCSState(phi_global=0.1, phi_local=0.01)
     with pytest.raises(ValueError, match=r"^TCSState: state: slots is missing$"):
         state.load_state_dict({"iter": 5, "bytes_sent": {}})
+    assert state.iter == 0
+
+
+def test_a_parameter_that_joins_a_hooks_bucket_takes_no_errors_away(monkeypatch):
+    alone_in_a_group(monkeypatch)
+    state = tcs.TCSState(Alone(), start_iter=1, phi_global=0.1, phi_local=0.05)
+    old = [torch.zeros(30), torch.zeros(70)]
+    for _ in range(3):
+        tcs.tcs_hook(state, Bucket(torch.randn(100), old)).wait()
+    errors = [part["errors"].clone() for part in state.state_dict()["slots"].values()]
+    gradient_D = torch.randn(120)
+    got_D = tcs.tcs_hook(state, Bucket(gradient_D.clone(), [torch.zeros(20), *old])).wait()
+    assert torch.equal(got_D, gradient_D)  # its mask is not known: a dense step
+    now = state.state_dict()["slots"]
+    assert all(torch.equal(now[slot]["errors"], errors[slot]) for slot in (0, 1))
+    assert errors[0].any() and not now[2]["errors"].any() and "mask" in now[2]
+
+
+def test_an_empty_parameter_under_the_hook(monkeypatch):
+    alone_in_a_group(monkeypatch)
+    states = [tcs.TCSState(Alone(), start_iter=1, phi_global=0.1, phi_local=0.05) for _ in "ab"]
+    plain = [torch.zeros(30), torch.zeros(70)]
+    with_empty = [plain[0], torch.zeros(0), plain[1]]
+    for _ in range(3):
+        gradient_D = torch.randn(100)
+        one, other = (
+            tcs.tcs_hook(state, Bucket(gradient_D.clone(), parameters)).wait()
+            for state, parameters in zip(states, (plain, with_empty), strict=True)
+        )
+        assert torch.equal(one, other)
+
+
+def test_a_complex_parameter_under_the_hook(monkeypatch):
+    alone_in_a_group(monkeypatch)
+    state = tcs.TCSState(Alone(), start_iter=5)
+    parameters = [torch.zeros(30, dtype=torch.complex64)]  # a bucket has its numbers as pairs
+    with pytest.raises(ValueError, match=r"^gradients: got 60 entries for parameters of 30"):
+        tcs.tcs_hook(state, Bucket(torch.zeros(60), parameters))
     assert state.iter == 0
