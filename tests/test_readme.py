@@ -119,7 +119,16 @@ def test_what_short_schemes_cost_is_one_number_in_both_places():
     )
     assert f"{mean:.2f} points above TCS-L4-Q5" in text
     rows = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-    assert [row for row in rows if f"+{mean:.2f} ± " in row]
+    assert [row for row in rows if f"+{mean:.2f} (" in row]
+
+
+@pytest.mark.parametrize("name", ["TCS", "TCS-L4-Q5"])
+def test_few_rounds_are_those_of_notebook_10b(name):
+    found, dense = (readme_table.records(one, "short", seeds=3) for one in (name, "FedAvg"))
+    points = lab.with_interval(*readme_table.difference(found, dense))
+    rows = cells_of("10b_fewer_bytes.ipynb").splitlines()
+    assert [row for row in rows if row.startswith(f"| {name} |") and points in row]
+    assert f"{name} {points}" in TEXT
 
 
 def test_minus_is_one_sign():
