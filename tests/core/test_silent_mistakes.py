@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from classifier import Classifier, batches, federation
-from common import Alone, Bucket, alone_in_a_group
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
@@ -438,42 +437,4 @@ def test_a_hooks_state_that_is_not_whole():
     state = tcs.TCSState(phi_global=0.1, phi_local=0.01)
     with pytest.raises(ValueError, match=r"^TCSState: state: slots is missing$"):
         state.load_state_dict({"iter": 5, "bytes_sent": {}})
-    assert state.iter == 0
-
-
-def test_a_parameter_that_joins_a_hooks_bucket_takes_no_errors_away(monkeypatch):
-    alone_in_a_group(monkeypatch)
-    state = tcs.TCSState(Alone(), start_iter=1, phi_global=0.1, phi_local=0.05)
-    old = [torch.zeros(30), torch.zeros(70)]
-    for _ in range(3):
-        tcs.tcs_hook(state, Bucket(torch.randn(100), old)).wait()
-    errors = [part["errors"].clone() for part in state.state_dict()["slots"].values()]
-    gradient_D = torch.randn(120)
-    got_D = tcs.tcs_hook(state, Bucket(gradient_D.clone(), [torch.zeros(20), *old])).wait()
-    assert torch.equal(got_D, gradient_D)  # its mask is not known: a dense step
-    now = state.state_dict()["slots"]
-    assert all(torch.equal(now[slot]["errors"], errors[slot]) for slot in (0, 1))
-    assert errors[0].any() and not now[2]["errors"].any() and "mask" in now[2]
-
-
-def test_an_empty_parameter_under_the_hook(monkeypatch):
-    alone_in_a_group(monkeypatch)
-    states = [tcs.TCSState(Alone(), start_iter=1, phi_global=0.1, phi_local=0.05) for _ in "ab"]
-    plain = [torch.zeros(30), torch.zeros(70)]
-    with_empty = [plain[0], torch.zeros(0), plain[1]]
-    for _ in range(3):
-        gradient_D = torch.randn(100)
-        one, other = (
-            tcs.tcs_hook(state, Bucket(gradient_D.clone(), parameters)).wait()
-            for state, parameters in zip(states, (plain, with_empty), strict=True)
-        )
-        assert torch.equal(one, other)
-
-
-def test_a_complex_parameter_under_the_hook(monkeypatch):
-    alone_in_a_group(monkeypatch)
-    state = tcs.TCSState(Alone(), start_iter=5)
-    parameters = [torch.zeros(30, dtype=torch.complex64)]  # a bucket has its numbers as pairs
-    with pytest.raises(ValueError, match=r"^gradients: got 60 entries for parameters of 30"):
-        tcs.tcs_hook(state, Bucket(torch.zeros(60), parameters))
     assert state.iter == 0
