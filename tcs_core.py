@@ -989,7 +989,7 @@ class Message:
 def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tuple[Tensor, Tensor]:
     """What a quantizer gave: (count,) codes and (P,) means. ValueError if it is something else, or,
     of one that is not the paper's, where the host may look, for numbers that it should not give."""
-    two = isinstance(given, tuple) and len(given) == 2
+    two = isinstance(given, tuple | list) and len(given) == 2
     if not two or not all(isinstance(part, Tensor) for part in given):
         raise ValueError(f"quantizer {name}: got {shorten(given)}, allowed: codes and means")
     codes, means = given
@@ -1408,7 +1408,7 @@ class TCS(MaskRule):
             return
         before = self.positions
         now = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
-        if may_look(now) and not update_D.numpy()[now.numpy()].any():
+        if may_look(now) and not update_D[now].any():
             return  # a step at rate 0: no mask follows from it
         self.positions = now
         self.count_overlap(before, now)

@@ -346,6 +346,14 @@ def test_a_rate_of_zero_gives_no_mask():
     assert compressor.rule.positions is before_K
 
 
+def test_a_rule_may_observe_numbers_of_fewer_bits():
+    """As a rule of one's own may keep them."""
+    rule = tcs.TCS(tcs.Scheme.named("TCS"), [400])
+    update_D = torch.randn(400).bfloat16()
+    rule.observe(update_D)
+    assert torch.equal(rule.positions, tcs.top_k_positions(update_D, 4))
+
+
 @pytest.mark.parametrize("weights", [[1e38, 3e38], [1e-44, 2e-44], [1e39, 1e39]])
 def test_weights_that_a_sum_can_not_hold(weights):
     with pytest.raises(ValueError, match=r"^weights: got .*allowed: 2 positive numbers, 1e-18"):
