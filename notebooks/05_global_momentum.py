@@ -345,7 +345,7 @@ plt.show()
 # memory above: most of a step follows gradients of earlier rounds, which errors have delayed already.
 #
 # These trainings are far from finished: they say how fast a scheme starts, not whether the paper is right. Longer ones disagree: with
-# momentum TCS ends more accurate in profiles `evidence` (+0.25 points, n = 5), `cpu` and `short`, not in `small` (`results/*/table3.md`). [13_evidence](13_evidence.ipynb) judges it.
+# momentum TCS ends more accurate in profiles `evidence`, `cpu` and `short`, not in `small` (`results/*/table3.md`). [13_evidence](13_evidence.ipynb) judges it.
 #
 # ## Claim
 #
