@@ -463,7 +463,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else "None of these ru
 #
 # **Departures from the plan**: the bootstrap's half-widths do not agree with the intervals within 15 %. Nothing was changed for that.
 # Eight runs of stage 2 (seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5) were made before their turn, on a GPU, also in bf16
-# (by the code of commit d5e154b; they name the one before, with changes); the other runs of these seeds will be a CPU's. Three CPU runs of
+# (by the code of commit d5e154b; they name the one before, with changes); the other runs of these seeds are a CPU's. Three CPU runs of
 # FedAvg, seed 7, whose models differed by a millionth at the start, had training losses of 1.231, 1.246 and 1.250 in their sixth
 # epoch; the GPU's was 1.253, a little outside.
 #
