@@ -67,6 +67,9 @@ def tables(profile: str) -> None:
     for table in (1, 2, 3):
         params = {"table": table, "evidence": profile}
         of_profile("08_tables_and_curves", params, profile, f"table{table}")
+        beside = lab.results_folder(profile) / f"table{table}.md"
+        if not beside.exists():  # not all of its rows have runs yet
+            beside.with_suffix(".ipynb").unlink()
 
 
 def linked(source: str) -> str:
