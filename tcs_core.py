@@ -24,7 +24,7 @@ Contents, and the names that each gives
 Symbols (an axis suffix names a tensor's dimensions)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
     theta_D      model parameters            (D,) float32, in the order in which they lie in memory
-    delta_D      a client's model difference (D,) float32: minus eta times the summed gradients
+    delta_D      a client's model difference (D,) float32: after local training minus before
     errors_D     accumulated errors e        (D,) float32, a client's
     intended     delta + errors              what a client means to send
     sent         the quantized kept entries  what it sends
@@ -523,9 +523,11 @@ def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
     kth = largest_K.min()
     if may_look(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
-    ties_K = largest_K == kth  # topk takes any of those that tie with the k-th: here, the first
-    tied_K = _first(numbers_D == kth, k)
-    places_K = torch.where(ties_K, tied_K[ties_K.cumsum(0) - 1], places_K)
+    # topk takes any of those that tie with the k-th: the n-th of these becomes the n-th tie of all
+    is_tie_K = largest_K == kth
+    first_ties_K = _first(numbers_D == kth, k)
+    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
+    places_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], places_K)
     return _first(positions_to_mask(places_K, len(numbers_D)), k)
 
 
@@ -637,7 +639,7 @@ def _kth_largest(magnitudes_D: np.ndarray, k: int) -> float:
     """The k-th largest number; NaN if one of the k is NaN."""
     width = max(8 * k, 512)
     if len(magnitudes_D) > 4 * width:
-        # k of the columns' maxima are at least `bound`, each another entry: so is the k-th largest
+        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
         rows = len(magnitudes_D) // width
         maxima = magnitudes_D[: rows * width].reshape(rows, width).max(0)
         bound = _kth_largest(maxima, k)
@@ -1271,7 +1273,8 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
 
 # ══ 6. Alg. 2: what all sides know, a client, the server ══════════════════════════════════════════
 #    First the mask rules, which say which entries travel; then the three sides; then links, and all
-#    of them in one process.
+#    of them in one process. Read `Known`, `Client` and `Server` first: what they stand on, before
+#    them, is checks and states.
 
 
 class MaskRule:
@@ -1397,7 +1400,7 @@ class TCS(MaskRule):
     def __init__(self, *settings: Any):
         super().__init__(*settings)
         self.positions: Tensor | None = None  # of the shared mask, once there was an update
-        # of all masks since this was last set to 0: entries in the mask before, entries
+        # entries that were in the mask before, and entries of all masks, since this was set to 0
         self.overlap_2 = torch.zeros(2, dtype=torch.int64, device=self.device)
 
     def shared_mask(self) -> Tensor | None:
@@ -1409,7 +1412,7 @@ class TCS(MaskRule):
         before = self.positions
         now = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
         if may_look(now) and not update_D[now].any():
-            return  # a step at rate 0: no mask follows from it
+            return  # a step at rate 0: no mask follows from it (a GPU is not asked)
         self.positions = now
         self.count_overlap(before, now)
 
@@ -1420,8 +1423,8 @@ class TCS(MaskRule):
             self.overlap_2[1] += len(now)
 
 
-# What the fields of Scheme do that the paper does not have. RULE_PARTS are classes that are put
-# before the scheme's rule, as its first base class.
+# Fields of Scheme that the paper does not have. One that is not at its default puts a class of
+# RULE_PARTS before the scheme's rule, as the first base class of the two.
 _PARTS = ("dense_warmup", "warmup_masks", "shared_from")
 RULE_PARTS: dict[str, type[MaskRule]] = {}  # by field, one of these
 DOWNLINKS: list[Callable[[Known], Downlink]] = []  # of schemes that compress the downlink
@@ -1462,8 +1465,17 @@ def _rule_of(scheme: Scheme) -> type[MaskRule]:
             raise ValueError(f"{scheme.name}: {field} is a variant of tcs_lab's: import it first")
         part = RULE_PARTS[field]
         keeps = tuple(dict.fromkeys([*rule.keeps, *part.keeps]))
-        rule = type(rule.__name__, (part, rule), {"keeps": keeps})
+        rule = type(rule.__name__, (part, rule), {"keeps": keeps, "__reduce__": _pickled})
     return rule
+
+
+def _pickled(rule: MaskRule) -> tuple[Any, ...]:
+    """A rule with parts, for pickle: no module has its class, but the scheme says what it is."""
+    return _unfilled, (rule.scheme,), rule.__dict__
+
+
+def _unfilled(scheme: Scheme) -> MaskRule:
+    return object.__new__(_rule_of(scheme))
 
 
 # What the three sides stand on ────────────────────────────────────────────────────────────────────
@@ -1472,9 +1484,11 @@ def _rule_of(scheme: Scheme) -> type[MaskRule]:
 class Checks:
     """Whether a round's numbers are finite: `finite_part` asks, `read` answers.
 
-    A CPU answers `at once`, while it is asked; then `read` has only a mask to count. A GPU would
-    have to be waited for: there, what is not finite counts as 0, and `read` looks at all answers
-    together, at the `end` of a round. If they are put off, it is called once more, `later`.
+    `when` says when the host looks:
+        at once   a CPU: `finite_part` raises; `read` only counts the entries of a mask
+        end       a GPU, which would have to be waited for: what is not finite counts as 0, and
+                  `read`, at the end of a round, looks at all answers together, and raises
+        later     inside `put_off`: `read` only keeps what a later call of it looks at
     """
 
     def __init__(self, device: Any):
@@ -1550,6 +1564,7 @@ class Agreement:
         self.round = 0
         self.always_dense = self.scheme.dense
         self.is_open = False  # a round has begun
+        self.is_averaged = False  # and its average was taken: from then on nobody is heard
         self.dense = True  # in this round everything travels
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
@@ -1567,7 +1582,7 @@ class Agreement:
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
             self.own_count = self.rule.own_count(len(self.shared_K))
         self._mask_tag = 0 if self.dense else None
-        self.is_open = True
+        self.is_open, self.is_averaged = True, False
 
     def skip(self) -> None:
         """The round is over. Called without `observe`, it is lost: nobody was heard in it."""
@@ -1864,7 +1879,7 @@ class Hub:
         self.weights = None if weights is None else _checked_weights(weights, len(weights))
         self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
         self.total = 0.0  # their weights
-        self.average_D: Tensor | None = None  # once it was taken: from then on nobody is heard
+        self.average_D: Tensor | None = None  # once it was taken
         self.round = 0  # whose messages these are
         self.heard: list[int] = []
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
@@ -1875,7 +1890,7 @@ class Hub:
         if self.heard and self.round != known.round:  # the one before was never finished
             self.drop()
         known.check_message(message, number)
-        if self.average_D is not None:
+        if known.is_averaged:
             raise MessageError(number, f"round {known.round} has been averaged without it")
         if self.weights is not None and not 0 <= number < len(self.weights):
             raise MessageError(number, f"has no weight, allowed: below {len(self.weights)}")
@@ -1932,7 +1947,8 @@ class Known(Agreement):
 
 
 class Client(Side):
-    """Alg. 2's client. `errors_D` (D,) is what the server has not had; None: no errors are kept.
+    """Alg. 2's client. `errors_D` (D,) is what the server has not had: zeros at first, if none are
+    given; None where the scheme keeps no errors.
 
     Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
     lost on the way stays.
@@ -1987,6 +2003,7 @@ class Server(Hub):
         if self.average_D is None:
             update_D = self.sum_D.div_(self.total)  # line 15
             self.average_D = self.known.checks.finite_part(update_D, SERVER)
+            self.known.is_averaged = True
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
@@ -2169,7 +2186,8 @@ class Compressor:
         `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
         keep their errors. A scheme that needs an update to take its mask from makes its first round
         dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
-        changed in this process, for deltas or clients that can't be used.
+        changed in this process, for deltas or clients that can't be used. (A GPU finds what is not
+        finite at the end of the round: then that is lost, as `round` says.)
         """
         expected = (len(self.own), self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
@@ -2211,7 +2229,7 @@ class Compressor:
                 heard.append(n)
                 bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
                 del message  # of a dense round it is as large as the model
-            asked.clear()  # from here on it is nobody's fault
+            asked.clear()  # from here on no client is named
             update_D, down = self.link.down(server, server.average())  # line 15, line 16
             known.observe(update_D)  # line 5 of the next round
         except BaseException as error:
@@ -2382,7 +2400,7 @@ class Feed:
                 generator.manual_seed(seed)
             running = iter(source)
             first = next(running, _END)  # a loader draws its order with it: here, under the seed
-            for _ in range(skip - 1):
+            for _ in range(skip - 1):  # `first` was one of those to skip
                 next(running, _END)
         if not skip and first is not _END:
             running = chain([first], running)
@@ -2861,7 +2879,7 @@ class Federation:
             raise ValueError(f"model: got parameters on {new.device}, allowed: {old.device}")
         by_object = dict(zip(old.parameters, old.names, strict=True))
         gone = set(old.names) - {by_object[p] for p in new.parameters if p in by_object}
-        was_named = [
+        was_named = [  # before; "" if it is new
             by_object.get(p, name if name in gone else "")
             for p, name in zip(new.parameters, new.names, strict=True)
         ]
@@ -3211,9 +3229,9 @@ class TCSState:
     Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
     finite becomes NaN on every rank, so that all GradScalers skip the step; its bucket's errors and
-    mask stay as they were. What is sent of a parameter that no rank used in a step, which DDP
-    throws away, stays in the errors. Errors are in the units of the gradients that DDP hands over:
-    where a GradScaler changes its scale, they count by the old one.
+    mask stay as they were. What is sent of a parameter whose gradient was 0 on all ranks (one that
+    none used: DDP throws it away) stays in the errors. These are in the units of the gradients that
+    DDP hands over: where a GradScaler changes its scale, they count by the old one.
     Raises ValueError for a share, or start_iter, that is none.
     """
 
@@ -3345,24 +3363,26 @@ class TCSState:
             return
         rank, ranks = self.group.rank(), self.group.size()
         masks = [part["mask"].cpu().numpy().data for part in self._loose.values() if "mask" in part]
-        mine = {
+        alike = {  # on all ranks
             "step": self.iter,
             "start_iter": self.start_iter,
             "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
             "shared mask": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
             "set of buckets": zlib.crc32(repr(self._groups).encode()),
+        }
+        zero = {  # if the loaded state is this rank's own
             "rank of the saved state": self._saved.get("rank", rank) - rank,
             "world size of the saved state": self._saved.get("world_size", ranks) - ranks,
         }
-        numbers = torch.tensor(list(mine.values()), device=device)
+        numbers = torch.tensor([*alike.values(), *zero.values()], device=device)
         gathered = [torch.empty_like(numbers) for _ in range(ranks)]
         dist.all_gather(gathered, numbers, group=self.group)
         said = torch.stack(gathered).tolist()
+        wanted = [*said[0][: len(alike)], *(0 for _ in zero)]
         for other in range(ranks):
-            for name, got, first in zip(mine, said[other], said[0], strict=True):
-                wrong = got != 0 if "saved" in name else got != first
-                if wrong:
-                    what = "its own state_dict" if "saved" in name else "as rank 0"
+            for name, got, allowed in zip([*alike, *zero], said[other], wanted, strict=True):
+                if got != allowed:
+                    what = "as rank 0" if name in alike else "its own state_dict"
                     raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
         self._agreed = True
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 import re
 
 import numpy as np
@@ -116,6 +117,20 @@ def test_the_masks_that_stay_after_a_wide_warm_up_are_fair_to_layers():
     mask_D = tcs.positions_to_mask(rule.positions, 1000)
     assert [int(part.sum()) for part in mask_D.split([300, 200, 500])] == [2, 1, 7]
     assert torch.equal(rule.magnitudes_K, update_D[rule.positions].abs())
+
+
+@pytest.mark.parametrize("name", ["TCS-NW", "TCS-D2", "TCS-L4-Q5++", "TCS-W8"])
+def test_a_pickled_variant_goes_on(name):
+    """Though the class of a rule with parts is in no module."""
+    torch.manual_seed(0)
+    rounds = [torch.randn(2, 1000) for _ in range(4)]
+    one = tcs.Compressor(name, [600, 400], 2)
+    for deltas_ND in rounds[:2]:
+        one.step(deltas_ND)
+    other = pickle.loads(pickle.dumps(one))
+    for deltas_ND in rounds[2:]:
+        assert torch.equal(one.step(deltas_ND), other.step(deltas_ND))
+    assert torch.equal(one.errors_ND, other.errors_ND)
 
 
 # The downlink ─────────────────────────────────────────────────────────────────────────────────────
