@@ -33,14 +33,14 @@ CAPTION = (
 )
 TRAFFIC = (
     "**Traffic: by construction.** Both ways, TCS sends {whole[0]:.0f} times and TCS-L4-Q5 "
-    "{whole[1]:.0f} times fewer bytes than FedAvg (local steps alone: {local}). The dense first epoch "
-    "is {warm} of TCS-L4-Q5's bytes. After it, the uplink is {up[0]} and {up[1]} times smaller "
-    "(the paper: {theirs[0]} and {theirs[1]})."
+    "{whole[1]:.0f} times fewer bytes than FedAvg (local steps alone: {local}). Of TCS-L4-Q5's bytes, "
+    "{warm} are the dense first epoch, {down} of the rest downlink. After that epoch, the uplink is {up[0]} and {up[1]} "
+    "times smaller (the paper: {theirs[0]} and {theirs[1]})."
 )
 ACCURACY = (
     "**Accuracy, at most half a point below centralized training: TCS {parity}, TCS-L4-Q5 {x2000-parity}.** "
-    "*Supported*: the whole 95 % interval is, by the [planned](params/claims.yaml) regression. In points ({n}): {parts}. "
-    "TCS above top-K: {top-K}."
+    "*Supported*: the whole 95 % interval lies there, by the [planned](params/claims.yaml) regression. In points ({n}): {parts}. "
+    "TCS against top-K: {top-K}."
 )
 PREMISE = (
     "**Premise.** Important entries recur more often than by chance: **{correlation}**. Half of them recur "
@@ -141,6 +141,7 @@ def traffic() -> str:
     return TRAFFIC.format(
         whole=[dense / both_ways(found[name]) for name in names],
         warm=dense_share(found[names[1]]),
+        down=downlink_share(found[names[1]]),
         local={4: "a factor of four"}[local],
         up=[lab.times(32 / bits["uplink"]) for bits in after],
         theirs=[lab.times(lab.paper_factor(name)) for name in names],
@@ -152,6 +153,15 @@ def dense_share(found: Iterable[Record]) -> str:
     flows = [lab.traffic(record) for record in found]
     share = fmean(flow["warm-up"] / (flow["up"] + flow["down"]) for flow in flows)
     return {0.5: "half", 0.6: "most", 0.7: "most"}[round(share, 1)]
+
+
+def downlink_share(found: Iterable[Record]) -> str:
+    """How much of the sparse rounds' bytes is the server's, in words."""
+    flows = [lab.traffic(record) for record in found]
+    dense = [flow["warm-up"] / 2 for flow in flows]  # each way
+    down = fmean(flow["down"] - once for flow, once in zip(flows, dense, strict=True))
+    up = fmean(flow["up"] - once for flow, once in zip(flows, dense, strict=True))
+    return {0.8: "most", 0.9: "most"}[round(down / (down + up), 1)]
 
 
 def judged_verdicts() -> list[str]:
@@ -188,7 +198,7 @@ def decomposition(rows: list[dict[str, Any]]) -> str:
     lost = lab.with_interval(dense["measured"], math.nan, math.nan)
     scheme = tcs.Scheme.named(whole["first"])
     rest = f"sparsity and {scheme.value_bits}-bit values" if scheme.intervals else "sparsity"
-    return f"{scheme.name} {ours} = {dense['first']} {lost}, {rest} {added}"
+    return f"{scheme.name} {ours} = {dense['first']} {lost} plus {rest} {added}"
 
 
 ENDS = ("measured", "low", "high")
