@@ -158,10 +158,9 @@ def dense_share(found: Iterable[Record]) -> str:
 def downlink_share(found: Iterable[Record]) -> str:
     """How much of the sparse rounds' bytes is the server's, in words."""
     flows = [lab.traffic(record) for record in found]
-    dense = [flow["warm-up"] / 2 for flow in flows]  # each way
-    down = fmean(flow["down"] - once for flow, once in zip(flows, dense, strict=True))
-    up = fmean(flow["up"] - once for flow, once in zip(flows, dense, strict=True))
-    return {0.8: "most", 0.9: "most"}[round(down / (down + up), 1)]
+    up = fmean(flow["up"] - flow["warm-up"] / 2 for flow in flows)  # half of that is each way's
+    both = fmean(flow["up"] + flow["down"] - flow["warm-up"] for flow in flows)
+    return {0.8: "most", 0.9: "most"}[round(1 - up / both, 1)]
 
 
 def judged_verdicts() -> list[str]:
