@@ -58,6 +58,8 @@ def test_executed_clean_and_small(path):
     notebook, text = committed(path)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
+    written = load_jupytext_config(str(path)).cell_metadata_filter  # else its order is by chance
+    assert notebook.metadata.jupytext.cell_metadata_filter == written
     code = code_of(notebook)
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1)), "not run in order"
     outputs = [o for c in code for o in c.outputs]
