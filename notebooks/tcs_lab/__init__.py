@@ -134,4 +134,4 @@ from tcs_lab.tables import (
 )
 from tcs_lab.text import GPT, load_text
 from tcs_lab.training import Training, Watch, load_data, outcomes
-from tcs_lab.unequal_clients import unequal_costs, unequal_masks
+from tcs_lab.unequal_clients import unequal_by_seed, unequal_costs, unequal_masks

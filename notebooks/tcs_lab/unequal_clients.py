@@ -4,6 +4,7 @@ whether masks still coincide. The questions stand in params/claims.yaml."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -26,6 +27,28 @@ def unequal_costs(
     named = ("clients", "difference, points")
     made = [dict(zip(named, key, strict=True)) | cells for key, cells in rows.items()]
     return pd.DataFrame([row for row in made if "there" in row]).fillna("–")
+
+
+def unequal_by_seed(read: Claims, found: Mapping[str, Record], last: int = 10) -> pd.DataFrame:
+    """A row a pair of schemes that has runs in one setting: their difference in points, seed by
+    seed, in the last epoch and in the mean of the `last` ones. No interval: nothing is judged."""
+    curves: dict[tuple[str, float], dict[int, list[float]]] = {}
+    for record in found.values():
+        config = record["config"]
+        if record["status"] == "finished":
+            side = config["scheme"]["name"], config["learning_rate"]
+            points = [100 * row["accuracy"] for row in record["rows"]]
+            curves.setdefault(side, {})[config["seed"]] = points
+    rows = []
+    for pair in read.unequal.pairs if read.unequal else ():
+        first, second = (curves.get(side, {}) for side in pair)
+        seeds = sorted(first.keys() & second.keys())
+        row = {"difference, points, by seed": " − ".join(name for name, _ in pair)}
+        for title, count in (("last epoch", 1), (f"mean of the last {last}", last)):
+            gaps = [fmean(first[seed][-count:]) - fmean(second[seed][-count:]) for seed in seeds]
+            row[title] = ", ".join(f"{gap:+.2f}".replace("-", "−") for gap in gaps)
+        rows += [row] if seeds else []
+    return pd.DataFrame(rows)
 
 
 def unequal_masks(

@@ -36,8 +36,10 @@ def first(cell):
     return float(cell.split(" ")[0].replace("−", "-"))
 
 
-def points(made, seed):
-    one, other = (made[f"{scheme} {seed}"]["rows"][-1]["accuracy"] for scheme in ("TCS", "top-K"))
+def points(made, seed, epoch=-1):
+    one, other = (
+        made[f"{scheme} {seed}"]["rows"][epoch]["accuracy"] for scheme in ("TCS", "top-K")
+    )
     return 100 * (one - other)
 
 
@@ -49,6 +51,19 @@ def test_costs_there_and_with_equal_clients_of_the_same_seeds(runs, read):
     for where, mean in (("there", means[0]), ("equal", means[1]), ("there − equal", means[0] - means[1])):  # fmt: skip
         assert first(row[where]) == pytest.approx(mean, abs=0.006)
         assert row[where].endswith("n = 2")
+
+
+def test_differences_seed_by_seed_at_the_end_and_before(runs, read):
+    """The mean of the last two epochs is by hand; of rand-K there is no run, and no row."""
+    (row,) = lab.unequal_by_seed(read, runs[1]["half"], last=2).to_dict("records")
+    assert row["difference, points, by seed"] == "TCS − top-K"
+    ends = [float(gap.replace("−", "-")) for gap in row["last epoch"].split(", ")]
+    assert ends == pytest.approx([points(runs[1]["half"], n) for n in (1, 2)], abs=0.006)
+    means = [float(gap.replace("−", "-")) for gap in row["mean of the last 2"].split(", ")]
+    before = [points(runs[1]["half"], n, epoch=-2) for n in (1, 2)]
+    assert means == pytest.approx(
+        [(a + b) / 2 for a, b in zip(ends, before, strict=True)], abs=0.012
+    )
 
 
 def test_masks_there_and_with_equal_clients_of_the_same_seeds(runs):
@@ -68,3 +83,4 @@ def test_masks_there_and_with_equal_clients_of_the_same_seeds(runs):
 def test_without_runs_there_are_no_rows(read):
     assert not len(lab.unequal_costs(read, {}, {"half": {}}))
     assert not len(lab.unequal_masks({}, {"half": {}}))
+    assert not len(lab.unequal_by_seed(read, {}))
