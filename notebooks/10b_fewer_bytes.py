@@ -353,7 +353,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #
 # ## Accuracy against megabytes
 #
-# Bits mean nothing without the accuracy they buy. The records of finished trainings in `results/`
+# The records of finished trainings in `results/`
 # hold both, epoch by epoch. All that were made alike (data, model, epochs, learning rate), with the
 # standard shares of their scheme, are taken.
 
@@ -449,9 +449,7 @@ lab.figures.label_points(ax, ends)
 plt.show()
 
 # %% [markdown]
-# Read it from the left: how far does a scheme get with the megabytes you have? Each curve starts after
-# its first epoch and ends, with a mark, after its last. TCS with a dense warm-up starts late and then
-# rises steeply.
+# Each curve starts after its first epoch and ends, with a mark, after its last.
 #
 # ## What the shorter schemes cost in accuracy
 #
@@ -520,10 +518,9 @@ for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, th
     display(Markdown(lab.markdown(table) if len(table) else "None of these runs is made yet."))
 
 # %% [markdown]
-# *Both* leaves several points open, though TCS stays above FedAvg in every seed. A round's clients pull the model towards their classes,
-# so its accuracy moves by points from one epoch to the next. Schemes with as many rounds draw the same clients and move together;
-# those with four local steps draw others. The planned model does not know that, and takes it all for chance. Seen afterwards, not
-# planned, not judged: the same differences seed by seed.
+# *Both* leaves several points open. A round's clients pull the model towards their classes, so its accuracy moves by points from
+# one epoch to the next. Schemes with as many rounds draw the same clients and move together; those with four local steps draw
+# others. The planned model takes all that for chance. Seen afterwards, not planned, not judged: the differences seed by seed.
 
 # %%
 by_seed = lab.unequal_by_seed(read, there["both"])
@@ -566,8 +563,7 @@ for name, gap in gaps.items():
               f"1/{lab.times(ratio)} of FedAvg-L4's bytes")  # fmt: skip
 
 # %% [markdown]
-# In `++` the warm-up is gone, and the way back is about as short as the way up. What that costs in
-# accuracy is printed above, for trainings as long as those on record; in longer ones it may be more or less.
+# In longer trainings than those on record, a scheme may cost more accuracy, or less.
 #
 # Next: [11_performance](11_performance.ipynb), how fast all of this is.
 
