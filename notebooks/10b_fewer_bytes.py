@@ -353,9 +353,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #
 # ## Accuracy against megabytes
 #
-# The records of finished trainings in `results/`
-# hold both, epoch by epoch. All that were made alike (data, model, epochs, learning rate), with the
-# standard shares of their scheme, are taken.
+# Taken are all records in `results/` that were made alike (data, model, epochs, learning rate), with the
+# standard shares of their scheme.
 
 
 # %%
