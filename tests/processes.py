@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,9 +18,13 @@ FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest"
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Below those that a system gives to connections by itself: such a port could be taken again
+    before the ranks listen at it."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def few_images(train=120):
@@ -61,6 +66,7 @@ def start(size, folder, work, *arguments, timeout=60, absent=()):
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
+    print(*(answer for answer in found.values() if isinstance(answer, str)), sep="\n")
     return [found.get(rank) for rank in range(size)]
 
 
