@@ -3,28 +3,17 @@
 import contextlib
 import multiprocessing
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 
 import tcs_lab as lab
 import torch
 from tcs_lab.__main__ import main
+from tcs_lab.loopback import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
 FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest", "hypothesis"])
-
-
-def free_port():
-    """Below those that a system gives to connections by itself: such a port could be taken again
-    before the ranks listen at it."""
-    while True:
-        port = 10_000 + secrets.randbelow(20_000)
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def few_images(train=120):

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hooked import SHARES, D, L, Recorded, flat, small_net
-from processes import free_port, start
+from processes import start
+from tcs_lab.loopback import free_port
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
