@@ -11,8 +11,8 @@
 #
 # **In short.** On two cores, with the paper's ResNet-18, a round of TCS took 1.07 of its passes' time, with clients in threads 0.98;
 # plain top-K took 1.16. A quarter as wide: 1.06, 0.91, 1.03. A client's compression took 21.6 ms, textbook code
-# 12.9 times as long. On one H200 a round took 19.85 ms, or 7.74 minutes for the paper's rounds; by calculation these
-# take at least 2.57. There textbook code is faster: 6.699 ms for ten clients, against 8.023. Of the targets 8 of 12 are met.
+# 12.9 times as long. On one H200 a round took 19.98 ms, or 7.79 minutes for the paper's rounds; by calculation these
+# take at least 2.57. There textbook code is faster: 6.906 ms for ten clients, against 8.811. Of the targets 8 of 12 are met.
 #
 # **Claim (ours, on Sec. II-A's observation).** Because the size of the K-th entry changes slowly from
 # round to round, the last threshold leaves few candidates for the next exact top-K. A federated round can
