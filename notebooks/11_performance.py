@@ -539,8 +539,8 @@ _ = report("round", tell, judge_gpu, gpu=True), report("step", tell, judge_step,
 # it also checks that all is finite, chooses among equals as every side does, and counts, in more calls. There is no floor: to
 # count candidates, the host would have to wait.
 #
-# An ordinary sparse round of TCS stops for the host once, at its end. A step of the DDP hook looks at values 3 times a bucket, and copies
-# bytes to the host 5 times, and once more for every rank (`tests/core/test_host_reads.py`).
+# An ordinary sparse round of TCS stops for the host once, at its end. A step of the DDP hook stops for nothing, but for
+# the first step and the first sparse one, which read one value each (`tests/core/test_host_reads.py`).
 #
 # ## Claim
 #

@@ -241,8 +241,8 @@ for key, text in SAID.items() if of_tcs else ():
 # %% [markdown]
 # ## Is one of them under-tuned?
 #
-# Half and twice the rate, one seed of its own, judged nowhere: only a large effect can show. What ends higher at another rate than in
-# all runs at the plan's was under-tuned there; a difference to it is partly its rate's.
+# Half and twice the rate, one seed of its own, judged nowhere: only a large effect can show. What ends higher at another rate than in all
+# runs at the plan's was under-tuned there; a difference to it is partly its rate's. TCS is not among these; Table 2 has it at η 0.8.
 
 # %% jupyter={"source_hidden": true}
 wide = {}
@@ -276,7 +276,7 @@ print(
 # %% [markdown]
 # ## Planned and made
 #
-# In the order of the queue; nobody looks at results to decide whether to go on.
+# In the planned order, but for a GPU's runs (see *Departures*); nobody looks at results to decide whether to go on.
 
 # %% jupyter={"source_hidden": true}
 shown = made.assign(hours=[f"{hours:.1f}" for hours in made["hours"]]) if len(made) else made
@@ -294,8 +294,8 @@ if len(sources):
               f"{device}, {precision}, torch {torch}")  # fmt: skip
 
 # %% [markdown]
-# Hours from start to end of each profile's records, summed (those of rivals and sweeps, too). Other work shared the cores: an undisturbed
-# run of `evidence` takes 33 to 45 minutes.
+# Hours from start to end of each profile's records, summed (those of rivals and sweeps, too). They are no speeds: other work shared the
+# cores, and a GPU's runs took minutes.
 
 # %% jupyter={"source_hidden": true}
 rows = []
@@ -313,8 +313,8 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## Sentence by sentence
 #
 # Every empirical sentence of the paper, in its order and in our words: `params/sentences.yaml`. A verdict from records is the one of the
-# claims above, preliminary while these are; one from a notebook is what that notebook printed when it was executed. Of several,
-# drawn ones alone count. *By construction*: it follows from the algorithm, or from counting.
+# claims above, preliminary while these are; one from a notebook is what that notebook printed when it was executed. Of several, drawn ones
+# alone count, in brackets how many. *By construction*: it follows from the algorithm, or from counting.
 
 # %%
 sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
@@ -328,16 +328,16 @@ shown = pd.DataFrame({
 }).map(lambda text: text.replace("|", "/"))  # fmt: skip
 print(
     f"{len(found)} sentences:",
-    ", ".join(f"{n} {word}" for word, n in found["verdict"].value_counts().items()),
+    "; ".join(f"{n} {word}" for word, n in found["verdict"].value_counts().items()),
 )
 display(Markdown(lab.markdown(shown).replace("---:", "---")))
 
 # %% [markdown]
 # ## Appendix: every claim
 #
-# Accuracies are differences in points; × is how many times fewer bits than dense training, or than the second scheme, on the uplink and after
-# the warm-up where nothing else is said; the overlap of dense updates is 0 by chance and 1 if a mask never changes. A number has a third digit where two would lie
-# on the bound. `claims.csv` has everything, with the record files of each claim.
+# Accuracies are differences in points; × is how many times fewer bits than dense training, or than the second scheme, on the uplink and
+# after the warm-up where nothing else is said; the overlap of dense updates is 0 by chance and 1 if a mask never changes. A number has a
+# third digit where two would lie on the bound. `claims.csv` has everything, with the record files of each claim.
 
 # %% jupyter={"source_hidden": true}
 lacking = lab.not_measured(judged)
@@ -349,7 +349,9 @@ if records:
         all(lab.record_path(run, results).exists() for run in first)
         or target.with_suffix(".csv").exists()
     ):
-        lab.save_table(judged, target, said, lab.readable_claims, lacking)
+        lab.save_table(
+            judged, target, said, lab.readable_claims, f"{lab.CLAIM_UNITS} {lacking}".strip()
+        )
     display(Markdown(lab.markdown(lab.readable_claims(judged))))
 print(lacking or "No claim is left out.")
 
@@ -459,10 +461,10 @@ for epochs in sorted({config.epochs for config in shorter + whole}):
 display(Markdown(lab.markdown(pd.DataFrame(rows).fillna("–")) if rows else nothing))
 
 # %% [markdown]
-# After few sends, four local steps, which have a quarter of the rounds, end far below the Baseline, in `evidence`, too; the more sends, the
-# less. TCS ends below it in `short`; its one run in `evidence` after as few sends ended beside the Baseline's. With twice the epochs,
-# `small` and `cpu` (one seed) are no longer below it, in part because the Baseline itself ends lower than before. So such trainings compare
-# how fast schemes learn, and how much they overfit. `evidence`, whole, sends an entry as often as the paper does.
+# After few sends, four local steps, which have a quarter of the rounds, end far below the Baseline, in `evidence`, too, but the less the
+# longer it is. TCS ends below it in `short`; its one run in `evidence` after as few sends ended beside the Baseline's. With twice the
+# epochs, `small` and `cpu` (one seed) are no longer below it, in part because the Baseline itself ends lower than before. So such trainings
+# compare how fast schemes learn, and how much they overfit. `evidence`, whole, sends an entry as often as the paper does.
 #
 # ## What was decided when
 #
@@ -486,11 +488,12 @@ display(Markdown(lab.markdown(pd.DataFrame(rows).fillna("–")) if rows else not
 # shapes. First, seeds 6 and 7 of FedAvg, FedAvg-L4, TCS-L4 and TCS-L4-Q5 (by the code of commit d5e154b; they name the one before, with
 # changes). Thirteen more of seeds 6 to 8, of slower schemes or begun later, had not ended when the GPU's time had: a CPU made them. Then,
 # by commit 03a0f8f: classes by Dirichlet, all clients taking part, seeds 2 and 3; TCS-L4 and TCS-L4-Q5 at η 0.8; 15 and 30 epochs, and by
-# cc3d074 45. There a seed's runs of one setting are all the GPU's, but at η 0.8 the other schemes' are a CPU's. Is a GPU's training
-# another? Three CPU runs of FedAvg, seed 7, whose models differed by a millionth at the start, had training losses of 1.231, 1.246 and
-# 1.250 in their sixth epoch; the GPU's was 1.253, a little outside. TCS on the GPU kept 33.6 %, 31.9 % and 31.6 % of its mask in epochs 2
-# to 4; the CPU's eight seeds, 33.5 to 34.1 %, 31.5 to 32.0 % and 31.4 to 31.7 %. With classes by Dirichlet, in epoch 4, it kept 36.6 %
-# (seed 2) and 37.5 % (seed 3); CPU runs such as those three, 34.9 to 35.3 % (n = 3) and 37.9 to 38.3 % (n = 2): once above, once below.
+# cc3d074 45. There a seed's runs of one setting are all the GPU's, but at η 0.8 the other schemes' are a CPU's. Do a GPU's trainings differ
+# from a CPU's? Perhaps a little, in no one direction. Three CPU runs of FedAvg, seed 7, whose models differed by a millionth at the start,
+# had training losses of 1.231, 1.246 and 1.250 in their sixth epoch; the GPU's was 1.253, a little outside. TCS on the GPU kept 33.6 %,
+# 31.9 % and 31.6 % of its mask in epochs 2 to 4; the CPU's eight seeds, 33.5 to 34.1 %, 31.5 to 32.0 % and 31.4 to 31.7 %. With classes by
+# Dirichlet, in epoch 4, it kept 36.6 % (seed 2) and 37.5 % (seed 3); CPU runs that began a millionth apart, 34.9 to 35.3 % (n = 3) and 37.9
+# to 38.3 % (n = 2): once above, once below.
 #
 # ## Claim
 #

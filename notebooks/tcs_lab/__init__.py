@@ -39,6 +39,7 @@ from tcs_lab.cells import (
     show_code,
 )
 from tcs_lab.claims import (
+    CLAIM_UNITS,
     VERDICTS,
     by_bootstrap,
     claim_records,

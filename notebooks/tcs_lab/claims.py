@@ -471,6 +471,12 @@ def said(row: Mapping[str, Any]) -> str:
     return f"{word}: {row['reason']}" if row["reason"] else word
 
 
+CLAIM_UNITS = (
+    "Accuracies: differences in points, with 95 % intervals. ×: times fewer bits. Important entries: "
+    "0 is chance, 1 a mask that never changes."
+)
+
+
 def readable_claims(table: pd.DataFrame) -> pd.DataFrame:
     """The claims that have a number of ours, as a person reads them, verdicts in bold;
     `not_measured` has the rest."""

@@ -316,6 +316,8 @@ def draw_table(
         made, epochs = records[0]["provenance"], records[0]["config"]["epochs"]
         setting += f", {made['dataset']}, {epochs} epochs"
         title = f"Fig. {params['figure']}: {setting}\nbands and bars: ± one std of (n) seeds"
+        if records[0]["config"].get("test_unused"):
+            title += "; the last epoch is tested on more images"
         save_figure(accuracy_figure(records, title), folder / f"figure{params['figure']}")
     save_table(table, folder / f"table{params['table']}", f"{params['title']}: {setting}")
     return table

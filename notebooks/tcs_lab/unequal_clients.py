@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from tcs_core import kept
 from tcs_lab.claims import Claims, difference_said, unequal
 from tcs_lab.coinciding import coinciding
 from tcs_lab.tables import Record, mean_interval, with_interval
@@ -55,7 +56,8 @@ def unequal_masks(
     records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]], eta: float = 0.5
 ) -> pd.DataFrame:
     """A row a setting that has runs of TCS: how much of its shared mask stays for a round, and how
-    many of ten clients send at a place; there, and with equal clients of the same seeds."""
+    many clients send at a place, of those that take part; there, and with equal clients of the same
+    seeds."""
     rows = []
     for setting, found in there.items():
         own = _of_tcs(found, eta)
@@ -65,6 +67,8 @@ def unequal_masks(
                                  ("clients", "clients a place", "{:.2f}")):  # fmt: skip
             for where, runs in (("there", own), ("equal", equal)):
                 row[f"{title}, {where}"] = _mean(key, runs.values(), form)
+                if key == "clients" and runs:
+                    row[f"{title}, {where}"] += f" of {_taking_part(next(iter(runs.values())))}"
         rows += [row] if own else []
     return pd.DataFrame(rows)
 
@@ -78,6 +82,12 @@ def _of_tcs(records: Mapping[str, Record], eta: float) -> dict[int, Record]:
         and record["config"]["learning_rate"] == eta
         and record["status"] == "finished"
     }
+
+
+def _taking_part(record: Record) -> int:
+    """Clients of a round."""
+    config = record["config"]
+    return kept(config["participation"], config["clients"])
 
 
 def _mean(key: str, runs: Any, form: str) -> str:

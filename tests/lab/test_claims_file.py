@@ -126,6 +126,7 @@ def test_the_judged_claims_are_rebuilt_from_the_records(path, tmp_path):
         judged_again(path),
         path.with_suffix(".md").read_text(encoding="utf-8").split("**")[1],
     )
-    lab.save_table(table, tmp_path / "claims", title, lab.readable_claims, lab.not_measured(table))
+    note = f"{lab.CLAIM_UNITS} {lab.not_measured(table)}".strip()
+    lab.save_table(table, tmp_path / "claims", title, lab.readable_claims, note)
     for suffix in (".csv", ".md"):
         assert (tmp_path / f"claims{suffix}").read_bytes() == path.with_suffix(suffix).read_bytes()

@@ -78,6 +78,8 @@ def test_masks_there_and_with_equal_clients_of_the_same_seeds(runs):
         ):
             mean = sum(one[key] for one in found) / 2
             assert first(row[f"{title}, {where}"]) == pytest.approx(mean, abs=0.6 * 10**-digits)
+    ends = [row[f"clients a place, {where}"][-5:] for where in ("there", "equal")]
+    assert ends == [" of 2", " of 3"]
 
 
 def test_without_runs_there_are_no_rows(read):
