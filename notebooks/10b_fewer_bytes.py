@@ -520,8 +520,8 @@ for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, th
 # With unequal classes TCS-L4-Q5 loses more than with equal clients; whether other differences change is open. The model has one
 # spread a setting: beside *both* the equal clients' intervals are wide, too. There a round's clients pull the model towards their
 # classes, and accuracy moves by points from one epoch to the next: together where schemes have as many rounds, and so the same
-# clients. The model takes all that for chance. Half the clients bring half as many new places: the mask can stay longer. Seen
-# afterwards, not planned, not judged: the differences seed by seed.
+# clients. The model calls all that chance. Half the clients bring half as many new places: the mask can stay longer. Seen afterwards,
+# judged nowhere: the differences seed by seed.
 
 # %%
 by_seed = lab.unequal_by_seed(read, there["both"])
