@@ -164,6 +164,7 @@ def downlink_share(found: Iterable[Record]) -> str:
 
 
 def judged_records() -> tuple[lab.Claims, dict[str, Record]]:
+    """The claims' file and the records that it judges."""
     read = lab.read_claims(ROOT / "params/claims.yaml")
     tables = [params(f"table{n}") for n in (1, 2, 3)]
     return read, lab.claim_records(read, params(PROFILE), tables)

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from tcs_core import block_for, kept, position_bits
+from tcs_lab.tables import participants
 
 
 def coinciding(record: dict[str, Any]) -> dict[str, float]:
@@ -16,9 +17,8 @@ def coinciding(record: dict[str, Any]) -> dict[str, float]:
     of all values that clients send, or of those outside the shared mask, is at places where another
     client sends, at least; "clients", how many send at a place, on average; and "stay", which share
     of TCS's shared mask was in it a round before, over the run (nan for other schemes)."""
-    config = record["config"]
     shared, own = _mask_sizes(record)
-    clients = kept(config["participation"], config["clients"])
+    clients = participants(record)
     places = explored_places(record)
     again = clients * own - places  # own values where another client has one, too
     sent = clients * (shared + own)

@@ -82,6 +82,12 @@ def turns(record: Record) -> int:
     return round(rounds * record["config"]["scheme"]["phi_global"])
 
 
+def participants(record: Record) -> int:
+    """Clients that take part in a round."""
+    config = record["config"]
+    return kept(config["participation"], config["clients"])
+
+
 def traffic(record: dict[str, Any]) -> dict[str, float]:
     """Bytes of one client's messages in a whole run, all overhead in: "up", "down", and "warm-up",
     the part of both that its dense rounds, or those of larger masks, took. Zeros for centralized
@@ -91,7 +97,7 @@ def traffic(record: dict[str, Any]) -> dict[str, float]:
     total = dict.fromkeys(("up", "down", "warm-up"), 0.0)
     if config["scheme"]["centralized"]:
         return total
-    clients = kept(config["participation"], config["clients"])
+    clients = participants(record)
     sparse = not _always_dense(config["scheme"])
     for row in record["rows"]:
         for way, share in (("up", clients), ("down", 1)):

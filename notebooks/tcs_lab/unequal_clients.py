@@ -9,10 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_core import kept
 from tcs_lab.claims import Claims, difference_said, unequal
 from tcs_lab.coinciding import coinciding
-from tcs_lab.tables import Record, mean_interval, with_interval
+from tcs_lab.tables import Record, mean_interval, participants, with_interval
 
 
 def unequal_costs(
@@ -68,7 +67,7 @@ def unequal_masks(
             for where, runs in (("there", own), ("equal", equal)):
                 row[f"{title}, {where}"] = _mean(key, runs.values(), form)
                 if key == "clients" and runs:
-                    row[f"{title}, {where}"] += f" of {_taking_part(next(iter(runs.values())))}"
+                    row[f"{title}, {where}"] += f" of {participants(next(iter(runs.values())))}"
         rows += [row] if own else []
     return pd.DataFrame(rows)
 
@@ -82,12 +81,6 @@ def _of_tcs(records: Mapping[str, Record], eta: float) -> dict[int, Record]:
         and record["config"]["learning_rate"] == eta
         and record["status"] == "finished"
     }
-
-
-def _taking_part(record: Record) -> int:
-    """Clients of a round."""
-    config = record["config"]
-    return kept(config["participation"], config["clients"])
 
 
 def _mean(key: str, runs: Any, form: str) -> str:
