@@ -93,8 +93,8 @@ __all__ = [  # noqa: RUF022
     "Selection", "Server", "Size", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
     "build_model", "cross_entropy", "decode_message", "decode_positions", "encode_message",
     "encode_positions", "fractional_dequantize", "fractional_quantize", "kept", "layer_sizes",
-    "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "register_code",
-    "register_downlink", "register_part", "register_quantizer", "register_scheme",
+    "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "random_positions",
+    "register_code", "register_downlink", "register_part", "register_quantizer", "register_scheme",
     "register_sides", "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_mask",
     "top_k_positions",
 ]  # fmt: skip
@@ -170,7 +170,9 @@ class Scheme:
     dense_warmup: bool = True  # False: sparse from the first round, by own S_top
     warmup_masks: int = 1  # masks so many times as large in a sparse warm-up
     error_unit: str = "difference"  # or "gradient": of errors, as in the authors' code
-    shared_from: str = "update"  # or "weights": what the shared mask is S_top of
+    # Where the shared mask comes from: "update", S_top of the last update; "stale", of the one ten
+    # rounds ago; "weights", of the model's weights; "random", drawn anew each round from a seed.
+    shared_from: str = "update"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 100:
@@ -180,7 +182,7 @@ class Scheme:
         _check_one_of("down_quantizer", self.down_quantizer, QUANTIZERS)
         _check_one_of("code", self.code, CODES)
         _check_one_of("error_unit", self.error_unit, ("difference", "gradient"))
-        _check_one_of("shared_from", self.shared_from, ("update", "weights"))
+        _check_one_of("shared_from", self.shared_from, ("update", "stale", "weights", "random"))
         _check_whole("local_steps", self.local_steps, 1, 10**9)
         _check_whole("warmup_masks", self.warmup_masks, 1, 1000)
         _check_bits("value_bits", self.value_bits)
@@ -239,7 +241,7 @@ class Scheme:
                 raise ValueError(f"scheme {shorten(name)}: {what}")
             said |= sets.keys()
             fields |= sets
-        spelt = "".join(_spelt(part, fields) for part in parts)
+        spelt = "".join(_spelt(part, suffix, fields) for part, suffix, _ in found)
         return Scheme(name=family + spelt, **(fields | changes))
 
 
@@ -330,13 +332,12 @@ def _check_shares(family: str, changes: dict[str, Any]) -> None:
             _refuse(f"{family}: {key}", changes[key], f"{usual}: another has no meaning there")
 
 
-def _spelt(part: str, fields: dict[str, Any]) -> str:
-    """A suffix as names of records have it, however it was typed."""
+def _spelt(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
+    """A suffix as the names of records have it, however it was typed."""
     if part.lower().endswith("momentum"):
         return "-Momentum" if fields.get("centralized") else "-Global Momentum"
-    if part.startswith("+"):
-        return part
-    return "-" + part.upper().replace("PFL", "PLF")
+    has_number = "<" in suffix.form
+    return "-" + part.upper() if has_number else suffix.form
 
 
 def register_suffix(
@@ -554,6 +555,16 @@ def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
     """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
     return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
+
+
+def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
+    """k different positions out of D, drawn from the seed, on the CPU: int64 (k,), ascending.
+
+    Whoever knows the seed draws the same positions, so that they need not be sent.
+    """
+    generator = np.random.default_rng(seed)
+    chosen = generator.choice(dimension, k, replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(chosen))
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
@@ -1383,9 +1394,8 @@ class RandK(MaskRule):
         self.round = 0
 
     def shared_mask(self) -> Tensor:
-        generator = np.random.default_rng([self.seed, self.round])
-        chosen = generator.choice(self.dimension, self.k_global, replace=False, shuffle=False)
-        return torch.from_numpy(np.sort(chosen)).to(self.device)
+        drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
+        return drawn_K.to(self.device)
 
     def observe(self, update_D: Tensor) -> None:
         self.round += 1
@@ -1426,19 +1436,19 @@ class TCS(MaskRule):
 # Fields of Scheme that the paper does not have. One that is not at its default puts a class of
 # RULE_PARTS before the scheme's rule, as the first base class of the two.
 _PARTS = ("dense_warmup", "warmup_masks", "shared_from")
-RULE_PARTS: dict[str, type[MaskRule]] = {}  # by field, one of these
+RULE_PARTS: dict[tuple[str, Any], type[MaskRule]] = {}  # by field and value; None: any value
 DOWNLINKS: list[Callable[[Known], Downlink]] = []  # of schemes that compress the downlink
 SIDES: dict[str, tuple[type[Client], type[Server]]] = {}  # by rule, of those that have their own
 
 
-def register_part(field: str) -> Callable[[type[MaskRule]], type[MaskRule]]:
-    """Class decorator: what a mask rule does otherwise where this field of Scheme is not at its
-    default. The class stands before the scheme's rule: `super()` is that. ValueError for a field
-    that no rule can look at."""
+def register_part(field: str, value: Any = None) -> Callable[[type[MaskRule]], type[MaskRule]]:
+    """Class decorator: what a mask rule does differently where this field of Scheme has this value
+    (None: any value that is not its default). The class stands before the scheme's rule, which
+    `super()` reaches. ValueError for a field that no rule can look at."""
     _check_one_of("field", field, _PARTS)
 
     def register(part: type[MaskRule]) -> type[MaskRule]:
-        RULE_PARTS[field] = part
+        RULE_PARTS[field, value] = part
         return part
 
     return register
@@ -1459,11 +1469,12 @@ def _rule_of(scheme: Scheme) -> type[MaskRule]:
     """The scheme's rule with all parts that its fields ask for."""
     rule = RULES[scheme.rule]
     for field in _PARTS:
-        if getattr(scheme, field) == getattr(Scheme, field):
+        value = getattr(scheme, field)
+        if value == getattr(Scheme, field):
             continue
-        if field not in RULE_PARTS:
+        part = RULE_PARTS.get((field, value)) or RULE_PARTS.get((field, None))
+        if part is None:
             raise ValueError(f"{scheme.name}: {field} is a variant of tcs_lab's: import it first")
-        part = RULE_PARTS[field]
         keeps = tuple(dict.fromkeys([*rule.keeps, *part.keeps]))
         rule = type(rule.__name__, (part, rule), {"keeps": keeps, "__reduce__": _pickled})
     return rule

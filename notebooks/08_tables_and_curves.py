@@ -68,6 +68,7 @@ warmup_learning_rate = None  # eta of the first round
 drops = None  # when eta is divided by 10, as shares of the epochs
 reference_batch = None  # cumulative batch at which learning_rate holds; else it is not scaled
 weight_decay = None  # L2
+centralized_learning_rate = None  # eta of centralized training
 dirichlet_alpha = None  # class skew among clients; else IID
 precision = None  # fp32 or bf16 passes
 phi_global = None  # share kept by the global mask

@@ -81,7 +81,7 @@ from tcs_lab.figures import (
     text_colour,
 )
 from tcs_lab.files import cache_folder
-from tcs_lab.planned import made_of, planned_runs
+from tcs_lab.planned import made_of, planned_runs, read_plan, searches_of
 from tcs_lab.progress import followed
 from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (

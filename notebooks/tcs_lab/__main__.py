@@ -24,7 +24,7 @@ from tcs_lab.errors import cut, one_line, reject_unknown, shown
 from tcs_lab.planned import planned_runs
 from tcs_lab.ranks import RankError, joined_ranks, world
 from tcs_lab.records import config_of, differences, read_record, record_path
-from tcs_lab.runs import run_all
+from tcs_lab.runs import run_all, run_queue
 from tcs_lab.sensitivity import (
     read_sensitivity,
     readable_sensitivity,
@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         add("--jobs", type=int, help="processes side by side")
         add("--timeout", type=float, metavar="SECONDS",
             help="under torchrun: wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
-    queue("plan", metavar="PLAN", help="a file like params/evidence_plan.yaml")
+    queue("plan", metavar="PLAN", nargs="+",
+          help="files like params/evidence_plan.yaml, one after the other; FILE:STAGE is one stage")  # fmt: skip
     queue("--stage", action="append", help="only this stage (may be repeated)")
     for add, sets in (
         (run, _ANY),
@@ -143,11 +144,21 @@ def _run(arguments: argparse.Namespace) -> Planned:
 
 
 def _queue(arguments: argparse.Namespace) -> int:
-    """The runs of a plan, one after the other; those that another process is making come last."""
-    stages = planned_runs(arguments.plan, _set_params(arguments.set))
-    reject_unknown(arguments.stage or (), stages, "stage in this plan")
-    chosen = [runs for name, runs in stages.items() if name in (arguments.stage or stages)]
-    records = run_all([config for runs in chosen for config in runs], arguments.results)
+    """The runs of plans, one after the other; those that another process is making come last."""
+    changes = _set_params(arguments.set)
+
+    def planned() -> list[RunConfig]:
+        configs = []
+        for given in arguments.plan:
+            named_stage = ":" in given and not Path(given).exists()
+            file, stage = given.rsplit(":", 1) if named_stage else (given, "")
+            stages = planned_runs(file, changes, arguments.results)
+            wanted = [stage] if stage else arguments.stage or list(stages)
+            reject_unknown(wanted, stages, f"stage in {file}")
+            configs += [config for name in stages if name in wanted for config in stages[name]]
+        return configs
+
+    records = run_queue(planned, arguments.results)
     print(f"{len(records)} runs are made")
     return _ended(records)
 

@@ -26,8 +26,9 @@ class Progress:
     """
 
     def __init__(self, configs: list[RunConfig], enabled: bool = True):
-        self.configs = {config.digest: config for config in configs}
-        self.left = {config.digest: config.epochs for config in configs}
+        self.configs: dict[str, RunConfig] = {}
+        self.left: dict[str, int] = {}  # epochs, by run
+        self._add(configs)
         self.line = _NotebookLine() if _in_notebook() else None
         self.lock = threading.Lock()  # `rows_shown` calls from another thread
         quiet = not enabled or not configs or not (self.line or sys.stderr.isatty())
@@ -37,6 +38,18 @@ class Progress:
             ncols=130 if self.line else None, ascii=False, dynamic_ncols=not self.line,
             bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt} epochs, {remaining} left",
         )  # fmt: skip
+
+    def _add(self, configs: Iterable[RunConfig]) -> None:
+        new = {c.digest: c for c in configs if c.digest not in self.configs}
+        self.configs |= new
+        self.left |= {digest: config.epochs for digest, config in new.items()}
+
+    def more(self, configs: Iterable[RunConfig]) -> None:
+        """Adds runs that were not known before; those that it knows are left as they are."""
+        with self.lock:
+            self._add(configs)
+            self.bar.total = self.bar.n + sum(self.left.values())
+            self.bar.refresh()
 
     def __enter__(self) -> Progress:
         return self

@@ -212,6 +212,7 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     scheme = Scheme(**given.pop("scheme"))
     if scheme.centralized:  # a record holds what centralized training makes of its settings
         given |= {"batch_size": given["batch_size"] // 2, "warmup_learning_rate": 0.1}
+        given["centralized_learning_rate"] = given.pop("learning_rate")
         if given["reference_batch"] is not None:
             given["reference_batch"] = round(5 * given["reference_batch"])
     given = {key: value for key, value in given.items() if key != "rule_sha256"}

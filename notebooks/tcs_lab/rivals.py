@@ -37,7 +37,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +50,7 @@ from tcs_core import (
     Server,
     TopK,
     kept,
+    random_positions,
     register_quantizer,
     register_scheme,
     register_sides,
@@ -134,12 +134,11 @@ class Cocktail(MaskRule):
         self._outside_D: Tensor | None = None  # all but the round's random entries
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        generator = np.random.default_rng([self.seed, self.round])
         k_down = self.size(self.scheme.phi_down, self.dimension)
         count = max(kept(self.share, self.dimension), self.k_local, k_down)
-        chosen = generator.choice(self.dimension, count, replace=False, shuffle=False)
+        chosen_K = random_positions(count, self.dimension, self.seed, self.round)
         self._outside_D = torch.ones(self.dimension, dtype=torch.bool, device=self.device)
-        self._outside_D[torch.from_numpy(chosen).to(self.device)] = False
+        self._outside_D[chosen_K.to(self.device)] = False
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
         return super().own_mask(intended_D, cast(Tensor, self._outside_D), k)

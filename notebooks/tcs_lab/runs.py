@@ -223,6 +223,34 @@ def run_all(
     return [done[record_path(c, results)] for c in configs]
 
 
+def run_queue(
+    planned: Callable[[], Iterable[RunConfig]], results: str | Path | None = None,
+    progress: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Make the runs that `planned()` names, one after the other, and return all their records.
+
+    `planned` is called again after every run, because records decide what a tuned stage needs next.
+    Several processes may share one queue: a run that another process is making is left to it, and
+    this one takes the next. The first run that fails ends the queue; the same call goes on.
+    """
+    wanted = {record_path(c, results): c for c in planned()}
+    # before hours of work: are the records that exist of the same data?
+    _records_of({path: c for path, c in wanted.items() if path.exists()})
+    with Progress([c for path, c in wanted.items() if not path.exists()], progress) as bar:
+        while missing := [c for path, c in wanted.items() if not path.exists()]:
+            bar.more(missing)
+            made = False
+            for config in missing:
+                on_epoch = partial(bar.epoch, config.digest)
+                if made := _run(config, results, on_epoch, Ranks()) is not None:
+                    bar.ended(config.digest)
+                    break
+            if not made:  # all of them are being made: to look at a plan takes a moment
+                time.sleep(10 * _POLL_SECONDS)
+            wanted = {record_path(c, results): c for c in planned()}
+    return _records_of(wanted)
+
+
 def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:
     """Their records, all of one data set; images are looked at once for each way of cutting."""
     seen, records = set[tuple](), []

@@ -125,6 +125,8 @@ class RunConfig:
     errors_limit: Positive | None = None  # MB of all clients' errors in memory; more: in a file
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
     device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
+    # eta of centralized training, at a fifth of reference_batch (Sec. III-B); of no other run
+    centralized_learning_rate: Positive = 0.1
 
     def __post_init__(self) -> None:
         if isinstance(self.scheme, str):
@@ -204,8 +206,9 @@ class RunConfig:
 
     @property
     def eta(self) -> float:
-        """The table's learning rate; centralized training has the paper's 0.1."""
-        return 0.1 if self.scheme.centralized else self.learning_rate
+        """The table's learning rate; centralized training has one of its own (the paper's 0.1)."""
+        centralized = self.scheme.centralized
+        return self.centralized_learning_rate if centralized else self.learning_rate
 
     def learning_rate_at(self, epoch: float) -> float:
         """eta_t at a fractional epoch, counted from 0: linear warm-up, then steps down by 10."""
@@ -218,7 +221,10 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: JSON types only. Where and how fast is left out."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values = {k: v for k, v in fields.items() if k not in {"scheme", *WHERE_KEYS}}
+        # "learning_rate" is the one that this run has, centralized or not: a second key would say
+        # the same, or nothing
+        left_out = {"scheme", "centralized_learning_rate", *WHERE_KEYS}
+        values = {k: v for k, v in fields.items() if k not in left_out}
         values |= {
             "drops": list(self.drops), "learning_rate": self.eta, "clients": self.client_count,
             "batch_size": self.batch, "warmup_epochs": self.warmup,

@@ -347,6 +347,24 @@ def outcomes(record: dict[str, Any]) -> np.ndarray | None:
     return padded[:count]
 
 
+Spans = list[tuple[int, int]]  # of tested images: the first, and the one behind the last
+
+
+def accuracy_on(record: dict[str, Any], spans: Spans) -> float:
+    """Final accuracy, 0..1, on a part of the images that a record was tested on.
+
+    The tested images are the test images, then the training images that nobody trained on.
+    ValueError if the record did not keep which of them were right, or has fewer.
+    """
+    right = outcomes(record)
+    last = max(end for _, end in spans)
+    if right is None or last > len(right):
+        there = "none were kept" if right is None else f"{len(right)} were tested"
+        name = f"record {record['digest']}"
+        raise ValueError(f"{name}: tested images up to {last} are asked for, but {there}")
+    return float(np.concatenate([right[start:end] for start, end in spans]).mean())
+
+
 def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
     """The schedule: a round's rate, whether it is dense, how much larger its masks are."""
     epoch, index = divmod(t, rounds)

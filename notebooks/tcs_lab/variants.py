@@ -1,5 +1,7 @@
 """Variants beyond the paper: suffixes of scheme names, and what the fields that they set do.
 
+    -Random     control: the shared mask is drawn anew each round, from a seed that all sides know
+    -Stale      control: the shared mask follows the update of ten rounds ago, not the last one
     -GE         errors in units of gradients, as in the authors' published code
     -WLF -WPLF  the fair shared mask from the weights, as in the authors' published code
     -E<n> -K<n> a client's own mask of n/1000; all masks n times smaller
@@ -29,6 +31,7 @@ from tcs_core import (
     Scheme,
     kept,
     mask_to_positions,
+    random_positions,
     register_downlink,
     register_part,
     register_quantizer,
@@ -55,6 +58,16 @@ def _fair_from_weights(fields: Fields, _: int) -> Fields:
 @register_suffix("-WPLF", "wplf", "like -PLF, from the weights", _S_TOP)
 def _partly_fair_from_weights(fields: Fields, _: int) -> Fields:
     return {"phi_min_global": 1e-3, "shared_from": "weights"}
+
+
+@register_suffix("-Random", "random", "a shared mask drawn anew each round", _S_TOP)
+def _random_mask(fields: Fields, _: int) -> Fields:
+    return {"shared_from": "random"}
+
+
+@register_suffix("-Stale", "stale", "the shared mask of the update ten rounds ago", _S_TOP)
+def _stale_mask(fields: Fields, _: int) -> Fields:
+    return {"shared_from": "stale"}
 
 
 @register_suffix("-E<n>", r"e([1-9]\d?)", "phi_local = n/1000", _S_TOP)
@@ -154,7 +167,62 @@ class WideMasks(MaskRule):
             self.magnitudes_K = update_D[self.positions].abs()
 
 
-@register_part("shared_from")
+@register_part("shared_from", "random")
+class FromSeed(MaskRule):
+    """A control for TCS: the shared mask has as many entries, but it is drawn anew each round from
+    the seed and the round, and does not look at any update. Messages are as long as those of TCS.
+    """
+
+    keeps = ("updates_seen",)
+    overlap_2: Tensor
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.updates_seen = 0
+
+    def shared_mask(self) -> Tensor | None:
+        found = super().shared_mask()
+        if found is None or not len(found):
+            return found  # as in TCS, the first round is dense where there was no update yet
+        drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.updates_seen)
+        return drawn_K.to(self.device)
+
+    def observe(self, update_D: Tensor) -> None:
+        super().observe(update_D)
+        self.updates_seen += 1
+        self.overlap_2.zero_()  # it counts masks of the last update, which are not used
+
+
+@register_part("shared_from", "stale")
+class FromOlderUpdate(MaskRule):
+    """A control for TCS: the shared mask is S_top of the update ten rounds ago (of the oldest one,
+    while there are fewer), so that it is nine rounds older than that of TCS."""
+
+    keeps = ("history_MK",)
+    rounds_ago = 10
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        # masks of the last updates, the oldest first: at most `rounds_ago` rows of K positions
+        self.history_MK = torch.empty(0, self.k_global, dtype=torch.int64, device=self.device)
+
+    def shared_mask(self) -> Tensor | None:
+        latest_K, history_MK = super().shared_mask(), self.history_MK
+        if latest_K is None or not len(history_MK) or len(latest_K) != history_MK.shape[1]:
+            return latest_K
+        return history_MK[0]
+
+    def observe(self, update_D: Tensor) -> None:
+        super().observe(update_D)
+        latest_K = super().shared_mask()
+        if latest_K is None:
+            return
+        if len(latest_K) != self.history_MK.shape[1]:  # masks have shrunk after a wide warm-up
+            self.history_MK = torch.empty(0, len(latest_K), dtype=torch.int64, device=self.device)
+        self.history_MK = torch.cat([self.history_MK, latest_K[None]])[-self.rounds_ago :]
+
+
+@register_part("shared_from", "weights")
 class FromWeights(MaskRule):
     """The shared mask is S_top of the weights, once there was an update: the published code's."""
 
