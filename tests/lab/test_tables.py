@@ -322,6 +322,7 @@ NO_TABLE = {
     "evidence_plan",
     "fair_plan",
     "optimizers",
+    "prediction",
     "rivals_small",
     "rivals_text",
     "sentences",
