@@ -139,6 +139,55 @@ def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
         _refuse(key, value, ", ".join(names))
 
 
+# States that are loaded: everything is checked first, then changed ────────────────────────────────
+
+STATE_VERSION = 2  # of every state_dict here; to be raised when the keys or their meaning change
+
+
+def check_state_version(key: str, given: Any) -> None:
+    """ValueError unless it is a state of this version, for `key`, the kind of object it is of."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
+    version = given.get("version", 1)
+    if version != STATE_VERSION:
+        way = "load it with the version of tcs_core that saved it, or begin anew"
+        raise ValueError(f"{key}: version: got {version!r}, allowed: {STATE_VERSION} ({way})")
+
+
+def check_same_state(key: str, given: Any, own: Any) -> None:
+    """ValueError unless `given` can take the place of `own`, a state of the object that loads it.
+
+    Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
+    all else the same type (a whole number may stand for a float). Values are not compared. `key`
+    says what the state is of; the error names the place inside it, what it is and what is allowed.
+    """
+    if isinstance(own, dict):
+        if not isinstance(given, dict):
+            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
+        missing, unknown = own.keys() - given.keys(), given.keys() - own.keys()
+        if missing or unknown:
+            names = "is missing" if missing else "is not known"
+            raise ValueError(f"{key}: {', '.join(sorted(map(str, missing or unknown)))} {names}")
+        for name, value in own.items():
+            check_same_state(f"{key}: {name}", given[name], value)
+    elif isinstance(own, list | tuple):
+        if not isinstance(given, list | tuple) or len(given) != len(own):
+            got = len(given) if isinstance(given, list | tuple) else f"a {type(given).__name__}"
+            raise ValueError(f"{key}: got {got}, allowed: {len(own)} entries")
+        for place, value in enumerate(own):
+            check_same_state(f"{key}: {place}", given[place], value)
+    elif isinstance(own, Tensor):
+        wanted = f"{tuple(own.shape)} {own.dtype}"
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{key}: got {shorten(given)}, allowed: a tensor {wanted}")
+        if given.shape != own.shape or given.dtype != own.dtype:
+            got = f"{tuple(given.shape)} {given.dtype}"
+            raise ValueError(f"{key}: got shape {got}, allowed: {wanted}")
+    elif type(given) is not type(own) and not (type(own) is float and type(given) is int):
+        wanted = "none" if own is None else f"a {type(own).__name__}"
+        raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
+
+
 _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
