@@ -11,12 +11,12 @@ Alg. 2 is section 6: `Known` (line 5), `Client` (lines 9 to 13) and `Server` (15
 process of its own if need be; lines 6 and 7 are in `Federation.play` (section 7).
 
 Contents, and the names that each gives
-    1 schemes          Scheme, register_scheme, register_quantizer, register_suffix, register_code
+    1 schemes          Scheme, register_scheme, register_quantizer, register_suffix
     2 masks            top_k_mask, top_k_positions, layerwise_top_k_positions (S_top)
     3 positions        encode_positions, decode_positions (Alg. 4)
     4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
     5 messages         Message, encode_message, decode_message, bit_budget
-    6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, ByteLink, Compressor
+    6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, Compressor
     7 the federation   Federation, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
@@ -78,7 +78,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, zip_longest
 from numbers import Real
 from reprlib import repr as shorten
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -87,17 +87,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [  # noqa: RUF022
-    "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "STAGES", "SUFFIXES",
-    "ByteLink", "Client", "ClientError", "Code", "Compressor", "Federation", "Feed", "Known",
+    "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "SHARED_FROM", "STAGES",
+    "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor", "Federation", "Feed", "Known",
     "Link", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase", "RandK", "Scheme",
-    "Selection", "Server", "Size", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
+    "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
     "build_model", "cross_entropy", "decode_message", "decode_positions", "encode_message",
     "encode_positions", "fractional_dequantize", "fractional_quantize", "kept", "layer_sizes",
     "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "random_positions",
-    "register_code", "register_downlink", "register_part", "register_quantizer", "register_scheme",
-    "register_sides", "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_mask",
-    "top_k_positions",
+    "register_quantizer", "register_scheme", "register_suffix", "resnet18", "scaled_sign",
+    "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
+
+# Names that are gone, and what has taken their place.
+_SUCCESSORS = {
+    "Agreement": "Known", "ByteLink": "Link(unchanged)", "Checks": "Known.finite_part",
+    "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
+    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "SIDES": "MaskRule.client_type and server_type",
+    "Sent": "InFlight", "Side": "Client", "Size": "bytes_of",
+    "register_code": "CODES[name] = BlockCode()", "register_downlink": "Server.downlink",
+    "register_part": "SHARED_FROM[name] = a subclass of TCS",
+    "register_sides": "MaskRule.client_type and server_type",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUCCESSORS:
+        raise AttributeError(f"tcs_core.{name} is gone, allowed: {_SUCCESSORS[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
 #    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
@@ -107,7 +124,7 @@ Quantize = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (K,), P to codes (K
 
 RULES: dict[str, type[MaskRule]] = {}  # by the scheme's `rule`
 QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
-CODES: dict[str, Code] = {}  # by the scheme's `code`
+CODES: dict[str, BlockCode] = {}  # by the scheme's `code`: how a message becomes bytes
 FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
 SUFFIXES: list[Suffix] = []
 
@@ -188,6 +205,20 @@ def check_same_state(key: str, given: Any, own: Any) -> None:
         raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
 
 
+def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
+    """ValueError unless a state's scheme, a dictionary of its fields, is this one. A field that the
+    state lacks is one that was added later, with a default that means "as before"."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
+    defaults = {f.name: f.default for f in dataclasses.fields(Scheme)}
+    if unknown := sorted(given.keys() - defaults.keys()):
+        raise ValueError(f"{key}: {', '.join(map(shorten, unknown))} is not a field of a scheme")
+    for field, value in dataclasses.asdict(own).items():
+        got = given.get(field, defaults[field])
+        if got != value:
+            raise ValueError(f"{key}: {field}: got {shorten(got)}, allowed: {value!r}")
+
+
 _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
@@ -212,7 +243,7 @@ class Scheme:
     centralized: bool = False  # one client, no traffic
     quantizer: str = "fractional"  # of the clients' values: a key of QUANTIZERS
     code: str = "block"  # of a message's values and positions: a key of CODES
-    # Beyond the paper; what these do is registered elsewhere (`register_part`).
+    # Beyond the paper.
     down_value_bits: int = 32  # of a value from the server
     down_quantizer: str = "fractional"  # of the server's values
     phi_down: float | None = None  # share of the server's own mask; None: all that came
@@ -232,6 +263,8 @@ class Scheme:
         _check_one_of("code", self.code, CODES)
         _check_one_of("error_unit", self.error_unit, ("difference", "gradient"))
         _check_one_of("shared_from", self.shared_from, ("update", "stale", "weights", "random"))
+        if self.shared_from != "update" and self.rule != "TCS":
+            _refuse("shared_from", self.shared_from, f"'update' with rule {self.rule}")
         _check_whole("local_steps", self.local_steps, 1, 10**9)
         _check_whole("warmup_masks", self.warmup_masks, 1, 1000)
         _check_bits("value_bits", self.value_bits)
@@ -521,16 +554,6 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     return register
 
 
-def register_code(name: str) -> Callable[[type[Code]], type[Code]]:
-    """Class decorator: a code for what messages hold, for the field `code`; see `Code`."""
-
-    def register(code: type[Code]) -> type[Code]:
-        CODES[name] = code()
-        return code
-
-    return register
-
-
 # ══ 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C) ═════════════════════════════════
 #    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
 
@@ -627,16 +650,6 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
     if may_look(mask_D):  # numpy's call costs less
         return torch.from_numpy(mask_D.numpy().nonzero()[0])
     return mask_D.nonzero(as_tuple=True)[0]
-
-
-def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
-    """How many positions two masks of K entries share, both ascending: int64 ()."""
-    if may_look(one_K):  # a stable sort merges what is ascending already
-        both_2K = np.concatenate([one_K.numpy(), other_K.numpy()])
-        both_2K.sort(kind="stable")
-        return torch.tensor(np.count_nonzero(both_2K[1:] == both_2K[:-1]))
-    nearest_K = torch.searchsorted(one_K, other_K).clamp_(max=len(one_K) - 1)
-    return (one_K[nearest_K] == other_K).sum()
 
 
 # The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
@@ -993,9 +1006,9 @@ class MessageError(ClientError):
     """A message that can't be accepted: see `decode_message` and `Server.add`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
-    """What one side sends in one round.
+    """What one side sends in one round. Two messages are equal if all that they say is equal.
 
     `positions` int64 (K_own,), ascending, are those that the other side does not know; `values`
     (K,) float32, as the receiver will see them, are on the shared positions first, then on these.
@@ -1042,6 +1055,19 @@ class Message:
             sum_D.add_(self.values, alpha=weight)
         else:
             sum_D.index_add_(0, self.places(cast(Tensor, shared_K)), self.values, alpha=weight)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(
+            torch.equal(one, two)
+            if isinstance(one, Tensor) and isinstance(two, Tensor)
+            else type(one) is type(two) and one == two
+            for one, two in pairs
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     def to(self, device: Any) -> Message:
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -1126,27 +1152,6 @@ def _block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> 
     return bits
 
 
-class Code:
-    """How values and own positions of a sparse message become bytes; `register_code` names it.
-
-    `encode` may give way to the code "block", and says so; `decode` gets only what is its own. It
-    may come from anyone: ValueError for what `encode` does not make, and memory within a small
-    multiple of its length and of the number of values.
-    """
-
-    def bits(self, message: Message, wire: Wire) -> int:
-        """Exact length in bits."""
-        return 8 * len(self.encode(message, wire)[0])
-
-    def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        """The code, and whether it is that of the code "block"."""
-        raise NotImplementedError
-
-    def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-        """The message of so many shared and own values."""
-        raise NotImplementedError
-
-
 # Kinds of messages: in the code agreed on, dense, in code "block" where another is agreed on.
 _AGREED, _DENSE, _PLAIN = range(3)
 # Little-endian: version, kind, sender, round, Wire.tag and the shared mask's (exclusive or), own
@@ -1168,6 +1173,9 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     if not message.values.isfinite().all():
         raise ValueError("values: NaN or infinity can't be sent")
     check_positions(message.positions, wire.dimension)
+    if not message.dense and (message.codes is None) == bool(wire.intervals):
+        got = "float32 values" if message.codes is None else "quantized values"
+        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits each")
     if message.dense:
         kind, code = _DENSE, float_bytes(message.values)
     else:
@@ -1258,15 +1266,23 @@ def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> 
     return Message(fractional_dequantize(codes_K, means_P), positions, codes=codes_K, means=means_P)
 
 
-@register_code("block")
-class BlockCode(Code):
-    """The paper's: values at 32 bits, or means and codes of q bits; then Alg. 4, in one stream."""
+class BlockCode:
+    """How values and own positions of a sparse message become bytes, as in the paper: values at 32
+    bits, or means and codes of q bits; then Alg. 4, in one stream.
+
+    Another code is a subclass with the same three functions, put into CODES by its name. `decode`
+    gets only what was encoded by its own code, but it may come from anyone: ValueError for what
+    `encode` does not make, and memory within a small multiple of its length and of the number of
+    values.
+    """
 
     def bits(self, message: Message, wire: Wire) -> int:
+        """Exact length in bits."""
         count, own = len(message.values), len(message.positions)
         return _block_code_bits(wire.value_bits, count, own, wire.dimension)
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
+        """The code, and whether it is that of the code "block", to which another may give way."""
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
             floats = float_bytes(message.means)
@@ -1280,6 +1296,7 @@ class BlockCode(Code):
         return floats + packed_bits(streams), False
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+        """The message of so many shared and own values."""
         count = shared + own
         block = block_for(own, wire.dimension)
         places = position_bits(own, wire.dimension, block) if own else 0
@@ -1298,6 +1315,9 @@ class BlockCode(Code):
             return Message(floats_of(code[:floats], count), positions)
         codes = from_bits(bits[:coded], wire.value_bits)
         return quantized_message(codes, means_of(code[:floats], wire.intervals), positions)
+
+
+CODES["block"] = BlockCode()
 
 
 def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
@@ -1331,20 +1351,26 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
     return bits[:count]
 
 
-# ══ 6. Alg. 2: what all sides know, a client, the server ══════════════════════════════════════════
-#    First the mask rules, which say which entries travel; then the three sides; then links, and all
-#    of them in one process. Read `Known`, `Client` and `Server` first: what they stand on, before
-#    them, is checks and states.
+# ══ 6. Alg. 2: which entries travel, what all know, a client, the server ══════════════════════════
+#    One round: known.begin -> client.send -> server.add -> server.finish -> client.arrived (or
+#    client.receive) -> known.observe. Read `Known`, `Client` and `Server`; the mask rules stand
+#    before them, links and N clients in one process behind them.
 
 
 class MaskRule:
     """Which entries travel. Subclass it, with `register_scheme`, to make a scheme of your own.
 
     Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
-    attributes that a resumed run needs: tensors or numbers.
+    attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
+    `round` is the number of the round that is open, or of the next one (`Known.round`), and `masks`
+    the factor by which all masks are larger in it: in a sparse warm-up.
     """
 
     keeps: tuple[str, ...] = ()
+    client_type: type[Client] | None = None  # of schemes whose clients keep more than errors
+    server_type: type[Server] | None = None  # and of those whose server does
+    round = 0
+    masks = 1
 
     def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
         self.scheme, self.layer_sizes = scheme, layer_sizes
@@ -1355,27 +1381,33 @@ class MaskRule:
         self._selections: dict[str, Selection] = defaultdict(Selection)
 
     def size(self, phi: float | None, most: int) -> int:
-        """K of a mask with this share; no more than `most`, 0 for none."""
-        return min(kept(phi, self.dimension), most) if phi else 0
+        """K of a mask with this share in this round; at most `most`, 0 for no mask."""
+        return min(self.masks * kept(phi, self.dimension), most) if phi else 0
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        """A round begins. A rule that looks at the model gets it here, (D,), if there is one;
-        `masks` is a factor on all K (of schemes with a sparse warm-up)."""
+        """A round begins. A rule that looks at the model gets it here, (D,), if there is one."""
+        if masks != self.masks:
+            self.masks = masks
+            self.k_global = self.size(self.scheme.phi_global, self.dimension)
+            self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def shared_mask(self) -> Tensor | None:
-        """The mask that all sides know; None if it is not known yet: the round is dense."""
+        """The mask that all sides know; None if it is not known yet. Then the round is dense or,
+        for a scheme with no dense warm-up, one in which nothing is shared."""
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def own_count(self, shared: int) -> int | None:
         """How many entries a client's own mask has beside so many shared ones, as both sides know;
         None: the message says it."""
-        return min(self.k_local, self.dimension - shared)
+        wanted = self.k_local
+        if not shared and not self.scheme.dense_warmup:
+            wanted += self.k_global  # nothing is shared yet: each sends as many of its own choice
+        return min(wanted, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
         """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10.
         Both vectors are the core's own: leave them as they are."""
-        fair = self.scheme.phi_min_local
-        return self.select(intended_D, k, fair, shared_D, "own")
+        return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
         """Called with every round's update, dense ones too, after it was averaged. Leave it as it
@@ -1393,22 +1425,31 @@ class MaskRule:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
         return self._selections[whose](vector_D, k, excluded_D)
 
+    @classmethod
+    def kept_names(cls) -> list[str]:
+        """What `keeps` names, of this class and its base classes."""
+        named = (vars(base).get("keeps", ()) for base in cls.__mro__)
+        return list(dict.fromkeys(chain.from_iterable(named)))
+
     def state_dict(self) -> dict[str, Any]:
-        return {key: _by_value(getattr(self, key)) for key in self.keeps}
+        return {key: _by_value(getattr(self, key)) for key in self.kept_names()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state that this rule can't load. (A kept value may begin as None.)"""
+        own = dict.fromkeys(self.kept_names())
+        check_same_state("state: rule", dict.fromkeys(state), own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key in self.keeps:
-            value = state[key]
-            own = value.to(self.device, copy=True) if _is_tensor(value) else copy.deepcopy(value)
+        """ValueError, with nothing changed, for what `check_state` refuses."""
+        self.check_state(state)
+        for key, value in state.items():
+            is_tensor = isinstance(value, Tensor)
+            own = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
             setattr(self, key, own)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _by_value(value: Any) -> Any:
-    """A copy that nobody else changes."""
+    """A copy that nobody else changes, of plain Python numbers."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
@@ -1436,172 +1477,85 @@ class TopK(MaskRule):
 class RandK(MaskRule):
     """Rand-K: a random mask that all sides draw from one seed; no positions sent (Sec. I-C)."""
 
-    keeps = ("round",)
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.round = 0
-
     def shared_mask(self) -> Tensor:
         drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
         return drawn_K.to(self.device)
-
-    def observe(self, update_D: Tensor) -> None:
-        self.round += 1
 
 
 @register_scheme("TCS")
 class TCS(MaskRule):
     """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
 
-    keeps = ("positions", "overlap_2")
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.positions: Tensor | None = None  # of the shared mask, once there was an update
-        # entries that were in the mask before, and entries of all masks, since this was set to 0
-        self.overlap_2 = torch.zeros(2, dtype=torch.int64, device=self.device)
+    keeps: tuple[str, ...] = ("positions", "magnitudes_K")
+    positions: Tensor | None = None  # of the shared mask, once there was an update
+    magnitudes_K: Tensor | None = None  # of the last update there, after a round of larger masks
 
     def shared_mask(self) -> Tensor | None:
         return self.positions if self.k_global else super().shared_mask()
 
+    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        super().begin(theta_D, masks)
+        if self.positions is not None and self.magnitudes_K is not None and masks == 1:
+            # masks were larger in a sparse warm-up: of the last one the largest entries stay
+            last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+            last_D[self.positions] = self.magnitudes_K
+            fair = self.scheme.phi_min_global
+            self.positions = self.select(last_D, self.k_global, fair, None, "last")
+            self.magnitudes_K = None
+
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
             return
-        before = self.positions
-        now = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
-        if may_look(now) and not update_D[now].any():
-            return  # a step at rate 0: no mask follows from it (a GPU is not asked)
-        self.positions = now
-        self.count_overlap(before, now)
+        chosen_K = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
+        # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
+        is_update = update_D[chosen_K].any()
+        if may_look(is_update) and not is_update:
+            return
+        before_K = self.positions
+        if not may_look(is_update) and before_K is not None and len(before_K) == len(chosen_K):
+            chosen_K = torch.where(is_update, chosen_K, before_K)
+        self.positions = chosen_K
+        self.magnitudes_K = update_D[chosen_K].abs() if self.masks != 1 else None
 
-    def count_overlap(self, before: Tensor | None, now: Tensor) -> None:
-        """How many positions of a shared mask were in the one before."""
-        if before is not None and len(before) == len(now):
-            self.overlap_2[0] += in_common(before, now)
-            self.overlap_2[1] += len(now)
-
-
-# Fields of Scheme that the paper does not have. One that is not at its default puts a class of
-# RULE_PARTS before the scheme's rule, as the first base class of the two.
-_PARTS = ("dense_warmup", "warmup_masks", "shared_from")
-RULE_PARTS: dict[tuple[str, Any], type[MaskRule]] = {}  # by field and value; None: any value
-DOWNLINKS: list[Callable[[Known], Downlink]] = []  # of schemes that compress the downlink
-SIDES: dict[str, tuple[type[Client], type[Server]]] = {}  # by rule, of those that have their own
-
-
-def register_part(field: str, value: Any = None) -> Callable[[type[MaskRule]], type[MaskRule]]:
-    """Class decorator: what a mask rule does differently where this field of Scheme has this value
-    (None: any value that is not its default). The class stands before the scheme's rule, which
-    `super()` reaches. ValueError for a field that no rule can look at."""
-    _check_one_of("field", field, _PARTS)
-
-    def register(part: type[MaskRule]) -> type[MaskRule]:
-        RULE_PARTS[field, value] = part
-        return part
-
-    return register
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        for key in ("positions", "magnitudes_K"):
+            if not isinstance(state[key], Tensor | None):
+                raise ValueError(
+                    f"state: rule: {key}: got {shorten(state[key])}, allowed: a tensor"
+                )
+        if state["positions"] is not None and may_look(state["positions"]):
+            check_positions(state["positions"], self.dimension)
 
 
-def register_downlink(make: Callable[[Known], Downlink]) -> Callable[[Known], Downlink]:
-    """Decorator: makes the server's sending side where the downlink is compressed."""
-    DOWNLINKS[:] = [make]
-    return make
+# The shared mask of TCS from something else than the last update: by the field `shared_from` of a
+# scheme, the rule that stands in for TCS. tcs_lab.variants has some.
+SHARED_FROM: dict[str, type[TCS]] = {}
 
 
-def register_sides(rule: str, client: type[Client], server: type[Server]) -> None:
-    """Where a rule's clients keep more than errors, or its server does: the classes of both."""
-    SIDES[rule] = client, server
+def rule_of(scheme: Scheme) -> type[MaskRule]:
+    """The class of a scheme's mask rule; ValueError for a variant that nobody has imported."""
+    if scheme.shared_from == "update":
+        return RULES[scheme.rule]
+    if scheme.shared_from not in SHARED_FROM:
+        way = "import tcs_lab.variants, or put your rule into tcs_core.SHARED_FROM"
+        raise ValueError(f"{scheme.name}: shared_from {scheme.shared_from!r} is not known: {way}")
+    return SHARED_FROM[scheme.shared_from]
 
 
-def _rule_of(scheme: Scheme) -> type[MaskRule]:
-    """The scheme's rule with all parts that its fields ask for."""
-    rule = RULES[scheme.rule]
-    for field in _PARTS:
-        value = getattr(scheme, field)
-        if value == getattr(Scheme, field):
-            continue
-        part = RULE_PARTS.get((field, value)) or RULE_PARTS.get((field, None))
-        if part is None:
-            raise ValueError(f"{scheme.name}: {field} is a variant of tcs_lab's: import it first")
-        keeps = tuple(dict.fromkeys([*rule.keeps, *part.keeps]))
-        rule = type(rule.__name__, (part, rule), {"keeps": keeps, "__reduce__": _pickled})
-    return rule
+# Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _pickled(rule: MaskRule) -> tuple[Any, ...]:
-    """A rule with parts, for pickle: no module has its class, but the scheme says what it is."""
-    return _unfilled, (rule.scheme,), rule.__dict__
+class Known:
+    """What every side knows without a word: the round, whether it is dense, its shared mask.
 
+    `layer_sizes` are the numbers of entries of the parameter tensors, D in all, `order` how these
+    lie in memory (`layout_of`), if that is said; `device` is where tensors live. All sides give the
+    same scheme, sizes, order and `seed`, which is for random masks.
 
-def _unfilled(scheme: Scheme) -> MaskRule:
-    return object.__new__(_rule_of(scheme))
-
-
-# What the three sides stand on ────────────────────────────────────────────────────────────────────
-
-
-class Checks:
-    """Whether a round's numbers are finite: `finite_part` asks, `read` answers.
-
-    `when` says when the host looks:
-        at once   a CPU: `finite_part` raises; `read` only counts the entries of a mask
-        end       a GPU, which would have to be waited for: what is not finite counts as 0, and
-                  `read`, at the end of a round, looks at all answers together, and raises
-        later     inside `put_off`: `read` only keeps what a later call of it looks at
+    It owns the number of the round and opens and closes it: `begin`, then messages, then `observe`,
+    or `lose` for a round in which nobody was heard. Each step refuses to be called out of order.
     """
-
-    def __init__(self, device: Any):
-        self.none = torch.zeros((), dtype=torch.int64, device=device)  # of a mask with no entries
-        self.when = "at once" if may_look(self.none) else "end"  # when answers are read
-        self.finite: dict[int, Tensor] = {}  # by sender: bool ()
-        self.explored: Tensor | None = None  # int64 (): entries that only some clients sent
-
-    @contextlib.contextmanager
-    def put_off(self) -> Iterator[None]:
-        """Answers are not read in these rounds, but later, by a call of `read`."""
-        usual, self.when = self.when, "later"
-        try:
-            yield
-        finally:
-            self.when = usual
-
-    def forget(self) -> None:
-        """The round has failed: what was not read yet accuses nobody in the next one."""
-        if self.when != "later":
-            self.finite.clear()
-
-    def finite_part(self, values: Tensor, sender: int) -> Tensor:
-        """The values. NotFiniteError where it is known that some are not finite."""
-        if self.when == "at once":
-            # a sum is quick, but can overflow though all are finite: then all are looked at
-            finite = math.isfinite(values.sum().item()) or bool(values.isfinite().all())
-            if not finite:
-                raise NotFiniteError(sender)
-            return values
-        well = values.sum(dtype=torch.float64).abs() < math.inf  # that no sum of float32 reaches
-        self.finite[sender] = self.finite[sender] & well if sender in self.finite else well
-        return torch.where(well, values, 0.0)
-
-    def read(self, explored_D: Tensor | None = None) -> int:
-        """How many entries of a mask are set; NotFiniteError for the first sender of which
-        something was not finite. The only look at values in a round on a GPU."""
-        if self.when == "at once":
-            return 0 if explored_D is None else int(np.count_nonzero(explored_D.numpy()))
-        self.explored = self.none if explored_D is None else explored_D.sum()
-        if self.when == "later":
-            return 0
-        senders = list(self.finite)
-        found = [self.finite[sender].long() for sender in senders]
-        *well, explored = torch.stack([*found, self.explored]).tolist()
-        self.finite.clear()
-        if not all(well):
-            raise NotFiniteError(senders[well.index(0)])
-        return explored
-
-
-class Agreement:
-    """What `Known` stands on: sizes, wires, the checks of masks, bytes, and its state."""
 
     def __init__(
         self, scheme: Scheme | str, layer_sizes: list[int], seed: int = 0, device: Any = "cpu",
@@ -1616,15 +1570,13 @@ class Agreement:
         if not self.layer_sizes or min(self.layer_sizes) < 1:
             raise ValueError(f"layer_sizes: got {layer_sizes}, allowed: one or more, each >= 1")
         self.dimension, self.device, self.seed = sum(self.layer_sizes), device, seed
-        self.rule = _rule_of(self.scheme)(self.scheme, self.layer_sizes, device, seed)
+        self.rule = rule_of(self.scheme)(self.scheme, self.layer_sizes, device, seed)
         order = tuple(order)
         self.up = Wire.up(self.scheme, self.layer_sizes, order)
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
-        self.checks = Checks(device)
-        self.round = 0
-        self.always_dense = self.scheme.dense
-        self.is_open = False  # a round has begun
-        self.is_averaged = False  # and its average was taken: from then on nobody is heard
+        self.phase = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
+        self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
+        self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
         self.dense = True  # in this round everything travels
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
@@ -1633,62 +1585,82 @@ class Agreement:
 
     def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
         """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
-        model gets `theta_D` (D,); for `masks` see `Phase`."""
+        model gets `theta_D` (D,); for `masks` see `Phase`. ValueError while a round is open."""
+        if self.phase != CLOSED:
+            what = f"round {self.round} is {self.phase}"
+            raise ValueError(f"begin: {what}, allowed: after observe, or lose")
         self.rule.begin(theta_D, masks)
-        mask = None if dense or self.always_dense else self.rule.shared_mask()
-        self.dense = mask is None
+        mask = None if dense or self.scheme.dense else self.rule.shared_mask()
+        if mask is None and not dense and not self.scheme.dense and not self.scheme.dense_warmup:
+            mask = torch.empty(0, dtype=torch.int64, device=self.device)
         if mask is not None:
-            self.shared_K = self.checked_mask(mask)
+            self.shared_K = checked_positions(mask, self.dimension)
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
             self.own_count = self.rule.own_count(len(self.shared_K))
+        self.dense = mask is None
         self._mask_tag = 0 if self.dense else None
-        self.is_open, self.is_averaged = True, False
+        self.phase = OPEN
+        self.senders.clear()
 
-    def skip(self) -> None:
-        """The round is over. Called without `observe`, it is lost: nobody was heard in it."""
-        self.round, self.is_open = self.round + 1, False
+    def observe(self, update_D: Tensor) -> None:
+        """The round is over: its update (D,), of a dense round too, says what the next round's mask
+        is. ValueError for another shape, or if no round is open."""
+        if self.phase == CLOSED:
+            raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
+        if tuple(update_D.shape) != (self.dimension,):
+            got = tuple(update_D.shape)
+            raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
+        self.rule.observe(update_D)  # line 5 of the next round
+        self.round, self.phase = self.round + 1, CLOSED
 
-    def skip_to(self, round: int) -> None:
-        """The next round is this one."""
-        self.round, self.is_open = round, False
+    def lose(self) -> None:
+        """The round is over, and nobody was heard in it: the mask is as before, the next round has
+        the next number."""
+        self.round, self.phase = self.round + 1, CLOSED
+        self.flags.clear()
 
-    def own_mask(self, intended_D: Tensor) -> Tensor:
-        """A client's own positions, outside the shared mask, as the rule chooses them."""
-        k = self.own_count
-        mask = self.rule.own_mask(intended_D, self.shared_D, self.rule.k_local if k is None else k)
-        positions_K = self.checked_mask(mask, self.shared_D)
-        if k is not None and len(positions_K) != k:
-            advice = "own_count says so; let it return None if their number is open"
-            raise ValueError(f"own_mask: got {len(positions_K)}, allowed: {k} ({advice})")
-        return positions_K
+    def finite_part(self, values: Tensor, sender: int) -> Tensor:
+        """The values; NotFiniteError if some are NaN or infinite.
 
-    def checked_mask(self, mask: Tensor, taken_D: Tensor | None = None) -> Tensor:
-        """A mask that a rule returned, as positions; ValueError says what is wrong with it. (On a
-        GPU the numbers themselves are not looked at.)"""
-        if not isinstance(mask, Tensor):
-            got = type(mask).__name__
-            raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
-        if mask.dtype == torch.bool and tuple(mask.shape) != (self.dimension,):
-            raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({self.dimension},)")
-        positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
-        if not may_look(positions_K):
-            return positions_K
-        check_positions(positions_K, self.dimension)
-        if taken_D is not None and taken_D.numpy()[positions_K.numpy()].any():
-            raise ValueError("own mask: entries of the shared mask, allowed: only others")
-        return positions_K
+        On a GPU the host would have to wait for the answer. There what is not finite counts as 0
+        and a flag is kept; `read_flags`, at the end of a round, looks at all of them together.
+        """
+        if may_look(values):
+            # a sum is quick, but it can overflow though all are finite: then all are looked at
+            if not math.isfinite(values.sum().item()) and not values.isfinite().all():
+                raise NotFiniteError(sender)
+            return values
+        is_finite = values.sum(dtype=torch.float64).abs() < math.inf  # no sum of float32 reaches it
+        self.flags.append((sender, is_finite))
+        return torch.where(is_finite, values, 0.0)
+
+    def read_flags(self, counted_D: Tensor | None = None) -> int:
+        """How many entries of a mask (D,) are set; NotFiniteError for the first sender with a flag
+        that says no. It is a GPU's only look at values in a round."""
+        if counted_D is not None and may_look(counted_D):
+            return int(np.count_nonzero(counted_D.numpy()))
+        asked = [is_finite.long() for _, is_finite in self.flags]
+        asked += [] if counted_D is None else [counted_D.sum()]
+        said = torch.stack(asked).tolist() if asked else []
+        senders = [sender for sender, _ in self.flags]
+        self.flags.clear()
+        for sender, is_finite in zip(senders, said, strict=False):
+            if not is_finite:
+                raise NotFiniteError(sender)
+        return 0 if counted_D is None else said[-1]
 
     def expanded(self, message: Message) -> Tensor:
         """What a message says, with zeros where it says nothing: (D,)."""
         if message.dense:
             return message.values
-        full_D = torch.zeros(self.dimension, device=self.device)
+        full_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
         message.add_to_(full_D, self.shared_K)
         return full_D
 
     def check_message(self, message: Message, sender: int) -> None:
-        """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open."""
-        if not self.is_open:
+        """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open,
+        with as many finite places as it should have, none of them shared."""
+        if self.phase == CLOSED:
             raise MessageError(sender, "no round is open, allowed: after Known.begin")
         sparse = len(self.shared_K) + len(message.positions)
         wanted = {
@@ -1696,10 +1668,25 @@ class Agreement:
             "round": (message.round, self.round),
             "dense": (message.dense, self.dense),
             "values": (len(message.values), self.dimension if self.dense else sparse),
+            "dimensions of values": (message.values.dim(), 1),
+            "type of values": (message.values.dtype, torch.float32),
         }
         for name, (got, allowed) in wanted.items():
             if got != allowed:
                 raise MessageError(sender, f"message: {name}: got {got}, allowed: {allowed}")
+        try:
+            checked_positions(message.positions, self.dimension, self.shared_D)
+        except ValueError as error:
+            raise MessageError(sender, f"message: {error}") from error
+
+    @property
+    def round(self) -> int:
+        """The number of the round that is open, or of the next one, counted from 0."""
+        return self.rule.round
+
+    @round.setter
+    def round(self, number: int) -> None:
+        self.rule.round = number
 
     @property
     def mask_tag(self) -> int:
@@ -1712,7 +1699,7 @@ class Agreement:
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes. NotFiniteError where it was not known until now, on a
         GPU, that what was sent is not finite."""
-        self.checks.read()
+        self.read_flags()
         wire = self.down if message.sender == SERVER else self.up
         return encode_message(message, wire, self.mask_tag)
 
@@ -1727,242 +1714,377 @@ class Agreement:
         except ValueError as error:
             raise MessageError(sender, str(error)) from error
 
-    def identity(self) -> dict[str, Any]:
-        """What two sides, or a state and who loads it, must have in common."""
-        scheme, order = dataclasses.asdict(self.scheme), self.up.order
-        sizes = list(self.layer_sizes)
-        return {"scheme": scheme, "seed": self.seed, "layer_sizes": sizes, "order": order}
-
     def state_dict(self) -> dict[str, Any]:
         """By value. Send this and theta to a side that has missed rounds."""
-        return {"identity": self.identity(), "round": self.round, "rule": self.rule.state_dict()}
+        return self._identity() | {"round": self.round, "rule": self.rule.state_dict()}
+
+    def _identity(self) -> dict[str, Any]:
+        """What two sides, or a state and who loads it, must have in common."""
+        return {
+            "version": STATE_VERSION, "scheme": dataclasses.asdict(self.scheme), "seed": self.seed,
+            "layer_sizes": list(self.layer_sizes), "order": self.up.order,
+        }  # fmt: skip
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state of another scheme, seed or model, of one whose parameters lie
+        otherwise in memory, or one that is not whole."""
+        check_state_version("state of Known", state)
+        own = self._identity()
+        check_same_state("state", dict.fromkeys(state), dict.fromkeys([*own, "round", "rule"]))
+        check_same_scheme("state: scheme", state["scheme"], self.scheme)
+        for key in ("seed", "layer_sizes", "order"):
+            if state[key] != own[key]:
+                got = shorten(state[key])
+                raise ValueError(f"state: {key}: got {got}, allowed: {shorten(own[key])}")
+        if type(state["round"]) is not int or state["round"] < 0:
+            _refuse("state: round", state["round"], "a whole number >= 0")
+        self.rule.check_state(state["rule"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for the state of another scheme, seed or model, or of
-        one that lies otherwise in memory."""
-        for key, own in self.identity().items():
-            got = state["identity"].get(key, own)
-            unsaid = key == "order" and () in (got, own)
-            if got != own and not unsaid:
-                raise ValueError(f"state: {key}: got {shorten(got)}, allowed: {shorten(own)}")
-        missing = set(self.rule.keeps) - state["rule"].keys()
-        if missing:
-            raise ValueError(f"state: rule: {', '.join(sorted(missing))} is missing")
+        """The next round is that of the state; one that is open is forgotten. ValueError, with
+        nothing changed, for what `check_state` refuses."""
+        self.check_state(state)
         self.rule.load_state_dict(state["rule"])
-        self.skip_to(int(state["round"]))
+        self.round, self.phase = state["round"], CLOSED
+        self.flags.clear()
 
 
-class Sent(NamedTuple):
-    """What a client has sent and not heard of yet: positions, what it meant to say there, and the
-    values that it said. A `dense` message says everything, and has none of these."""
+# Phases of a round: `averaged` is the server's, when it hears nobody any more.
+CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
-    places_K: Tensor
+
+def checked_positions(mask: Any, dimension: int, taken_D: Tensor | None = None) -> Tensor:
+    """A mask, (D,) bool or positions, as ascending positions int64 (K,), all outside another mask,
+    `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks at the numbers.)"""
+    if not isinstance(mask, Tensor):
+        got = type(mask).__name__
+        raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
+    if mask.dtype == torch.bool and tuple(mask.shape) != (dimension,):
+        raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({dimension},)")
+    positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
+    if not may_look(positions_K):
+        return positions_K
+    check_positions(positions_K, dimension)
+    if taken_D is not None and taken_D.numpy()[positions_K.numpy()].any():
+        raise ValueError("own mask: entries of the shared mask, allowed: only others")
+    return positions_K
+
+
+class InFlight(NamedTuple):
+    """A message that a client has sent and of which it does not know yet whether it arrived: its
+    round, where its values belong, what was meant there and what was said. A dense one is empty."""
+
+    round: int
+    positions_K: Tensor
     intended_K: Tensor
     values_K: Tensor
-    dense: bool = False
+    dense: bool
 
 
-class Side:
-    """What `Client` stands on: its errors, what it has sent, and its state."""
+class Client:
+    """Alg. 2's client. `errors_D` (D,) is what the server has not had: zeros at first, if none are
+    given; None where the scheme keeps no errors.
+
+    Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
+    lost on the way stays. `keeps` names the tensors (D,) that a resumed run needs; all of them are
+    in units of the model difference.
+    """
+
+    keeps: tuple[str, ...] = ("errors_D",)
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
-        _check_whole("number", number, 0, SERVER)
+        _check_whole("number", number, 0, SERVER - 1)
         self.known, self.number = known, number
         if errors_D is None and known.scheme.keeps_errors:
-            errors_D = torch.zeros(known.dimension, device=known.device)
+            errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.errors_D = errors_D
-        self.sent: Sent | None = None  # whether it arrived is not known yet
-        self.last_round = -1  # in which it sent
+        self.in_flight: InFlight | None = None
 
-    def check_turn(self, delta_D: Tensor) -> None:
-        """ValueError unless it may send this in this round."""
-        known = self.known
+    def send(self, delta_D: Tensor) -> Message:
+        """A model difference (D,), which stays as it is, to this round's message: lines 9 to 12.
+
+        Before anything is changed, raises NotFiniteError for NaN or infinity, ValueError for
+        another shape or type, a round that is not open, or a second message in it. Errors that
+        overflow by the sum raise NotFiniteError, too, and begin anew. On a GPU what is not finite
+        is sent as 0, and `Known.to_bytes` or the end of the round raises.
+        """
+        known, what = self.known, f"client {self.number}"
         if tuple(delta_D.shape) != (known.dimension,):
             got = f"delta_D: got shape {tuple(delta_D.shape)}"
             raise ValueError(f"{got}, allowed: ({known.dimension},)")
         if delta_D.dtype != torch.float32:
             raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
-        if not known.is_open:
-            raise ValueError(f"client {self.number}: no round is open, allowed: after Known.begin")
-        if self.last_round == known.round:
-            raise ValueError(f"client {self.number}: has sent in round {known.round} already")
+        if known.phase == CLOSED:
+            raise ValueError(f"{what}: no round is open, allowed: after Known.begin")
+        if self.number in known.senders or self.sent_in(known.round):
+            raise ValueError(f"{what}: has sent in round {known.round} already")
+        return self.message_of(known.finite_part(delta_D.detach(), self.number))
 
-    def accepted(self, delta_D: Tensor, checked: bool = False) -> Tensor:
-        """A difference that is sent in this round; `checked`: that it is finite is known."""
-        self.check_turn(delta_D)
-        if not checked:
-            delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
-        self.last_round = self.known.round
-        return delta_D
+    def message_of(self, delta_D: Tensor) -> Message:
+        """`send` of a difference that was checked."""
+        known, shared_K = self.known, self.known.shared_K
+        known.senders.add(self.number)
+        # from here until `arrived`, errors_D holds all that is meant to be sent
+        intended_D = self.intended(delta_D)  # line 9
+        try:
+            if known.dense:
+                return self._dense_message(intended_D)
+            own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
+            positions_K = torch.cat([shared_K, own_K])
+            intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
+            message = self._quantized(known.finite_part(intended_K, self.number), own_K)  # line 12
+        except NotFiniteError:
+            known.senders.discard(self.number)  # it has sent nothing
+            self.forget_overflow()
+            raise
+        self.in_flight = InFlight(known.round, positions_K, intended_K, message.values, False)
+        return message
 
-    def everything(self, intended_D: Tensor) -> Message:
-        """A dense round's message."""
-        known, none = self.known, torch.empty(0)
-        self.sent = Sent(none, none, none, dense=True)
-        values_D = known.checks.finite_part(intended_D, self.number).clone()
+    def intended(self, delta_D: Tensor) -> Tensor:
+        """Line 9: the difference and what the server has not had, (D,)."""
+        return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
+
+    def _dense_message(self, intended_D: Tensor) -> Message:
+        known = self.known
+        values_D = known.finite_part(intended_D, self.number).clone()
+        none_K = torch.empty(0, dtype=torch.int64, device=known.device)
+        none = torch.empty(0, dtype=torch.float32, device=known.device)
+        self.in_flight = InFlight(known.round, none_K, none, none, True)
         return Message.dense_of(values_D, self.number, known.round)
 
+    def own_positions(self, intended_D: Tensor) -> Tensor:
+        """Line 10: positions outside the shared mask, as the scheme's rule chooses them."""
+        known, k = self.known, self.known.own_count
+        mask = known.rule.own_mask(
+            intended_D, known.shared_D, known.rule.k_local if k is None else k
+        )
+        own_K = checked_positions(mask, known.dimension, known.shared_D)
+        if k is not None and len(own_K) != k:
+            advice = "own_count says so; let it return None if their number is open"
+            raise ValueError(f"own_mask: got {len(own_K)}, allowed: {k} ({advice})")
+        return own_K
+
+    def _quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
+        """Line 12: what is meant for shared and own positions as a message, Sec. II-F."""
+        scheme = self.known.scheme
+        how = scheme.value_bits, self.number, self.known.round, scheme.quantizer
+        return Message.of(intended_K, own_K, *how)
+
     def arrived(self, received: Message | None = None) -> None:
-        """Line 13: see `Client`."""
-        raise NotImplementedError
-
-    def all_arrived(self, received: Message | None) -> None:
-        """`arrived` of a dense message: nothing stays but what fewer bits have lost."""
-        if self.errors_D is not None and received is not None:
-            self.errors_D.sub_(received.values)
-        elif self.errors_D is not None:
+        """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
+        bits). ValueError if nothing is in flight."""
+        if self.in_flight is None:
+            raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
+        (_, positions_K, intended_K, values_K, dense), self.in_flight = self.in_flight, None
+        if self.errors_D is None:
+            return
+        if not dense:
+            values_K = values_K if received is None else received.values
+            self.errors_D.index_copy_(0, positions_K, intended_K - values_K)  # line 13: what stays
+        elif received is None:
             self.errors_D.zero_()
-
-    def withdraw(self, delta_D: Tensor) -> None:
-        """Takes back a `send`, for a step that is void on all sides: errors as before, but for
-        rounding."""
-        self.sent = None
-        if self.errors_D is not None:
-            self.errors_D.sub_(delta_D)
+        else:
+            self.errors_D.sub_(received.values)
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
         """For a client with a `Known` of its own: the server's message ends the round. `heard` says
         whether this client's own message was among those averaged. The update (D,). MessageError,
         with nothing changed, for another round's message; ValueError if it was heard in a round in
         which it has not sent; NotFiniteError where it was not known until now, on a GPU."""
-        self.known.check_message(reply, SERVER)
-        self.known.checks.read()
-        if heard and self.last_round != self.known.round:
-            what = f"has sent nothing in round {self.known.round}"
+        known = self.known
+        known.check_message(reply, SERVER)
+        known.read_flags()
+        if heard and not self.sent_in(known.round):
+            what = f"has sent nothing in round {known.round}"
             raise ValueError(f"client {self.number}: heard: got True, but it {what}")
-        update_D = self.known.expanded(reply)
+        update_D = known.expanded(reply)
         if heard:
             self.arrived()
-        self.sent = None
-        self.known.observe(update_D)
+        self.in_flight = None
+        known.observe(update_D)
         return update_D
 
-    def own_mask(self, intended_D: Tensor) -> Tensor:
-        """Its own positions in this round, outside the shared mask."""
-        return self.known.own_mask(intended_D)
+    def sent_in(self, round: int) -> bool:
+        """Whether a message of this round is in flight."""
+        return self.in_flight is not None and self.in_flight.round == round
 
-    def quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
-        """What is meant for shared and own positions as a message: Q, Sec. II-F."""
-        known, scheme = self.known, self.known.scheme
-        intended_K = known.checks.finite_part(intended_K, self.number)
-        how = scheme.value_bits, self.number, known.round, scheme.quantizer
-        return Message.of(intended_K, own_K, *how)
+    def withdraw(self, delta_D: Tensor) -> None:
+        """Takes back a `send`, for a step that is void on all sides: errors as before, but for
+        rounding."""
+        self.in_flight = None
+        if self.errors_D is not None:
+            self.errors_D.sub_(delta_D)
 
-    def taken(self) -> Sent:
-        """What was on its way, which it is no longer. ValueError if there is nothing."""
-        if self.sent is None:
-            raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
-        sent, self.sent = self.sent, None
-        return sent
-
-    def keep_errors_in(self, errors_D: Tensor | None) -> None:
-        """Errors live in this tensor (D,) from here on."""
-        self.errors_D = errors_D
+    def forget_overflow(self) -> None:
+        """Errors that outgrew float32 begin anew; else no later round could be sent."""
+        if self.errors_D is not None and not self.errors_D.isfinite().all():
+            self.errors_D.zero_()
 
     def scale_(self, factor: float) -> None:
-        """Errors times a factor: where their unit changes."""
-        if self.errors_D is not None:
-            self.errors_D.mul_(factor)
+        """What is kept, times a factor: where its unit changes."""
+        for tensor in self._kept().values():
+            if tensor is not None:
+                tensor.mul_(factor)
+
+    def _kept(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in self.keeps}
 
     def state_dict(self) -> dict[str, Any]:
-        """By value: the errors, and a message that nobody has acknowledged yet."""
-        sent = None if self.sent is None else [_by_value(part) for part in self.sent]
-        return {
-            "number": self.number, "errors_D": _by_value(self.errors_D), "sent": sent,
-            "last_round": self.last_round,
-        }  # fmt: skip
+        """By value: errors, and a message that nobody has acknowledged yet."""
+        flight = None if self.in_flight is None else self.in_flight._asdict()
+        parts = {"number": self.number, "in_flight": flight} | self._kept()
+        return {"version": STATE_VERSION} | {k: _values(part) for k, part in parts.items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for another client's, or errors of another size."""
-        number = state.get("number", self.number)
-        if number != self.number:
-            raise ValueError(f"state: client: got {number}, allowed: {self.number}")
-        _check_same("errors_D", state.get("errors_D"), self.errors_D)
+        """ValueError for another client's state, for errors of another size, or one that is not
+        whole."""
+        check_state_version("state of Client", state)
+        flight = state.get("in_flight")
+        own = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
+        check_same_state("state", state | {"in_flight": None}, own)
+        if "in_flight" not in state or state["number"] != self.number:
+            got = state["number"] if "in_flight" in state else "no in_flight"
+            raise ValueError(f"state: client: got {got}, allowed: {self.number}")
+        if flight is None:
+            return
+        if not isinstance(flight, dict) or flight.keys() != set(InFlight._fields):
+            _refuse("state: in_flight", flight, f"none, or {', '.join(InFlight._fields)}")
+        positions_K = flight["positions_K"]
+        count = len(positions_K) if isinstance(positions_K, Tensor) else 0
+        values_K = torch.empty(count, dtype=torch.float32, device="cpu")
+        like = InFlight(0, values_K.long(), values_K, values_K, False)
+        check_same_state("state: in_flight", flight, like._asdict())
+        if (
+            count
+            and not 0 <= int(positions_K.min()) <= int(positions_K.max()) < self.known.dimension
+        ):
+            raise ValueError(f"state: in_flight: positions, allowed: below {self.known.dimension}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for one that `check_state` refuses."""
+        """ValueError, with nothing changed, for what `check_state` refuses."""
         self.check_state(state)
-        if self.errors_D is not None:
-            self.errors_D.copy_(state["errors_D"])
-        self.sent = None
-        if state["sent"] is not None:
-            *tensors, dense = state["sent"]
-            device = self.known.device
-            places_K, intended_K, values_K = (one.to(device, copy=True) for one in tensors)
-            self.sent = Sent(places_K, intended_K, values_K, dense)
-        self.last_round = int(state["last_round"])
+        for name, tensor in self._kept().items():
+            if tensor is not None:
+                tensor.copy_(state[name])
+        flight, device = state["in_flight"], self.known.device
+        if flight is None:
+            self.in_flight = None
+            return
+        moved = {key: flight[key].to(device, copy=True) for key in InFlight._fields[1:4]}
+        self.in_flight = InFlight(round=flight["round"], dense=flight["dense"], **moved)
 
 
-def _check_same(key: str, got: Tensor | None, own: Tensor | None) -> None:
-    """ValueError unless both are tensors of one shape, or neither is there."""
-    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (got, own)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"{key}: got shape {shapes[0]}, allowed: {shapes[1]}")
+def _values(part: Any) -> Any:
+    """`_by_value` of a value, or of all in a dictionary."""
+    return {k: _by_value(v) for k, v in part.items()} if isinstance(part, dict) else _by_value(part)
 
 
-class Downlink(Protocol):
-    """The server's sending side, where it does not send all that it means to; tcs_lab has one."""
-
-    def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """The message for an update (D,); `explored_D` are the entries that only some sent."""
-
-    def scale_(self, factor: float) -> None:
-        """Its errors times a factor."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """By value."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
-
-
-def _downlink_of(known: Known) -> Downlink | None:
-    if not known.scheme.compresses_downlink:
-        return None
-    if not DOWNLINKS:
-        what = "a compressed downlink is a variant of tcs_lab's"
-        raise ValueError(f"{known.scheme.name}: {what}: import it first")
-    return DOWNLINKS[0](known)
-
-
-class Hub:
-    """What `Server` stands on: the sum of a round's messages, and its state.
-
-    `weights`, one of each client, are their shares of the average, equal without. `downlink` is the
-    server's own sending side, where what it sends is compressed, too; None: the registered one.
+class Downlink(Client):
+    """The server as a sender, where it does not send all that it means to: lines 9 to 13 for the
+    update. Its own positions are a mask of its own, or all that came up; its values are quantized.
     """
 
-    def __init__(
-        self, known: Known, weights: list[float] | None = None, downlink: Downlink | None = None
-    ):
-        self.known, self.downlink = known, downlink or _downlink_of(known)
+    def __init__(self, known: Known):
+        errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
+        super().__init__(known, 0, errors_D)
+        self.number = SERVER
+        self.explored_D = known.shared_D[:0]  # what came up in this round, (D,)
+
+    def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
+        """What it says of an update (D,) for which clients sent the entries `explored_D` (D,) on
+        their own; it will arrive."""
+        self.explored_D = explored_D
+        message = self.message_of(update_D)
+        self.arrived()
+        return message
+
+    def own_positions(self, intended_D: Tensor) -> Tensor:
+        known, phi_down = self.known, self.known.scheme.phi_down
+        if phi_down is None:
+            return mask_to_positions(self.explored_D)
+        rule, shared = known.rule, len(known.shared_K)
+        k = rule.size(phi_down, known.dimension - rule.k_global)
+        k += 0 if shared else rule.k_global
+        mask = rule.own_mask(intended_D, known.shared_D, k)
+        return checked_positions(mask, known.dimension, known.shared_D)
+
+    def _quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
+        scheme = self.known.scheme
+        how = scheme.down_value_bits, SERVER, self.known.round, scheme.down_quantizer
+        return Message.of(intended_K, own_K, *how)
+
+
+class Server:
+    """Alg. 2's server. It adds messages up as they come.
+
+    `weights`, one of each client, are their shares of the average, equal without. Where the scheme
+    compresses the downlink, `downlink` is the server as a sender, with errors of its own.
+    """
+
+    def __init__(self, known: Known, weights: list[float] | None = None):
+        self.known = known
         self.weights = None if weights is None else _checked_weights(weights, len(weights))
-        self.sum_D = torch.zeros(0, device=known.device)  # of a round's messages
+        self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
+        self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
+        self.heard: list[int] = []  # whose messages are in the sum
+        self.heard_in = -1  # the round of these messages
+        self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
         self.total = 0.0  # their weights
         self.average_D: Tensor | None = None  # once it was taken
-        self.round = 0  # whose messages these are
-        self.heard: list[int] = []
-        self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
 
-    def accepted(self, number: int, message: Message) -> float:
-        """The weight of a client's message, which is heard from here on."""
-        known = self.known
-        if self.heard and self.round != known.round:  # the one before was never finished
+    def add(self, number: int, message: Message) -> None:
+        """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
+        of another client or round, of another size, or for a second one."""
+        known, weights = self.known, self.weights
+        if self.heard and self.heard_in != known.round:  # the one before was never finished
             self.drop()
         known.check_message(message, number)
-        if known.is_averaged:
+        if known.phase == AVERAGED:
             raise MessageError(number, f"round {known.round} has been averaged without it")
-        if self.weights is not None and not 0 <= number < len(self.weights):
-            raise MessageError(number, f"has no weight, allowed: below {len(self.weights)}")
+        if weights is not None and not 0 <= number < len(weights):
+            raise MessageError(number, f"has no weight, allowed: below {len(weights)}")
         if number in self.heard:
             raise MessageError(number, f"a second message in round {known.round}, allowed: one")
         if not self.heard:
-            self.round = known.round
-            self.sum_D = torch.zeros(known.dimension, device=known.device)
-        weight = 1.0 if self.weights is None else self.weights[number]
-        self.total += weight
+            self.heard_in = known.round
+            self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.heard.append(number)
-        return weight
+        weight = 1.0 if weights is None else weights[number]
+        self.total += weight
+        message.add_to_(self.sum_D, known.shared_K, weight)
+        self.explored_D.index_fill_(0, message.positions, True)
+
+    def average(self) -> Tensor:
+        """The average of what came, (D,), after which nobody is heard in this round. MessageError
+        if nothing came, NotFiniteError for sums that overflow."""
+        if not self.heard or self.heard_in != self.known.round:
+            raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
+        if self.average_D is None:
+            update_D = self.sum_D.div_(self.total)  # line 15
+            self.average_D = self.known.finite_part(update_D, SERVER)
+            self.known.phase = AVERAGED
+        return self.average_D
+
+    def reply(self, update_D: Tensor) -> Message:
+        """The message to all clients; not all of it where the downlink is compressed."""
+        known = self.known
+        if self.downlink is not None:
+            return self.downlink.reply_to(update_D, self.explored_D)
+        if known.dense:
+            return Message.dense_of(update_D.clone(), SERVER, known.round)
+        own_K = mask_to_positions(self.explored_D)
+        values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
+        return Message(values_K, own_K, SERVER, known.round)  # line 16
+
+    def finish(self) -> tuple[Tensor, Message]:
+        """What all sides have after the round, (D,), and the message that says it. `Known.observe`
+        of the former ends the round. Who was averaged is forgotten: read `heard` before."""
+        update_D = self.average()
+        self.known.read_flags()
+        reply = self.reply(update_D)
+        update_D = update_D if self.downlink is None else self.known.expanded(reply)
+        self.drop()
+        return update_D, reply
 
     def drop(self) -> None:
         """Forgets what came: the round is over, or failed."""
@@ -1977,136 +2099,59 @@ class Hub:
             self.downlink.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.downlink is None else {"downlink": self.downlink.state_dict()}
+        """By value: the errors of a compressed downlink, not the messages of an open round."""
+        down = None if self.downlink is None else self.downlink.state_dict()
+        return {"version": STATE_VERSION, "downlink": down}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state that is not whole, or of another scheme."""
+        check_state_version("state of Server", state)
+        own = dict.fromkeys(self.state_dict())
+        check_same_state("state of Server", dict.fromkeys(state), own)
+        if (state["downlink"] is None) != (self.downlink is None):
+            got = "none" if state["downlink"] is None else "one"
+            raise ValueError(f"state of Server: downlink: got {got}, allowed: as the scheme says")
+        if self.downlink is not None:
+            self.downlink.check_state(state["downlink"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError, with nothing changed, for what `check_state` refuses."""
+        self.check_state(state)
         if self.downlink is not None:
             self.downlink.load_state_dict(state["downlink"])
         self.drop()
 
 
-# Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Known(Agreement):
-    """What every side knows without a word: the round, whether it is dense, its shared mask.
-
-    `layer_sizes` are the numbers of entries of the parameter tensors, D in all, `order` how these
-    lie in memory (`layout_of`), if that is said; `device` is where tensors live. All sides give the
-    same scheme, sizes, order and `seed`, which is for rand-K's masks.
-    """
-
-    def observe(self, update_D: Tensor) -> None:
-        """The update (D,) of a round, a dense one too, says what the next round's mask is.
-        ValueError for another shape."""
-        if tuple(update_D.shape) != (self.dimension,):
-            got = tuple(update_D.shape)
-            raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
-        self.rule.observe(update_D)  # line 5 of the next round
-        self.skip()
-
-
-class Client(Side):
-    """Alg. 2's client. `errors_D` (D,) is what the server has not had: zeros at first, if none are
-    given; None where the scheme keeps no errors.
-
-    Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
-    lost on the way stays.
-    """
-
-    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
-        """A model difference (D,), which stays as it is, to this round's message.
-
-        Before anything is changed, raises NotFiniteError for NaN or infinity (unless `checked`),
-        ValueError for another shape or type, a round that is not open, or a second message in it.
-        Errors that overflow by the sum raise NotFiniteError, too; they have changed by then. On a
-        GPU what is not finite is sent as 0, and `Known.to_bytes` or the end of the round raises.
-        """
-        shared_K, delta_D = self.known.shared_K, self.accepted(delta_D, checked)
-        # from here until `arrived`, errors_D holds all that is meant to be sent
-        intended_D = delta_D if self.errors_D is None else self.errors_D.add_(delta_D)  # line 9
-        if self.known.dense:
-            return self.everything(intended_D)
-        own_K = self.own_mask(intended_D)  # line 10: explore outside the shared mask
-        places_K = torch.cat([shared_K, own_K])
-        intended_K = intended_D.index_select(0, places_K)  # line 11: exploit and explore
-        message = self.quantized(intended_K, own_K)  # line 12
-        self.sent = Sent(places_K, intended_K, message.values)
-        return message
-
-    def arrived(self, received: Message | None = None) -> None:
-        """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
-        bits). ValueError if nothing is on its way."""
-        places_K, intended_K, sent_K, dense = self.taken()
-        if dense:
-            return self.all_arrived(received)
-        values_K = sent_K if received is None else received.values
-        if self.errors_D is not None:
-            self.errors_D.index_copy_(0, places_K, intended_K - values_K)  # line 13: what stays
-
-
-class Server(Hub):
-    """Alg. 2's server. It adds messages up as they come."""
-
-    def add(self, number: int, message: Message) -> None:
-        """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
-        of another client or round, of another size, or for a second one."""
-        weight = self.accepted(number, message)
-        message.add_to_(self.sum_D, self.known.shared_K, weight)
-        self.explored_D.index_fill_(0, message.positions, True)
-
-    def average(self) -> Tensor:
-        """The average of what came, (D,), after which nobody is heard in this round. MessageError
-        if nothing came, NotFiniteError for sums that overflow."""
-        if not self.heard or self.round != self.known.round:
-            raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
-        if self.average_D is None:
-            update_D = self.sum_D.div_(self.total)  # line 15
-            self.average_D = self.known.checks.finite_part(update_D, SERVER)
-            self.known.is_averaged = True
-        return self.average_D
-
-    def reply(self, update_D: Tensor) -> Message:
-        """The message to all clients; not all of it where the downlink is compressed."""
-        known = self.known
-        if self.downlink is not None:
-            return self.downlink.reply_to(update_D, self.explored_D)
-        if known.dense:
-            return Message.dense_of(update_D, SERVER, known.round)
-        own_K = mask_to_positions(self.explored_D)
-        values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
-        return Message(values_K, own_K, SERVER, known.round)  # line 16
-
-    def finish(self) -> tuple[Tensor, Message]:
-        """What all sides have after the round, (D,), and the message that says it. `Known.observe`
-        of the former ends the round. Who was averaged is forgotten: read `heard` before."""
-        update_D = self.average()
-        self.known.checks.read()
-        reply = self.reply(update_D)
-        update_D = update_D if self.downlink is None else self.known.expanded(reply)
-        self.drop()
-        return update_D, reply
-
-
 # How messages travel ──────────────────────────────────────────────────────────────────────────────
 
 
-class Size(NamedTuple):
-    """Of a message: bits of its code, and bytes in all."""
+class Arrival(NamedTuple):
+    """A client, its message as the server has it (None: refused), and its length: bits of its
+    code, and bytes in all."""
 
+    client: int
+    message: Message | None
     bits: int
     bytes: int
 
-    @staticmethod
-    def of(bits: int) -> Size:
-        return Size(bits, OVERHEAD_BYTES + -(-bits // 8))
-
-
-Arrival = tuple[int, "Message | None", Size]  # a client, its message (None: refused), its size
-
 
 class Link:
-    """Messages within one process arrive as they were sent; their exact sizes are counted."""
+    """How messages travel between a server and clients that call each other in one process.
+
+    Without a `channel` they arrive as they were sent, and their exact sizes are counted. With one,
+    every message becomes bytes and is decoded before it is used; `channel(sender, data)` is what
+    the network makes of the bytes: `unchanged`, a transport, or an attack. A client's message that
+    can't be accepted raises MessageError or, with `on_bad` "skip", is left out: the average is over
+    the others, and the client keeps all that it meant to send (without errors, it is lost).
+    """
+
+    channel: Callable[[int, bytes], bytes] | None = None
+    on_bad = "stop"
+
+    def __init__(self, channel: Callable[[int, bytes], bytes] | None = None, on_bad: str = "stop"):
+        if on_bad not in ("stop", "skip"):
+            raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
+        self.channel, self.on_bad = channel, on_bad
 
     def own(self, clients: int) -> range:
         """Which of so many clients are of this process."""
@@ -2117,48 +2162,12 @@ class Link:
     ) -> Iterator[Arrival]:
         """The chosen clients' messages, in their order; `send(n)` makes client n's."""
         for n in chosen:
-            yield self.up(known, n, send(n))
-
-    def up(self, known: Known, n: int, message: Message) -> Arrival:
-        """One client's message as the server has it."""
-        return n, message, Size.of(known.up.bits(message))
-
-    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, Size]:
-        """What all clients have of the update, (D,), and the size of the message that says it."""
-        known = server.known
-        explored = known.checks.read(server.explored_D)
-        bits = 32 * known.dimension
-        if not known.dense:
-            values = len(known.shared_K) + explored
-            bits = known.down.block_code_bits(values, explored)
-        if server.downlink is None and (known.dense or known.scheme.code == "block"):
-            return update_D, Size.of(bits)  # no message need be made
-        reply = server.reply(update_D)
-        return self.sent_down(server, update_D, reply)
-
-    def sent_down(self, server: Server, update_D: Tensor, reply: Message) -> tuple[Tensor, Size]:
-        """The same, where there is a message."""
-        said_D = update_D if server.downlink is None else server.known.expanded(reply)
-        return said_D, Size.of(server.known.down.bits(reply))
-
-
-class ByteLink(Link):
-    """Every message becomes bytes and is decoded before it is used.
-
-    A client's message that can't be accepted raises MessageError or, with `on_bad` "skip", is left
-    out: the average is over the others, and the client keeps all that it meant to send (without
-    errors, it is lost). `channel(sender, data)` is what the network makes of the bytes: a
-    transport, or an attack.
-    """
-
-    def __init__(self, on_bad: str = "stop", channel: Callable[[int, bytes], bytes] | None = None):
-        if on_bad not in ("stop", "skip"):
-            raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
-        self.on_bad = on_bad
-        self.channel = channel or (lambda sender, data: data)
-
-    def up(self, known: Known, n: int, message: Message) -> Arrival:
-        return self.accept(known, n, self.channel(n, known.to_bytes(message)))
+            message = send(n)
+            if self.channel is None:
+                bits = known.up.bits(message)
+                yield Arrival(n, message, bits, bytes_of(bits))
+            else:
+                yield self.accept(known, n, self.channel(n, known.to_bytes(message)))
 
     def accept(self, known: Known, n: int, data: bytes) -> Arrival:
         """Client n's message from bytes; one that can't be accepted is None, or an error."""
@@ -2167,15 +2176,39 @@ class ByteLink(Link):
         except MessageError:
             if self.on_bad == "stop":
                 raise
-            return n, None, Size(0, 0)
-        return n, message, Size(known.up.bits(message), len(data))
+            return Arrival(n, None, 0, 0)
+        return Arrival(n, message, known.up.bits(message), len(data))
 
-    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, Size]:
+    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, int, int]:
+        """What all clients have of the update, (D,), and the length of the message that says it,
+        in bits of its code and in bytes."""
         known = server.known
-        known.checks.read()
-        data = self.channel(SERVER, known.to_bytes(server.reply(update_D)))
+        counts = server.downlink is None and (known.dense or known.scheme.code == "block")
+        if self.channel is None and counts:  # no message need be made to know its length
+            explored = known.read_flags(None if known.dense else server.explored_D)
+            bits = 32 * known.dimension
+            if not known.dense:
+                bits = known.down.block_code_bits(len(known.shared_K) + explored, explored)
+            return update_D, bits, bytes_of(bits)
+        known.read_flags()
+        reply = server.reply(update_D)
+        if self.channel is None:
+            said_D = update_D if server.downlink is None else known.expanded(reply)
+            bits = known.down.bits(reply)
+            return said_D, bits, bytes_of(bits)
+        data = self.channel(SERVER, known.to_bytes(reply))
         reply = known.from_bytes(data, SERVER)
-        return known.expanded(reply), Size(known.down.bits(reply), len(data))
+        return known.expanded(reply), known.down.bits(reply), len(data)
+
+
+def unchanged(sender: int, data: bytes) -> bytes:
+    """A channel that brings messages as they were sent: `Link(unchanged)`."""
+    return data
+
+
+def bytes_of(bits: int) -> int:
+    """Of a message with so many bits of code: its bytes in all."""
+    return OVERHEAD_BYTES + -(-bits // 8)
 
 
 # All of it in one process ─────────────────────────────────────────────────────────────────────────
@@ -2218,25 +2251,14 @@ class Compressor:
         rows = len(self.own) if self.scheme.keeps_errors else 0
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
-        client_type, server_type = SIDES.get(self.scheme.rule, (Client, Server))
         errors = list(self.errors_ND) if rows else [None] * len(self.own)
+        client_type = self.rule.client_type or Client
+        server_type = self.rule.server_type or Server
         pairs = zip(self.own, errors, strict=True)
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
-        shares = _checked_weights(weights, clients)
-        self.server = server_type(self.known, shares)
+        self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
-        self.__dict__ |= state
-        self.keep_errors_in(self.errors_ND)
-
-    def keep_errors_in(self, errors_ND: Tensor) -> None:
-        """Before the first round: errors live in this tensor (N, D), which holds zeros."""
-        _check_same("errors_ND", errors_ND, self.errors_ND)
-        self.errors_ND = errors_ND
-        for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
-            client.keep_errors_in(errors_D)
+        self._is_closing = False  # True for ever if the end of a round was interrupted
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -2256,59 +2278,81 @@ class Compressor:
             raise ValueError(f"deltas_ND: got {deltas_ND.dtype}, allowed: torch.float32")
         chosen = self.checked_clients(clients)
         rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
+        self._check_usable()
         for n in chosen:  # before any is changed
             if n in rows:
-                rows[n] = self.known.checks.finite_part(rows[n], n)
-        return self.round(rows.__getitem__, chosen, dense, checked=True)
+                rows[n] = self.known.finite_part(rows[n], n)
+        return self._round(lambda n: self.clients[n].message_of(rows[n]), chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1, checked: bool = False,
+        theta_D: Tensor | None = None, masks: int = 1,
     ) -> Tensor:  # fmt: skip
         """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without
-        errors lose what was sent, as they lose any message.
+        errors lose what was sent, as they lose any message. If the very end of a round, when errors
+        are updated, is interrupted, every later call raises until a state is loaded.
         """
+        send = lambda n: self.clients[n].send(difference(n))  # noqa: E731
+        return self._round(send, chosen, dense, theta_D, masks)
+
+    def _round(
+        self, send: Callable[[int], Message], chosen: list[int], dense: bool,
+        theta_D: Tensor | None = None, masks: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """A round in which `send(n)` makes client n's message: lines 9 to 12."""
+        self._check_usable()
         known, server, t = self.known, self.server, self.known.round
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
         asked: list[int] = []
 
-        def send(n: int) -> Message:
+        def send_next(n: int) -> Message:
             asked.append(n)
-            return self.clients[n].send(difference(n), checked)  # lines 9 to 12
+            return send(n)
 
+        kept = {name: getattr(known.rule, name) for name in known.rule.kept_names()}
         try:
             known.begin(dense, theta_D, masks)
-            for n, message, size in self.link.gather(known, chosen, send):
+            for n, message, bits, size in self.link.gather(known, chosen, send_next):
                 if message is None:
                     refused.append(n)
                     continue
                 server.add(n, message)
                 heard.append(n)
-                bits_up, bytes_up = bits_up + size.bits, bytes_up + size.bytes
+                bits_up, bytes_up = bits_up + bits, bytes_up + size
                 del message  # of a dense round it is as large as the model
             asked.clear()  # from here on no client is named
-            update_D, down = self.link.down(server, server.average())  # line 15, line 16
+            update_D, bits_down, bytes_down = self.link.down(server, server.average())  # 15, 16
             known.observe(update_D)  # line 5 of the next round
         except BaseException as error:
+            for name, value in kept.items():  # as before, if `observe` was interrupted
+                setattr(known.rule, name, value)
             error.add_note(self._unheard(asked, error))
             if isinstance(error, ClientError):
                 error.happened_in(t)
-            known.checks.forget()
-            known.skip_to(t + 1)
+                if isinstance(error, NotFiniteError) and error.client in self.clients:
+                    self.clients[error.client].forget_overflow()
+            if known.round == t:
+                known.lose()
             raise
         finally:
             server.drop()
+        self._is_closing = True
         for n in heard:
             if n in self.clients:
                 self.clients[n].arrived()  # line 13
+        self._is_closing = False
         average_up = -(-bits_up // len(heard))
-        self.traffic = Traffic(
-            average_up, down.bits, bytes_up, down.bytes, tuple(heard), tuple(refused)
-        )
+        who = tuple(heard), tuple(refused)
+        self.traffic = Traffic(average_up, bits_down, bytes_up, bytes_down, *who)
         return update_D
+
+    def _check_usable(self) -> None:
+        if self._is_closing:
+            what = "the end of a round was interrupted, and some errors are of before it"
+            raise ValueError(f"Compressor: {what}; allowed: load_state_dict, or a new one")
 
     def _unheard(self, asked: list[int], error: BaseException) -> str:
         """What a failed round means; a ClientError names its client itself."""
@@ -2328,50 +2372,60 @@ class Compressor:
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
         return [int(n) for n in numbers]
 
-    @property
-    def rule(self) -> MaskRule:
-        return self.known.rule
+    rule = property(lambda self: self.known.rule)
+    bits_up = property(lambda self: self.traffic.bits_up)
+    bits_down = property(lambda self: self.traffic.bits_down)
+    bytes_up = property(lambda self: self.traffic.bytes_up)
+    bytes_down = property(lambda self: self.traffic.bytes_down)
 
-    @property
-    def bits_up(self) -> int:
-        return self.traffic.bits_up
+    def keep_errors_in(self, errors_ND: Tensor) -> None:
+        """Before the first round: errors live in this tensor (N, D), which holds zeros."""
+        check_same_state("errors_ND", errors_ND, self.errors_ND)
+        self.errors_ND = errors_ND
+        for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
+            client.errors_D = errors_D
 
-    @property
-    def bits_down(self) -> int:
-        return self.traffic.bits_down
-
-    @property
-    def bytes_up(self) -> int:
-        return self.traffic.bytes_up
-
-    @property
-    def bytes_down(self) -> int:
-        return self.traffic.bytes_down
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.keep_errors_in(self.errors_ND)
 
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
+        self._check_usable()
         for client in self.clients.values():
             client.scale_(factor)
         self.server.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """By value, all that a resumed run needs: what is known, errors, the server's errors."""
+        self._check_usable()
         clients = [client.state_dict() for client in self.clients.values()]
-        server = self.server.state_dict()
-        return {"known": self.known.state_dict(), "clients": clients, "server": server}
+        parts = {"known": self.known.state_dict(), "clients": clients}
+        return {"version": STATE_VERSION} | parts | {"server": self.server.state_dict()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for the state of another scheme, seed or model, or one that is not whole."""
+        check_state_version("state of Compressor", state)
+        own = dict.fromkeys(("version", "known", "clients", "server"))
+        check_same_state("state of Compressor", dict.fromkeys(state), own)
+        if not isinstance(state["clients"], list) or len(state["clients"]) != len(self.clients):
+            got = len(state["clients"]) if isinstance(state["clients"], list) else "no list"
+            raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
+        self.known.check_state(state["known"])
+        for client, own_state in zip(self.clients.values(), state["clients"], strict=True):
+            client.check_state(own_state)
+        self.server.check_state(state["server"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for the state of another scheme, seed or model."""
-        if len(state["clients"]) != len(self.clients):
-            got = len(state["clients"])
-            raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
-        clients = self.clients.values()
-        for client, own in zip(clients, state["clients"], strict=True):
-            client.check_state(own)
+        """ValueError, with nothing changed, for what `check_state` refuses."""
+        self.check_state(state)
+        self._is_closing = True
         self.known.load_state_dict(state["known"])
-        for client, own in zip(clients, state["clients"], strict=True):
-            client.load_state_dict(own)
+        for client, own_state in zip(self.clients.values(), state["clients"], strict=True):
+            client.load_state_dict(own_state)
         self.server.load_state_dict(state["server"])
+        self._is_closing = False
 
 
 def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
@@ -2826,7 +2880,7 @@ class Federation:
             gradient_D = self.local_training(n, t, eta)
             delta_D = gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
         if self.on_delta:
-            self.compressor.known.checks.finite_part(delta_D, n)
+            self.compressor.known.finite_part(delta_D, n)
             self.on_delta(n, delta_D)
         return delta_D
 
@@ -2923,7 +2977,7 @@ class Federation:
         if self._is_shown:
             return  # other statistics are shown
         now_S = self.flat.statistics()
-        _check_same("model: statistics of its norms", now_S, self._left_S)
+        check_same_state("model: statistics of its norms", now_S, self._left_S)
         changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
         if may_look(changed) and not changed:
             return  # a GPU is not asked: it chooses below
@@ -2954,7 +3008,7 @@ class Federation:
         if self.server_optimizer is not None:
             raise ValueError("model: others are trained, allowed with server_optimizer: the same")
         self._take(new)
-        self.compressor.known.skip_to(before.known.round)
+        self.compressor.known.round = before.known.round
         self.optimizers.clear()
         for kept_D, was_D in self._pairs(before, momentum_D):
             there = dict(zip(old.names, old.views(was_D), strict=True))
@@ -3101,13 +3155,13 @@ class Federation:
         if given != scheme:
             raise ValueError(f"state: scheme: {_differences(given, scheme)}")
         for key in _VECTORS:
-            _check_same(f"state: {key}", state[key], getattr(self, key))
-        _check_same("state: left_S", state.get("left_S", self._left_S), self._left_S)
+            check_same_state(f"state: {key}", state[key], getattr(self, key))
+        check_same_state("state: left_S", state.get("left_S", self._left_S), self._left_S)
         if own.keys() != state["buffers"].keys():
             got = sorted(state["buffers"])
             raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")
         for key, buffer in own.items():
-            _check_same(f"state: buffer {key}", state["buffers"][key], buffer)
+            check_same_state(f"state: buffer {key}", state["buffers"][key], buffer)
         if state["optimizers"] and self.local_optimizer is None:
             raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
         if ("server_optimizer" in state) != (self.server_optimizer is not None):
@@ -3541,6 +3595,8 @@ def _step(
     state: TCSState, client: Client, buffer: Tensor, step: int
 ) -> torch.futures.Future[Tensor]:
     """A bucket's gradient to its average, in its own buffer."""
+    if client.known.phase != CLOSED:  # a backward pass was abandoned
+        client.known.lose()
     client.known.begin(dense=step < state.start_iter)
     if client.known.dense:
         return _reduced(state, client, buffer, step)
@@ -3594,6 +3650,8 @@ def _reduced(
         update_D = done.value()[0]
         if step + 1 >= state.start_iter:
             _first_mask(state, client.known, update_D.float(), step)
+        else:
+            client.known.lose()  # no mask is needed yet
         return update_D
 
     return future.then(averaged)
@@ -3605,6 +3663,8 @@ def _first_mask(state: TCSState, known: Known, update_D: Tensor, step: int) -> N
     if may_look(finite):
         if finite:
             known.observe(update_D)
+        else:
+            known.lose()
         return
     state.read_later(step, known.rule, finite)
     known.observe(update_D)
@@ -3666,27 +3726,19 @@ def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
 def _own_message(client: Client, buffer: Tensor, ranks: int) -> tuple[Message, Tensor]:
     """This rank's side of Alg. 2, with values that fit the buffer's type, so many shares of them
     too, and whether all were finite, bool (). If not, they are 0, and all errors are kept."""
-    checks = client.known.checks
     well = torch.ones((), dtype=torch.bool, device=buffer.device)
     try:
         message = client.send(buffer.float())
     except NotFiniteError:
         well = ~well
-        _forget_overflow(client)
         message = client.send(torch.zeros(len(buffer), device=buffer.device))
-    for found in checks.finite.values():  # of a GPU, where it is not known yet
+    for _, found in client.known.flags:  # of a GPU, where it is not known yet
         well = well & found
-    checks.finite.clear()
+    client.known.flags.clear()
     most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
     most /= 1 + torch.finfo(buffer.dtype).eps * (ranks - 1)  # the sum of rounded shares fits, too
     values = message.values.clamp(-most, most)
     return dataclasses.replace(message, values=values), well
-
-
-def _forget_overflow(client: Client) -> None:
-    """Errors that outgrew float32 begin anew."""
-    if client.errors_D is not None and not client.errors_D.isfinite().all():
-        client.load_state_dict(Client(client.known).state_dict())
 
 
 def _flags(summed: Tensor, explored: list[Tensor], shared: int) -> tuple[Tensor, Tensor]:
@@ -3735,8 +3787,8 @@ def _without_unused_(update_D: Tensor, used_L: Tensor, sizes: list[int]) -> None
 def _nothing_came(client: Client, buffer: Tensor, well: Tensor) -> Tensor:
     """A void step: errors and mask as before it."""
     client.withdraw(buffer.float() if well else torch.zeros(1))
-    _forget_overflow(client)
-    client.known.skip()
+    client.forget_overflow()
+    client.known.lose()
     return buffer.fill_(math.nan)
 
 
@@ -3755,6 +3807,6 @@ def _keep_where(void: Tensor, rule: MaskRule, before: dict[str, Any]) -> None:
     """The rule's state as before, if void."""
     after = rule.state_dict()
     for key, value in before.items():
-        if _is_tensor(value):
+        if isinstance(value, Tensor):
             after[key] = torch.where(void, value, after[key])
     rule.load_state_dict(after)

@@ -93,8 +93,9 @@ print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval,
 def look(federation, before_ND) -> list[tuple]:
     """Per client: the intended vector (D,) and the positions sent, global mask first (Alg. 2)."""
     seen, known = [], federation.compressor.known
-    for intended_D in before_ND + federation.deltas_ND:  # line 9
-        local_K = known.own_mask(intended_D)  # line 10
+    clients = federation.compressor.clients.values()
+    for client, intended_D in zip(clients, before_ND + federation.deltas_ND, strict=True):  # line 9
+        local_K = client.own_positions(intended_D)  # line 10
         seen.append((intended_D, torch.cat([known.shared_K, local_K])))  # line 11
     return seen
 

@@ -197,7 +197,7 @@ print(f"{D:,} parameters")
 # never changes. These are the first rounds of a training, where masks stay longest; over whole trainings it is less.
 
 # %%
-watch, k = lab.Watch(training.flat.layer_sizes, phi_global), tcs.kept(phi_global, D)
+watch, k = lab.UpdateWatch(training.flat.layer_sizes, phi_global), tcs.kept(phi_global, D)
 where = torch.zeros(D)
 epochs = range(1 + rounds // training.rounds_per_epoch)
 stream = (update_D for epoch in epochs for update_D in training.rounds(epoch))

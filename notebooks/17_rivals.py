@@ -262,10 +262,6 @@ DIMENSION, CLIENTS = 100_000, 4
 deltas_ND = torch.randn(CLIENTS, DIMENSION, generator=torch.Generator().manual_seed(0)) ** 3
 
 
-class Decoded(lab.Listening, tcs.ByteLink):
-    """Every message becomes bytes and is decoded; those of the clients are kept."""
-
-
 def compressor_of(name: str, link: tcs.Link) -> tcs.Compressor:
     """Of the scheme, for so many parameters. (One rate, so errors in any unit are the same.)"""
     scheme = dataclasses.replace(tcs.Scheme.named(name), error_unit="difference")
@@ -287,12 +283,12 @@ def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
 # %%
 def one_round(name: str) -> dict:
     """Bits of a sparse round's messages, by formula and as sent, and what is left over."""
-    compressor = compressor_of(name, Decoded())
+    compressor = compressor_of(name, lab.Listening(tcs.unchanged))
     compressor.step(deltas_ND)  # a first, dense one gives TCS its mask
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
     scheme = compressor.scheme
-    keeps = scheme.keeps_errors and scheme.rule not in tcs.SIDES
+    keeps = scheme.keeps_errors and tcs.rule_of(scheme).client_type is None
     formula = DIMENSION * scheme.local_steps * tcs.bit_budget(scheme, DIMENSION)
     bits = {"formula": formula, "sent": compressor.bits_up, "down": compressor.bits_down}
     left = left_over(compressor, before_ND) if keeps else math.nan

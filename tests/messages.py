@@ -64,7 +64,7 @@ def example(name, sizes=SIZES, seed=0):
     compressor.step(values[None])
     shared = compressor.rule.shared_mask()
     compressor.known.begin()
-    own = compressor.known.own_mask(values.roll(1))
+    own = compressor.clients[0].own_positions(values.roll(1))
     chosen = values[torch.cat([shared, own])]
     message = tcs.Message.of(chosen, own, scheme.value_bits, sender=3, round=7)
     return tcs.Wire.up(scheme, sizes), message, shared

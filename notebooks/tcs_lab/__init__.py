@@ -134,5 +134,6 @@ from tcs_lab.tables import (
     with_interval,
 )
 from tcs_lab.text import GPT, load_text
-from tcs_lab.training import Training, Watch, load_data, outcomes
+from tcs_lab.training import Training, load_data, outcomes
 from tcs_lab.unequal_clients import unequal_by_seed, unequal_costs, unequal_masks
+from tcs_lab.watching import UpdateWatch

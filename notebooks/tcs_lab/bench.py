@@ -339,7 +339,7 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
         compressor.step(deltas_ND)
         known = compressor.known
         known.begin()
-        shared_K, own_K = known.shared_K, known.own_mask(deltas_ND[0].roll(7))
+        shared_K, own_K = known.shared_K, compressor.clients[0].own_positions(deltas_ND[0].roll(7))
         intended = deltas_ND[0][torch.cat([shared_K, own_K])]
         wire, message = known.up, Message.of(intended, own_K, scheme.value_bits)
         data = encode_message(message, wire)

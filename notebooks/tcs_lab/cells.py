@@ -56,10 +56,10 @@ class Listening(tcs.Link):
         self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
     ) -> Iterator[tcs.Arrival]:
         self.messages = []
-        for n, message, size in super().gather(known, chosen, send):
-            if message is not None:
-                self.messages.append(message)
-            yield n, message, size
+        for arrival in super().gather(known, chosen, send):
+            if arrival.message is not None:
+                self.messages.append(arrival.message)
+            yield arrival
 
 
 def show_code(*things: Any) -> None:

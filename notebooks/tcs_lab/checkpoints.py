@@ -21,7 +21,7 @@ from tcs_lab.training import Row, Training
 
 # To be raised by hand whenever a training that goes on from an older checkpoint would not end in
 # the record of one that was never stopped: other keys, shapes, units or order of random numbers.
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 def checkpoint_path(config: RunConfig) -> Path:

@@ -7,7 +7,6 @@ No shape of such a round depends on a value, and the host looks at none until th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +17,17 @@ from tcs_core import (
     SERVER,
     TCS,
     Federation,
+    Known,
     Link,
     NotFiniteError,
     Scheme,
-    Size,
+    Server,
     TopK,
     Traffic,
+    bytes_of,
 )
 from tcs_lab.settings import RunConfig
+from tcs_lab.watching import MaskWatch, UpdateWatch
 
 
 def suits(scheme: Scheme, link: Link) -> bool:
@@ -34,7 +36,7 @@ def suits(scheme: Scheme, link: Link) -> bool:
     plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
     usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
     known = scheme.dense or RULES[scheme.rule] in (TCS, TopK)
-    return known and plain and usual and type(link) is Link
+    return known and plain and usual and type(link) is Link and link.channel is None
 
 
 def goes_static(config: RunConfig, link: Link) -> bool:
@@ -43,19 +45,36 @@ def goes_static(config: RunConfig, link: Link) -> bool:
     return config.graph and everyone and suits(config.scheme, link)
 
 
+class DeferredLink(Link):
+    """The link of a static round. Nobody looks at a value: how many entries clients sent on their
+    own stays a tensor, and so do the flags of what was not finite, until `GraphRounds` reads both
+    after the last round."""
+
+    def __init__(self, known: Known):
+        super().__init__()
+        self.flags: list[tuple[int, Tensor]] = []
+        self.explored = torch.zeros((), dtype=torch.int64, device=known.device)
+
+    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, int, int]:
+        known = server.known
+        self.flags, known.flags = known.flags, []
+        self.explored = self.explored.new_zeros(()) if known.dense else server.explored_D.sum()
+        return update_D, 0, 0
+
+
 class GraphRounds:
     """Rounds of a federation without host synchronization, up to `most` of them at once.
 
     In place of a round's number the feed gets a tensor, which counts from the first of the rounds
     it was last told to `hold`: it keeps what they need in tensors that stay where they are.
-    What `watch` makes of each round's update (D,), two numbers, is in `watched_T2`; it sees trial
-    rounds too, so that what it says of the first round after a capture means nothing.
+    What `watch` counts in each round, two numbers, is in `watched_T2`; it sees trial rounds too, so
+    that what it says of the first round after a capture means nothing.
 
     Raises ValueError for a federation with an optimizer, whose state a capture would change.
     """
 
     def __init__(
-        self, federation: Federation, most: int, watch: Callable[[Tensor], Tensor] | None = None
+        self, federation: Federation, most: int, watch: UpdateWatch | MaskWatch | None = None
     ):
         for name in ("local_optimizer", "server_optimizer"):
             if getattr(federation, name) is not None:
@@ -68,6 +87,7 @@ class GraphRounds:
         shape = (most, federation.clients + 1)  # the last is the server
         self.finite_TN = torch.ones(shape, dtype=torch.bool, device=device)
         self.watch = watch
+        self.link = DeferredLink(federation.compressor.known)
         self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
         self.places: list[int] = []  # in memory, of what the graph was captured with
@@ -95,7 +115,7 @@ class GraphRounds:
             for index, t in enumerate(rounds):
                 self._play(index, federation.schedule(t).eta)
         federation.t = rounds.stop
-        known.skip_to(before + len(rounds))
+        known.round = before + len(rounds)
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
             error = NotFiniteError(n if n < federation.clients else SERVER)
             error.happened_in(rounds[index])
@@ -107,11 +127,11 @@ class GraphRounds:
         clients, known = self.federation.clients, self.federation.compressor.known
         rule, everyone = known.rule, tuple(range(clients))
         if self.federation.scheme.dense:
-            size = Size.of(32 * known.dimension)
-            return Traffic(size.bits, size.bits, size.bytes * clients, size.bytes, everyone)
-        up = Size.of(known.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local))
-        down = Size.of(known.down.block_code_bits(rule.k_global + explored, explored))
-        return Traffic(up.bits, down.bits, up.bytes * clients, down.bytes, everyone)
+            bits = 32 * known.dimension
+            return Traffic(bits, bits, bytes_of(bits) * clients, bytes_of(bits), everyone)
+        up = known.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local)
+        down = known.down.block_code_bits(rule.k_global + explored, explored)
+        return Traffic(up, down, bytes_of(up) * clients, bytes_of(down), everyone)
 
     def _play(self, index: int, eta: float) -> None:
         self.index.fill_(index)
@@ -126,20 +146,30 @@ class GraphRounds:
             self.graph.replay()
 
     def _round(self) -> None:
-        federation, rule = self.federation, self.federation.compressor.rule
-        checks, everyone = federation.compressor.known.checks, list(range(federation.clients))
-        before = getattr(rule, "positions", None)
-        with checks.put_off():
+        federation, compressor = self.federation, self.federation.compressor
+        rule, usual = compressor.rule, compressor.link
+        everyone, now = list(range(federation.clients)), self.index.view(1)
+        before_K = getattr(rule, "positions", None)
+        compressor.link = self.link
+        try:
             update_D = federation.play(everyone, self.index, self.eta)
-        if before is not None:  # where the next round looks for its mask
-            rule.positions = before.copy_(rule.positions)
-        finite = torch.stack([checks.finite[n] for n in (*everyone, SERVER)])
-        checks.finite.clear()
-        now = self.index.view(1)
-        self.finite_TN.index_copy_(0, now, finite.view(1, -1))
-        self.explored_T.index_copy_(0, now, checks.explored.view(1))
-        if self.watch:
-            self.watched_T2.index_copy_(0, now, self.watch(update_D).view(1, 2))
+        finally:
+            compressor.link = usual
+        watched = None
+        if isinstance(self.watch, UpdateWatch):
+            watched = self.watch.compared(update_D)
+        if before_K is not None:
+            if isinstance(self.watch, MaskWatch):
+                watched = self.watch.compared(before_K, rule.positions)
+            rule.positions = before_K.copy_(rule.positions)  # where the next round looks for it
+        if watched is not None:
+            self.watched_T2.index_copy_(0, now, watched.view(1, 2))
+        finite = {n: torch.ones((), dtype=torch.bool, device=now.device) for n in everyone}
+        finite[SERVER] = finite[0]
+        for sender, flag in self.link.flags:  # a CPU has none: there, what is not finite raises
+            finite[sender] = finite[sender] & flag
+        self.finite_TN.index_copy_(0, now, torch.stack([*finite.values()]).view(1, -1))
+        self.explored_T.index_copy_(0, now, self.link.explored.view(1))
 
     def _places(self) -> list[int]:
         """Where there is what the graph reads and writes: an owner, an ordinary round or a
@@ -151,7 +181,7 @@ class GraphRounds:
     def _masks(self) -> list[Tensor]:
         """Tensors that an ordinary round or a checkpoint replaces."""
         rule = self.federation.compressor.rule
-        found = [getattr(rule, name, None) for name in ("positions", "overlap_2")]
+        found = [getattr(rule, "positions", None)]
         return [tensor for tensor in found if tensor is not None]
 
     def _captured(self) -> Any:
@@ -172,7 +202,5 @@ class GraphRounds:
             self._round()
         for tensor, value in before:
             tensor.copy_(value)
-        for client in federation.compressor.clients.values():
-            client.last_round = -1  # as if it had not sent
         federation.flat.put(federation.theta_views)
         return graph

@@ -105,8 +105,8 @@ class Node(Half):
         state = torch.load(path, mmap=True, weights_only=True) if path.exists() else {}
         found = state.get("run") == run
         errors_D = state["client"]["errors_D"] if found else None  # mapped, and copied on write
-        sides = tcs.SIDES.get(self.known.scheme.rule, (tcs.Client, tcs.Server))
-        self.client = sides[0](self.known, number, errors_D)
+        client_type = self.known.rule.client_type or tcs.Client
+        self.client = client_type(self.known, number, errors_D)
         if found:
             self._take(state, mark)
 
@@ -135,14 +135,15 @@ class Node(Half):
     def follow(self, order: Mapping[str, Any]) -> bool:
         """Comes to where the server stands, by its last message or by all that it knows. False if
         that does not lead there: the server is to send more."""
-        heard = self.client.sent is not None and order["heard"] == self.client.last_round
+        heard = self.client.sent_in(order["heard"])
         if "theta" in order:  # rounds were missed
             if heard:
                 self.client.arrived()
             self.theta_D = torch.frombuffer(bytearray(order["theta"]), dtype=torch.float32)
             self.known.load_state_dict(unpacked(order["known"]))
         elif "reply" in order:
-            self.known.begin(order["reply_dense"], self.theta_D)
+            if self.known.phase == tcs.CLOSED:  # this object was made after the message was sent
+                self.known.begin(order["reply_dense"], self.theta_D)
             reply = self.known.from_bytes(order["reply"], tcs.SERVER)
             self.theta_D.add_(self.client.receive(reply, heard))
         return tuple(self.stand) == (order["round"], order["checksum"])
@@ -150,7 +151,7 @@ class Node(Half):
     def train(self, order: Mapping[str, Any]) -> bytes | None:
         """The message of a round; None if rounds were missed. Asked again for the same round, the
         same message."""
-        if self.client.last_round == order["round"] == self.known.round:
+        if order["round"] == self.known.round and self.client.sent_in(order["round"]):
             return self.message
         if not self.follow(order):
             return None
@@ -178,9 +179,9 @@ class Rounds(Half):
 
     def __init__(self, job: Job):
         super().__init__(job)
-        sides = tcs.SIDES.get(self.known.scheme.rule, (tcs.Client, tcs.Server))
+        server_type = self.known.rule.server_type or tcs.Server
         weights = None if job.weights is None else [float(weight) for weight in job.weights]
-        self.server = sides[1](self.known, weights)
+        self.server = server_type(self.known, weights)
         self.here = self.stand
         self.before = self.here  # in the round that `reply` ended
         self.reply, self.reply_dense = b"", False

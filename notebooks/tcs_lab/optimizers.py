@@ -62,20 +62,22 @@ def cells(plan: dict[str, Any]) -> list[Cell]:
 class Corrected(Client):
     """Its momentum is added up before compression, and forgotten where it was sent (DGC)."""
 
+    keeps = ("errors_D", "momentum_D")
+
     def __init__(self, known: Known, number: int, momentum: float, share: float):
         super().__init__(known, number)
         self.momentum, self.share = momentum, share
         self.momentum_D = torch.zeros(known.dimension)
 
-    def send(self, delta_D: Tensor, checked: bool = False) -> Any:
+    def intended(self, delta_D: Tensor) -> Tensor:
         self.momentum_D.mul_(self.momentum).add_(delta_D, alpha=self.share)
-        return super().send(self.momentum_D, checked)
+        return super().intended(self.momentum_D)
 
     def arrived(self, received: Any = None) -> None:
-        sent = self.sent
+        flight = self.in_flight
         super().arrived(received)
-        if sent is not None and not sent.dense:
-            self.momentum_D[sent.places_K] = 0.0
+        if flight is not None and not flight.dense:
+            self.momentum_D[flight.positions_K] = 0.0
 
 
 class Averaged:

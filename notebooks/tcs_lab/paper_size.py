@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tcs_core import (
     OVERHEAD_BYTES,
+    Client,
+    Downlink,
     Known,
     Message,
     Scheme,
@@ -15,7 +17,6 @@ from tcs_core import (
     encode_message,
     resnet18,
 )
-from tcs_lab.variants import Downlink
 
 
 class PaperSize:
@@ -60,7 +61,7 @@ class PaperSize:
         if known.dense:
             return Message.dense_of(self.new_D), None
         if way == "up":
-            own_K = known.own_mask(self.new_D)
+            own_K = Client(known).own_positions(self.new_D)
             bits, quantizer = scheme.value_bits, scheme.quantizer
         else:
             own_K = self._servers_own(known)
@@ -71,7 +72,7 @@ class PaperSize:
     def _servers_own(self, known: Known) -> Tensor:
         """A mask of its own, or that of all clients: no two of them have a place in common."""
         if known.scheme.phi_down is not None:
-            return Downlink(known).own_mask(self.new_D)
+            return Downlink(known).own_positions(self.new_D)
         shared = len(known.shared_K)
         own = known.rule.k_local if known.own_count is None else known.own_count
         k = min(self.clients * own, self.dimension - shared)

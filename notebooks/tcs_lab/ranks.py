@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tcs_core import Arrival, ByteLink, Known, Message, MessageError, NotFiniteError
+from tcs_core import Arrival, Known, Link, Message, MessageError, NotFiniteError, unchanged
 
 
 class RankError(RuntimeError):
@@ -142,7 +142,7 @@ class ProcessRanks(Ranks):
         return f"another rank has ended ({error.splitlines()[0]})"
 
 
-class ProcessLink(ByteLink):
+class ProcessLink(Link):
     """Clients in several processes, a block of them in each; every process is the server too.
 
     `exchange(work)` gives what `work()`, a list of bytes, returned in every process, in their
@@ -153,7 +153,7 @@ class ProcessLink(ByteLink):
         self, exchange: Callable[[Callable[[], list[bytes]]], list[list[bytes]]],
         process: int, processes: int, on_bad: str = "stop",
     ):  # fmt: skip
-        super().__init__(on_bad)
+        super().__init__(unchanged, on_bad)
         self.exchange, self.process, self.processes = exchange, process, processes
         self.client_count = 0
 
@@ -169,9 +169,10 @@ class ProcessLink(ByteLink):
         self, known: Known, chosen: list[int], send: Callable[[int], Message]
     ) -> Iterator[Arrival]:
         mine = [n for n in chosen if n in self._of(self.process)]
+        channel = self.channel or unchanged
 
         def sent() -> list[bytes]:
-            return [self.channel(n, known.to_bytes(send(n))) for n in mine]
+            return [channel(n, known.to_bytes(send(n))) for n in mine]
 
         arrived = [data for part in self.exchange(sent) for data in part]
         senders = [n for p in range(self.processes) for n in chosen if n in self._of(p)]

@@ -53,7 +53,6 @@ from tcs_core import (
     random_positions,
     register_quantizer,
     register_scheme,
-    register_sides,
 )
 
 # Families of the core's own rules ─────────────────────────────────────────────────────────────────
@@ -125,15 +124,11 @@ class Cocktail(MaskRule):
     """S_top among random entries, a tenth of all, that all sides draw from one seed; the server's
     own S_top is among the same."""
 
-    keeps = ("round",)
     share = 0.1
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.round = 0
-        self._outside_D: Tensor | None = None  # all but the round's random entries
+    _outside_D: Tensor | None = None  # all but the round's random entries
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        super().begin(theta_D, masks)
         k_down = self.size(self.scheme.phi_down, self.dimension)
         count = max(kept(self.share, self.dimension), self.k_local, k_down)
         chosen_K = random_positions(count, self.dimension, self.seed, self.round)
@@ -143,9 +138,6 @@ class Cocktail(MaskRule):
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
         return super().own_mask(intended_D, cast(Tensor, self._outside_D), k)
 
-    def observe(self, update_D: Tensor) -> None:
-        self.round += 1
-
 
 # Schemes whose clients, or server, keep more than errors ──────────────────────────────────────────
 
@@ -154,26 +146,25 @@ class EF21Client(Client):
     """It sends what is new: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
     stochastic gradients EF21-SGD, Fatkhullin et al., 2021). `errors_D` holds -g."""
 
-    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
+    def intended(self, delta_D: Tensor) -> Tensor:
         if self.known.dense:
             name = self.known.scheme.name
             raise ValueError(f"{name}: got a dense round, allowed: sparse ones")
-        errors_D = cast(Tensor, self.errors_D)
-        known_D = errors_D.clone()
-        message = super().send(delta_D, checked)  # of delta_D + known_D
-        errors_D.copy_(known_D)
-        return message
+        return cast(Tensor, self.errors_D) + delta_D
 
     def arrived(self, received: Message | None = None) -> None:
-        sent = self.taken()
-        cast(Tensor, self.errors_D).index_add_(0, sent.places_K, sent.values_K, alpha=-1)
+        flight = self.in_flight
+        if flight is None:
+            return super().arrived(received)  # which says what is wrong
+        self.in_flight = None
+        cast(Tensor, self.errors_D).index_add_(0, flight.positions_K, flight.values_K, alpha=-1)
 
 
 class EF21Server(Server):
     """All sides step by g, the mean of the clients' g, to which the average of what is new adds."""
 
-    def __init__(self, known: Known, weights: list[float] | None = None, downlink: Any = None):
-        super().__init__(known, weights, downlink)
+    def __init__(self, known: Known, weights: list[float] | None = None):
+        super().__init__(known, weights)
         self.rule = cast(EF21, known.rule)
         self.clients = 0  # that sent in the first round, and in every one
 
@@ -198,43 +189,35 @@ class EF21Server(Server):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"clients": self.clients}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        if type(state["clients"]) is not int or state["clients"] < 0:
+            raise ValueError(f"state: clients: got {state['clients']!r}, allowed: a whole number")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.clients = int(state["clients"])
+        self.clients = state["clients"]
 
 
 class DGCClient(Client):
     """Its momentum u <- 0.9 u + delta is accumulated in place of delta, and emptied where it was
     sent (Lin et al., Alg. 4: momentum correction, momentum factor masking)."""
 
+    keeps = ("errors_D", "momentum_D")
     momentum = 0.9
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
         super().__init__(known, number, errors_D)
-        self.momentum_D = torch.zeros(known.dimension, device=known.device)
+        self.momentum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
 
-    def send(self, delta_D: Tensor, checked: bool = False) -> Message:
-        self.check_turn(delta_D)
-        if not checked:
-            delta_D = self.known.checks.finite_part(delta_D.detach(), self.number)
-        return super().send(self.momentum_D.mul_(self.momentum).add_(delta_D), checked=True)
+    def intended(self, delta_D: Tensor) -> Tensor:
+        return super().intended(self.momentum_D.mul_(self.momentum).add_(delta_D))
 
     def arrived(self, received: Message | None = None) -> None:
-        sent = self.sent
+        flight = self.in_flight
         super().arrived(received)
-        if sent is not None:
-            self.momentum_D[slice(None) if sent.dense else sent.places_K] = 0.0
-
-    def scale_(self, factor: float) -> None:
-        super().scale_(factor)
-        self.momentum_D.mul_(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"momentum_D": self.momentum_D.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.momentum_D.copy_(state["momentum_D"])
+        if flight is not None:
+            self.momentum_D[slice(None) if flight.dense else flight.positions_K] = 0.0
 
 
 @register_scheme("EF21", phi_global=None, phi_local=1e-2, dense_warmup=False, error_unit="gradient")
@@ -242,14 +225,15 @@ class EF21(TopK):
     """Top-K of differences to what the server knows of a client's gradient. `mean_D` is g as of the
     last round that went well."""
 
+    client_type, server_type = EF21Client, EF21Server
     keeps = ("mean_D",)
 
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.mean_D = torch.zeros(self.dimension, device=self.device)
+    def __init__(self, *settings: Any, **more: Any):
+        super().__init__(*settings, **more)
+        self.mean_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
 
     def observe(self, update_D: Tensor) -> None:
-        self.mean_D.copy_(update_D)
+        self.mean_D = update_D.clone()  # not in place: a failed round puts back what was before
 
 
 @register_scheme(
@@ -259,6 +243,4 @@ class EF21(TopK):
 class DGC(TopK):
     """Top-K of accumulated momentum; its warm-up keeps a quarter of all entries."""
 
-
-register_sides("EF21", EF21Client, EF21Server)
-register_sides("DGC", DGCClient, Server)
+    client_type = DGCClient

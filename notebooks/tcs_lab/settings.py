@@ -21,7 +21,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 import tcs_lab.rivals
 import tcs_lab.variants  # noqa: F401  (registers what records name)
-from tcs_core import QUANTIZERS, RULES, SIDES, STAGES, Scheme, kept
+from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
 from tcs_lab.errors import cut, one_line, reject_unknown, short_errors, shown, text_hint
 from tcs_lab.twins import check_twin
 
@@ -288,8 +288,9 @@ _OURS = ("tcs_core", "tcs_lab.rivals", "tcs_lab.variants", "builtins")
 def from_outside(scheme: Scheme) -> list[Any]:
     """Classes of the scheme's rule and its own sides, and quantizers, that are neither the core's
     nor the lab's: workers do not know them."""
-    rule = RULES[scheme.rule]
-    sides = [base for side in SIDES.get(scheme.rule, ()) for base in side.__mro__]
+    rule = rule_of(scheme)
+    types = [kind for kind in (rule.client_type, rule.server_type) if kind]
+    sides = [base for kind in types for base in kind.__mro__]
     parts: list[Any] = [*rule.__mro__, *sides]
     parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
     return [part for part in parts if part.__module__ not in _OURS]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tcs_core import (
     CODES,
-    Code,
+    BlockCode,
     Message,
     Wire,
     float_bytes,
@@ -24,24 +24,28 @@ from tcs_core import (
     means_of,
     packed_bits,
     quantized_message,
-    register_code,
     to_bits,
     unpacked_bits,
 )
 
 
-@register_code("entropy")
-class EntropyCode(Code):
+class EntropyCode(BlockCode):
     """Its length depends on the values, so that a message has to be made to know it."""
+
+    def bits(self, message: Message, wire: Wire) -> int:
+        return 8 * len(self.encode(message, wire)[0])
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         code = _entropy_code(message, wire)
         if 8 * len(code) < 8 + wire.block_code_bits(len(message.values), len(message.positions)):
             return code, False
-        return CODES["block"].encode(message, wire)[0], True
+        return super().encode(message, wire)[0], True
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
         return _read_entropy_code(code, shared, own, wire)
+
+
+CODES["entropy"] = EntropyCode()
 
 
 def _entropy_code(message: Message, wire: Wire) -> bytes:

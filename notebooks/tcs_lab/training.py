@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 import tcs_core
 from tcs_core import (
-    ByteLink,
     ClientError,
     Compressor,
     Federation,
     Link,
     Phase,
-    Selection,
     Traffic,
+    unchanged,
 )
 from tcs_lab.client_streams import ClientStreams, goes_a_client_a_stream
 from tcs_lab.client_threads import ClientThreads, goes_a_client_a_thread
@@ -36,8 +35,8 @@ from tcs_lab.ranks import ProcessLink, Ranks
 from tcs_lab.settings import RunConfig
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
 from tcs_lab.text import GPT, Text, TextFeed, load_text
+from tcs_lab.watching import MaskWatch, Row, UpdateWatch
 
-Row = dict[str, Any]  # of a record: what one epoch did
 Data = Dataset | Text
 
 # Purposes of random numbers; with seed, epoch, client they name one independent stream each, so
@@ -176,11 +175,14 @@ class Training:
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
         # dense schemes' updates say which entries are important
-        self.watch = Watch(self.flat.layer_sizes, device=self.device) if scheme.dense else None
+        self.watch: UpdateWatch | MaskWatch = (
+            UpdateWatch(self.flat.layer_sizes, device=self.device)
+            if scheme.dense
+            else MaskWatch(self.compressor.known)
+        )
         self.graph = None
         if static:
-            compared = self.watch.compared if self.watch else None
-            self.graph = GraphRounds(self.federation, self.rounds_per_epoch, compared)
+            self.graph = GraphRounds(self.federation, self.rounds_per_epoch, self.watch)
         if keep_deltas:
             self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
@@ -236,15 +238,13 @@ class Training:
         except ClientError as error:
             first_bad = rounds.start if error.round is None else error.round
             raise self._placed(error, first_bad) from None
-        if self.watch:
-            self.watch.found = list(graph.watched_T2)
+        self.watch.found += list(graph.watched_T2[: len(rounds)])
         return played
 
     def _traffic(self, epoch: int) -> Iterator[Traffic]:
         """The same, each as what it sent."""
         for update_D in self.rounds(epoch):
-            if self.watch:
-                self.watch.see(update_D)
+            self.watch.see(update_D)
             yield self.compressor.traffic
 
     def epoch(self, epoch: int) -> Row:
@@ -254,10 +254,7 @@ class Training:
         row = {"epoch": epoch + 1, "rounds": count, "dense_rounds": 0}
         counted = ("bits_up", "bits_down", "bytes_up", "bytes_down")
         row |= dict.fromkeys(counted, 0)
-        if isinstance(compressor.rule, tcs_core.TCS):
-            compressor.rule.overlap_2.zero_()
-        if self.watch:
-            self.watch.found.clear()
+        self.watch.begin()
         played: Iterable[Traffic] = self._traffic(epoch)
         if self.graph is not None and self.graph.ready(span):
             played = self._graph_rounds(self.graph, span)
@@ -271,13 +268,7 @@ class Training:
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
         row |= {"train_loss": float(self.loss_sum) / steps}
-        return row | self._mask_overlap() | (self.watch.row() if self.watch else {})
-
-    def _mask_overlap(self) -> Row:
-        """Which share of the shared mask was in it a round before, in this epoch so far."""
-        rule = self.compressor.rule
-        kept, total = rule.overlap_2.tolist() if isinstance(rule, tcs_core.TCS) else (0, 0)
-        return {"mask_overlap": kept / total} if total else {}
+        return row | self.watch.row()
 
     def _participants(self, epoch: int, index: int) -> list[int]:
         if self.config.participants == self.config.client_count:
@@ -408,7 +399,7 @@ def _model(config: RunConfig, classes: int) -> nn.Module:
 def _link(config: RunConfig, ranks: Ranks) -> Link:
     if ranks.size > 1:
         return ProcessLink(ranks.exchange, ranks.rank, ranks.size, config.bad_message)
-    return ByteLink(config.bad_message) if config.wire else Link()
+    return Link(unchanged, config.bad_message) if config.wire else Link()
 
 
 def errors_in_file(compressor: Compressor) -> None:
@@ -429,44 +420,6 @@ def errors_in_file(compressor: Compressor) -> None:
             os.posix_fallocate(file.fileno(), 0, errors_ND.nbytes)
         mapped = torch.from_file(file.name, shared=True, size=errors_ND.numel())
     compressor.keep_errors_in(mapped.view_as(errors_ND))
-
-
-class Watch:
-    """How slowly the important entries of dense updates change: "update_overlap", the share of an
-    update's 1 % largest entries (the paper's phi_global) that were among those of the one before,
-    and "update_overlap_chance", what masks with as many entries in every layer would share by
-    chance. Means over the rounds seen, but for the first."""
-
-    def __init__(self, layer_sizes: list[int], phi: float = 1e-2, device: Any = "cpu"):
-        self.sizes_L = torch.tensor(layer_sizes, device=device)
-        self.ends_L = self.sizes_L.cumsum(0)
-        self.k = tcs_core.kept(phi, sum(layer_sizes))
-        self.before_K = torch.arange(-self.k, 0, device=device)  # at first, none that there are
-        self.before_L = torch.zeros_like(self.sizes_L)  # how many of these a layer
-        self.found: list[Tensor] = []  # (2,), round by round
-        self.selection = Selection()
-
-    def see(self, update_D: Tensor) -> None:
-        """The next update, (D,)."""
-        self.found.append(self.compared(update_D))
-
-    def compared(self, update_D: Tensor) -> Tensor:
-        """How many entries an update (D,) shares with the one before, the first with none, and by
-        chance: (2,) float64. A GPU is not waited for, and finds all in the same tensors."""
-        now_K = self.selection(update_D, self.k)
-        now_L = torch.searchsorted(now_K, self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
-        shared = tcs_core.in_common(self.before_K, now_K)
-        chance = (self.before_L * now_L / self.sizes_L).sum()
-        self.before_K.copy_(now_K)
-        self.before_L.copy_(now_L)
-        return torch.stack([shared.double(), chance.double()])
-
-    def row(self) -> Row:
-        if len(self.found) < 2:
-            return {}
-        shares_T2 = torch.stack(self.found[1:]).cpu() / self.k
-        shared, chance = shares_T2.mean(0).tolist()
-        return {"update_overlap": shared, "update_overlap_chance": chance}
 
 
 def _client_samples(config: RunConfig, data: Dataset) -> Tensor:

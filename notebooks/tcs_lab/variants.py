@@ -23,17 +23,10 @@ from torch import Tensor
 
 import tcs_lab.shorter_codes  # noqa: F401  (registers the code "entropy")
 from tcs_core import (
-    SERVER,
-    Client,
-    Known,
-    MaskRule,
-    Message,
+    SHARED_FROM,
+    TCS,
     Scheme,
-    kept,
-    mask_to_positions,
     random_positions,
-    register_downlink,
-    register_part,
     register_quantizer,
     register_suffix,
     shares_of,
@@ -115,118 +108,46 @@ def _shortest(fields: Fields, _: int) -> Fields:
 # Rules ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@register_part("dense_warmup")
-class SparseStart(MaskRule):
-    """No dense round: while nothing is shared, every client sends its own S_top of as many."""
-
-    def shared_mask(self) -> Tensor | None:
-        found = super().shared_mask()
-        return torch.empty(0, dtype=torch.int64, device=self.device) if found is None else found
-
-    def own_count(self, shared: int) -> int | None:
-        wanted = self.k_local + (0 if shared else self.k_global)
-        return min(wanted, self.dimension - shared)
-
-
-@register_part("warmup_masks")
-class WideMasks(MaskRule):
-    """Masks are `masks` times as large in a round that says so; of one that has become too large
-    the entries that were largest stay."""
-
-    keeps = ("positions", "magnitudes_K")
-    _masks = 1
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.positions: Tensor | None = None  # of the shared mask
-        self.magnitudes_K: Tensor | None = None  # of the last update there
-
-    def size(self, phi: float | None, most: int) -> int:
-        return min(self._masks * kept(phi, self.dimension), most) if phi else 0
-
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        super().begin(theta_D, masks)
-        self._masks = masks
-        self.k_global = self.size(self.scheme.phi_global, self.dimension)
-        self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
-        last_K, magnitudes_K = self.positions, self.magnitudes_K
-        if last_K is not None and magnitudes_K is not None and len(last_K) > self.k_global:
-            self._shrink(last_K, magnitudes_K)
-
-    def _shrink(self, last_K: Tensor, magnitudes_K: Tensor) -> None:
-        last_D = torch.zeros(self.dimension, device=self.device)
-        last_D[last_K] = magnitudes_K
-        self.positions = self.select(
-            last_D, self.k_global, self.scheme.phi_min_global, None, "last"
-        )
-        self.magnitudes_K = last_D[self.positions]
-
-    def observe(self, update_D: Tensor) -> None:
-        super().observe(update_D)
-        if self.positions is not None:
-            self.magnitudes_K = update_D[self.positions].abs()
-
-
-@register_part("shared_from", "random")
-class FromSeed(MaskRule):
+class FromSeed(TCS):
     """A control for TCS: the shared mask has as many entries, but it is drawn anew each round from
     the seed and the round, and does not look at any update. Messages are as long as those of TCS.
     """
 
-    keeps = ("updates_seen",)
-    overlap_2: Tensor
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.updates_seen = 0
-
     def shared_mask(self) -> Tensor | None:
-        found = super().shared_mask()
-        if found is None or not len(found):
-            return found  # as in TCS, the first round is dense where there was no update yet
-        drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.updates_seen)
+        if super().shared_mask() is None:
+            return None  # as in TCS, a round is dense while there was no update yet
+        drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
         return drawn_K.to(self.device)
 
-    def observe(self, update_D: Tensor) -> None:
-        super().observe(update_D)
-        self.updates_seen += 1
-        self.overlap_2.zero_()  # it counts masks of the last update, which are not used
 
-
-@register_part("shared_from", "stale")
-class FromOlderUpdate(MaskRule):
+class FromOlderUpdate(TCS):
     """A control for TCS: the shared mask is S_top of the update ten rounds ago (of the oldest one,
     while there are fewer), so that it is nine rounds older than that of TCS."""
 
     keeps = ("history_MK",)
+    history_MK: Tensor | None = None  # masks of the last updates, the oldest first: rows of K
     rounds_ago = 10
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        # masks of the last updates, the oldest first: at most `rounds_ago` rows of K positions
-        self.history_MK = torch.empty(0, self.k_global, dtype=torch.int64, device=self.device)
 
     def shared_mask(self) -> Tensor | None:
         latest_K, history_MK = super().shared_mask(), self.history_MK
-        if latest_K is None or not len(history_MK) or len(latest_K) != history_MK.shape[1]:
+        if latest_K is None or history_MK is None or len(latest_K) != history_MK.shape[1]:
             return latest_K
         return history_MK[0]
 
     def observe(self, update_D: Tensor) -> None:
         super().observe(update_D)
-        latest_K = super().shared_mask()
+        latest_K, history_MK = super().shared_mask(), self.history_MK
         if latest_K is None:
             return
-        if len(latest_K) != self.history_MK.shape[1]:  # masks have shrunk after a wide warm-up
-            self.history_MK = torch.empty(0, len(latest_K), dtype=torch.int64, device=self.device)
-        self.history_MK = torch.cat([self.history_MK, latest_K[None]])[-self.rounds_ago :]
+        if history_MK is None or len(latest_K) != history_MK.shape[1]:
+            history_MK = latest_K[None][:0]  # the first mask, or masks have shrunk after a warm-up
+        self.history_MK = torch.cat([history_MK, latest_K[None]])[-self.rounds_ago :]
 
 
-@register_part("shared_from", "weights")
-class FromWeights(MaskRule):
+class FromWeights(TCS):
     """The shared mask is S_top of the weights, once there was an update: the published code's."""
 
-    overlap_2: Tensor
+    _theta_D: Tensor | None = None
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
         super().begin(theta_D, masks)
@@ -234,51 +155,15 @@ class FromWeights(MaskRule):
 
     def shared_mask(self) -> Tensor | None:
         found = super().shared_mask()
-        if found is None or not len(found):
-            return found
+        if found is None:
+            return None
         if self._theta_D is None:
             raise ValueError(f"{self.scheme.name}: its mask is of a federation's model")
         fair = self.scheme.phi_min_global
         return self.select(self._theta_D, self.k_global, fair, None, "weights")
 
-    def observe(self, update_D: Tensor) -> None:
-        super().observe(update_D)
-        self.overlap_2.zero_()  # of masks that are not used
 
-
-# The downlink ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@register_downlink
-class Downlink(Client):
-    """Lines 9 to 13 for the server itself: its own positions are a mask of its own, or all that
-    came up, and its values are quantized."""
-
-    def __init__(self, known: Known):
-        super().__init__(known, SERVER, torch.zeros(known.dimension, device=known.device))
-        self.explored_D = known.shared_D[:0]  # what came up in this round, (D,)
-
-    def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """What it says of an update (D,); it will arrive."""
-        self.explored_D = explored_D
-        message = self.send(update_D)
-        self.arrived()
-        return message
-
-    def own_mask(self, intended_D: Tensor) -> Tensor:
-        known, scheme = self.known, self.known.scheme
-        if scheme.phi_down is None:
-            return mask_to_positions(self.explored_D)
-        rule, shared = known.rule, len(known.shared_K)
-        k = rule.size(scheme.phi_down, known.dimension - rule.k_global)
-        k += 0 if shared else rule.k_global
-        return known.checked_mask(rule.own_mask(intended_D, known.shared_D, k), known.shared_D)
-
-    def quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
-        known, scheme = self.known, self.known.scheme
-        intended_K = known.checks.finite_part(intended_K, SERVER)
-        how = scheme.down_value_bits, SERVER, known.round, scheme.down_quantizer
-        return Message.of(intended_K, own_K, *how)
+SHARED_FROM.update(random=FromSeed, stale=FromOlderUpdate, weights=FromWeights)
 
 
 # A quantizer ──────────────────────────────────────────────────────────────────────────────────────
@@ -298,7 +183,8 @@ def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor
         return (values_K < 0).int(), magnitudes_K.mean(0, keepdim=True).float()
     sorted_K = magnitudes_K.sort().values
     sums_K = F.pad(sorted_K.cumsum(0), (1, 0))
-    shares_P = (torch.arange(intervals, device=values_K.device) + 0.5) / intervals
+    places_P = torch.arange(intervals, dtype=torch.float32, device=values_K.device)
+    shares_P = (places_P + 0.5) / intervals
     roots_K = sorted_K.sqrt().cumsum(0)
     start_P = torch.searchsorted(roots_K, shares_P * roots_K[-1]).clamp_(max=count - 1)
     means_P = sorted_K[start_P]  # ascending

@@ -211,7 +211,7 @@ def test_a_round_that_was_not_opened_is_named():
         ValueError, match=r"^client 0: no round is open, allowed: after Known.begin$"
     ):
         client.send(torch.ones(sum(LAYERS)))
-    assert torch.equal(client.errors_D, before_D) and client.sent is None
+    assert torch.equal(client.errors_D, before_D) and client.in_flight is None
     with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 3$"):
         sides.server.finish()
 
@@ -267,7 +267,7 @@ def test_a_reply_of_another_round_changes_nothing(changes, text):
     with pytest.raises(tcs.MessageError, match=f"^server: message: {text}"):
         client.receive(dataclasses.replace(reply, **changes))
     assert same_state(client.state_dict(), before)
-    assert client.known.round == known["round"] and client.known.is_open
+    assert client.known.round == known["round"] and client.known.phase == tcs.OPEN
     assert client.receive(reply).any()
 
 
@@ -301,7 +301,7 @@ def test_a_client_whose_reply_was_lost_has_not_been_heard_of_and_may_be_told():
     for deltas_ND in rounds[:3]:
         expected.round(deltas_ND)
     sides.round(rounds[2], away=[1])
-    assert client.state_dict()["sent"] is not None
+    assert client.state_dict()["in_flight"] is not None
     client.known.load_state_dict(sides.known.state_dict())
     client.arrived()
     assert torch.equal(client.errors_D, expected.clients[1].errors_D)
@@ -355,23 +355,12 @@ def test_a_server_that_takes_up_a_state_forgets_what_had_come():
 
 
 def test_a_servers_sending_side_is_saved_and_scaled_with_it():
-    class Kept:
-        kept = 0
-
-        def scale_(self, factor):
-            self.kept *= factor
-
-        def state_dict(self):
-            return {"kept": self.kept}
-
-        def load_state_dict(self, state):
-            self.kept = state["kept"]
-
-    one, other = (tcs.Server(tcs.Known("TCS", LAYERS), downlink=Kept()) for _ in range(2))
-    one.downlink.kept = 3
+    scheme = tcs.Scheme.named("TCS", down_value_bits=5)
+    one, other = (tcs.Server(tcs.Known(scheme, LAYERS)) for _ in range(2))
+    one.downlink.errors_D.fill_(3.0)
     loaded(saved(one), other)
     other.scale_(0.5)
-    assert (one.downlink.kept, other.downlink.kept) == (3, 1.5)
+    assert one.downlink.errors_D.eq(3.0).all() and other.downlink.errors_D.eq(1.5).all()
 
 
 def test_a_server_forgets_what_came_in_a_round_that_was_never_finished():
@@ -379,7 +368,7 @@ def test_a_server_forgets_what_came_in_a_round_that_was_never_finished():
     sides.begin()
     sides.server.add(0, sides.clients[0].send(one_ND[0]))
     for known in (sides.known, *(c.known for c in sides.clients)):
-        known.skip()
+        known.lose()
     sides.begin()
     meant_ND = two_ND.clone()
     meant_ND[0] += one_ND[0]  # its message was lost
@@ -396,7 +385,7 @@ def test_a_client_is_not_heard_in_a_round_in_which_it_has_not_sent():
     sides.begin()
     client.send(two_ND[1])
     for known in (sides.known, *(c.known for c in sides.clients)):
-        known.skip()
+        known.lose()
     sides.begin()
     sides.server.add(0, sides.clients[0].send(two_ND[0]))
     _, reply = sides.server.finish()

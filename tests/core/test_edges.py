@@ -49,7 +49,7 @@ def test_at_the_edges_nothing_is_lost(name, edge, wire):
     sizes, changes = EDGES[edge]
     for make in DELTAS.values():
         compressor = tcs.Compressor(
-            named(name, changes), sizes, 3, link=tcs.ByteLink() if wire else None
+            named(name, changes), sizes, 3, link=tcs.Link(tcs.unchanged) if wire else None
         )
         meant, sent = torch.zeros(sum(sizes)).double(), torch.zeros(sum(sizes)).double()
         for _ in range(4):
@@ -83,7 +83,7 @@ def test_a_client_whose_update_is_not_finite_is_named_and_nothing_changes(name, 
 def test_a_sum_that_overflows_at_the_server_is_no_silent_infinity(name, dense, wire):
     """Three clients with finite updates, whose sum is beyond float32."""
     compressor = tcs.Compressor(
-        tcs.Scheme.named(name), [30, 20], 3, link=tcs.ByteLink() if wire else None
+        tcs.Scheme.named(name), [30, 20], 3, link=tcs.Link(tcs.unchanged) if wire else None
     )
     compressor.step(torch.ones(3, 50))
     with pytest.raises(tcs.NotFiniteError, match="server: the update is not finite"):
@@ -94,7 +94,7 @@ def test_a_sum_that_overflows_at_the_server_is_no_silent_infinity(name, dense, w
 @pytest.mark.parametrize("dense", [False, True])
 def test_errors_that_overflow_name_their_client(wire, dense):
     compressor = tcs.Compressor(
-        tcs.Scheme.named("TCS"), [300, 200], 2, link=tcs.ByteLink() if wire else None
+        tcs.Scheme.named("TCS"), [300, 200], 2, link=tcs.Link(tcs.unchanged) if wire else None
     )
     compressor.step(torch.ones(2, 500))
     deltas_ND = torch.zeros(2, 500)
@@ -117,7 +117,7 @@ def kilobytes(key):
 name, clients, dimension, wire = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "wire"
 before = kilobytes("VmRSS")
 deltas_ND = torch.randn(clients, dimension)
-compressor = tcs.Compressor(tcs.Scheme.named(name), [dimension // 2, dimension - dimension // 2], clients, link=tcs.ByteLink() if wire else None)
+compressor = tcs.Compressor(tcs.Scheme.named(name), [dimension // 2, dimension - dimension // 2], clients, link=tcs.Link(tcs.unchanged) if wire else None)
 for _ in range(3):
     update_D = compressor.step(deltas_ND)
 assert update_D.isfinite().all() and compressor.known.round == 3

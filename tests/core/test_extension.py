@@ -90,7 +90,7 @@ def test_a_quantizer_of_ones_own_never_sees_an_empty_message(uniform):
             return torch.empty(0, dtype=torch.int64)
 
     tcs.register_scheme("Nothing", phi_global=None)(Nothing)
-    compressor = tcs.Compressor("Nothing-U3", [4], 1, link=tcs.ByteLink())
+    compressor = tcs.Compressor("Nothing-U3", [4], 1, link=tcs.Link(tcs.unchanged))
     assert compressor.step(torch.ones(1, 4)).tolist() == [0.0] * 4
     assert compressor.errors_ND.tolist() == [[1.0] * 4] and compressor.bits_up == 4 * 32
 

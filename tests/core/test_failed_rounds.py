@@ -28,7 +28,7 @@ class Broken:
         if how == "its feed ends":
             feed[2] = iter(feed[2][:GOOD])
         if how == "a refused message":
-            self.link = tcs.ByteLink("stop", self.channel)
+            self.link = tcs.Link(self.channel)
         schedule = lambda t: tcs.Phase(0.05, dense=dense and t >= GOOD)  # noqa: E731
         self.made = tcs.Federation(
             self.model, feed, scheme, schedule, loss=self.loss, link=self.link
@@ -152,7 +152,7 @@ def test_a_scheme_without_errors_loses_what_was_sent_and_says_so():
 
 def test_a_compressor_that_refuses_a_message_keeps_all_that_was_meant():
     channel = lambda sender, data: data[:-1] if sender == 1 else data  # noqa: E731
-    compressor = tcs.Compressor("top-K", [20], 3, link=tcs.ByteLink("stop"))
+    compressor = tcs.Compressor("top-K", [20], 3, link=tcs.Link(tcs.unchanged))
     compressor.step(torch.randn(3, 20))
     before_ND, delta_ND = compressor.errors_ND.clone(), torch.randn(3, 20)
     compressor.link.channel = channel

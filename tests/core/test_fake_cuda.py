@@ -6,6 +6,7 @@ Backward passes need a device that is there, so they are held to the second on a
 import pytest
 import torch
 from common import Alone, Bucket, HeldFeed, alone_in_a_group
+from tcs_lab.cuda_graph import DeferredLink
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -38,7 +39,7 @@ def play(name, loss=tcs.cross_entropy):
     federation = tcs.Federation(small_net(), feed, name, 0.1, loss=loss, weight_decay=1e-4)
     known = federation.compressor.known
     known.rule.observe(federation.theta_D)  # a mask to start with
-    known.checks.when = "later"
+    federation.compressor.link = DeferredLink(known)
     federation.round()
     return federation
 
@@ -78,10 +79,10 @@ def tensors_of(state):
 def test_a_round_stays_on_its_device(name, on_cuda):
     federation = play(name)
     compressor = federation.compressor
-    checks, tensors = compressor.known.checks, tensors_of(compressor.state_dict())
-    tensors += [federation.theta_D, federation.statistics_NS, federation.losses_N, checks.explored]
-    tensors += [*checks.finite.values(), *compressor.known.rule.state_dict().values()]
-    assert len(checks.finite) == CLIENTS + 1
+    link, tensors = compressor.link, tensors_of(compressor.state_dict())
+    tensors += [federation.theta_D, federation.statistics_NS, federation.losses_N, link.explored]
+    tensors += [flag for _, flag in link.flags] + [*compressor.rule.state_dict().values()]
+    assert {sender for sender, _ in link.flags} == {*range(CLIENTS), tcs.SERVER}
     assert {t.device.type for t in tensors if torch.is_tensor(t)} == {"cuda"}
     assert compressor.known.dense == (name == "FedAvg")
     assert all(p.device.type == "cuda" for p in federation.model.parameters())
@@ -90,10 +91,10 @@ def test_a_round_stays_on_its_device(name, on_cuda):
 @pytest.mark.parametrize("name", FREE)
 def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
     """With its backward passes: to the end of the round, with values that nobody knows yet."""
-    checks = play(name).compressor.known.checks
-    checks.when = "end"
+    compressor = play(name).compressor
+    compressor.known.flags += compressor.link.flags
     with pytest.raises(DataDependentOutputException):
-        checks.read()
+        compressor.known.read_flags()
 
 
 @pytest.mark.parametrize("name", ["TCS-Q5", "top-K", "rand-K", "FedAvg"])
@@ -107,10 +108,8 @@ def test_client_and_server_by_halves_stay_on_their_device(name, on_cuda):
         server.add(client.number, client.send(torch.ones(100)))
     with pytest.raises(DataDependentOutputException, match="_local_scalar_dense"):
         server.finish()
-    assert len(known.checks.finite) == 3
-    known.checks.when = "later"
-    known.checks.read()
-    assert known.checks.explored.device.type == "cuda"
+    assert {sender for sender, _ in known.flags} == {0, 1, tcs.SERVER}
+    assert {flag.device.type for _, flag in known.flags} == {"cuda"}
 
 
 # Each of these would be noticed ───────────────────────────────────────────────────────────────────

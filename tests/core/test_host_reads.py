@@ -92,7 +92,6 @@ def test_what_is_not_looked_at_comes_out_the_same(name, monkeypatch):
     """Update, errors and traffic, whether the host may look or not."""
     with_looks = tcs.Compressor(name, SIZES, 3)
     without = tcs.Compressor(name, SIZES, 3)
-    without.known.checks.when = "end"
     for deltas_ND in deltas_like_training(ROUNDS, 3, SIZES):
         expected_D = with_looks.step(deltas_ND)
         with monkeypatch.context() as as_on_a_gpu:
@@ -141,19 +140,19 @@ def test_a_cpus_federation_and_one_that_may_not_look_give_the_same_bits(monkeypa
 
 @pytest.mark.parametrize(("last", "finite"), [(3e38, True), (torch.inf, False), (torch.nan, False)])
 def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monkeypatch):
-    values, at_once = torch.tensor([3e38] * 40 + [last]), tcs.Checks("cpu")
+    values, at_once = torch.tensor([3e38] * 40 + [last]), tcs.Known("TCS", [41])
     with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError):
         at_once.finite_part(values, 0)
     monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
-    late = tcs.Checks("cpu")
+    late = tcs.Known("TCS", [41])
     kept = late.finite_part(values, 0)
-    assert bool(late.finite[0]) == finite and torch.equal(
+    assert [bool(flag) for _, flag in late.flags] == [finite] and torch.equal(
         kept, values if finite else torch.zeros(41)
     )
     with (
         contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError, match="client 0")
     ):
-        late.read()
+        late.read_flags()
 
 
 def steps_of_a_hook(state, every_D, buckets):

@@ -72,7 +72,9 @@ ATTACKS = {
 
 def attacked(name, attack, policy):
     """A compressor at its third round, in which client 1 sends something else."""
-    compressor = tcs.Compressor(tcs.Scheme.named(name), SIZES, 3, link=tcs.ByteLink(policy))
+    compressor = tcs.Compressor(
+        tcs.Scheme.named(name), SIZES, 3, link=tcs.Link(tcs.unchanged, policy)
+    )
 
     def channel(sender, data):
         OLD["now"] = data if sender == 0 else OLD.get("now")
@@ -117,7 +119,9 @@ def test_a_hostile_client_is_named_or_left_out(name, attack):
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_dense_round_without_a_hostile_client(policy):
-    compressor = tcs.Compressor(tcs.Scheme.named("TCS"), SIZES, 3, link=tcs.ByteLink(policy))
+    compressor = tcs.Compressor(
+        tcs.Scheme.named("TCS"), SIZES, 3, link=tcs.Link(tcs.unchanged, policy)
+    )
     compressor.link.channel = lambda sender, data: data[:-1] if sender == 1 else data
     if policy == "stop":
         with pytest.raises(tcs.MessageError, match="client 1: message: wrong checksum"):
@@ -133,7 +137,7 @@ def test_a_dense_round_without_a_hostile_client(policy):
 @pytest.mark.parametrize("name", ["TCS", "FedAvg"])
 def test_a_round_in_which_all_are_hostile_stops(name):
     scheme = tcs.Scheme.named(name)
-    compressor = tcs.Compressor(scheme, SIZES, 3, link=tcs.ByteLink("skip"))
+    compressor = tcs.Compressor(scheme, SIZES, 3, link=tcs.Link(tcs.unchanged, "skip"))
     compressor.link.channel = lambda sender, data: b"nonsense" * 9
     with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 0"):
         compressor.step(deltas(0))
@@ -157,8 +161,11 @@ def good_message(compressor):
     sent = {}
     compressor.link.channel = lambda sender, data: sent.setdefault(sender, data)
     compressor.known.begin()
-    message = compressor.clients[1].send(deltas(2)[1])
-    compressor.link.up(compressor.known, 1, message)
+    list(
+        compressor.link.gather(
+            compressor.known, [1], lambda n: compressor.clients[n].send(deltas(2)[n])
+        )
+    )
     return sent[1]
 
 

@@ -12,13 +12,13 @@ LAYERS = [1200, 300, 1000, 10, 490]  # D = 3000
 CLIENTS = 3
 
 
-class Watched(tcs.ByteLink):
+class Watched(tcs.Link):
     """Bytes, and what came of them."""
 
-    def up(self, known, n, message):
-        n, came, size = super().up(known, n, message)
-        self.came[n] = came
-        return n, came, size
+    def accept(self, known, n, data):
+        arrival = super().accept(known, n, data)
+        self.came[n] = arrival.message
+        return arrival
 
 
 def placed(message, known):
@@ -27,18 +27,21 @@ def placed(message, known):
     return sent_D
 
 
-@pytest.mark.parametrize("link", [tcs.Link, tcs.ByteLink])
+LINKS = [tcs.Link(), tcs.Link(tcs.unchanged)]
+
+
+@pytest.mark.parametrize("link", LINKS, ids=["counted", "bytes"])
 @pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "TCS-LF-Q5", "top-K-Q5", "rand-K"])
 def test_what_a_client_does_not_send_it_keeps(name, link):
     """Line by line, with the same objects as the compressor has."""
-    compressor = tcs.Compressor(tcs.Scheme.named(name), LAYERS, CLIENTS, link=link())
+    compressor = tcs.Compressor(tcs.Scheme.named(name), LAYERS, CLIENTS, link=link)
     known, server, clients = compressor.known, compressor.server, compressor.clients
     for t, deltas_ND in enumerate(deltas_like_training(12, CLIENTS, LAYERS)):
         intended_ND, given_ND = compressor.errors_ND + deltas_ND, deltas_ND.clone()
         known.begin(dense=t == 6)
-        messages = [
-            compressor.link.up(known, n, clients[n].send(given_ND[n]))[1] for n in range(CLIENTS)
-        ]
+        send = lambda n, given_ND=given_ND: clients[n].send(given_ND[n])  # noqa: E731
+        arrivals = link.gather(known, range(CLIENTS), send)
+        messages = [arrival.message for arrival in arrivals]
         assert torch.equal(given_ND, deltas_ND)
         assert torch.equal(compressor.errors_ND, intended_ND)  # till the round is finished
         sent_ND = torch.stack([placed(message, known) for message in messages])
@@ -72,7 +75,7 @@ class Network:
 def test_a_refused_message_stays_with_its_client_whole(name):
     """And the server averages over the others; in dense rounds too."""
     network = Network(victim=1)
-    link = Watched("skip", network)
+    link = Watched(network, "skip")
     compressor = tcs.Compressor(tcs.Scheme.named(name), LAYERS, CLIENTS, link=link)
     kept_D = torch.zeros(sum(LAYERS))
     for t, deltas_ND in enumerate(deltas_like_training(12, CLIENTS, LAYERS)):
@@ -90,7 +93,7 @@ def test_a_refused_message_stays_with_its_client_whole(name):
 def test_what_was_refused_goes_with_the_next_message():
     network = Network(victim=0)
     scheme = tcs.Scheme.named("top-K", phi_local=1.0)
-    compressor = tcs.Compressor(scheme, [4], 1, link=tcs.ByteLink("skip", network))
+    compressor = tcs.Compressor(scheme, [4], 1, link=tcs.Link(network, "skip"))
     delta_D = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
     with pytest.raises(tcs.MessageError, match=r"^server: no message was accepted in round 0"):
         compressor.step(delta_D)
@@ -101,7 +104,7 @@ def test_what_was_refused_goes_with_the_next_message():
 
 def test_a_link_that_is_none():
     with pytest.raises(ValueError, match="on_bad: got 'ignore', allowed: stop or skip"):
-        tcs.ByteLink(on_bad="ignore")
+        tcs.Link(on_bad="ignore")
 
 
 @pytest.mark.parametrize("error", [tcs.NotFiniteError(3), tcs.MessageError(tcs.SERVER, "late")])

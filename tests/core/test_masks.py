@@ -173,16 +173,6 @@ def test_layer_sizes_have_to_be_those_of_the_vector():
         tcs.layerwise_top_k_positions(torch.ones(6), 2, [2, 3], 0.1)
 
 
-@pytest.mark.parametrize("looks", [True, False])
-@given(pairs=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1))
-def test_positions_in_common(looks, pairs):
-    """As sets have it, on a GPU's way, too."""
-    one, other = (sorted(set(part)) for part in zip(*pairs, strict=True))
-    with mock.patch.object(tcs, "may_look", lambda tensor: looks):
-        common = tcs.in_common(torch.tensor(one), torch.tensor(other))
-    assert int(common) == len(set(one) & set(other))
-
-
 def test_what_is_excluded_may_be_positions_or_a_mask():
     vector, positions = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([0, 2])
     for excluded in (positions, tcs.positions_to_mask(positions, 4)):

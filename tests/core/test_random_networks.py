@@ -59,7 +59,7 @@ class Apart:
                 continue
         heard = list(self.server.heard)
         if not heard:
-            known.skip()
+            known.lose()
             return None, b"", heard
         update_D, reply = self.server.finish()
         data = known.to_bytes(reply)
@@ -106,7 +106,7 @@ def test_any_network_any_clients_any_order(data):
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     weights = [1.0 + n for n in range(clients)] if draw(st.booleans()) else None
     scheme, network = drawn_scheme(draw), Network(draw)
-    link = tcs.ByteLink("skip", network.carry)
+    link = tcs.Link(network.carry, "skip")
     one = tcs.Compressor(scheme, sizes, clients, seed=4, link=link, weights=weights)
     apart = Apart(scheme, sizes, clients, weights)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))

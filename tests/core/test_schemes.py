@@ -69,13 +69,19 @@ def test_the_unknown_scheme_error_lists_the_known_ones():
 
 def test_what_only_a_variant_can_do_is_refused_where_none_is_registered(monkeypatch):
     """A field that nobody has given a meaning, and a scheme that asks a compressor for more."""
-    monkeypatch.setattr(tcs, "RULE_PARTS", {})
-    monkeypatch.setattr(tcs, "DOWNLINKS", [])
-    for changes in ({"dense_warmup": False}, {"shared_from": "weights"}, {"down_value_bits": 5}):
-        with pytest.raises(
-            ValueError, match=r"^TCS: .* is a variant of tcs_lab's: import it first$"
-        ):
-            tcs.Compressor(tcs.Scheme.named("TCS", **changes), [10], 2)
+    monkeypatch.setattr(tcs, "SHARED_FROM", {})
+    for source in ("weights", "random", "stale"):
+        scheme = tcs.Scheme.named("TCS", shared_from=source)
+        with pytest.raises(ValueError, match=rf"^TCS: shared_from '{source}' is not known: import"):
+            tcs.Compressor(scheme, [10], 2)
+    with pytest.raises(ValueError, match=r"^shared_from: got 'weights'"):
+        tcs.Scheme.named("rand-K", shared_from="weights")
+
+
+@pytest.mark.parametrize("name", sorted(tcs._SUCCESSORS))
+def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
+    with pytest.raises(AttributeError, match=f"^tcs_core.{name} is gone, allowed: "):
+        getattr(tcs, name)
 
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.9}, {"error_unit": "gradient"}])

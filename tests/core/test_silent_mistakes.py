@@ -279,11 +279,6 @@ def test_what_only_a_federation_does(changes):
         tcs.Known(tcs.Scheme.named("TCS", **changes), [10])
 
 
-def test_a_part_of_no_field():
-    with pytest.raises(ValueError, match=r"^field: got 'phi_down'"):
-        tcs.register_part("phi_down")
-
-
 def test_an_average_is_taken_once():
     known = tcs.Known("FedAvg", [3])
     server, client = tcs.Server(known), tcs.Client(known)

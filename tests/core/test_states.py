@@ -38,8 +38,8 @@ def test_the_rows_of_all_errors_are_the_clients_own():
 
 @pytest.mark.parametrize(
     ("other", "text"),
-    [(lambda: played("TCS-Q5"), "scheme: got"), (lambda: played("top-K"), "scheme: got"),
-     (lambda: played(tcs.Scheme.named("TCS", phi_local=2e-3)), "scheme: got"),
+    [(lambda: played("TCS-Q5"), "scheme: "), (lambda: played("top-K"), "scheme: "),
+     (lambda: played(tcs.Scheme.named("TCS", phi_local=2e-3)), "scheme: "),
      (lambda: played("TCS", seed=1), "seed: got 1, allowed: 0$"),
      (lambda: played("TCS", sizes=[3000]), r"layer_sizes: got \[3000\], allowed: \[1200, "),
      (lambda: played("TCS", sizes=[300, 1200, 1000, 10, 490]), r"layer_sizes: got \[300, 1200")],
@@ -63,8 +63,11 @@ def test_a_state_of_other_clients_or_errors_is_refused_with_nothing_changed():
     rule = {key: v for key, v in state["known"]["rule"].items() if key != "positions"}
     for wrong, text in (
         (fewer, r"state: clients: got 1, allowed: 2$"),
-        (state | {"clients": short}, r"errors_D: got shape \(7,\), allowed: \(3000,\)$"),
-        (state | {"clients": none}, r"errors_D: got shape None, allowed: \(3000,\)$"),
+        (
+            state | {"clients": short},
+            r"state: errors_D: got shape \(7,\) torch.float32, allowed: \(3000,\)",
+        ),
+        (state | {"clients": none}, r"state: errors_D: got None, allowed: a tensor \(3000,\)"),
         (state | {"known": state["known"] | {"rule": rule}}, "state: rule: positions is missing$"),
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
@@ -99,7 +102,7 @@ def test_a_client_saves_a_message_that_nobody_has_acknowledged():
     other.load_state_dict(state)
     client.arrived(), other.arrived()
     assert torch.equal(client.errors_D, other.errors_D)
-    assert torch.equal(state["sent"][2], message.values)
+    assert torch.equal(state["in_flight"]["values_K"], message.values)
     with pytest.raises(ValueError, match=r"^client 1: has sent in round 3 already$"):
         other.send(torch.ones(3000))
 
@@ -192,19 +195,21 @@ def test_a_state_of_another_order_in_memory_is_refused():
     assert torch.equal(other.theta_D, theta_D)
 
 
-def test_a_state_that_says_nothing_of_the_order_is_taken():
+def test_sides_that_refuse_each_others_messages_refuse_each_others_states():
+    """One that says how parameters lie in memory, and one that does not."""
     plain, ordered = tcs.Known("TCS", [12]), tcs.Known("TCS", [12], order=[(0, 1)])
-    plain.skip_to(5)
-    ordered.load_state_dict(plain.state_dict())
-    assert ordered.round == 5
-    ordered.skip_to(7)
-    state = ordered.state_dict()
-    plain.load_state_dict(state)
-    assert plain.round == 7
-    del state["identity"]["order"]  # as states had it before
-    ordered.skip_to(0)
-    ordered.load_state_dict(state)
-    assert ordered.round == 7
+    for one, other in ((plain, ordered), (ordered, plain)):
+        for known in (one, other):
+            known.begin(dense=True)
+        data = one.to_bytes(tcs.Client(one).send(torch.ones(12)))
+        with pytest.raises(tcs.MessageError, match="another scheme, shared mask or order"):
+            other.from_bytes(data, 0)
+        with pytest.raises(ValueError, match=r"^state: order: got "):
+            other.load_state_dict(one.state_dict())
+        assert other.round == 0 and other.phase == tcs.OPEN
+        for known in (one, other):
+            known.lose()
+            known.round = 0
 
 
 def test_an_order_from_a_file_is_the_same_order():

@@ -80,7 +80,7 @@ def long_run(folder, rounds, sizes):
 def long_compression(folder, rounds, sizes):
     """`rounds` rounds of messages, client and server; memory every 50."""
     scheme = tcs.Scheme.named("TCS-LF-Q5++")
-    compressor = tcs.Compressor(scheme, [90_000, 10_000], 3, link=tcs.ByteLink())
+    compressor = tcs.Compressor(scheme, [90_000, 10_000], 3, link=tcs.Link(tcs.unchanged))
     deltas_ND = torch.randn(3, 100_000)
     for round_ in range(rounds):
         compressor.step(deltas_ND.roll(round_, 1))

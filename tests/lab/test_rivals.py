@@ -223,7 +223,7 @@ def test_dgc_lets_nothing_wait_where_it_sent():
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "EF21"])
 def test_bits_counted_are_those_of_messages_that_decode(name):
-    counted, sent = compressor_of(name), compressor_of(name, tcs.ByteLink())
+    counted, sent = compressor_of(name), compressor_of(name, tcs.Link(tcs.unchanged))
     for deltas_ND in deltas_like_training(ROUNDS, N, SIZES):
         assert torch.equal(counted.step(deltas_ND), sent.step(deltas_ND))
         for key in ("bits_up", "bits_down", "bytes_up", "bytes_down"):
@@ -318,7 +318,7 @@ def test_what_ef21_can_not_do_is_said():
     ready.step(torch.ones(N, D))
     with pytest.raises(ValueError, match=f"EF21: allowed: messages of all {N} clients"):
         ready.step(torch.ones(N, D), clients=[0])
-    for link in (tcs.ByteLink(), ProcessLink(lambda work: [work()], 0, 1)):
+    for link in (tcs.Link(tcs.unchanged), ProcessLink(lambda work: [work()], 0, 1)):
         with pytest.raises(ValueError, match=r"EF21: got messages as bytes.*: counted links only"):
             compressor_of("EF21", link).step(torch.ones(N, D))
     with pytest.raises(ValueError, match=r"EF21\+: got messages as bytes"):
@@ -328,7 +328,7 @@ def test_what_ef21_can_not_do_is_said():
 
 
 def test_weights_and_link_go_along():
-    link = tcs.ByteLink()
+    link = tcs.Link(tcs.unchanged)
     federation = federation_of("DGC", link=link, weights=[1, 2, 3])
     compressor = federation.compressor
     assert compressor.link is link and compressor.server.weights == [1.0, 2.0, 3.0]
@@ -350,8 +350,7 @@ def test_another_client_is_another_run():
     digests = []
     for factor in (1, 2):
         kind = type("Mine", (lab.rivals.DGCClient,), {"momentum": 0.1 * factor})
-        tcs.register_scheme("Mine")(type("Mine", (tcs.TCS,), {}))
-        tcs.register_sides("Mine", kind, tcs.Server)
+        tcs.register_scheme("Mine")(type("Mine", (tcs.TCS,), {"client_type": kind}))
         digests.append(config("Mine").digest)
-    del tcs.RULES["Mine"], tcs.FAMILIES["Mine"], tcs.SIDES["Mine"]
+    del tcs.RULES["Mine"], tcs.FAMILIES["Mine"]
     assert len(set(digests)) == 2

@@ -119,7 +119,7 @@ def test_a_rule_that_fails_is_an_error_and_no_diverged_run(tmp_path, small):
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_hostile_client_in_a_run(tmp_path, small, monkeypatch, policy):
     """stop: no record, the client and the round named. skip: the row counts what was left out."""
-    made = tcs.ByteLink.__init__
+    made = tcs.Link.__init__
     sent = []
 
     def hostile(self, *arguments, **more):
@@ -127,9 +127,9 @@ def test_a_hostile_client_in_a_run(tmp_path, small, monkeypatch, policy):
             sent.append(sender)
             return data[::-1] if sender == 2 and sent.count(2) == 8 else data
 
-        made(self, *arguments, **more | {"channel": channel})
+        made(self, channel, *arguments[1:], **more)
 
-    monkeypatch.setattr(tcs.ByteLink, "__init__", hostile)
+    monkeypatch.setattr(tcs.Link, "__init__", hostile)
     bad = config("TCS", wire=True, bad_message=policy)
     if policy == "stop":
         with pytest.raises(tcs.MessageError, match=r"client 2: .*epoch 1, round 8 of 10"):

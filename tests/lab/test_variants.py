@@ -116,7 +116,7 @@ def test_the_masks_that_stay_after_a_wide_warm_up_are_fair_to_layers():
     rule.begin(masks=1)
     mask_D = tcs.positions_to_mask(rule.positions, 1000)
     assert [int(part.sum()) for part in mask_D.split([300, 200, 500])] == [2, 1, 7]
-    assert torch.equal(rule.magnitudes_K, update_D[rule.positions].abs())
+    assert torch.equal(rule.shared_mask(), rule.positions) and len(rule.positions) == rule.k_global
 
 
 @pytest.mark.parametrize("name", ["TCS-NW", "TCS-D2", "TCS-L4-Q5++", "TCS-W8"])
