@@ -41,9 +41,18 @@ NEWER = ("TCS-Random", "TCS-Stale")
 CASES = {}  # by name: a function of a Log
 
 
-def case(name, work, *arguments, **options):
-    assert name not in CASES, name
-    CASES[name] = lambda log: work(log, *arguments, **options)
+def add(room, work, names, **ways):
+    """Cases of `work(log, name, **options)`, for every name and for each of the `ways`, which are
+    options by what the case is called; words of it stand with an underscore between them."""
+    for name in names:
+        for way, options in ways.items():
+            what = "" if way == "plain" else f": {way.replace('_', ' ')}"
+            add_one(f"{room}: {name}{what}", work, name, **options)
+
+
+def add_one(case, work, *arguments, **options):
+    assert case not in CASES, case
+    CASES[case] = lambda log: work(log, *arguments, **options)
 
 
 # What is written down ─────────────────────────────────────────────────────────────────────────────
@@ -259,45 +268,37 @@ COMPRESSED = [
     "TCS, error_accumulation=false", "TCS, phi_local=null", "TCS, phi_global=null",
     "top-K-Q5, error_accumulation=false", "TCS, phi_global=0.7, phi_local=0.6",
 ]  # fmt: skip
+WITH_A_STATE = [
+    "TCS-NW", "TCS-Random", "TCS-Stale", "TCS-Average", "TCS-Q5++", "CocktailSGD", "EF-signSGD-D1",
+    "rand-K+", "TCS, error_accumulation=false",
+]  # fmt: skip
+WITH_WIDE_MASKS = [
+    "TCS-W10", "TCS-LF-W10", "TCS-Q5-W10", "TCS-W10++", "TCS-Stale-W10", "TCS-WLF", "TCS-WPLF",
+]  # fmt: skip
 SOME = ["TCS", "TCS-Q5", "TCS-LF", "top-K", "rand-K", "FedAvg", "STC", "TCS-Q5-D2", "TCS-Q5+"]
 WITHOUT_ONE = [None] * 5 + [[0, 2], [2], [2, 0]]  # client 1 takes part in the first rounds only
 TWO_OF_THREE = [[0, 1], [1, 2], [2, 0], [0, 1, 2], [1], [2, 1], [0], [0, 2]]
 
 
-def add_compressors():
-    for name in COMPRESSED:
-        case(f"compressor: {name}", compress, name)
-        case(f"compressor: {name}: by bytes", compress, name, by_bytes=True)
-    for name in SOME:
-        case(f"compressor: {name}: weighted", compress, name, weights=WEIGHTS)
-        case(f"compressor: {name}: partial", compress, name, by_bytes=True, chosen=TWO_OF_THREE)
-        case(f"compressor: {name}: no dense rounds", compress, name, by_bytes=True, dense=0)
-        case(f"compressor: {name}: a NaN", compress, name, spoiled=(0, 3, 6))
-        case(f"compressor: {name}: refused", compress, name, by_bytes=True, damaged=(0, 3, 4))
-        case(f"compressor: {name}: resumed", compress, name, by_bytes=True, resumed=5)
-    for name in (
-        "TCS-W10",
-        "TCS-LF-W10",
-        "TCS-Q5-W10",
-        "TCS-W10++",
-        "TCS-Stale-W10",
-        "TCS-WLF",
-        "TCS-WPLF",
-    ):
-        case(
-            f"compressor: {name}: masks", compress, name, by_bytes=True, dense=0, masks=[10, 10, 4]
-        )
-        case(
-            f"compressor: {name}: masks, resumed",
-            compress,
-            name,
-            dense=1,
-            masks=[10, 10, 4],
-            resumed=2,
-        )
-    for like in (mostly_zeros, with_ties, heavy_tails):
-        for name in ("TCS", "TCS-Q5", "TCS-LF", "TCS-Q5++", "top-K+", "STC", "QSGD"):
-            case(f"compressor: {name}: {like.__name__}", compress, name, by_bytes=True, like=like)
+add("compressor", compress, COMPRESSED, plain={}, by_bytes={"by_bytes": True})
+add(
+    "compressor", compress, SOME,
+    weighted={"weights": WEIGHTS}, partial={"by_bytes": True, "chosen": TWO_OF_THREE},
+    no_dense_rounds={"by_bytes": True, "dense": 0}, a_NaN={"spoiled": (0, 3, 6)},
+    refused={"by_bytes": True, "damaged": (0, 3, 4)}, resumed={"by_bytes": True, "resumed": 5},
+)  # fmt: skip
+add("compressor", compress, WITH_A_STATE, resumed={"resumed": 4}, resumed_at_once={"resumed": 1})
+add(
+    "compressor", compress, WITH_WIDE_MASKS,
+    masks={"by_bytes": True, "dense": 0, "masks": [10, 10, 4]},
+    masks_resumed={"dense": 1, "masks": [10, 10, 4], "resumed": 2},
+)  # fmt: skip
+add(
+    "compressor", compress, ["TCS", "TCS-Q5", "TCS-LF", "TCS-Q5++", "top-K+", "STC", "QSGD"],
+    mostly_zeros={"by_bytes": True, "like": mostly_zeros},
+    with_ties={"by_bytes": True, "like": with_ties},
+    heavy_tails={"by_bytes": True, "like": heavy_tails},
+)  # fmt: skip
 
 
 # Alg. 2 by halves ─────────────────────────────────────────────────────────────────────────────────
@@ -396,16 +397,13 @@ HALVED = [
 ]  # fmt: skip
 
 
-def add_halves():
-    for name in HALVED:
-        case(f"halves: {name}", halves, name)
-    for name in ("TCS-Q5", "top-K", "TCS-D2"):
-        case(f"halves: {name}: weighted", halves, name, weights=WEIGHTS)
-        case(f"halves: {name}: no dense rounds", halves, name, dense=0)
-        case(f"halves: {name}: lost, unheard", halves, name, lost=(1, 4), unheard=(0, 3, 6))
-        case(f"halves: {name}: resumed", halves, name, resumed=5)
-        case(f"halves: {name}: resumed in flight", halves, name, in_flight=4)
-        case(f"halves: {name}: resumed in flight, dense", halves, name, in_flight=1)
+add("halves", halves, HALVED, plain={})
+add(
+    "halves", halves, ["TCS-Q5", "top-K", "TCS-D2"],
+    weighted={"weights": WEIGHTS}, no_dense_rounds={"dense": 0},
+    lost_unheard={"lost": (1, 4), "unheard": (0, 3, 6)}, resumed={"resumed": 5},
+    resumed_in_flight={"in_flight": 4}, resumed_in_flight_dense={"in_flight": 1},
+)  # fmt: skip
 
 
 # A federation ─────────────────────────────────────────────────────────────────────────────────────
@@ -449,11 +447,18 @@ def sparse_phases(t):
     return tcs.Phase((0.1, 0.1, 0.2, 0.2, 0.2, 0.02, 0.02, 0.02)[t % 8], False, 10 if t < 3 else 1)
 
 
+SPARSE_FROM_THE_START = ("NW", "W10", "++", "STC", "EF", "QSGD", "Cocktail", "DGC")
+
+
+def schedule_of(name):
+    return sparse_phases if any(part in name for part in SPARSE_FROM_THE_START) else phases
+
+
 class Training:
     """A federation of a case, which writes down what it does."""
 
     def __init__(
-        self, log, name, net="norms", feed="lists", schedule=phases, by_bytes=False, damaged=(),
+        self, log, name, schedule, net="norms", feed="lists", by_bytes=False, damaged=(),
         spoiled=(), watched=False, **settings,
     ):  # fmt: skip
         self.log, self.t, self.spoiled, self.wires = log, 0, spoiled, Wires(damaged)
@@ -502,6 +507,7 @@ class Training:
 def federate(log, name, rounds=ROUNDS, chosen=None, resumed=None, touched=None, **settings):
     """Rounds of a federation. Before round `resumed` all goes on in new objects; before round
     `touched` the owner loads other weights and statistics into the module."""
+    settings = {"schedule": schedule_of(name), **settings}
     training = Training(log, name, **settings)
     for t in range(rounds):
         if t == resumed:
@@ -535,111 +541,45 @@ FEDERATED = [
     "TCS-L4-Q5-Global Momentum", "TCS-LF", "TCS-PLF", "TCS-LF-Global Momentum", "TCS-WLF",
     "TCS-WPLF", "TCS-WLF-L2-Q5", "TCS-GE", "TCS-L2-Q5-GE", "TCS-D2-GE", "TCS-Global Momentum-GE",
     "TCS-E3-L2", "TCS-M2-L2", "TCS-NW", "TCS-W10", "TCS-W10-GE", "TCS-L2-M2-E3-W10++", "TCS-Q5++",
-    "STC-L2", "EF-signSGD-D1", "QSGD-L2", "CocktailSGD-L2", "EF21", "EF21-L2", "DGC", "DGC-L2",
-    "DGC-Q5", "TCS-Random-L2", "TCS-Stale-L2", "TCS-Average-L2",
+    "STC-L2", "EF-signSGD-D1", "QSGD-L2", "CocktailSGD-L2", "DGC", "DGC-L2", "DGC-Q5", "TCS-Random-L2", "TCS-Stale-L2", "TCS-Average-L2",
 ]  # fmt: skip
-SPARSE_FROM_THE_START = ("NW", "W10", "++", "STC", "EF", "QSGD", "Cocktail", "DGC")
 IN_FULL = ["TCS", "TCS-L2-Q5", "TCS-Global Momentum", "FedAvg-L4", "DGC"]
+RESUMED = ["TCS-L2", "TCS-GE", "EF21", "TCS-W10++", "rand-K-L2", "TCS-Random-L2"]
+DECAY = {"weight_decay": 1e-3}
 
-
-def schedule_of(name):
-    return sparse_phases if any(part in name for part in SPARSE_FROM_THE_START) else phases
-
-
-def add_federations():
-    for name in FEDERATED:
-        # every message of EF21 is counted only; the others go by bytes in every other case
-        by_bytes = not name.startswith("EF21") and FEDERATED.index(name) % 2 == 0
-        options = {"schedule": schedule_of(name), "by_bytes": by_bytes, "weight_decay": 1e-3}
-        case(f"federation: {name}", federate, name, **options)
-    for name in IN_FULL:
-        options = {"schedule": schedule_of(name)}
-        case(
-            f"federation: {name}: weighted",
-            federate,
-            name,
-            weights=WEIGHTS,
-            watched=True,
-            **options,
-        )
-        case(f"federation: {name}: partial", federate, name, chosen=TWO_OF_THREE, **options)
-        case(f"federation: {name}: resumed", federate, name, resumed=5, weights=WEIGHTS, **options)
-        case(f"federation: {name}: a NaN", federate, name, spoiled=(3,), by_bytes=True, **options)
-        case(
-            f"federation: {name}: a feed ends",
-            federate,
-            name,
-            feed="ends",
-            chosen=WITHOUT_ONE,
-            **options,
-        )
-        case(f"federation: {name}: refused", federate, name, net="plain", by_bytes=True,
-             damaged=[(0, 1), (4, 2), (4, 0)], **options)  # fmt: skip
-        case(f"federation: {name}: loaders", federate, name, feed="loaders", rounds=12, **options)
-    for name in ("TCS-L2", "TCS-GE", "EF21", "TCS-W10++", "rand-K-L2", "TCS-Random-L2"):
-        options = {"schedule": schedule_of(name)}
-        case(
-            f"federation: {name}: weighted, resumed",
-            federate,
-            name,
-            weights=WEIGHTS,
-            resumed=4,
-            **options,
-        )
-    for name in ("TCS-L2", "FedAvg"):
-        case(
-            f"federation: {name}: loaders, resumed",
-            federate,
-            name,
-            feed="loaders",
-            rounds=12,
-            resumed=7,
-        )
-        case(f"federation: {name}: conv", federate, name, net="conv", weight_decay=1e-3)
-        case(f"federation: {name}: conv, resumed", federate, name, net="conv", resumed=4)
-        case(f"federation: {name}: dropout", federate, name, net="dropout")
-        case(f"federation: {name}: weights loaded", federate, name, touched=4)
-        case(f"federation: {name}: one rate", federate, name, schedule=0.1, net="plain")
-    for local in (sgd, adamw):
-        made = {"local_optimizer": local}
-        case(f"federation: TCS-L2: {local.__name__}", federate, "TCS-L2", **made)
-        case(
-            f"federation: TCS-Q5: {local.__name__}, own rate",
-            federate,
-            "TCS-Q5",
-            schedule=None,
-            **made,
-        )
-        case(
-            f"federation: TCS-L2: {local.__name__}, resumed", federate, "TCS-L2", resumed=4, **made
-        )
-        case(
-            f"federation: TCS-L2: {local.__name__}, a NaN", federate, "TCS-L2", spoiled=(3,), **made
-        )
-        case(
-            f"federation: TCS: {local.__name__}, partial",
-            federate,
-            "TCS",
-            chosen=TWO_OF_THREE,
-            **made,
-        )
-    for server in (sgd, adam):
-        made = {"server_optimizer": server}
-        case(f"federation: TCS-L2: server's {server.__name__}", federate, "TCS-L2", **made)
-        case(
-            f"federation: TCS-Q5: server's {server.__name__}, resumed",
-            federate,
-            "TCS-Q5",
-            resumed=4,
-            **made,
-        )
-    case(
-        "federation: FedAvg-L2: both optimizers",
-        federate,
-        "FedAvg-L2",
-        local_optimizer=adamw,
-        server_optimizer=adam,
-    )
+# Every other scheme by bytes; messages of EF21 are only counted.
+add("federation", federate, FEDERATED[::2], plain={"by_bytes": True, **DECAY})
+add("federation", federate, ["EF21", "EF21-L2", *FEDERATED[1::2]], plain=DECAY)
+add(
+    "federation", federate, IN_FULL,
+    weighted={"weights": WEIGHTS, "watched": True}, partial={"chosen": TWO_OF_THREE},
+    resumed={"resumed": 5, "weights": WEIGHTS}, a_NaN={"spoiled": (3,), "by_bytes": True},
+    a_feed_ends={"feed": "ends", "chosen": WITHOUT_ONE},
+    refused={"net": "plain", "by_bytes": True, "damaged": [(0, 1), (4, 2), (4, 0)]},
+    loaders={"feed": "loaders", "rounds": 12},
+)  # fmt: skip
+add("federation", federate, RESUMED, weighted_resumed={"weights": WEIGHTS, "resumed": 4})
+add(
+    "federation", federate, ["TCS-L2", "FedAvg"],
+    loaders_resumed={"feed": "loaders", "rounds": 12, "resumed": 7},
+    conv={"net": "conv", **DECAY}, conv_resumed={"net": "conv", "resumed": 4},
+    dropout={"net": "dropout"}, weights_loaded={"touched": 4},
+    one_rate={"schedule": 0.1, "net": "plain"},
+)  # fmt: skip
+for local in (sgd, adamw):
+    made = {"local_optimizer": local}
+    add(
+        f"federation with {local.__name__}", federate, ["TCS-L2", "TCS-Q5"],
+        plain=made, own_rate={"schedule": None, **made}, resumed={"resumed": 4, **made},
+        a_NaN={"spoiled": (3,), **made}, partial={"chosen": TWO_OF_THREE, **made},
+    )  # fmt: skip
+for server in (sgd, adam):
+    made = {"server_optimizer": server}
+    add(
+        f"federation with a server's {server.__name__}", federate, ["TCS-L2", "TCS-Q5"],
+        plain=made, resumed={"resumed": 4, **made},
+        with_local_optimizers={"local_optimizer": adamw, **made},
+    )  # fmt: skip
 
 
 # Masks, positions, quantizers ─────────────────────────────────────────────────────────────────────
@@ -656,6 +596,7 @@ def vectors():
     yield "mostly zeros", drawn_D * (drawn_D > 2)
     yield "many magnitudes", drawn_D**11
     yield "denormal", drawn_D * 1e-40
+    yield "powers of two", drawn_D.sign() * 2.0 ** torch.arange(2000).remainder(17)
     yield "five", drawn_D[:5]
     yield "one", drawn_D[:1]
 
@@ -723,14 +664,13 @@ def budgets(log):
         log(f"width {width}", "layers", tcs.layer_sizes(tcs.resnet18(width)))
 
 
-def add_parts():
-    case("parts: top-K", top_k)
-    case("parts: layer-wise top-K", layerwise)
-    case("parts: positions", positions)
-    for name in ("fractional", "lloyd", "stochastic", "nearest", "uniform"):
-        case(f"parts: quantizer {name}", quantize, name)
-    case("parts: scaled sign", signs)
-    case("parts: bit budgets", budgets)
+add_one("parts: top-K", top_k)
+add_one("parts: layer-wise top-K", layerwise)
+add_one("parts: positions", positions)
+add_one("parts: scaled sign", signs)
+add_one("parts: bit budgets", budgets)
+QUANTIZERS = ["fractional", "lloyd", "stochastic", "nearest", "uniform"]
+add("parts: quantizer", quantize, QUANTIZERS, plain={})
 
 
 # The DDP hook ─────────────────────────────────────────────────────────────────────────────────────
@@ -767,7 +707,7 @@ class Hooked:
 
 
 def hook(
-    log, buckets=1, resumed=None, void=(), unused=(), dtype=torch.float32, steps=24, large=1.0,
+    log, buckets, resumed=None, void=(), unused=(), dtype=torch.float32, steps=24, large=1.0,
     **changes,
 ):  # fmt: skip
     """Steps of the hook on a single rank. Before step `resumed` it goes on in new objects; steps
@@ -775,12 +715,12 @@ def hook(
     settings = HALF | changes
     with pytest.MonkeyPatch.context() as patch:
         alone_in_a_group(patch)
-        hooked = Hooked(settings, buckets)
+        hooked = Hooked(settings, BUCKETS[buckets])
         for t, deltas_ND in enumerate(deltas_like_training(steps, 1, SIZES)):
             gradient_D = deltas_ND[0] * large
             if t == resumed:
                 state = through_a_file(hooked.state.state_dict())
-                hooked = Hooked(settings, buckets)
+                hooked = Hooked(settings, BUCKETS[buckets])
                 hooked.state.load_state_dict(state)
             if t in void:
                 gradient_D[800] = torch.inf
@@ -792,34 +732,25 @@ def hook(
             log(t, "errors", entries_of(hooked.state.state_dict()))
 
 
-def add_hooks():
-    for buckets in (1, 3, 6):
-        many = {1: "one bucket", 3: "three buckets", 6: "six buckets"}[buckets]
-        case(f"hook: {many}", hook, buckets)
-        case(f"hook: {many}: resumed", hook, buckets, resumed=6)
-        case(f"hook: {many}: resumed, dense", hook, buckets, resumed=3, start_iter=5)
-        case(f"hook: {many}: resumed after the first mask", hook, buckets, resumed=2)
-        case(f"hook: {many}: void", hook, buckets, void=(3, 4, 9))
-        case(f"hook: {many}: void, dense", hook, buckets, void=(0, 1))
-        case(f"hook: {many}: void, resumed", hook, buckets, void=(3, 6), resumed=6)
-        case(f"hook: {many}: unused", hook, buckets, unused=(3, 4, 5, 9))
-        case(f"hook: {many}: bfloat16", hook, buckets, dtype=torch.bfloat16)
-    case("hook: bfloat16, void, resumed", hook, 3, dtype=torch.bfloat16, void=(3, 4), resumed=8)
-    case("hook: float16, large", hook, 1, dtype=torch.float16, large=1e4)
-    case("hook: float64", hook, 1, dtype=torch.float64)
-    case("hook: no error accumulation", hook, 3, error_accumulation=False)
-    case(
-        "hook: no error accumulation, void, resumed",
-        hook,
-        3,
-        error_accumulation=False,
-        void=(4,),
-        resumed=7,
-    )
-    case("hook: no shared mask", hook, 3, phi_global=None)
-    case("hook: no shared mask, resumed", hook, 1, phi_global=None, resumed=5)
-    case("hook: no own masks", hook, 3, phi_local=None)
-    case("hook: one dense step", hook, 1, start_iter=1)
+BUCKETS = {"one bucket": 1, "three buckets": 3, "six buckets": 6}
+NO_ERRORS = {"error_accumulation": False}
+
+add(
+    "hook", hook, BUCKETS,
+    plain={}, resumed={"resumed": 6}, resumed_dense={"resumed": 3, "start_iter": 5},
+    resumed_after_the_first_mask={"resumed": 2}, void={"void": (3, 4, 9)},
+    void_dense={"void": (0, 1)}, void_resumed={"void": (3, 6), "resumed": 6},
+    unused={"unused": (3, 4, 5, 9)}, bfloat16={"dtype": torch.bfloat16},
+    bfloat16_void_resumed={"dtype": torch.bfloat16, "void": (3, 4), "resumed": 8},
+)  # fmt: skip
+add(
+    "hook", hook, ["one bucket", "three buckets"],
+    float16_large={"dtype": torch.float16, "large": 1e4}, float64={"dtype": torch.float64},
+    no_error_accumulation=NO_ERRORS,
+    no_error_accumulation_void_resumed={"void": (4,), "resumed": 7, **NO_ERRORS},
+    no_shared_mask={"phi_global": None}, no_shared_mask_resumed={"phi_global": None, "resumed": 5},
+    no_own_masks={"phi_local": None}, one_dense_step={"start_iter": 1},
+)  # fmt: skip
 
 
 # Two processes ────────────────────────────────────────────────────────────────────────────────────
@@ -893,9 +824,7 @@ def two_ranks(log, name):
         ]
 
 
-def add_two_ranks():
-    for name in TWO_RANKS:
-        case(f"hook: two processes: {name}", two_ranks, name)
+add("hook in two processes", two_ranks, TWO_RANKS, plain={})
 
 
 # The lab's ways to run ────────────────────────────────────────────────────────────────────────────
@@ -925,26 +854,11 @@ def lab_training(log, name, **changes):
     torch.set_num_threads(1)
 
 
-def add_lab():
-    ways = {
-        "in turn": {"side_by_side": False}, "side by side": {"side_by_side": True},
-        "threads": {"client_threads": True}, "by bytes": {"wire": True, "side_by_side": False},
-    }  # fmt: skip
-    for way, changes in ways.items():
-        for name in ("TCS-L2-Q5", "FedAvg", "TCS-Global Momentum"):
-            case(f"lab: {name}: {way}", lab_training, name, **changes)
-
-
-for add in (
-    add_compressors,
-    add_halves,
-    add_federations,
-    add_parts,
-    add_hooks,
-    add_two_ranks,
-    add_lab,
-):
-    add()
+add(
+    "lab", lab_training, ["TCS-L2-Q5", "FedAvg", "TCS-Global Momentum"],
+    in_turn={"side_by_side": False}, side_by_side={"side_by_side": True},
+    threads={"client_threads": True}, by_bytes={"wire": True, "side_by_side": False},
+)  # fmt: skip
 
 
 # The answers ──────────────────────────────────────────────────────────────────────────────────────
@@ -952,7 +866,7 @@ for add in (
 
 def unknown_scheme(name):
     """Whether a case is of a scheme that this checkout does not know yet."""
-    newer = next((scheme for scheme in NEWER if f" {scheme}" in name), None)
+    newer = next((scheme for scheme in NEWER if f": {scheme}" in name), None)
     if newer is None:
         return False
     try:
