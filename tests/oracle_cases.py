@@ -811,7 +811,12 @@ def logs_of_ranks():
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--rank"]
         ranks = [subprocess.Popen([*command, str(rank), folder]) for rank in range(2)]
-        if any([rank.wait(timeout=120) for rank in ranks]):
+        try:
+            ended = [rank.wait(timeout=300) for rank in ranks]
+        finally:
+            for rank in ranks:  # one that waits for the other would wait for ever
+                rank.kill()
+        if any(ended):
             raise RuntimeError("a rank has failed: see above")
         files = [Path(folder) / f"rank{rank}.json" for rank in range(2)]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
