@@ -85,21 +85,27 @@ class GraphRounds:
     def play(self, rounds: range) -> list[Traffic]:
         """Makes these rounds; what each of them sent.
 
-        Raises NotFiniteError, with the round as `error.round`, after the last; the state is void.
+        Raises NotFiniteError, with the round as `error.round`, after the last: what was made is void, and
+        the federation refuses all calls until a state is loaded.
         """
         federation, known = self.federation, self.federation.compressor.known
         before = known.round
-        federation.look_at_module()
+        trainer, everyone = federation.trainer, list(range(federation.clients))
+        trainer.read_module()
         federation.feed.hold(rounds)
-        with federation.lent():
+        with trainer.lent():
+            federation.is_whole = False  # until all rounds are made, and good
             for index, t in enumerate(rounds):
                 self._play(index, federation.schedule(t).eta)
-        federation.t = rounds.stop
+            weights = federation.compressor.server.weights
+            trainer.left_S = trainer.averaged_statistics(everyone, weights)
+        federation.t, federation.active = rounds.stop, everyone
         known.skip_to(before + len(rounds))
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
             error = NotFiniteError(n if n < federation.clients else SERVER)
             error.happened_in(rounds[index])
             raise error
+        federation.is_whole = True
         return [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
 
     def _traffic(self, explored: int) -> Traffic:
@@ -130,7 +136,8 @@ class GraphRounds:
         checks, everyone = federation.compressor.known.checks, list(range(federation.clients))
         before = getattr(rule, "positions", None)
         with checks.put_off():
-            update_D = federation.play(everyone, self.index, self.eta)
+            update_D = federation.exchange(everyone, self.index, self.eta)
+            federation.move(update_D, self.eta)
         if before is not None:  # where the next round looks for its mask
             rule.positions = before.copy_(rule.positions)
         finite = torch.stack([checks.finite[n] for n in (*everyone, SERVER)])
@@ -174,5 +181,5 @@ class GraphRounds:
             tensor.copy_(value)
         for client in federation.compressor.clients.values():
             client.last_round = -1  # as if it had not sent
-        federation.flat.put(federation.theta_views)
+        federation.trainer.put_theta()
         return graph

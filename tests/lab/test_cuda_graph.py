@@ -245,7 +245,7 @@ def test_clients_on_streams_train_as_they_do_in_turns(name, monkeypatch):
     eager = federations(name, clients=7)[0]
     monkeypatch.setattr(lab.Training, "_kind", lambda self, static: ClientStreams)
     streams = federations(name, clients=7)[0]
-    assert type(streams.federation) is ClientStreams
+    assert type(streams.federation.trainer) is ClientStreams
     for epoch in range(3):
         assert streams.epoch(epoch) == eager.epoch(epoch)
     for key in ("theta_D", "statistics_NS"):
@@ -264,9 +264,9 @@ def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
         ways = {"client_threads": False, "side_by_side": False, "graph": True}
         made = mock.Mock(config=mock.Mock(**settings, **ways))
         kinds[device, clients] = [lab.Training._kind(made, static) for static in (True, False)]
-    assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.Federation]
-    assert all(kind == [tcs.Federation] * 2 for kind in kinds.values())
-    assert type(training.federation) is tcs.Federation
+    assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.LocalTrainer]
+    assert all(kind == [tcs.LocalTrainer] * 2 for kind in kinds.values())
+    assert type(training.federation.trainer) is tcs.LocalTrainer
 
 
 @pytest.mark.gpu

@@ -32,8 +32,8 @@ def test_it_is_the_same_to_rounding(small, model, scheme, changes):
     the way that the model went is compared, of which a client mixed up would leave nothing alike."""
     changes = changes | {"model": model}
     turns, together = (made(way, scheme, changes) for way in (False, True))
-    assert isinstance(together.federation, SideBySide)
-    assert not isinstance(turns.federation, SideBySide)
+    assert isinstance(together.federation.trainer, SideBySide)
+    assert not isinstance(turns.federation.trainer, SideBySide)
     start_D = turns.theta_D.clone()
     for epoch, near in enumerate((1e-5, 5e-2)):
         rows, found = turns.epoch(epoch), together.epoch(epoch)
@@ -92,5 +92,5 @@ def test_a_feed_that_changes_batches_is_asked_for_each(small):
     training.federation.feed.__class__ = Zeros
     training.federation.feed.hold(range(training.feed.rounds))
     for t in (0, torch.tensor(0)):
-        _, labels_NB = training.federation._batches(list(range(5)), t, 0)
+        _, labels_NB = training.federation.trainer._batches(list(range(5)), t, 0)
         assert labels_NB.sum() == 0
