@@ -2516,8 +2516,11 @@ class Federation:
                 average_S = self.trainer.averaged_statistics(heard, weights)
                 self.move(update_D, phase.eta)
                 self.trainer.left_S = average_S
-        except NotFiniteError as error:
-            self.optimizers.pop(error.client, None)  # its moments are not finite either
+        except BaseException as error:
+            if isinstance(error, NotFiniteError):
+                self.optimizers.pop(error.client, None)  # its moments are not finite either
+            if not self.is_whole:
+                error.add_note(f"round {t} is half done: load a state, or make a new Federation")
             raise
         self.active, self.is_whole = heard, True
         return update_D
@@ -3237,28 +3240,25 @@ def _saved(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
 
 
+_DEFAULTS = {f.name: getattr(Scheme, f.name, None) for f in dataclasses.fields(Scheme)}
+
+
 def _said_fields(scheme: Scheme) -> dict[str, Any]:
     """The fields that differ from the defaults. What a later version adds is not among them, until
     somebody uses it."""
-    own = ((field.name, getattr(scheme, field.name), field.default) for field in _FIELDS)
-    return {name: value for name, value, default in own if value != default}
-
-
-_FIELDS = dataclasses.fields(Scheme)
+    own = dataclasses.asdict(scheme)
+    return {name: own[name] for name, default in _DEFAULTS.items() if own[name] != default}
 
 
 def _check_same_scheme(given: Any, scheme: Scheme) -> None:
-    """ValueError that names the fields in which a state's scheme is another."""
+    """ValueError that names the fields in which a state's scheme is another; what the state does
+    not say has its default."""
     if not isinstance(given, dict):
         raise ValueError(f"state: scheme: got a {type(given).__name__}, allowed: its fields")
-    names = {field.name for field in _FIELDS}
-    if unknown := given.keys() - names:
+    if unknown := given.keys() - _DEFAULTS.keys():
         raise ValueError(f"state: scheme: {', '.join(sorted(map(str, unknown)))} is not known")
-    pairs = {
-        field.name: (given.get(field.name, field.default), getattr(scheme, field.name))
-        for field in _FIELDS
-    }
-    said = [f"{k}: got {got!r}, allowed: {own!r}" for k, (got, own) in pairs.items() if got != own]
+    got, own = _DEFAULTS | given, dataclasses.asdict(scheme)
+    said = [f"{k}: got {got[k]!r}, allowed: {own[k]!r}" for k in own if got[k] != own[k]]
     if said:
         raise ValueError(f"state: scheme: {'; '.join(said)}")
 
