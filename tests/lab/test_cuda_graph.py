@@ -74,9 +74,15 @@ def test_what_static_rounds_cannot_do_stays_eager():
 def test_an_update_that_is_not_finite_is_named_after_the_epoch():
     _, static = federations("TCS", warmup_epochs=1)
     static.epoch(0)
+    state = static.state_dict()
     static.flat.parameters[0].data.fill_(float("inf"))
     with pytest.raises(tcs.NotFiniteError, match=r"client 0.*epoch 2, round 1 of 10"):
         static.epoch(1)
+    for call in (static.federation.round, static.state_dict, static.evaluate):
+        with pytest.raises(ValueError, match="load_state_dict"):
+            call()
+    static.load_state_dict(state)
+    assert static.epoch(1)["dense_rounds"] == 0 and static.evaluate()["accuracy"] >= 0
 
 
 def test_masks_that_were_replaced_are_seen_by_the_next_static_round(monkeypatch):
