@@ -2439,6 +2439,7 @@ def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[floa
 
 
 # ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
+#    `Federation` is the training, round by round; `LocalTrainer` is a client's part of a round.
 #    Clients take turns on one module: a difference is made, compressed, sent and forgotten. The
 #    module stays its owner's: what a round changes in it but for parameters, it puts back.
 
@@ -2450,6 +2451,721 @@ class Phase(NamedTuple):
     eta: float
     dense: bool = False
     masks: int = 1  # of a scheme with a sparse warm-up alone: larger there
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean loss of a batch of inputs and class labels."""
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs).float(), labels)
+
+
+class Federation:
+    """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
+
+    `model` is any module with float32 parameters. It stays its owner's: parameters are ordinary
+    tensors, which hold theta after every round, and modes and gradients are put back as they were.
+    Weights and statistics that the owner loads into it between two rounds count. A module that
+    trains other parameters than at the start is refused by name: make a new Federation of it. (What
+    else a forward pass changes, such as a teacher or spectral norm's vectors, clients change in
+    turn, in a failed round too.) `feed` is a list with one iterable of batches per client, on the
+    model's device, or an object like `Feed`. `loss(model, batch)` is a scalar.
+
+    Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
+    `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
+    `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
+    whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
+    function, steps by the average update (its gradient is minus that). `weights` are the clients'
+    shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
+    what clients draw in torch; `link` says how messages travel. `trainer` makes the `LocalTrainer`
+    from its arguments: a class derived from it, for another way to run the same local steps.
+    `on_delta(n, delta_D)`, if set, sees every difference before it is compressed; the next one
+    takes its memory.
+
+    State: `theta_D` (D,), which every round and `state_dict` first read from the module and which
+    `load_state_dict` puts into it, so that writing to it has no effect; `statistics_NS`, the norms'
+    running means and variances, a row for each client of this process; `momentum_D`; `compressor`;
+    `active`, the clients that the last round averaged; and `t`, the number of rounds begun.
+    `losses_N` sums each client's losses over local steps, those of failed rounds too, until its
+    owner sets it to zero (`losses_N.zero_()`); it is not saved. ValueError for a model, feed or
+    combination of no use.
+    """
+
+    def __init__(
+        self, model: nn.Module, feed: Any, scheme: Scheme | str,
+        schedule: float | Callable[[int], Phase | float] | None = None, *,
+        loss: Callable[[nn.Module, Any], Tensor] = cross_entropy, weight_decay: float = 0.0,
+        local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        server_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        weights: Iterable[float] | None = None, link: Link | None = None, seed: int = 0,
+        trainer: Callable[..., LocalTrainer] | None = None,
+    ):  # fmt: skip
+        seed, weight_decay = _number(seed), _number(weight_decay)
+        self.scheme, self._schedule = _scheme(scheme), schedule
+        self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
+        if not hasattr(self.feed, "clients"):
+            raise ValueError("feed: got one with no number of `clients`, allowed: as `Feed` has it")
+        self.clients = self.feed.clients
+        _check_whole("seed", seed, 0, 2**64 - 1)
+        _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
+        link = link or Link()
+        self.trainer = (trainer or LocalTrainer)(
+            model, self.feed, self.scheme, loss=loss, weight_decay=weight_decay,
+            local_optimizer=local_optimizer, seed=seed, own=link.own(self.clients),
+        )  # fmt: skip
+        plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
+        self.compressor = Compressor(
+            plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,
+            link=link, weights=weights, order=self.flat.order,
+        )  # fmt: skip
+        self.own = self.compressor.own
+        self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
+        self.on_delta: Callable[[int, Tensor], None] | None = None
+        self.active, self.t = list(range(self.clients)), 0
+        self.is_whole = True  # False: a round's closing part was interrupted
+        self._is_shown = False  # inside `evaluated`
+        own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
+        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
+        self.server_optimizer: torch.optim.Optimizer | None = None
+        if server_optimizer is not None:
+            self.server_optimizer = server_optimizer([self.server_theta])
+            _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
+
+    # What the trainer has, and a federation shows.
+    model = property(lambda self: self.trainer.model)
+    flat = property(lambda self: self.trainer.flat)
+    loss = property(lambda self: self.trainer.loss)
+    local_optimizer = property(lambda self: self.trainer.local_optimizer)
+    optimizers = property(lambda self: self.trainer.optimizers)
+    theta_D = property(lambda self: self.trainer.theta_D)
+    statistics_NS = property(lambda self: self.trainer.statistics_NS)
+    losses_N = property(lambda self: self.trainer.losses_N)
+
+    def round(self, clients: Iterable[int] | None = None) -> Tensor:
+        """One round with all clients, or with these: the update_D (D,) that the server sent to all.
+
+        A round that fails (a gradient is NaN, a feed ends, Ctrl-C): nobody was heard in it. So
+        `t` and the feed go on; theta, momentum, statistics and masks stay; errors keep the
+        differences of those who had sent. What is raised names client and round. The optimizer of a
+        client whose difference was not finite begins anew. Only what is raised after the exchange,
+        while theta moves (by Ctrl-C, or by a `server_optimizer`), comes too late for all that: the
+        federation then refuses every call until a state is loaded.
+        """
+        chosen = self.compressor.checked_clients(clients)
+        self._check_not_shown("round")
+        self._check_not_interrupted("round")
+        self.trainer.read_module()
+        phase, t = self.schedule(self.t), self.t
+        if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
+            # with momentum all differences are gradients; a rate of 0 has no unit
+            rates = (self.schedule(before).eta for before in range(t - 1, -1, -1))
+            before = next((eta for eta in rates if eta), 0.0)
+            self.compressor.scale_errors_(phase.eta / before if before else 1.0)
+        self.t += 1
+        try:
+            with self.trainer.lent():
+                update_D = self.exchange(chosen, t, phase.eta, phase.dense, phase.masks)
+                self.is_whole = False  # until all below is done
+                heard = list(self.compressor.traffic.heard)
+                weights = self.compressor.server.weights
+                average_S = self.trainer.averaged_statistics(heard, weights)
+                self.move(update_D, phase.eta)
+                self.trainer.left_S = average_S
+        except BaseException as error:
+            if isinstance(error, NotFiniteError):
+                self.optimizers.pop(error.client, None)  # its moments are not finite either
+            if not self.is_whole:
+                error.add_note(f"round {t} is half done: load a state, or make a new Federation")
+            raise
+        self.active, self.is_whole = heard, True
+        return update_D
+
+    def schedule(self, t: int) -> Phase:
+        """Round t's phase. ValueError for a rate that is none."""
+        if self._schedule is None:
+            return Phase(math.nan)  # the optimizer's own
+        found = self._schedule(t) if callable(self._schedule) else self._schedule
+        phase = found if isinstance(found, Phase) else Phase(found)
+        eta = _number(phase.eta)
+        if not isinstance(eta, Real) or not 0 <= cast(float, eta) < math.inf:
+            _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
+        return Phase(cast(float, eta), bool(phase.dense), _number(phase.masks))
+
+    def exchange(
+        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
+        masks: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """The part of a round in which these clients train, send and receive: update_D (D,).
+
+        The module has to be lent (`LocalTrainer.lent`). t and eta may be tensors (a CUDA graph).
+        """
+
+        def difference(n: int) -> Tensor:
+            delta_D = self.trainer.difference(n, t, eta)  # Alg. 2, line 7
+            if self.on_delta is not None:
+                self.compressor.known.finite_part(delta_D, n)
+                self.on_delta(n, delta_D)
+            return delta_D
+
+        self.trainer.begin(chosen, t, eta)
+        return self.compressor.round(difference, chosen, dense, self.theta_D, masks)
+
+    def move(self, update_D: Tensor, eta: float | Tensor) -> None:
+        """The step that ends a round, of theta and of the module."""
+        if self.server_optimizer is not None:
+            self.server_theta.data.copy_(self.theta_D)
+            self.server_theta.grad = -update_D
+            self.server_optimizer.step()
+            self.theta_D.copy_(self.server_theta.detach())
+        elif self.momentum_D is None:
+            self.theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
+        else:
+            self.momentum_D.mul_(self.scheme.momentum).add_(update_D)  # Alg. 3, line 7
+            _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
+        self.trainer.put_theta()
+
+    def _check_not_interrupted(self, what: str) -> None:
+        if not self.is_whole:
+            got = f"{what}: got called after round {self.t - 1} was interrupted while theta moved"
+            raise ValueError(
+                f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
+            )
+
+    def _check_not_shown(self, what: str) -> None:
+        if self._is_shown:
+            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
+
+    # Evaluation.
+
+    @contextlib.contextmanager
+    def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
+        """The module in eval mode, as it is after the last round: `with fed.evaluated() as model`.
+
+        Norms have the averaged statistics of the clients of that round, or these (S,); modes and
+        statistics are put back. (A process with some of the clients has only their statistics.)
+        Inside, `round` and `load_state_dict` raise ValueError.
+        """
+        self._check_not_interrupted("evaluated")
+        modules = list(self.model.modules())
+        modes = [m.training for m in modules]
+        buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
+        shown_S = self.flat.statistics() if statistics_S is None else statistics_S.clone()
+        self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
+        self._is_shown = True
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.flat.lend(buffers)
+            self._is_shown = was_shown
+            _set_modes(modules, modes)
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """What one saves: the module's state, by value, norms with averaged statistics."""
+        with self.evaluated() as model:
+            return {key: _saved(value) for key, value in model.state_dict().items()}
+
+    # What a resumed run needs.
+
+    def state_dict(self) -> dict[str, Any]:
+        """By value, all that a resumed run needs, the feed's place and optimizers too, and what
+        the owner has changed in the module since the last round. Not in it: what a module's own
+        `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
+        self._check_not_interrupted("state_dict")
+        self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
+        server = self.server_optimizer
+        state = self._tensors() | {
+            "version": STATE_VERSION,
+            "scheme": dataclasses.asdict(self.scheme),
+            "t": int(self.t),
+            "active": self.active,
+            "feed": self.feed.state_dict() if hasattr(self.feed, "state_dict") else None,
+            "optimizers": {n: _optimizer_state(o) for n, o in self.optimizers.items()},
+            "server_optimizer": None if server is None else _optimizer_state(server),
+        }
+        return _saved(state) | {"compressor": self.compressor.state_dict()}
+
+    def _tensors(self) -> dict[str, Any]:
+        """Those of a state that have a fixed shape; loading copies into them."""
+        return {
+            "theta_D": self.theta_D,
+            "momentum_D": self.momentum_D,
+            "statistics_NS": self.statistics_NS,
+            "left_S": self.trainer.left_S,
+            "buffers": self.flat.other_buffers(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
+        that of another scheme, seed or model."""
+        self._check_not_shown("load_state_dict")
+        self.flat.check_unchanged()
+        made = self._check_state(state)
+        pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
+        if self.server_optimizer is not None:
+            pairs.append((self.server_optimizer, state["server_optimizer"]))
+        with contextlib.ExitStack() as undo:  # a feed or an optimizer of your own may still refuse
+            if state["feed"] is not None and hasattr(self.feed, "load_state_dict"):
+                undo.callback(self.feed.load_state_dict, self.feed.state_dict())
+                self.feed.load_state_dict(state["feed"])
+            for optimizer, saved in pairs:
+                undo.callback(optimizer.load_state_dict, optimizer.state_dict())
+                optimizer.load_state_dict(_saved(saved["state"]))  # else it shares tensors
+            self.compressor.load_state_dict(state["compressor"])
+            undo.pop_all()
+        self.is_whole = False  # until all below is done
+        self.trainer.optimizers = made
+        self.trainer.load(state["theta_D"], state["statistics_NS"], state["left_S"])
+        if self.momentum_D is not None:
+            self.momentum_D.copy_(state["momentum_D"])
+        for name, buffer in self.flat.other_buffers().items():
+            buffer.copy_(state["buffers"][name])
+        self.t, self.active = state["t"], list(state["active"])
+        self.is_whole = True
+
+    def _check_state(self, state: dict[str, Any]) -> dict[int, torch.optim.Optimizer]:
+        """ValueError, with nothing changed, for a state that does not fit here. The optimizers that
+        are to load the clients' states, new where a client has none yet."""
+        check_state_version("state", state)
+        tensors = self._tensors()
+        others = ("version", "scheme", "t", "active", "feed", "optimizers", "server_optimizer")
+        keys = (*others, *tensors, "compressor")
+        check_same_state("state", state, {key: state.get(key) for key in keys})  # all, no others
+        check_same_scheme("state: scheme", state["scheme"], self.scheme)
+        for key, own in tensors.items():
+            check_same_state(f"state: {key}", state[key], own)
+        _check_whole("state: t", state["t"], 0, 2**63 - 1)
+        active = state["active"]
+        known = isinstance(active, list) and all(type(n) is int for n in active)
+        if not known or not active or set(active) - set(range(self.clients)):
+            _refuse("state: active", active, f"a list of clients, 0 to {self.clients - 1}")
+        if hasattr(self.feed, "check_state"):
+            self.feed.check_state(state["feed"])
+        if hasattr(self.compressor, "check_state"):
+            self.compressor.check_state(state["compressor"])
+        server = self.server_optimizer
+        if (state["server_optimizer"] is not None) != (server is not None):
+            got = "none" if state["server_optimizer"] is None else "one"
+            raise ValueError(f"state: server_optimizer: got {got}, allowed: as this federation's")
+        if server is not None:
+            _check_optimizer_state("state: server_optimizer", state["server_optimizer"], server)
+        if not isinstance(state["optimizers"], dict):
+            _refuse("state: optimizers", state["optimizers"], "a dictionary, by client")
+        if state["optimizers"] and self.local_optimizer is None:
+            raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
+        made = dict(self.optimizers)
+        for n, saved in state["optimizers"].items():
+            if type(n) is not int or n not in self.own:
+                _refuse("state: optimizers: client", n, "one of this process's")
+            key = f"state: optimizer of client {n}"
+            _check_optimizer_state(key, saved, self.trainer.optimizer_of(n, made))
+        return {n: made[n] for n in state["optimizers"]}
+
+
+class LocalTrainer:
+    """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
+
+    Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
+    start. Each of this process's clients, `own`, has a row of the norms' running statistics,
+    `statistics_NS`, a sum of its losses, `losses_N`, and an optimizer where `local_optimizer` makes
+    one. The other arguments are those of `Federation`. A class derived from this one may train
+    several clients at the same time: `begin` says which are to come.
+    """
+
+    def __init__(
+        self, model: nn.Module, feed: Any, scheme: Scheme, *,
+        loss: Callable[[nn.Module, Any], Tensor], weight_decay: float,
+        local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+        seed: int, own: range,
+    ):  # fmt: skip
+        self.feed, self.scheme, self.loss, self.weight_decay = feed, scheme, loss, weight_decay
+        self.local_optimizer, self.seed, self.own = local_optimizer, seed, own
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
+        modes = [m.training for m in model.modules()]
+        self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
+        self.use(model)
+        self.theta_D = torch.empty_like(self.gradient_D)
+        self.left_S = self.flat.statistics()  # those that the module has between two rounds
+        self.statistics_NS = self.left_S.repeat(len(own), 1)
+        self.losses_N = torch.zeros(len(own), dtype=torch.float32, device=self.flat.device)
+        self.make_views()
+        self.flat.read_(self.theta_views)
+
+    def use(self, model: nn.Module) -> None:
+        """From here on clients train on this module, with memory of its own for their gradients.
+        Then `make_views` is to be called."""
+        self.model, self.flat = model, FlatView(model)
+        moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
+        kind: Any = {"dtype": torch.float32, "device": self.flat.device}
+        self.gradient_D = torch.zeros(self.flat.dimension, **kind)  # a client's, summed
+        self.local_D = torch.empty(self.flat.dimension if moves else 0, **kind)  # its parameters
+
+    def make_views(self) -> None:
+        """The flat vectors in the parameters' shapes, and each client's statistics."""
+        self.theta_views: list[Tensor] = self.flat.views(self.theta_D)
+        self.gradient_views = self.flat.views(self.gradient_D)
+        self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
+        self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.make_views()
+
+    def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
+        """These clients' differences of round t will be asked for, in this order. Here each is made
+        when it is asked for."""
+
+    def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
+        With global momentum, its summed gradients."""
+        if self.local_optimizer is not None:
+            return self._optimized(n, t, eta)
+        gradient_D = self.local_training(n, t, eta)
+        return gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
+
+    def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,), each with
+        its decay. Plain SGD is always at theta minus eta times the sum so far: no more is kept."""
+        steps, decay = self.scheme.local_steps, self.weight_decay
+        gradient_D = torch.mul(self.theta_D, decay, out=self.gradient_D)
+        try:
+            for tau in self._steps(n, t):
+                self.flat.add_gradients_(self.gradient_views)
+                if tau + 1 < steps:
+                    _descend(self.theta_D, gradient_D, eta, out=self.local_D)  # line 6
+                    self.flat.put(self.local_views)
+                    gradient_D.add_(self.local_D, alpha=decay)
+        finally:
+            if steps > 1:
+                self.put_theta()
+        return gradient_D
+
+    def _optimized(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
+        optimizer = self.optimizer_of(n, self.optimizers)
+        if not math.isnan(eta):  # NaN: there is no schedule
+            rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+            if len(rates) > 1:
+                got = f"got learning rates {', '.join(f'{rate:g}' for rate in rates)}"
+                way = "one, which the schedule sets (schedule=None keeps the optimizer's own)"
+                raise ValueError(f"local_optimizer: {got}, allowed: {way}")
+            for group in optimizer.param_groups:
+                group["lr"] = eta
+        try:
+            for _ in self._steps(n, t):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.flat.read_(self.local_views)
+        finally:
+            self.put_theta()
+        return torch.sub(self.local_D, self.theta_D, out=self.gradient_D)
+
+    def optimizer_of(
+        self, n: int, made: dict[int, torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:  # fmt: skip
+        """Client n's among those that were `made`, a new one where it has none yet."""
+        if n not in made:
+            found = cast(Any, self.local_optimizer)(self.flat.parameters)
+            _check_made("local_optimizer", found, self.flat.parameters)
+            if any(found is other for other in made.values()):
+                raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+            made[n] = found
+        return made[n]
+
+    def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
+        """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
+        row = self.own.index(n)
+        self.flat.lend(self.statistics_views[row])
+        if isinstance(t, int):
+            _reseed(random_seed(self.seed, t, n), self.flat.device)
+        for tau in range(self.scheme.local_steps):
+            versions = [p._version for p in self.flat.parameters]
+            loss = self.loss(self.model, self.feed.batch(n, t, tau))
+            if not isinstance(loss, Tensor) or loss.dim():
+                kind = type(loss).__name__
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {kind}"
+                raise ValueError(f"loss: got {got}, allowed: a scalar tensor")
+            loss.backward()
+            self._check_step(versions)
+            self.losses_N[row].add_(loss.detach())
+            yield tau
+
+    def _check_step(self, versions: list[int]) -> None:
+        """ValueError after a forward and backward pass that plain SGD can't go on from."""
+        parameters = self.flat.parameters
+        if all(p.grad is None for p in parameters):
+            what = "got one that gives no trained parameter of the model a gradient"
+            raise ValueError(f"loss: {what}, allowed: a loss of the module it is called with")
+        if self.local_optimizer is not None:
+            return
+        for name, p, version in zip(self.flat.names, parameters, versions, strict=True):
+            if p._version != version:  # such as an embedding with max_norm
+                what = "changes in the forward pass"
+                way = "with local_optimizer=torch.optim.SGD, which goes on from there"
+                raise ValueError(f"model: {name}: {what}, allowed: {way}")
+
+    # The module, lent for a round.
+
+    def read_module(self, statistics: bool = True) -> None:
+        """Takes theta from the module, and `statistics` that its owner has loaded since the last
+        round. ValueError, with nothing changed, if the module trains other parameters."""
+        self.flat.check_unchanged()
+        now_S = self.flat.statistics()
+        check_same_state("model: statistics of its norms", now_S, self.left_S)
+        self.flat.read_(self.theta_views)
+        if not statistics:
+            return
+        changed = (now_S != self.left_S).any()  # loaded, or trained elsewhere
+        if may_look(changed) and not changed:
+            return  # a GPU is not asked: it chooses below
+        self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
+        self.left_S = now_S
+
+    def put_theta(self) -> None:
+        """theta into the module."""
+        self.flat.put(self.theta_views)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Around a round: the module trains, and is given back as it was, with the statistics
+        `left_S`. If anything is raised, theta is put into it and the clients' statistics are those
+        from before."""
+        modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
+        modes = [m.training for m in modules]
+        if self.model.training:
+            self._modes = modes
+        elif len(self._modes) != len(modes):
+            self._modes = [True] * len(modes)
+        gradients = [p.grad for p in self.flat.parameters]
+        drawn = _random_state(self.flat.device)
+        before_NS = self.statistics_NS.clone()
+        try:
+            _set_modes(modules, self._modes)
+            for p in self.flat.parameters:
+                p.grad = None
+            yield
+        except BaseException:
+            self.statistics_NS.copy_(before_NS)
+            self.put_theta()
+            raise
+        finally:
+            self.flat.lend(buffers)
+            self.flat.put_statistics(self.left_S)
+            self.left_S = self.flat.statistics()
+            _put_random_state(self.flat.device, drawn)
+            for p, gradient in zip(self.flat.parameters, gradients, strict=True):
+                p.grad = gradient
+            _set_modes(modules, modes)
+
+    def averaged_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
+        """The norms' statistics of these clients (of this process), by their weights: (S,)."""
+        mine = [n for n in clients if n in self.own]
+        if not mine:
+            return self.left_S
+        rows_NS = self.statistics_NS[[self.own.index(n) for n in mine]]
+        if weights is None:
+            return rows_NS.mean(0)
+        shares = [weights[n] for n in mine]
+        weights_N = torch.tensor(shares, dtype=torch.float32, device=rows_NS.device)
+        return (weights_N / weights_N.sum()) @ rows_NS
+
+    def load(self, theta_D: Tensor, statistics_NS: Tensor, left_S: Tensor) -> None:
+        """Those of a saved state, into the module too."""
+        self.theta_D.copy_(theta_D)
+        self.put_theta()
+        self.statistics_NS.copy_(statistics_NS)
+        self.flat.put_statistics(left_S.to(self.flat.device))
+        self.left_S = self.flat.statistics()
+
+
+class FlatView:
+    """A module's trained parameters, and its norms' running statistics, as flat vectors."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        named = trained_parameters(model)
+        for name, p in model.named_parameters():
+            if p.requires_grad and p.dtype != torch.float32:
+                way = "keep parameters in float32 and use autocast in the loss"
+                raise ValueError(f"model: {name}: got {p.dtype}, allowed: torch.float32 ({way})")
+        if not named:
+            raise ValueError("model: got no parameter that is trained, allowed: one or more")
+        self.names, self.parameters = list(named), list(named.values())
+        starts: dict[Any, str] = {}
+        for name, p in named.items():
+            start = p.untyped_storage()._cdata, p.storage_offset()
+            if starts.setdefault(start, name) != name:
+                got = f"model: {name}: got the memory of {starts[start]}"
+                raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
+            if any(step == 0 for step, d in zip(p.stride(), p.shape, strict=True) if d > 1):
+                what = "got one whose entries share memory, allowed: each its own (p.clone())"
+                raise ValueError(f"model: {name}: {what}")
+        for name, m in model.named_modules():
+            scripted = isinstance(m, torch.jit.ScriptModule)
+            if scripted and getattr(m, "running_mean", None) is not None:
+                what = "got a scripted norm with running statistics"
+                raise ValueError(f"model: {name}: {what}, allowed: one that is not scripted")
+        self.shapes = [p.shape for p in self.parameters]
+        self.device = self.parameters[0].device
+        devices = sorted({str(p.device) for p in self.parameters})
+        if len(devices) > 1:
+            raise ValueError(f"model: got parameters on {', '.join(devices)}, allowed: one device")
+        self.kinds = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]
+        self.order = tuple(layout_of(p) for p in self.parameters)
+        self.layer_sizes = [p.numel() for p in self.parameters]
+        self.dimension = sum(self.layer_sizes)
+        self.norms = _norms(model)
+        for m in self.norms:
+            if m.momentum is None:
+                raise ValueError("model: a norm's momentum: got None, allowed: a number")
+        self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
+
+    def views(self, flat_D: Tensor) -> list[Tensor]:
+        """(D,) as tensors of the parameters' shapes, which share its memory."""
+        views = []
+        parts = flat_D.split(self.layer_sizes)
+        for part, shape, order in zip(parts, self.shapes, self.order, strict=True):
+            dimensions = _all_of(order, len(shape))
+            inside = part.view([shape[d] for d in dimensions])
+            back = sorted(range(len(shape)), key=dimensions.__getitem__)
+            views.append(inside.permute(back))
+        return views
+
+    @torch.no_grad()
+    def read_(self, views: list[Tensor]) -> None:
+        """The parameters into such views."""
+        torch._foreach_copy_(views, [*self.parameters])
+
+    @torch.no_grad()
+    def put(self, views: list[Tensor]) -> None:
+        """Such views into the parameters."""
+        torch._foreach_copy_([*self.parameters], views)
+        torch.clear_autocast_cache()  # an autocast around a whole round has not seen this
+
+    @torch.no_grad()
+    def add_gradients_(self, views: list[Tensor]) -> None:
+        """Adds the gradients that a backward pass left, and takes them away. A parameter that was
+        not used has none."""
+        used = [(v, p) for v, p in zip(views, self.parameters, strict=True) if p.grad is not None]
+        gradients = [cast(Tensor, p.grad) for _, p in used]
+        gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
+        if gradients:
+            torch._foreach_add_([view for view, _ in used], gradients)
+        for p in self.parameters:
+            p.grad = None
+
+    def check_unchanged(self) -> None:
+        """ValueError, which names the parameter, unless the module trains the same tensors as when
+        this was made, of the same kind, and has the same norms."""
+        found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
+        now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
+        pairs = chain(
+            zip_longest(now, self.parameters), zip_longest(_norms(self.model), self.norms)
+        )
+        same = all(new is old for new, old in pairs)
+        if same and [(p.shape, p.stride(), p.dtype, p.device) for p in now] == self.kinds:
+            return
+        name, got, allowed = self._change()
+        way = "to train on with others, make a new Federation of the module"
+        raise ValueError(f"model: {name}: got {got}, allowed: {allowed}, as at the start ({way})")
+
+    def _change(self) -> tuple[str, str, str]:
+        """The first parameter or norm that is not as it was: its name, what it is, what it was."""
+        now = dict(self.model.named_parameters())
+        for name, old, kind in zip(self.names, self.parameters, self.kinds, strict=True):
+            p, (shape, stride, dtype, device) = now.pop(name, None), kind
+            if p is None:
+                return name, "no parameter of this name", "one that is trained"
+            if p.dtype != dtype:
+                return name, f"{p.dtype}", f"{dtype}"
+            if p.device != device:
+                return name, f"one on {p.device}", f"{device}"
+            if (p.shape, p.stride()) != (shape, stride):
+                got = f"shape {tuple(p.shape)} and strides {p.stride()}"
+                return name, got, f"{tuple(shape)} and {stride}"
+            if p is not old:
+                return name, "another tensor", "the same one"
+            if not p.requires_grad:
+                return name, "one that is frozen", "one that is trained"
+        for name, p in now.items():
+            if p.requires_grad and p.numel():
+                return name, "one that is trained", "one that is not"
+        names = {m: name for name, m in self.model.named_modules()}
+        for new, old in zip_longest(_norms(self.model), self.norms):
+            if new is not old:
+                name = names.get(new, names.get(old, "norms"))
+                return name, "another norm with running statistics", "the norms"
+        return ", ".join(self.names), "another order of parameters", "the order"
+
+    # Running statistics: mean and variance of every norm in turn, (S,).
+
+    def statistics(self) -> Tensor:
+        """Those that the module has."""
+        empty = torch.empty(0, dtype=torch.float32, device=self.device)
+        return torch.cat([empty, *(b.detach() for b in self.statistics_buffers())])
+
+    def statistics_buffers(self) -> list[Tensor]:
+        both = (b for m in self.norms for b in (m.running_mean, m.running_var))
+        return [b for b in both if b is not None]
+
+    def put_statistics(self, statistics_S: Tensor) -> None:
+        if self.norms:
+            parts = statistics_S.split(self.norm_sizes)
+            torch._foreach_copy_(self.statistics_buffers(), list(parts))
+
+    def lend(self, views: list[Tensor]) -> None:
+        """From here on the norms' statistics live in these tensors."""
+        pairs = iter(views)
+        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
+            norm._buffers["running_mean"] = next(pairs)
+            norm._buffers["running_var"] = next(pairs)
+
+    def other_buffers(self) -> dict[str, Tensor]:
+        """What the module's state has besides theta and statistics, frozen parameters too; clients
+        share it. (Its own memory.)"""
+        others = {id(b) for b in [*self.statistics_buffers(), *self.parameters]}
+        state = self.model.state_dict(keep_vars=True)
+        return {
+            name.replace("_orig_mod.", ""): b.detach()  # torch.compile puts that in front
+            for name, b in state.items()
+            if isinstance(b, Tensor) and id(b) not in others
+        }
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and p.numel()}
+
+
+def layer_sizes(model: nn.Module) -> list[int]:
+    """Numbers of entries of the parameters that are trained."""
+    return [p.numel() for p in trained_parameters(model).values()]
+
+
+def layout_of(parameter: Tensor) -> tuple[int, ...]:
+    """Its dimensions of more than one entry, in the order in which they lie in memory, outermost
+    first. A tensor with gaps, or that shares entries, is taken as it is read: (0, 1, 2, ...)."""
+    long = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
+    order = sorted(long, key=parameter.stride, reverse=True)
+    if not parameter.permute(_all_of(order, parameter.dim())).is_contiguous():
+        return tuple(long)
+    return tuple(order)
+
+
+def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
+    """An order of some dimensions with the others before them."""
+    order = list(order)
+    return [d for d in range(dimensions) if d not in order] + order
+
+
+_NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
+
+
+def _norms(model: nn.Module) -> list[Any]:
+    """A module's norms with running statistics."""
+    found = (m for m in model.modules() if isinstance(m, _NORMS))
+    return [m for m in found if m._buffers.get("running_mean") is not None]
 
 
 class Feed:
@@ -2505,7 +3221,8 @@ class Feed:
 
     def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
         """A pass over client n's batches, without the first ones."""
-        source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n)
+        # the last number keeps a pass from drawing what a client draws in the round of its number
+        source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
         if self._running[n] is None and getattr(source, "persistent_workers", False):
             iter(source)  # the first iterator of such a loader draws one number more than others
         with torch.random.fork_rng(devices=[]):
@@ -2522,13 +3239,21 @@ class Feed:
         return running
 
     def state_dict(self) -> dict[str, Any]:
-        return {"passes": list(self.passes), "given": list(self.given)}
+        return {
+            "version": STATE_VERSION, "passes": list(self.passes), "given": list(self.given)
+        }  # fmt: skip
+
+    def check_state(self, state: Any) -> None:
+        """ValueError unless it is the state of a feed of as many clients."""
+        check_state_version("state: feed", state)
+        check_same_state("state: feed", state, self.state_dict())
+        for count in (*state["passes"], *state["given"]):
+            _check_whole("state: feed: passes or batches", count, 0, 2**63 - 1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was given before is not given again."""
-        if len(state["given"]) != self.clients:
-            got = len(state["given"])
-            raise ValueError(f"state: feed: got {got} clients, allowed: {self.clients}")
+        """What was given before is not given again. ValueError, with nothing changed, for a state
+        of other clients."""
+        self.check_state(state)
         self.passes, self.given = list(state["passes"]), list(state["given"])
         self._running = [None] * self.clients
 
@@ -2549,659 +3274,59 @@ def random_seed(*numbers: int) -> int:
     return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
 
 
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean loss of a batch of inputs and class labels."""
-    inputs, labels = batch
-    return F.cross_entropy(model(inputs).float(), labels)
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
-    named = model.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and p.numel()}
-
-
-def layer_sizes(model: nn.Module) -> list[int]:
-    """Numbers of entries of the parameters that are trained."""
-    return [p.numel() for p in trained_parameters(model).values()]
-
-
-def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions of more than one entry, in the order in which they lie in memory, outermost
-    first. A tensor with gaps, or that shares entries, is taken as it is read: (0, 1, 2, ...)."""
-    long = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
-    order = sorted(long, key=parameter.stride, reverse=True)
-    if not parameter.permute(_all_of(order, parameter.dim())).is_contiguous():
-        return tuple(long)
-    return tuple(order)
-
-
-def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
-    """An order of some dimensions with the others before them."""
-    order = list(order)
-    return [d for d in range(dimensions) if d not in order] + order
-
-
-_NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep running statistics
-
-
-def _norms(model: nn.Module) -> list[Any]:
-    """A module's norms with running statistics."""
-    found = (m for m in model.modules() if isinstance(m, _NORMS))
-    return [m for m in found if m._buffers.get("running_mean") is not None]
-
-
-class FlatView:
-    """A module's trained parameters, and its norms' running statistics, as flat vectors; what they
-    are is compared each round with what they were."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        named = trained_parameters(model)
-        for name, p in model.named_parameters():
-            if p.requires_grad and p.dtype != torch.float32:
-                way = "keep parameters in float32 and use autocast in the loss"
-                raise ValueError(f"model: {name}: got {p.dtype}, allowed: torch.float32 ({way})")
-        if not named:
-            raise ValueError("model: got no parameter that is trained, allowed: one or more")
-        self.names, self.parameters = list(named), list(named.values())
-        starts: dict[Any, str] = {}
-        for name, p in named.items():
-            start = p.untyped_storage()._cdata, p.storage_offset()
-            if starts.setdefault(start, name) != name:
-                got = f"model: {name}: got the memory of {starts[start]}"
-                raise ValueError(f"{got}, allowed: its own (tie the nn.Parameter itself)")
-            if any(step == 0 for step, d in zip(p.stride(), p.shape, strict=True) if d > 1):
-                what = "got one whose entries share memory, allowed: each its own (p.clone())"
-                raise ValueError(f"model: {name}: {what}")
-        for name, m in model.named_modules():
-            scripted = isinstance(m, torch.jit.ScriptModule)
-            if scripted and getattr(m, "running_mean", None) is not None:
-                what = "got a scripted norm with running statistics"
-                raise ValueError(f"model: {name}: {what}, allowed: one that is not scripted")
-        self.shapes = [p.shape for p in self.parameters]
-        self.device = self.parameters[0].device
-        devices = sorted({str(p.device) for p in self.parameters})
-        if len(devices) > 1:
-            raise ValueError(f"model: got parameters on {', '.join(devices)}, allowed: one device")
-        self.strides = [p.stride() for p in self.parameters]
-        self.order = tuple(layout_of(p) for p in self.parameters)
-        self.layer_sizes = [p.numel() for p in self.parameters]
-        self.dimension = sum(self.layer_sizes)
-        self.norms = _norms(model)
-        for m in self.norms:
-            if m.momentum is None:
-                raise ValueError("model: a norm's momentum: got None, allowed: a number")
-        self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
-
-    def views(self, flat_D: Tensor) -> list[Tensor]:
-        """(D,) as tensors of the parameters' shapes, which share its memory."""
-        views = []
-        parts = flat_D.split(self.layer_sizes)
-        for part, shape, order in zip(parts, self.shapes, self.order, strict=True):
-            dimensions = _all_of(order, len(shape))
-            inside = part.view([shape[d] for d in dimensions])
-            back = sorted(range(len(shape)), key=dimensions.__getitem__)
-            views.append(inside.permute(back))
-        return views
-
-    @torch.no_grad()
-    def read_(self, views: list[Tensor]) -> None:
-        """The parameters into such views."""
-        torch._foreach_copy_(views, [*self.parameters])
-
-    @torch.no_grad()
-    def put(self, views: list[Tensor]) -> None:
-        """Such views into the parameters."""
-        torch._foreach_copy_([*self.parameters], views)
-        torch.clear_autocast_cache()  # an autocast around a whole round has not seen this
-
-    @torch.no_grad()
-    def add_gradients_(self, views: list[Tensor]) -> None:
-        """Adds the gradients that a backward pass left, and takes them away. A parameter that was
-        not used has none."""
-        used = [(v, p) for v, p in zip(views, self.parameters, strict=True) if p.grad is not None]
-        gradients = [cast(Tensor, p.grad) for _, p in used]
-        gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
-        if gradients:
-            torch._foreach_add_([view for view, _ in used], gradients)
-        for p in self.parameters:
-            p.grad = None
-
-    def same_parameters(self) -> bool:
-        """Whether the module has the same norms and trains the same tensors, of the same kind."""
-        found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
-        now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
-        if len(now) != len(self.parameters):
-            return False
-        if any(new is not old for new, old in zip_longest(_norms(self.model), self.norms)):
-            return False
-        kinds = zip(now, self.parameters, self.shapes, self.strides, strict=True)
-        for new, old, shape, stride in kinds:
-            if new is not old or new.shape != shape or new.stride() != stride:
-                return False
-            if new.dtype != torch.float32:
-                return False
-        return now[0].device == self.device
-
-    # Running statistics: mean and variance of every norm in turn, (S,).
-
-    def statistics(self) -> Tensor:
-        """Those that the module has."""
-        empty = torch.empty(0, device=self.device)
-        return torch.cat([empty, *(b.detach() for b in self.statistics_buffers())])
-
-    def statistics_buffers(self) -> list[Tensor]:
-        both = (b for m in self.norms for b in (m.running_mean, m.running_var))
-        return [b for b in both if b is not None]
-
-    def put_statistics(self, statistics_S: Tensor) -> None:
-        if self.norms:
-            torch._foreach_copy_(
-                self.statistics_buffers(), list(statistics_S.split(self.norm_sizes))
-            )
-
-    def lend(self, views: list[Tensor]) -> None:
-        """From here on the norms' statistics live in these tensors."""
-        pairs = iter(views)
-        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
-            norm._buffers["running_mean"] = next(pairs)
-            norm._buffers["running_var"] = next(pairs)
-
-    def other_buffers(self) -> dict[str, Tensor]:
-        """What the module's state has besides theta and statistics, frozen parameters too; clients
-        share it. (Its own memory.)"""
-        others = {id(b) for b in [*self.statistics_buffers(), *self.parameters]}
-        state = self.model.state_dict(keep_vars=True)
-        return {
-            name.replace("_orig_mod.", ""): b.detach()  # torch.compile puts that in front
-            for name, b in state.items()
-            if isinstance(b, Tensor) and id(b) not in others
-        }
-
-
-class Federation:
-    """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
-
-    `model` is any module with float32 parameters. It stays as its owner left it: parameters are
-    ordinary tensors, which hold theta after every round, whatever the owner then loads, prunes,
-    freezes or saves; modes and gradients are as they were. (What else a forward pass changes, such
-    as a teacher or spectral norm's vectors, clients change in turn, in a failed round too.) `feed`
-    is a list of one iterable of batches a client, on the model's device, or an object like `Feed`.
-    `loss(model, batch)` is a scalar.
-
-    Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
-    `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
-    `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
-    whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
-    function, steps by the average update (its gradient is minus that). `weights` are the clients'
-    shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
-    what clients draw in torch; `link` says how messages travel. `on_delta(n, delta_D)`, if set,
-    sees every difference before it is compressed; the next one takes its memory.
-
-    State: `theta_D`, `statistics_NS` (norms' running means and variances, a row a client of this
-    process), `momentum_D`, `compressor`, `active` clients and `t`, the rounds begun. ValueError
-    for a model, feed or combination of no use.
-    """
-
-    def __init__(
-        self, model: nn.Module, feed: Any, scheme: Scheme | str,
-        schedule: float | Callable[[int], Phase | float] | None = None, *,
-        loss: Callable[[nn.Module, Any], Tensor] = cross_entropy, weight_decay: float = 0.0,
-        local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        server_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-        weights: Iterable[float] | None = None, link: Link | None = None, seed: int = 0,
-    ):  # fmt: skip
-        self.model, self.scheme, self._schedule = model, _scheme(scheme), schedule
-        self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
-        if not hasattr(self.feed, "clients"):
-            raise ValueError("feed: got one with no number of `clients`, allowed: as `Feed` has it")
-        self.clients, self.loss, self.weight_decay = self.feed.clients, loss, weight_decay
-        self.seed, self.local_optimizer = seed, local_optimizer
-        _check_whole("seed", seed, 0, 2**64 - 1)
-        _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
-        weights = None if weights is None else list(weights)
-        self._compressor_settings = {"link": link, "weights": weights, "seed": seed}
-        self.active, self.t = list(range(self.clients)), 0
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}  # of clients, where they have one
-        self.on_delta: Callable[[int, Tensor], None] | None = None
-        modes = [m.training for m in model.modules()]
-        self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
-        self._take(FlatView(model))
-        self.statistics_NS = self.flat.statistics().repeat(len(self.own), 1)
-        self._share_statistics()
-        self._is_shown = False  # inside `evaluated`
-        self._left_S = self.flat.statistics()  # left in the module: another is its owner's
-        self.losses_N = torch.zeros(len(self.own), device=self.flat.device)  # over local steps
-        own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
-        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
-        self.server_optimizer: torch.optim.Optimizer | None = None
-        if server_optimizer is not None:
-            self.server_optimizer = server_optimizer([self.server_theta])
-            _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
-
-    def _take(self, flat: FlatView) -> None:
-        """Makes what depends on which parameters are trained: flat vectors and the compressor."""
-        self.flat = flat
-        self.theta_D = torch.empty(flat.dimension, device=flat.device)
-        self.gradient_D = torch.zeros_like(self.theta_D)  # a client's, summed
-        moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
-        self.local_D = torch.empty_like(self.theta_D) if moves else self.theta_D
-        self._share()
-        flat.read_(self.theta_views)
-        self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
-        plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
-        settings = self._compressor_settings | {"order": flat.order, "device": flat.device}
-        self.compressor = Compressor(plain, flat.layer_sizes, self.clients, **cast(Any, settings))
-        self.own = self.compressor.own
-
-    def _share(self) -> None:
-        """Views of the flat vectors, in the parameters' shapes."""
-        self.theta_views = self.flat.views(self.theta_D)
-        self.local_views = self.flat.views(self.local_D)
-        self.gradient_views = self.flat.views(self.gradient_D)
-
-    def _share_statistics(self) -> None:
-        """Views of each client's statistics."""
-        self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
-        self.__dict__ |= state
-        self._share()
-        self._share_statistics()
-
-    def schedule(self, t: int) -> Phase:
-        """Round t's phase. ValueError for a rate that is none."""
-        if self._schedule is None:
-            return Phase(math.nan)  # the optimizer's own
-        found = self._schedule(t) if callable(self._schedule) else self._schedule
-        phase = found if isinstance(found, Phase) else Phase(found)
-        if not isinstance(phase.eta, Real) or not 0 <= phase.eta < math.inf:
-            _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
-        return phase
-
-    def round(self, clients: Iterable[int] | None = None) -> Tensor:
-        """One round with all clients, or with these: the update_D (D,) that the server sent to all.
-
-        A round that fails (a gradient is NaN, a feed ends, Ctrl-C): nobody was heard in it. So
-        `t` and the feed go on; theta, momentum, statistics and masks stay; errors keep the
-        differences of those who had sent. What is raised names client and round. The optimizer of a
-        client whose difference was not finite begins anew. (A `server_optimizer` that raises comes
-        too late for all that: its update is lost.)
-        """
-        chosen = self.compressor.checked_clients(clients)
-        self._check_not_shown("round")
-        self.look_at_module()
-        phase, t = self.schedule(self.t), self.t
-        if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
-            before = self._rate_before(t)  # with momentum all differences are gradients
-            self.compressor.scale_errors_(phase.eta / before if before else 1.0)
-        self.t += 1
-        try:
-            with self.lent():
-                return self.play(chosen, t, phase.eta, phase.dense, phase.masks)
-        except NotFiniteError as error:
-            self.optimizers.pop(error.client, None)  # its moments are not finite either
-            raise
-
-    def _rate_before(self, t: int) -> float:
-        """The last rate before round t that was not 0; 0 if there was none."""
-        rates = (self.schedule(before).eta for before in range(t - 1, -1, -1))
-        return next((eta for eta in rates if eta), 0.0)
-
-    def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
-        masks: int = 1,
-    ) -> Tensor:  # fmt: skip
-        """`round` with all that it depends on given; t and eta may be tensors."""
-
-        def difference(n: int) -> Tensor:
-            return self.difference(n, t, eta)  # Alg. 2, line 7
-
-        self.active = chosen
-        update_D = self.compressor.round(difference, chosen, dense, self.theta_D, masks)
-        if self.server_optimizer is not None:
-            self._server_step(self.server_optimizer, update_D)
-        elif self.momentum_D is None:
-            self.theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
-        else:
-            self.momentum_D.mul_(self.scheme.momentum).add_(update_D)  # Alg. 3, line 7
-            _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
-        self.flat.put(self.theta_views)
-        return update_D
-
-    def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
-        With global momentum, its summed gradients."""
-        if self.local_optimizer:
-            delta_D = self._optimized(n, t, eta)
-        else:
-            gradient_D = self.local_training(n, t, eta)
-            delta_D = gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
-        if self.on_delta:
-            self.compressor.known.finite_part(delta_D, n)
-            self.on_delta(n, delta_D)
-        return delta_D
-
-    def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,), each with
-        its decay. Plain SGD is always at theta minus eta times the sum so far: no more is kept."""
-        steps, decay = self.scheme.local_steps, self.weight_decay
-        gradient_D = torch.mul(self.theta_D, decay, out=self.gradient_D)
-        try:
-            for tau in self._steps(n, t):
-                self.flat.add_gradients_(self.gradient_views)
-                if tau + 1 < steps:
-                    _descend(self.theta_D, gradient_D, eta, out=self.local_D)  # line 6
-                    self.flat.put(self.local_views)
-                    gradient_D.add_(self.local_D, alpha=decay)
-        finally:
-            if steps > 1:
-                self.flat.put(self.theta_views)
-        return gradient_D
-
-    def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
-        """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
-        row = self.own.index(n)
-        self.flat.lend(self.statistics_views[row])
-        if isinstance(t, int):
-            _reseed(random_seed(self.seed, t, n), self.flat.device)
-        for tau in range(self.scheme.local_steps):
-            versions = [p._version for p in self.flat.parameters]
-            loss = self.loss(self.model, self.feed.batch(n, t, tau))
-            if not isinstance(loss, Tensor) or loss.dim():
-                kind = type(loss).__name__
-                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {kind}"
-                raise ValueError(f"loss: got {got}, allowed: a scalar tensor")
-            loss.backward()
-            self._check_step(versions)
-            self.losses_N[row].add_(loss.detach())
-            yield tau
-
-    def _check_step(self, versions: list[int]) -> None:
-        """ValueError after a forward and backward pass that plain SGD can't go on from."""
-        parameters = self.flat.parameters
-        if all(p.grad is None for p in parameters):
-            what = "got one that gives no trained parameter of the model a gradient"
-            raise ValueError(f"loss: {what}, allowed: a loss of the module it is called with")
-        if self.local_optimizer is not None:
-            return
-        for name, p, version in zip(self.flat.names, parameters, versions, strict=True):
-            if p._version != version:  # such as an embedding with max_norm
-                what = "changes in the forward pass"
-                way = "with local_optimizer=torch.optim.SGD, which goes on from there"
-                raise ValueError(f"model: {name}: {what}, allowed: {way}")
-
-    def _optimized(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
-        optimizer = self._optimizer_of(n)
-        if self._schedule is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = eta
-        try:
-            for _ in self._steps(n, t):
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            self.flat.read_(self.local_views)
-        finally:
-            self.flat.put(self.theta_views)
-        return torch.sub(self.local_D, self.theta_D, out=self.gradient_D)
-
-    def _optimizer_of(self, n: int) -> torch.optim.Optimizer:
-        """Client n's own, made where it has none yet."""
-        if self.local_optimizer is None:
-            raise ValueError("local_optimizer: got None, allowed: that of the state's federation")
-        if n not in self.optimizers:
-            made = self.local_optimizer(self.flat.parameters)
-            _check_made("local_optimizer", made, self.flat.parameters)
-            if any(made is other for other in self.optimizers.values()):
-                raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
-            self.optimizers[n] = made
-        return self.optimizers[n]
-
-    def _server_step(self, optimizer: torch.optim.Optimizer, update_D: Tensor) -> None:
-        parameter = self.server_theta
-        parameter.data.copy_(self.theta_D)
-        parameter.grad = -update_D
-        optimizer.step()
-        self.theta_D.copy_(parameter.detach())
-
-    # The module, lent for a round.
-
-    def look_at_module(self) -> None:
-        """Takes up what its owner has changed since the last round."""
-        if not self.flat.same_parameters():
-            self._follow(FlatView(self.model))
-        self.flat.read_(self.theta_views)
-        if self._is_shown:
-            return  # other statistics are shown
-        now_S = self.flat.statistics()
-        check_same_state("model: statistics of its norms", now_S, self._left_S)
-        changed = (now_S != self._left_S).any()  # loaded, or trained elsewhere
-        if may_look(changed) and not changed:
-            return  # a GPU is not asked: it chooses below
-        self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
-        self._left_S = now_S
-
-    def _follow(self, new: FlatView) -> None:
-        """Other parameters are trained: errors and momentum of those that stay are kept (the same
-        object, whose name pruning changes, or the same name); all else begins anew, the next round
-        as a scheme's first. ValueError for one of another size, which can't be meant."""
-        old, before, momentum_D = self.flat, self.compressor, self.momentum_D
-        if new.device != old.device:
-            raise ValueError(f"model: got parameters on {new.device}, allowed: {old.device}")
-        by_object = dict(zip(old.parameters, old.names, strict=True))
-        gone = set(old.names) - {by_object[p] for p in new.parameters if p in by_object}
-        was_named = [  # before; "" if it is new
-            by_object.get(p, name if name in gone else "")
-            for p, name in zip(new.parameters, new.names, strict=True)
-        ]
-        for name, shape in zip(was_named, new.shapes, strict=True):
-            if name in old.names and old.shapes[old.names.index(name)] != shape:
-                was = tuple(old.shapes[old.names.index(name)])
-                got = f"model: {name}: got shape {tuple(shape)}"
-                raise ValueError(f"{got}, allowed: {was}, as when the training began")
-        if new.norm_sizes != old.norm_sizes:
-            got = f"{len(new.norms)} of {sum(new.norm_sizes)} statistics"
-            raise ValueError(f"model: norms: got {got}, allowed: those it had at first")
-        if self.server_optimizer is not None:
-            raise ValueError("model: others are trained, allowed with server_optimizer: the same")
-        self._take(new)
-        self.compressor.known.round = before.known.round
-        self.optimizers.clear()
-        for kept_D, was_D in self._pairs(before, momentum_D):
-            there = dict(zip(old.names, old.views(was_D), strict=True))
-            for name, view in zip(was_named, new.views(kept_D), strict=True):
-                if name in there:
-                    view.copy_(there[name])
-
-    def _pairs(self, before: Compressor, momentum_D: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """What is kept, now and before: flat vectors."""
-        both = self.compressor.clients.values(), before.clients.values()
-        clients = zip(*both, strict=True)
-        pairs = [(now.errors_D, was.errors_D) for now, was in clients]
-        pairs.append((self.momentum_D, momentum_D))
-        return [(now, was) for now, was in pairs if now is not None and was is not None]
-
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Around a round: the module trains, and is given back as it was, with theta in it and,
-        unless the round fails, the active clients' statistics averaged."""
-        modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
-        modes = [m.training for m in modules]
-        if self.model.training:
-            self._modes = modes
-        elif len(self._modes) != len(modes):
-            self._modes = [True] * len(modes)
-        gradients = [p.grad for p in self.flat.parameters]
-        drawn = _random_state(self.flat.device)
-        active, before_NS, left_S = self.active, self.statistics_NS.clone(), self._left_S
-        try:
-            _set_modes(modules, self._modes)
-            for p in self.flat.parameters:
-                p.grad = None
-            yield
-            left_S = self._average(self.statistics_NS)
-        except BaseException:
-            self.active = active
-            self.statistics_NS.copy_(before_NS)
-            self.flat.put(self.theta_views)
-            raise
-        finally:
-            _put_random_state(self.flat.device, drawn)
-            self.flat.lend(buffers)
-            for p, gradient in zip(self.flat.parameters, gradients, strict=True):
-                p.grad = gradient
-            _set_modes(modules, modes)
-            self.flat.put_statistics(left_S)
-            self._left_S = self.flat.statistics()
-
-    def _average(self, statistics_NS: Tensor) -> Tensor:
-        """The active clients' statistics (of this process), by their weights: (S,)."""
-        mine = [n for n in self.active if n in self.own]
-        if not mine:
-            return self._left_S
-        active_NS = statistics_NS[[self.own.index(n) for n in mine]]
-        weights = self.compressor.server.weights
-        if weights is None:
-            return active_NS.mean(0)
-        weights_N = torch.tensor([weights[n] for n in mine], device=active_NS.device)
-        return (weights_N / weights_N.sum()) @ active_NS
-
-    @contextlib.contextmanager
-    def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
-        """The module in eval mode, as it is after the last round: `with fed.evaluated() as model`.
-
-        Norms have the averaged statistics of the clients of that round, or these (S,); modes and
-        statistics are put back. (A process with some of the clients has only their statistics.)
-        Inside, `round` and `load_state_dict` raise ValueError.
-        """
-        modules = list(self.model.modules())
-        modes = [m.training for m in modules]
-        buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
-        shown_S = self.flat.statistics() if statistics_S is None else statistics_S.clone()
-        self.flat.lend(list(shown_S.split(self.flat.norm_sizes)))
-        self._is_shown = True
-        self.model.eval()
-        try:
-            yield self.model
-        finally:
-            self.flat.lend(buffers)
-            self._is_shown = was_shown
-            _set_modes(modules, modes)
-
-    def _check_not_shown(self, what: str) -> None:
-        if self._is_shown:
-            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
-
-    def averaged_state_dict(self) -> dict[str, Any]:
-        """What one saves: the module's state, by value, norms with averaged statistics."""
-        with self.evaluated() as model:
-            return {key: _by_value(value) for key, value in model.state_dict().items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """By value, all that a resumed run needs, the feed's place and optimizers too, and what
-        the owner has changed in the module since the last round. Not in it: what a module's own
-        `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
-        self.look_at_module()
-        state: dict[str, Any] = {key: getattr(self, key) for key in _VECTORS}
-        state |= {"t": self.t, "active": list(self.active), "left_S": self._left_S}
-        state |= {"buffers": self.flat.other_buffers(), "scheme": dataclasses.asdict(self.scheme)}
-        state = copy.deepcopy(state)
-        state["compressor"] = self.compressor.state_dict()
-        if hasattr(self.feed, "state_dict"):
-            state["feed"] = self.feed.state_dict()
-        optimizers = {n: _optimizer_state(o) for n, o in self.optimizers.items()}
-        state["optimizers"] = copy.deepcopy(optimizers)
-        if self.server_optimizer is not None:
-            state["server_optimizer"] = copy.deepcopy(_optimizer_state(self.server_optimizer))
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
-        that of another scheme, seed or model."""
-        self._check_not_shown("load_state_dict")
-        if not self.flat.same_parameters():
-            self._follow(FlatView(self.model))
-        self._check_state(state)
-        self.compressor.load_state_dict(state["compressor"])
-        for key in _VECTORS:
-            if getattr(self, key) is not None:
-                getattr(self, key).copy_(state[key])
-        for key, buffer in self.flat.other_buffers().items():
-            buffer.copy_(state["buffers"][key])
-        self.t, self.active = int(state["t"]), list(state["active"])
-        if "feed" in state and hasattr(self.feed, "load_state_dict"):
-            self.feed.load_state_dict(state["feed"])
-        self.optimizers = {n: self._optimizer_of(n) for n in state["optimizers"]}
-        for n, optimizer in self.optimizers.items():
-            _load_optimizer(optimizer, state["optimizers"][n])
-        if self.server_optimizer is not None:
-            _load_optimizer(self.server_optimizer, state["server_optimizer"])
-        self.flat.put(self.theta_views)
-        left_S = state.get("left_S")  # older states have none
-        self.flat.put_statistics(self._average(self.statistics_NS) if left_S is None else left_S)
-        self._left_S = self.flat.statistics()
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that does not fit here."""
-        own = self.flat.other_buffers()
-        missing = _IN_A_STATE - state.keys()
-        if missing:
-            raise ValueError(f"state: {', '.join(sorted(missing))} is missing")
-        scheme = dataclasses.asdict(self.scheme)  # the compressor's has no momentum
-        given = state.get("scheme", scheme)
-        if given != scheme:
-            raise ValueError(f"state: scheme: {_differences(given, scheme)}")
-        for key in _VECTORS:
-            check_same_state(f"state: {key}", state[key], getattr(self, key))
-        check_same_state("state: left_S", state.get("left_S", self._left_S), self._left_S)
-        if own.keys() != state["buffers"].keys():
-            got = sorted(state["buffers"])
-            raise ValueError(f"state: buffers: got {got}, allowed: {sorted(own)}")
-        for key, buffer in own.items():
-            check_same_state(f"state: buffer {key}", state["buffers"][key], buffer)
-        if state["optimizers"] and self.local_optimizer is None:
-            raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
-        if ("server_optimizer" in state) != (self.server_optimizer is not None):
-            what = "one" if "server_optimizer" in state else "none"
-            raise ValueError(f"state: server_optimizer: got {what}, allowed: as this federation's")
-        for n, saved in state["optimizers"].items():
-            _check_kind(f"state: optimizer of client {n}", self._optimizer_of(n), saved)
-        if self.server_optimizer is not None:
-            _check_kind("state: server_optimizer", self.server_optimizer, state["server_optimizer"])
-
-
-def _differences(got: dict[str, Any], own: dict[str, Any]) -> str:
-    """Fields that are not the same, as both have them."""
-    fields = [field for field in own if got.get(field) != own[field]]
-    said = [f"{field}: got {got.get(field)!r}, allowed: {own[field]!r}" for field in fields]
-    return "; ".join(said)
-
-
-_VECTORS = ("theta_D", "statistics_NS", "momentum_D")
-_IN_A_STATE = {*_VECTORS, "t", "active", "buffers", "compressor", "optimizers"}
+def _number(value: Any) -> Any:
+    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
+    into states, and torch.load refuses numpy's."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
+        return value.item()
+    return value
+
+
+def _saved(value: Any) -> Any:
+    """By value, for a state: tensors cloned, numpy's numbers as Python's, at any depth."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {_number(key): _saved(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        inside = [_saved(inner) for inner in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"kind": type(optimizer).__name__, "state": optimizer.state_dict()}
 
 
-def _check_kind(key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    own = type(optimizer).__name__
-    if saved["kind"] != own:
-        raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {own}")
-    groups, given = (
-        [len(group["params"]) for group in of]
-        for of in (optimizer.param_groups, saved["state"]["param_groups"])
-    )
-    if given != groups:
-        raise ValueError(f"{key}: got groups of {given} parameters, allowed: {groups}")
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    optimizer.load_state_dict(copy.deepcopy(saved["state"]))  # else it shares tensors
+def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for a state that is of another kind of optimizer, or of other parameters."""
+    own, kind = optimizer.state_dict(), type(optimizer).__name__
+    parts: Any = saved.get("state") if isinstance(saved, dict) else None
+    whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
+    if not whole or parts.keys() != own.keys():
+        _refuse(key, saved, "the kind and the state of an optimizer, as state_dict gives them")
+    if saved["kind"] != kind:
+        raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {kind}")
+    groups, entries, sizes = parts["param_groups"], parts["state"], list[int]()
+    if not isinstance(groups, list) or not isinstance(entries, dict):
+        _refuse(key, parts, "a list of groups, and a dictionary by parameter")
+    for group in groups:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            _refuse(f"{key}: group", group, "a dictionary with a list of `params`")
+        sizes.append(len(group["params"]))
+    wanted = [len(group["params"]) for group in own["param_groups"]]
+    if sizes != wanted:
+        raise ValueError(f"{key}: got groups of {sizes} parameters, allowed: {wanted}")
+    for group, of_own in zip(groups, own["param_groups"], strict=True):
+        for name, value in of_own.items():
+            kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
+            if kinds and not isinstance(group.get(name), kinds):  # flags are torch's own affair
+                _refuse(f"{key}: {name}", group.get(name), f"such as {value!r}")
+    for place, given in entries.items():
+        if place not in range(sum(wanted)) or not isinstance(given, dict):
+            _refuse(f"{key}: parameter {place}", given, f"a dictionary, 0 to {sum(wanted) - 1}")
+        if place in own["state"]:
+            check_same_state(f"{key}: parameter {place}", given, own["state"][place])
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:

@@ -136,7 +136,7 @@ plt.show()
 #
 # ## Algorithm 1
 #
-# The core runs it for all clients in turn, in one process. `local_training` is lines 3 to 6, with the backward passes
+# The core's `LocalTrainer` runs it for all clients in turn, in one process. `local_training` is lines 3 to 6, with the backward passes
 # in `_steps`; line 8 adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
 # multiplied by −η they are the model difference. $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t, with weight decay.
 #
@@ -144,7 +144,7 @@ plt.show()
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 
 # %%
-lab.show_code(tcs.Federation.local_training, tcs.Federation._steps)
+lab.show_code(tcs.LocalTrainer.local_training, tcs.LocalTrainer._steps)
 
 # %% [markdown]
 # `_steps` makes one backward pass after another (line 5); between two of them comes the local step (line 6). `put` copies
@@ -227,8 +227,9 @@ models_ND = torch.stack([small_steps([batch(n, t) for t in range(H)], eta) for n
 
 # %%
 average_D = models_ND.mean(0)  # line 8: federated averaging, of models
-with training.federation.lent():  # the core's; it moves theta_D
-    update_D = training.federation.play(list(range(clients)), 0, eta)
+with training.federation.trainer.lent():  # the core's round, at this rate
+    update_D = training.federation.exchange(list(range(clients)), 0, eta)
+    training.federation.move(update_D, eta)  # of theta_D
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
 training.flat.put(training.flat.views(average_D))  # below, from the round by hand
 print(f"by hand against the core: {lab.number(gap_core, 1)} of the update's length")

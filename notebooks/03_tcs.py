@@ -162,8 +162,8 @@ BOX = {
     16: r"send $\Delta\theta_t$ to all clients",
 }
 MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
-methods = [tcs.TCS.observe, tcs.Federation.play, tcs.Client.send, tcs.Client.arrived,
-           tcs.Server.average, tcs.Server.reply]  # fmt: skip
+methods = [tcs.TCS.observe, tcs.Federation.exchange, tcs.Federation.move, tcs.Client.send,
+           tcs.Client.arrived, tcs.Server.average, tcs.Server.reply]  # fmt: skip
 marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
           for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"

@@ -114,14 +114,15 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 # rate. The two differ only where η changes.
 #
 # Lines 10 to 14 are those of Algorithm 2, with gradients in the place of model differences: masks,
-# error accumulation, all as before. What a client hands to them, and the whole round:
+# error accumulation, all as before. What a client hands to them, their exchange, and the step that
+# ends a round:
 
 # %%
-lab.show_code(tcs.Federation.difference, tcs.Federation.play)
+lab.show_code(tcs.LocalTrainer.difference, tcs.Federation.exchange, tcs.Federation.move)
 
 # %% [markdown]
 # Without momentum a factor, −η, turns gradients into a model difference before the compression; with
-# momentum they are sent as they are, and the step at the end of `play` has two lines, not one.
+# momentum they are sent as they are, and the step, in `move`, has two lines, not one.
 #
 # ## What the misprints would do
 #

@@ -113,7 +113,7 @@ def _passes(training: Training) -> Callable[[], None]:
     ready = [feed.batches.augmented(draws) for draws in feed.draws(0)]
 
     def work() -> None:
-        with federation.lent():
+        with federation.trainer.lent():
             for first in range(0, len(ready[0][1]), feed.size):
                 for batch in ready:
                     part = [tensor[first : first + feed.size] for tensor in batch]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcs_core import Federation
+from tcs_core import LocalTrainer
 from tcs_lab.client_threads import seat_of
 from tcs_lab.settings import RunConfig
 
@@ -25,33 +25,32 @@ def goes_a_client_a_stream(config: RunConfig) -> bool:
     return config.torch_device.type == "cuda" and 1 < config.client_count <= MOST_CLIENTS
 
 
-class ClientStreams(Federation):
-    """A federation whose clients train at the same time, on streams of a GPU; the same otherwise.
-    Differences are compressed in the clients' order, on the stream that plays the round.
+class ClientStreams(LocalTrainer):
+    """Trains all clients of a round at the same time, on streams of a GPU. Differences are compressed
+    in the clients' order, on the stream that plays the round. No optimizers of the clients' own.
 
     Memory: a model and gradients (D,) of every client, activations of those that train.
     """
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
+        if self.local_optimizer is not None:
+            raise ValueError("local_optimizer: got one, allowed with a client a stream: none")
         self.seats = {n: seat_of(self) for n in self.own}
         self.streams = [torch.cuda.Stream(self.theta_D.device) for _ in range(STREAMS)]
         self.trained: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
-    def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
-        masks: int = 1,
-    ) -> Tensor:  # fmt: skip
+    def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
+        """All of them train; meanwhile `local_training` is asked for the first."""
         now = torch.cuda.current_stream(self.theta_D.device)
         for stream in self.streams:
             stream.wait_stream(now)
         for n in chosen:
             stream = self.streams[n % STREAMS]
             with torch.cuda.stream(stream):
-                self.seats[n].flat.put(self.theta_views)
-                gradient_D = Federation.local_training(self.seats[n], n, t, eta)
+                self.seats[n].put_theta()
+                gradient_D = self.seats[n].local_training(n, t, eta)
                 self.trained[n] = gradient_D, stream.record_event()
-        return super().play(chosen, t, eta, dense, masks)
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Client n's summed gradients, once they are there."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcs_core import Federation, FlatView
+from tcs_core import LocalTrainer
 from tcs_lab.settings import RunConfig
 
 
@@ -47,21 +47,18 @@ class _Given:
         return self.batches[tau]
 
 
-def seat_of(federation: Federation) -> Federation:
-    """What trains one client: this federation, but for a model and gradients of its own."""
-    made = copy.copy(federation)
-    made.model = copy.deepcopy(federation.model).train()
-    made.flat = FlatView(made.model)
-    made.gradient_D = torch.zeros_like(federation.gradient_D)
-    made.local_D = torch.empty_like(federation.local_D)
-    made.gradient_views = made.flat.views(made.gradient_D)
-    made.local_views = made.flat.views(made.local_D)
-    return made
+def seat_of(trainer: LocalTrainer) -> LocalTrainer:
+    """A trainer of one client at a time, beside others: it has a model and gradients of its own, and
+    shares theta, statistics and losses with `trainer`."""
+    seat = LocalTrainer.__new__(LocalTrainer)
+    vars(seat).update(vars(trainer))
+    seat.use(copy.deepcopy(trainer.model).train())
+    seat.make_views()
+    return seat
 
 
-class ClientThreads(Federation):
-    """A federation whose clients train on as many threads as torch has when it is made; the same
-    otherwise.
+class ClientThreads(LocalTrainer):
+    """Trains clients on as many threads as torch has when it is made.
 
     Differences are compressed in the clients' order, by the thread that plays the round, which also
     fetches all batches: rules, links and feeds need not know of threads. Nothing depends on which
@@ -77,20 +74,20 @@ class ClientThreads(Federation):
         seats = [seat_of(self) for _ in range(threads + 1)]  # one may wait to be compressed
         self.free, self.later = seats[:1], seats[1:]  # the very first pass may be compiled: alone
         self.waiting = deque[int]()
-        self.training: dict[int, tuple[Federation, Future[Tensor]]] = {}
+        self.training: dict[int, tuple[LocalTrainer, Future[Tensor]]] = {}
         # its threads end when it is forgotten
         self.pool = ThreadPoolExecutor(threads, "client", torch.set_num_threads, (1,))
 
-    def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
-        masks: int = 1,
-    ) -> Tensor:  # fmt: skip
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        with _one_core(), super().lent():
+            try:
+                yield
+            finally:
+                self._end()  # before anything is put back
+
+    def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
         self.waiting.extend(n for n in chosen if n in self.own)
-        try:
-            with _one_core():
-                return super().play(chosen, t, eta, dense, masks)
-        finally:
-            self._end()
 
     def _end(self) -> None:
         """Nothing is trained any more. Only where a round went wrong is there something left."""
@@ -104,7 +101,7 @@ class ClientThreads(Federation):
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Client n's summed gradients. Meanwhile every free seat trains one of those after it."""
         while self.waiting and self.free:
-            self._begin(self.waiting.popleft(), t, eta)
+            self._start(self.waiting.popleft(), t, eta)
         seat, task = self.training[n]
         gradient_D = task.result()
         del self.training[n]
@@ -112,16 +109,17 @@ class ClientThreads(Federation):
         self.later.clear()
         return gradient_D
 
-    def _begin(self, n: int, t: int | Tensor, eta: float | Tensor) -> None:
+    def _start(self, n: int, t: int | Tensor, eta: float | Tensor) -> None:
         batches = [self.feed.batch(n, t, tau) for tau in range(self.scheme.local_steps)]
         seat = self.free.pop()
         seat.feed = _Given(batches)
         self.training[n] = seat, self.pool.submit(self._train, seat, n, t, eta)
 
-    def _train(self, seat: Federation, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+    @staticmethod
+    def _train(seat: LocalTrainer, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """On a thread of the pool."""
-        seat.flat.put(self.theta_views)
-        return Federation.local_training(seat, n, t, eta)
+        seat.put_theta()
+        return seat.local_training(n, t, eta)
 
     def each(self, work: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
         """`work` of all parts, in their order, on the threads."""

@@ -105,21 +105,27 @@ class GraphRounds:
     def play(self, rounds: range) -> list[Traffic]:
         """Makes these rounds; what each of them sent.
 
-        Raises NotFiniteError, with the round as `error.round`, after the last; the state is void.
+        Raises NotFiniteError, with the round as `error.round`, after the last: what was made is void, and
+        the federation refuses all calls until a state is loaded.
         """
         federation, known = self.federation, self.federation.compressor.known
         before = known.round
-        federation.look_at_module()
+        trainer, everyone = federation.trainer, list(range(federation.clients))
+        trainer.read_module()
         federation.feed.hold(rounds)
-        with federation.lent():
+        with trainer.lent():
+            federation.is_whole = False  # until all rounds are made, and good
             for index, t in enumerate(rounds):
                 self._play(index, federation.schedule(t).eta)
-        federation.t = rounds.stop
+            weights = federation.compressor.server.weights
+            trainer.left_S = trainer.averaged_statistics(everyone, weights)
+        federation.t, federation.active = rounds.stop, everyone
         known.round = before + len(rounds)
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
             error = NotFiniteError(n if n < federation.clients else SERVER)
             error.happened_in(rounds[index])
             raise error
+        federation.is_whole = True
         return [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
 
     def _traffic(self, explored: int) -> Traffic:
@@ -152,7 +158,8 @@ class GraphRounds:
         before_K = getattr(rule, "positions", None)
         compressor.link = self.link
         try:
-            update_D = federation.play(everyone, self.index, self.eta)
+            update_D = federation.exchange(everyone, self.index, self.eta)
+            federation.move(update_D, self.eta)
         finally:
             compressor.link = usual
         watched = None
@@ -202,5 +209,5 @@ class GraphRounds:
             self._round()
         for tensor, value in before:
             tensor.copy_(value)
-        federation.flat.put(federation.theta_views)
+        federation.trainer.put_theta()
         return graph

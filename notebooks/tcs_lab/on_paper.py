@@ -149,10 +149,10 @@ def static_round(config: RunConfig, data: Dataset) -> tuple[list[Op], list[Op]]:
         compressor.rule.observe(federation.theta_D)  # a mask to start with
         rounds = GraphRounds(federation, feed.rounds)
         feed.hold(range(feed.rounds))
-        with federation.lent(), Trace() as client:
-            federation.difference(0, rounds.index, rounds.eta)
+        with federation.trainer.lent(), Trace() as client:
+            federation.trainer.difference(0, rounds.index, rounds.eta)
         deltas_ND = torch.empty(feed.clients, federation.flat.dimension)
-        made = mock.patch.object(federation, "difference", lambda n, *_: deltas_ND[n])
+        made = mock.patch.object(federation.trainer, "difference", lambda n, *_: deltas_ND[n])
         with made, Trace() as server:
             rounds._round()
     return client.ops, server.ops

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from tcs_core import Federation
+from tcs_core import LocalTrainer
 from tcs_lab.settings import RunConfig
 
 # Channels x samples x pixels of a first layer's output. Measured on a CPU alone, one core, ten
@@ -46,9 +46,9 @@ class Grouped:
     """The passes of a net of images (B, 3, h, w): the clients' channels lie side by side, (B, N C,
     h, w), and each client's are a group of every convolution, so that norms keep them apart."""
 
-    def __init__(self, federation: Federation):
-        self.federation, self.clients = federation, 0
-        self.net = copy.deepcopy(federation.model).train()
+    def __init__(self, trainer: LocalTrainer):
+        self.trainer, self.clients = trainer, 0
+        self.net = copy.deepcopy(trainer.model).train()
         which = {
             id(p): i for i, p in enumerate(p for p in self.net.parameters() if p.requires_grad)
         }
@@ -76,14 +76,14 @@ class Grouped:
         for convolution in self.convolutions:
             convolution.groups = self.clients
         parts = self._parts(theta)
-        shapes = [p.shape for p in self.federation.flat.parameters]
+        shapes = [p.shape for p in self.trainer.flat.parameters]
         for module, name, which in self.places:
             vars(module)[name] = _stacked(parts[which], shapes[which])
         inputs = images.transpose(0, 1).flatten(1, 2)  # (B, N 3, h, w)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.seen.clear()
         self.counts.clear()
-        loss = cast(Any, self.federation.loss)
+        loss = cast(Any, self.trainer.loss)
         scores = loss.scores(self.net, inputs)
         scores_NBK = scores.unflatten(1, (self.clients, -1)).transpose(0, 1)
         losses_N = loss.each(scores_NBK, labels_NB)
@@ -94,7 +94,7 @@ class Grouped:
     def _parts(self, theta: Tensor) -> list[Tensor]:
         """Each of the parameters, (N P,): all clients', one after another. `theta` is one model for
         all, (D,), or each one's own, (N, D)."""
-        sizes, clients = self.federation.flat.layer_sizes, range(self.clients)
+        sizes, clients = self.trainer.flat.layer_sizes, range(self.clients)
         rows = 1 if theta.dim() == 1 else self.clients
         pieces = theta.detach().reshape(-1).split(sizes * rows)
         order = [n % rows * len(sizes) + i for i in range(len(sizes)) for n in clients]
@@ -131,7 +131,7 @@ class Grouped:
 
     def _of_variances(self, device: torch.device) -> tuple[Tensor, ...]:
         """Where `seen` has means, and what makes variances of the rest: eps, n / (n - 1)."""
-        norms, columns = self.federation.flat.norms, list[tuple[bool, float, float]]()
+        norms, columns = self.trainer.flat.norms, list[tuple[bool, float, float]]()
         for norm, count in zip(norms, self.counts, strict=True):
             columns += [(True, 0.0, 1.0)] * norm.num_features
             columns += [(False, norm.eps, count / (count - 1))] * norm.num_features
@@ -157,15 +157,15 @@ def _stacked(part: Tensor, shape: torch.Size) -> Tensor:
     return part.view(-1, height, width, inputs).permute(0, 3, 1, 2)
 
 
-def vmapped(federation: Federation) -> Passes:
+def vmapped(trainer: LocalTrainer) -> Passes:
     """The passes of any model without batch norms (torch.func.vmap)."""
-    model = copy.deepcopy(federation.model).train()
+    model = copy.deepcopy(trainer.model).train()
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def loss_of(theta_D: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
-        parameters = dict(zip(names, federation.flat.views(theta_D), strict=True))
+        parameters = dict(zip(names, trainer.flat.views(theta_D), strict=True))
         called = cast(nn.Module, lambda x: functional_call(model, parameters, (x,)))
-        return federation.loss(called, batch)
+        return trainer.loss(called, batch)
 
     losses = grad_and_value(loss_of)
     ways = vmap(losses, in_dims=(None, 0)), vmap(losses, in_dims=(0, 0))
@@ -177,8 +177,8 @@ def vmapped(federation: Federation) -> Passes:
     return passes
 
 
-class SideBySide(Federation):
-    """A federation whose clients train side by side; the same otherwise.
+class SideBySide(LocalTrainer):
+    """Trains all clients of a round side by side. No optimizers of the clients' own.
 
     A feed whose class defines `together(t, tau)` gives all clients' batches of a static round at
     once, stacked. Memory: three times the differences (N, D) of a round, five times with local steps.
@@ -186,17 +186,16 @@ class SideBySide(Federation):
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
+        if self.local_optimizer is not None:
+            raise ValueError("local_optimizer: got one, allowed with clients side by side: none")
         self._passes = Grouped(self) if self.flat.norms else vmapped(self)
         self._rows: dict[int, Tensor] = {}
 
-    def play(
-        self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
-        masks: int = 1,
-    ) -> Tensor:  # fmt: skip
+    def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
+        """All of them train."""
         mine = [n for n in chosen if n in self.own]
-        deltas_ND = self._train(mine, t, eta)
-        self._rows = dict(zip(mine, deltas_ND, strict=True))
-        return super().play(chosen, t, eta, dense, masks)
+        sums_ND = self._train(mine, t, eta)
+        self._rows = dict(zip(mine, sums_ND, strict=True))
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         return self._rows[n]

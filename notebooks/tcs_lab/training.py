@@ -21,6 +21,7 @@ from tcs_core import (
     Compressor,
     Federation,
     Link,
+    LocalTrainer,
     Phase,
     Traffic,
     unchanged,
@@ -166,11 +167,12 @@ class Training:
             model = _model(config, data.classes)
         link = link or _link(config, self.ranks)
         static = goes_static(config, link)
-        self.federation = self._kind(static)(
+        self.federation = Federation(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=CrossEntropy(config), link=link,
             weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
+            trainer=self._kind(static),
         )  # fmt: skip
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
@@ -188,12 +190,13 @@ class Training:
             rows = dict(zip(self.own, self.deltas_ND, strict=True))
             self.federation.on_delta = lambda n, delta_D: rows[n].copy_(delta_D)
 
-    def _kind(self, static: bool) -> type[Federation]:
+    def _kind(self, static: bool) -> type[LocalTrainer]:
+        """How clients train: one after another, or several at a time."""
         if goes_a_client_a_thread(self.config):
             return ClientThreads
         if goes_side_by_side(self.config) and self.ranks.size == 1:
             return SideBySide
-        return ClientStreams if static and goes_a_client_a_stream(self.config) else Federation
+        return ClientStreams if static and goes_a_client_a_stream(self.config) else LocalTrainer
 
     # What the federation has, by the names that notebooks use.
     theta_D = property(lambda self: self.federation.theta_D)
@@ -264,7 +267,7 @@ class Training:
             row["dense_rounds"] += compressor.known.dense
             if self.config.bad_message == "skip":  # messages left out
                 row["refused"] = row.get("refused", 0) + len(traffic.refused)
-        steps = count * scheme.local_steps * len(self.active)
+        steps = count * scheme.local_steps * self.config.participants
         self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
         row |= {"train_loss": float(self.loss_sum) / steps}
@@ -286,9 +289,9 @@ class Training:
         average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
         starts = range(0, self.feed.test_count(last), _JUDGED)
         parts = [slice(starts[i], starts[i] + _JUDGED) for i in self.ranks.own(len(starts))]
-        federation = self.federation
-        each = federation.each if isinstance(federation, ClientThreads) else map
-        with federation.evaluated(average_S):
+        trainer = self.federation.trainer
+        each = trainer.each if isinstance(trainer, ClientThreads) else map
+        with self.federation.evaluated(average_S):
             found = list(each(self._judged, parts))
         losses = self.ranks.rows(torch.tensor([f[0] for f in found], dtype=torch.float64))
         none = torch.empty(0, dtype=torch.bool, device=self.device)  # of a rank without a part

@@ -47,7 +47,7 @@ def play(name, loss=tcs.cross_entropy):
 @pytest.fixture
 def on_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)
-    monkeypatch.setattr(tcs.Federation, "_check_step", lambda *_: None)  # no gradients are there
+    monkeypatch.setattr(tcs.LocalTrainer, "_check_step", lambda *_: None)  # no gradients are there
     for name in (
         "_random_state",
         "_put_random_state",

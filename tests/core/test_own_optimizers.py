@@ -119,7 +119,7 @@ def test_a_feeds_place_is_counted_and_taken_up():
     assert not torch.equal(*passes)  # each in an order of its own
     assert torch.equal(*[rows.sort(0).values for rows in passes])
     assert torch.equal(one.batch(1, 0, 0)[0], two.batch(1, 0, 0)[0])
-    with pytest.raises(ValueError, match=r"^state: feed: got 2 clients, allowed: 3$"):
+    with pytest.raises(ValueError, match=r"^state: feed: passes: got 2, allowed: 3 entries$"):
         tcs.Feed(loaders(3)).load_state_dict(one.state_dict())
 
 
@@ -303,10 +303,10 @@ def test_a_failed_round_leaves_the_module_where_it_was_with_a_local_optimizer_to
         calls.append(1)
         return plain(model, batch if len(calls) < 4 else None)
 
-    made.loss = breaks
+    made.trainer.loss = breaks
     with pytest.raises(TypeError):
         made.round()
     assert torch.equal(nn.utils.parameters_to_vector(made.model.parameters()), theta_D)
     assert all(p.grad is None for p in made.model.parameters())
-    made.loss = plain
+    made.trainer.loss = plain
     assert made.round().isfinite().all()

@@ -53,7 +53,7 @@ def test_another_device_is_refused_with_nothing_changed():
     fed.round()
     theta_D = fed.theta_D.clone()
     model.to("meta")
-    with pytest.raises(ValueError, match=r"^model: got parameters on meta, allowed: cpu$"):
+    with pytest.raises(ValueError, match=r"^model: stem\.0\.weight: got one on meta, allowed: cpu"):
         fed.round()
     assert fed.theta_D.device.type == "cpu" and torch.equal(fed.theta_D, theta_D)
 
@@ -69,20 +69,20 @@ def test_a_state_has_what_the_owner_loaded_since_the_last_round():
     assert (fed.statistics_NS == 1).all()
 
 
-def test_a_state_has_what_was_trained_and_then_frozen():
+def test_a_state_has_what_is_frozen_and_what_its_owner_loads_there():
     ends = []
     for resumed in (False, True):
-        model = Classifier()
+        model = Classifier().frozen()
         fed = federation(model)
         fed.round()
-        model.stem.requires_grad_(False)
+        nn.init.ones_(model.stem[0].weight)
         fed.round()
         if resumed:
-            state, model = fed.state_dict(), Classifier()
+            state, model = fed.state_dict(), Classifier().frozen()
             nn.init.zeros_(model.stem[0].weight)
-            model.stem.requires_grad_(False)
             fed = federation(model)
             fed.load_state_dict(state)
         fed.round()
         ends.append(flat(model))
+        assert (model.stem[0].weight == 1).all()
     assert torch.equal(*ends)

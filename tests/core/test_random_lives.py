@@ -1,8 +1,9 @@
 """Section 7: rounds, failures, saving and an owner's changes, in whatever order they come."""
 
+import pytest
 import torch
 from common import same_state
-from hypothesis import assume, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
@@ -87,7 +88,7 @@ class Owner:
     def check(self):
         """The module has theta, and the active clients' average statistics."""
         federation = self.federation
-        for p, view in zip(federation.flat.parameters, federation.theta_views, strict=True):
+        for p, view in zip(federation.flat.parameters, federation.trainer.theta_views, strict=True):
             assert torch.equal(p, view)
         weights = federation.compressor.server.weights or [1.0] * federation.clients
         weights_N = torch.tensor([weights[n] for n in federation.active])
@@ -137,7 +138,7 @@ class Lives(RuleBasedStateMachine):
         chosen = self.some_clients(data)
 
         def failed(owner):
-            owner.federation.look_at_module()
+            owner.federation.trainer.read_module()
             theirs, (before, active) = owner.theirs(), owner.snapshot()
             owner.failure, owner.passes = failure, passes
             try:
@@ -156,7 +157,6 @@ class Lives(RuleBasedStateMachine):
     def second_goes_on_in_new_objects(self):
         before, after = self.owners[1], self.new()
         for old, new in zip(before.parameters(), after.parameters(), strict=True):
-            new.requires_grad_(old.requires_grad)
             new.grad = old.grad
         for old, new in zip(before.model.modules(), after.model.modules(), strict=True):
             new.training = old.training
@@ -169,18 +169,18 @@ class Lives(RuleBasedStateMachine):
     def a_parameter_changes(self, index):
         self.both(lambda owner: owner.parameters()[index].data.mul_(0.9))
 
-    @rule(index=st.integers(0, 3), trained=st.booleans())
-    def a_parameter_is_frozen_or_not(self, index, trained):
-        owner = self.owners[0]
-        assume(owner.federation.server_optimizer is None)
-        others = [p.requires_grad for i, p in enumerate(owner.parameters()) if i != index]
-        assume(trained or any(others))
+    @rule(index=st.integers(0, 3))
+    def a_parameter_is_frozen_for_a_while(self, index):
+        def refused(owner):
+            before, federation = owner.federation.state_dict(), owner.federation
+            owner.parameters()[index].requires_grad_(False)
+            for call in (federation.round, federation.state_dict):
+                with pytest.raises(ValueError, match="got one that is frozen"):
+                    call()
+            owner.parameters()[index].requires_grad_(True)
+            assert same_state(federation.state_dict(), before)
 
-        def train(owner):
-            owner.parameters()[index].requires_grad_(trained)
-            owner.federation.look_at_module()  # as saving would
-
-        self.both(train)
+        self.both(refused)
 
     @rule()
     def statistics_change(self):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from classifier import Classifier, batches, federation
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import tcs_core as tcs
@@ -114,38 +113,6 @@ def test_a_scripted_norm():
     assert tcs.Federation(plain, [[0]], "TCS", 0.1).flat.dimension == 16
 
 
-def net_with_a_bare_norm():
-    torch.manual_seed(0)
-    norm = nn.BatchNorm1d(8, affine=False)
-    return nn.Sequential(nn.Flatten(), nn.Linear(108, 8), norm, nn.Linear(8, 10))
-
-
-def test_another_norm_without_parameters_is_every_clients_own():
-    made, other = (federation(net_with_a_bare_norm(), clients=3) for _ in range(2))
-    made.round()
-    other.round()
-    made.model[2] = copy.deepcopy(made.model[2])  # the same numbers in another module
-    for federated in (made, other):
-        federated.round(clients=[0, 1, 2])
-    torch.testing.assert_close(made.model[2].running_mean, made.statistics_NS.mean(0)[:8])
-    same = made.model[2].running_mean.allclose(other.model[2].running_mean, atol=0.1)
-    assert same and made.statistics_NS.unique(dim=0).shape == made.statistics_NS.shape
-
-
-def test_a_layer_that_is_put_in_front_takes_over_no_errors():
-    torch.manual_seed(0)
-    made = federation(nn.Sequential(nn.Flatten(), nn.Linear(108, 108), nn.Linear(108, 10)))
-    for _ in range(2):
-        made.round()
-    before_ND = made.compressor.errors_ND.clone()
-    made.model.insert(1, nn.Linear(108, 108))
-    made.look_at_module()
-    first = 108 * 108 + 108
-    after_ND = made.compressor.errors_ND
-    assert before_ND.any() and not after_ND[:, :first].any()
-    assert torch.equal(after_ND[:, first:], before_ND)
-
-
 def squared(model, batch):
     return model(batch).square().mean()
 
@@ -174,18 +141,6 @@ def test_a_module_that_changes_its_parameters_in_the_forward_pass():
         squared(alone, words[0][0]).backward()
         optimizer.step()
     torch.testing.assert_close(with_own.model[0].weight, alone[0].weight)
-
-
-def test_pruning_keeps_the_errors_of_what_it_renames():
-    made = federation(nn.Sequential(nn.Flatten(), nn.Linear(108, 10)))
-    for _ in range(2):
-        made.round()
-    before_ND = made.compressor.errors_ND.clone()
-    assert before_ND.any()
-    prune.l1_unstructured(made.model[1], "weight", 0.5)
-    made.look_at_module()
-    assert "1.weight_orig" in made.flat.names
-    torch.testing.assert_close(made.compressor.errors_ND.norm(), before_ND.norm())
 
 
 # Evaluation ───────────────────────────────────────────────────────────────────────────────────────

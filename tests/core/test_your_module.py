@@ -2,12 +2,13 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from classifier import Classifier, batches, federation, flat, modes
 from torch import nn
+from torch.nn.utils import prune
 
 import tcs_core as tcs
 
@@ -171,99 +172,124 @@ def test_a_state_loaded_between_rounds_counts_with_its_statistics():
     assert float(model.stem[1].running_mean.mean()) > 4
 
 
-@pytest.mark.parametrize("how", ["assigned", "replaced"])
-def test_parameters_put_in_the_place_of_others_are_followed(how):
-    model = Classifier()
-    model.drop.p = 0.0
-    made = federation(model, "FedSGD")
-    made.round()
-    other = nn.Linear(20, 3)
-    if how == "assigned":
-        model.head.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
-    else:
-        model.head = copy.deepcopy(other)
-    fresh = tcs.Federation(
-        copy.deepcopy(model), [batches(3, n)[1:] for n in range(2)], "FedSGD", 0.1
-    )
-    assert torch.equal(made.round(), fresh.round())
-    assert not torch.equal(model.head.weight, other.weight)
-    assert torch.equal(flat(model), flat(fresh.model))
+def assigned(model):
+    state = {key: value.clone() for key, value in model.head.state_dict().items()}
+    model.head.load_state_dict(state, assign=True)
 
 
-@pytest.mark.parametrize("scheme", ["TCS", "TCS-Momentum"])
-def test_layers_frozen_and_unfrozen_between_rounds_are_followed(scheme):
-    """What stays keeps its errors and its momentum, by name; a frozen layer does not decay."""
-    model = Classifier()
-    made = federation(model, scheme, eta=0.01, weight_decay=1e-2)
-    for _ in range(3):
-        made.round()
-    errors, momentum_D = made.compressor.errors_ND.clone(), made.momentum_D
-    momentum_D = None if momentum_D is None else momentum_D.clone()
-    before, stem = made.t, copy.deepcopy(model.stem.state_dict())
-    entries = sum(p.numel() for p in model.stem.parameters())  # they come first
-    model.stem.requires_grad_(False)
-    made.look_at_module()
-    assert torch.equal(made.compressor.errors_ND, errors[:, entries:]) and errors[:, entries:].any()
-    if momentum_D is not None:
-        assert torch.equal(made.momentum_D, momentum_D[entries:])
-    update_D = made.round()
-    assert made.t == before + 1 == made.compressor.known.round
-    assert len(update_D) == made.compressor.known.dimension == len(flat(model)) - entries
-    weights = [key for key in stem if "running" not in key and "num_" not in key]
-    assert all(torch.equal(model.stem.state_dict()[key], stem[key]) for key in weights)
+def replaced(model):
+    model.head = nn.Linear(20, 3)
+
+
+def of_another_size(model):
+    model.head = nn.Linear(20, 7)
+
+
+def frozen(model):
+    model.body.requires_grad_(False)
+
+
+def unfrozen(model):
     model.stem.requires_grad_(True)
-    assert len(made.round()) == len(flat(model))
-    assert not torch.equal(model.stem[0].weight, stem["0.weight"])
 
 
-def test_a_parameter_that_was_added_is_trained():
-    model = Classifier()
-    made = federation(model)
-    made.round()
+def added(model):
     model.head.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    model.head.forward = lambda x: (
-        model.head.scale * F.linear(x, model.head.weight, model.head.bias)
-    )
-    made.round()
-    assert model.head.scale.item() != 1.0 and len(made.theta_D) == len(flat(model))
 
 
-def test_a_layer_of_another_size_is_named_and_nothing_has_changed():
-    model = Classifier()
-    made = federation(model)
+def gone(model):
+    model.head.bias = None
+
+
+def pruned(model):
+    prune.l1_unstructured(model.head, "weight", 0.5)
+
+
+def put_in_front(model):
+    model.drop = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5))
+
+
+def in_another_order(model):
+    weight = model.head.weight
+    del model.head.weight
+    model.head.weight = weight
+
+
+def tied(model):
+    model.body[1].bias = model.body[1].weight
+
+
+def in_another_layout(model):
+    model.body[0].to(memory_format=torch.channels_last)
+
+
+def in_double_precision(model):
+    model.head.double()
+
+
+def another_norm(model):
+    model.body[1] = copy.deepcopy(model.body[1]).requires_grad_(False)
+
+
+def a_bare_norm(model):
+    model.drop = nn.BatchNorm1d(20, affine=False)
+
+
+def a_norm_without_statistics(model):
+    model.body[1].running_mean = model.body[1].running_var = None
+
+
+CHANGES = {
+    assigned: "head.weight", replaced: "head.weight", of_another_size: "head.weight",
+    frozen: "body.0.weight", unfrozen: "stem.0.weight", added: "head.scale", gone: "head.bias",
+    pruned: "head.weight", put_in_front: "drop.0.weight", in_another_order: "head.weight",
+    tied: "body.1.bias", in_another_layout: "body.0.weight", in_double_precision: "head.weight",
+    another_norm: "body.1.weight", a_bare_norm: "drop", a_norm_without_statistics: "body.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [None, "local_optimizer", "server_optimizer"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_module_that_trains_others_is_refused_by_the_name_of_the_first(change, optimizer):
+    model = Classifier().frozen()
+    sgd = {optimizer: lambda parameters: torch.optim.SGD(parameters, 0.1)} if optimizer else {}
+    made = federation(model, **sgd)
     made.round(), made.round()
-    theta_D, errors_ND = made.theta_D.clone(), made.compressor.errors_ND.clone()
-    head, model.head = model.head, nn.Linear(20, 7)
-    text = r"^model: head\.weight: got shape \(7, 20\), allowed: \(3, 20\), as when the training began$"
-    with pytest.raises(ValueError, match=text):
-        made.round()
-    assert torch.equal(made.theta_D, theta_D) and made.t == 2
+    before = made.state_dict()
+    errors_ND, mask = made.compressor.errors_ND.clone(), made.compressor.rule.positions.clone()
+    change(model)
+    named = rf"^model: {re.escape(CHANGES[change])}: got .*, allowed: .*make a new Federation"
+    if change is in_another_order:
+        named = r"^model: .*head\.weight.*: got .*, allowed: .*make a new Federation"
+    calls = made.round, made.state_dict, lambda: made.load_state_dict(before)
+    for call in calls:
+        with pytest.raises(ValueError, match=named):
+            call()
+    assert made.t == 2 and made.feed.state_dict() == before["feed"]
+    assert torch.equal(made.theta_D, before["theta_D"])
     assert torch.equal(made.compressor.errors_ND, errors_ND)
-    model.head = head
-    made.round()
+    assert torch.equal(made.compressor.rule.positions, mask)
 
 
-def test_what_cannot_be_followed_is_named():
-    """Norms that come and go, and other parameters under a server's optimizer."""
-    model = Classifier()
-    made = federation(model)
+@pytest.mark.parametrize("change", [replaced, frozen, unfrozen, added, pruned, put_in_front])
+def test_a_new_federation_of_a_changed_module_trains_what_it_has_now(change):
+    model = Classifier().frozen()
+    federation(model).round()
+    change(model)
+    before_D, made = flat(model), federation(model)
     made.round()
-    model.body[1] = nn.Identity()
-    with pytest.raises(
-        ValueError, match=r"^model: norms: got 1 of 8 statistics, allowed: those it had"
-    ):
-        made.round()
-    model = Classifier()
-    whole = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
-    made = federation(model, server_optimizer=whole)
-    made.round()
-    model.stem.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"^model: others are trained, allowed with server_optimizer"
-    ):
-        made.round()
-    model.stem.requires_grad_(True)
-    made.round()
+    assert len(made.theta_D) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert not torch.equal(flat(model), before_D)
+
+
+def test_a_parameter_that_is_trained_again_lets_the_federation_go_on():
+    one, other = federation(Classifier()), federation(Classifier())
+    one.round(), other.round()
+    one.model.stem.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"^model: stem\.0\.weight: got one that is frozen"):
+        one.round()
+    one.model.stem.requires_grad_(True)
+    assert torch.equal(one.round(), other.round())
 
 
 def test_tied_weights_are_one_and_stay_tied():
@@ -392,12 +418,3 @@ def test_two_clients_with_one_iterator():
         tcs.Federation(Classifier(), [one, one], "TCS", 0.1)
     same = batches(3)
     assert tcs.Federation(Classifier(), [same, same], "TCS", 0.1).round().any()
-
-
-def test_a_norm_that_keeps_statistics_no_longer():
-    model = Classifier()
-    made = federation(model)
-    made.round()
-    model.body[1].running_mean = model.body[1].running_var = None
-    with pytest.raises(ValueError, match=r"^model: norms: got 1 of 8 statistics, allowed: those"):
-        made.round()

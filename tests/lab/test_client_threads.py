@@ -111,7 +111,7 @@ def federation(disturb=lambda n, t: None, feed=None):
 
     torch.set_num_threads(3)
     model = tcs.build_model("conv3", 2)
-    return ClientThreads(model, feed or Feed(), "TCS", 0.1, loss=loss)
+    return tcs.Federation(model, feed or Feed(), "TCS", 0.1, loss=loss, trainer=ClientThreads)
 
 
 def fail(n, t):
@@ -149,11 +149,12 @@ def test_an_error_reaches_the_caller_nothing_trains_on_and_threads_end(made, err
     with pytest.raises(error, match=text):
         one.round()
     assert torch.equal(one.theta_D, before_D) and one.t == 2  # the round was one in vain
-    assert not one.training and not one.waiting and len(one.free) == 4
+    trainer = one.trainer
+    assert not trainer.training and not trainer.waiting and len(trainer.free) == 4
     one.round()  # its caller may go on
     assert not torch.equal(one.theta_D, before_D)
     assert any(thread.name.startswith("client") for thread in threading.enumerate())
-    del one
+    del one, trainer
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("client"):

@@ -74,9 +74,15 @@ def test_what_static_rounds_cannot_do_stays_eager():
 def test_an_update_that_is_not_finite_is_named_after_the_epoch():
     _, static = federations("TCS", warmup_epochs=1)
     static.epoch(0)
+    state = static.state_dict()
     static.flat.parameters[0].data.fill_(float("inf"))
     with pytest.raises(tcs.NotFiniteError, match=r"client 0.*epoch 2, round 1 of 10"):
         static.epoch(1)
+    for call in (static.federation.round, static.state_dict, static.evaluate):
+        with pytest.raises(ValueError, match="load_state_dict"):
+            call()
+    static.load_state_dict(state)
+    assert static.epoch(1)["dense_rounds"] == 0 and static.evaluate()["accuracy"] >= 0
 
 
 def test_masks_that_were_replaced_are_seen_by_the_next_static_round(monkeypatch):
@@ -171,7 +177,7 @@ def test_a_graph_is_captured_anew_for_what_is_elsewhere_now(name, monkeypatch):
         as_on_a_gpu.setattr(rounds, "_captured", lambda: captured.append(1) or graph)
         rounds.play(range(2, 4))
         assert len(captured) == 1
-        federation.model[0].bias.requires_grad_(False)
+        federation.model[0].bias.data = federation.model[0].bias.data.clone()
         rounds.play(range(4, 6))
         assert len(captured) == 2
         federation.model[0].weight.data = federation.model[0].weight.data.clone()
@@ -245,7 +251,7 @@ def test_clients_on_streams_train_as_they_do_in_turns(name, monkeypatch):
     eager = federations(name, clients=7)[0]
     monkeypatch.setattr(lab.Training, "_kind", lambda self, static: ClientStreams)
     streams = federations(name, clients=7)[0]
-    assert type(streams.federation) is ClientStreams
+    assert type(streams.federation.trainer) is ClientStreams
     for epoch in range(3):
         assert streams.epoch(epoch) == eager.epoch(epoch)
     for key in ("theta_D", "statistics_NS"):
@@ -264,9 +270,9 @@ def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
         ways = {"client_threads": False, "side_by_side": False, "graph": True}
         made = mock.Mock(config=mock.Mock(**settings, **ways))
         kinds[device, clients] = [lab.Training._kind(made, static) for static in (True, False)]
-    assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.Federation]
-    assert all(kind == [tcs.Federation] * 2 for kind in kinds.values())
-    assert type(training.federation) is tcs.Federation
+    assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.LocalTrainer]
+    assert all(kind == [tcs.LocalTrainer] * 2 for kind in kinds.values())
+    assert type(training.federation.trainer) is tcs.LocalTrainer
 
 
 @pytest.mark.gpu

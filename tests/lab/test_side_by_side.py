@@ -6,8 +6,11 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import config
+from tcs_lab.client_streams import ClientStreams
 from tcs_lab.side_by_side import SideBySide, goes_side_by_side
 from tcs_lab.training import ImageFeed, Training, load_data
+
+import tcs_core
 
 NET = {"train_samples": 60, "clients": 5, "batch_size": 3, "width": 4}
 
@@ -32,8 +35,8 @@ def test_it_is_the_same_to_rounding(small, model, scheme, changes):
     the way that the model went is compared, of which a client mixed up would leave nothing alike."""
     changes = changes | {"model": model}
     turns, together = (made(way, scheme, changes) for way in (False, True))
-    assert isinstance(together.federation, SideBySide)
-    assert not isinstance(turns.federation, SideBySide)
+    assert isinstance(together.federation.trainer, SideBySide)
+    assert not isinstance(turns.federation.trainer, SideBySide)
     start_D = turns.theta_D.clone()
     for epoch, near in enumerate((1e-5, 5e-2)):
         rows, found = turns.epoch(epoch), together.epoch(epoch)
@@ -92,5 +95,15 @@ def test_a_feed_that_changes_batches_is_asked_for_each(small):
     training.federation.feed.__class__ = Zeros
     training.federation.feed.hold(range(training.feed.rounds))
     for t in (0, torch.tensor(0)):
-        _, labels_NB = training.federation._batches(list(range(5)), t, 0)
+        _, labels_NB = training.federation.trainer._batches(list(range(5)), t, 0)
         assert labels_NB.sum() == 0
+
+
+@pytest.mark.parametrize("trainer", [SideBySide, ClientStreams])
+def test_optimizers_of_the_clients_own_are_refused(trainer):
+    batches = [[(torch.randn(4, 6), torch.arange(4) % 3)]] * 2
+    with pytest.raises(ValueError, match=r"^local_optimizer: got one, allowed with .*: none$"):
+        tcs_core.Federation(
+            torch.nn.Linear(6, 3), batches, "TCS", 0.1, local_optimizer=torch.optim.SGD,
+            trainer=trainer,
+        )  # fmt: skip
