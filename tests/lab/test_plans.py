@@ -44,7 +44,9 @@ def made_record(wanted, right, status="finished"):
     count = wanted.epochs if status == "finished" else 1
     counted = ("rounds", "dense_rounds", "bits_up", "bits_down", "bytes_up", "bytes_down")
     accuracy = int(right.sum()) / len(right)
-    rows = [{"epoch": e + 1, "accuracy": accuracy} | dict.fromkeys(counted, 1) for e in range(count)]
+    rows = [
+        {"epoch": e + 1, "accuracy": accuracy} | dict.fromkeys(counted, 1) for e in range(count)
+    ]
     rows[-1]["right"] = packed(right)
     return {
         "version": 1, "digest": wanted.digest, "status": status, "reason": None,
