@@ -168,7 +168,8 @@ class Deadline:
         then is told to end, and goes on from its last checkpoint the next time."""
         ends = time.monotonic() + 60 * minutes
         todo = {run.config.digest: run for run in self.waiting}
-        with _Followed(todo, progress) as bar, rows_shown(bar) as told:
+        bar = _Followed(todo, progress)
+        with bar, rows_shown(bar) as told:
             try:
                 while (left := ends - time.monotonic()) > 0:
                     self._collect(bar)
