@@ -14,7 +14,7 @@ import statistics
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,40 +47,33 @@ def next_to_start(
     """Which of the `waiting` runs to begin now, as a place in the list; None for none of them.
 
     `running` and `waiting` are the work of the runs that have begun and of those that have not, in
-    the order in which they are wanted; `seconds` are left. A run is begun if all that then run end
-    in time, and if so many at once get more done than fewer. One that does not fit beside those
-    that run, but does after some of them have ended, is waited for, and none overtakes it. One that
-    does not fit at all is passed over.
+    the order in which they are wanted; `seconds` are left. The first run is begun that ends in time
+    together with all that run already, as long as one more at once gets more done. One that does
+    not fit is passed over: after the others have ended it would fit even less.
     """
-    most = most_at_once(sharing)
-    for place, work in enumerate(waiting):
-        if len(running) < most and _all_end([*running, work], sharing) <= seconds:
-            return place
-        for passed, rest in _ends(running, sharing):
-            if len(rest) < most and passed + _all_end([*rest, work], sharing) <= seconds:
-                return None
+    if len(running) < most_at_once(sharing):
+        for place, work in enumerate(waiting):
+            if seconds_together([*running, work], sharing) <= seconds:
+                return place
     return None
 
 
 def most_at_once(sharing: Sequence[float]) -> int:
     """With how many runs at once a machine gets the most done: n runs that each take `sharing[n-1]`
     times as long do as much as n / sharing[n-1] runs alone."""
-    return max(range(1, len(sharing) + 1), key=lambda n: n / sharing[n - 1])
+    most = 1
+    while most < len(sharing) and (most + 1) / sharing[most] > most / sharing[most - 1]:
+        most += 1
+    return most
 
 
-def _ends(works: Sequence[float], sharing: Sequence[float]) -> Iterator[tuple[float, list[float]]]:
-    """When the runs of so much work end, one after the other, and the work of those that are left."""
-    passed, left = 0.0, sorted(works)
-    while left:
-        first = left[0]
-        passed += first * sharing[len(left) - 1]
-        left = [work - first for work in left[1:]]
-        yield passed, left
-
-
-def _all_end(works: Sequence[float], sharing: Sequence[float]) -> float:
-    """When the last of them ends."""
-    return [passed for passed, _ in _ends(works, sharing)][-1]
+def seconds_together(works: Sequence[float], sharing: Sequence[float]) -> float:
+    """When the last of some runs ends that begin together: those that are left go faster."""
+    passed, done = 0.0, 0.0
+    for ended, work in enumerate(sorted(works)):
+        passed += (work - done) * sharing[len(works) - ended - 1]
+        done = work
+    return passed
 
 
 # A run, and what becomes of it ────────────────────────────────────────────────────────────────────
