@@ -2,13 +2,17 @@
 
 import itertools
 import json
+import os
+import signal
 import tarfile
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import tcs_lab as lab
 from common import IMAGES, TINY, as_tar, config, numbers
+from processes import start_command, until
 from tcs_lab import deadline
 from tcs_lab.__main__ import main
 from tcs_lab.checkpoints import checkpoint_path, epochs_kept
@@ -295,3 +299,22 @@ def test_a_run_that_is_stopped_keeps_its_checkpoint_and_a_second_call_goes_on(
     record = lab.read_record(lab.record_path(wanted, tmp_path / "results"))
     assert record["rows"][:kept] == rows  # also the seconds that they took
     assert numbers(record) == numbers(lab.run(wanted, tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_run_outlives_the_command(plan, tmp_path, how):
+    words = plan("{schemes: [TCS-Q5], epochs: 100000, minutes: 1}")
+    ((wanted,),) = lab.planned_runs(words[1]).values()
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    process = start_command([*words, "--minutes", "100"], tmp_path)
+    until(checkpoint_path(wanted).exists, 120)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, how)
+    process.join(60)
+    assert process.exitcode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert children and not alive
+    assert epochs_kept(wanted) and not (tmp_path / "results" / "ci").exists()
+    if how == signal.SIGTERM:
+        said = (tmp_path / "output").read_text(encoding="utf-8")
+        assert said == "terminated; the same command goes on where it stopped\n"
