@@ -90,6 +90,7 @@ class Timed:
     done: int = 0  # epochs
     paces: list[float] = field(default_factory=list)  # seconds of its epochs, each as if alone
     process: Any = None
+    begun: float = 0.0  # when, by the clock of `time.monotonic`
 
     @property
     def work(self) -> float:
@@ -189,6 +190,7 @@ class Deadline:
         run.process = multiprocessing.get_context("spawn").Process(target=_made_here, args=settings)
         with _interrupts_held():  # Ctrl-C is for this process, which tells the others
             run.process.start()
+        run.begun = time.monotonic()
         self.running.append(run)
 
     def _collect(self, bar: _Followed, stopped: Sequence[Any] = ()) -> None:
@@ -197,7 +199,7 @@ class Deadline:
             self.running.remove(run)
             bar.ended(run.config.digest)
             if self._path(run).exists():
-                run.became = "made"
+                run.became = f"made in {(time.monotonic() - run.begun) / 60:.1f} minutes"
                 self.made.append(run)
                 self._write_pack()
             elif run.process in stopped:

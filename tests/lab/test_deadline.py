@@ -90,6 +90,7 @@ class Machine:
     def begin(self, owner, run, told):
         name = run.config.scheme.name
         self.begun.append((name, self.now))
+        run.begun = self.now
         self.left[name] = self.alone[name]
         run.process = SimpleNamespace(
             is_alive=lambda: name in self.left, terminate=lambda: self.stop(name),
@@ -116,7 +117,9 @@ def test_nothing_is_begun_that_does_not_end(monkeypatch, minutes):
     assert max(machine.ended.values()) <= 60 * minutes + 6  # of rounding up to a poll
     assert [name for name, _ in machine.begun][:2] == ["FedAvg", "TCS"]
     outcomes = dict(zip(expected, made.table().outcome, strict=True))
-    assert {name for name, became in outcomes.items() if became == "made"} == set(machine.ended)
+    assert {name for name, became in outcomes.items() if became.startswith("made in ")} == set(
+        machine.ended
+    )
     left = {name for name, became in outcomes.items() if became.startswith("not begun: ")}
     assert left == set(expected) - set(machine.ended) and ("Baseline" in left or minutes == 12)
 
@@ -142,7 +145,8 @@ def test_a_run_that_fails_or_is_made_elsewhere_keeps_no_other_back(monkeypatch):
     made = Deadline(configs, dict.fromkeys([c.digest for c in configs], 1.0), SHARING)
     assert len(made.make(12, progress=False)) == 2 and made.failed
     assert list(made.table().outcome) == [
-        "failed (exit code 1)", "made", "left to another process, which is making it", "made",
+        "failed (exit code 1)", "made in 0.7 minutes",
+        "left to another process, which is making it", "made in 1.3 minutes",
     ]  # fmt: skip
 
 
@@ -248,7 +252,7 @@ def test_what_fits_is_made_as_by_run_and_brought_back_in_one_file(plan, tmp_path
     assert main([*words, "--minutes", "10", "--pack", str(pack)]) == 1
     said = capfd.readouterr()
     lines = [line.strip("| ").split(" | ") for line in said.out.splitlines()[2:]]
-    assert [(line[0], line[-1]) for line in lines] == [
+    assert [(line[0], line[-1].split(" in ")[0]) for line in lines] == [
         ("TCS-L2", "made"), ("top-K", "not begun: 500.0 minutes alone"),
         ("TCS", "failed (exit code 1)"), ("Baseline", "made"),
     ]  # fmt: skip
