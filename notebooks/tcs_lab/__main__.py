@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import io
+import math
 import os
 import signal
 import sys
@@ -20,8 +21,9 @@ import torch
 
 from tcs_lab.bench import BENCHES, USUAL, bench_table, run_benches
 from tcs_lab.checkpoints import checkpoint_path
+from tcs_lab.deadline import Deadline
 from tcs_lab.errors import cut, one_line, reject_unknown, shown
-from tcs_lab.planned import planned_runs
+from tcs_lab.planned import minutes_of, planned_runs, read_plan
 from tcs_lab.ranks import RankError, joined_ranks, world
 from tcs_lab.records import config_of, differences, read_record, record_path
 from tcs_lab.runs import run_all, run_queue
@@ -41,13 +43,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tcs", description="Time-Correlated Sparsification: runs")
     commands = parser.add_subparsers(required=True)
 
-    def command(main: Callable[[Any], int], does: str) -> Callable[..., Any]:
-        own = commands.add_parser(main.__name__.strip("_"), help=does, description=does)
+    def command(main: Callable[[Any], int], does: str, example: str = "") -> Callable[..., Any]:
+        name = main.__name__.strip("_")
+        own = commands.add_parser(name, help=does, description=does, epilog=example)
         own.set_defaults(main=main)
         return own.add_argument
 
     run = command(_run, "make the runs of a table in a profile; print the table")
-    queue = command(_queue, "make the runs of a plan in its order; several may share the work")
+    queue = command(
+        _queue, "make the runs of a plan in its order; several may share the work",
+        "Example, for a GPU that is there for 12 minutes: tcs queue params/gpu_plan.yaml "
+        "--minutes 12 --pack records.tar --set data_root=FOLDER",
+    )  # fmt: skip
     vary = command(_sensitivity, "make the runs that vary one setting at a time; print the table")
     again = command(_again, "make a record's run again and compare the two")
     bench = command(_bench, "measure speed and memory; write results/bench/")
@@ -61,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     queue("plan", metavar="PLAN", nargs="+",
           help="files like params/evidence_plan.yaml, one after the other; FILE:STAGE is one stage")  # fmt: skip
     queue("--stage", action="append", help="only this stage (may be repeated)")
+    queue("--minutes", type=float,
+          help="begin only runs that end within so many minutes, and stop what has not ended by then; "
+               "several run at once where the plan says that this is faster")  # fmt: skip
+    queue("--jobs", type=int, help="with --minutes: no more than so many runs at once")
+    queue("--pack", metavar="FILE",
+          help="with --minutes: write a tar of the new records after each run")  # fmt: skip
     for add, sets in (
         (run, _ANY),
         (queue, _ANY),
@@ -150,17 +163,48 @@ def _queue(arguments: argparse.Namespace) -> int:
     def planned() -> list[RunConfig]:
         configs = []
         for given in arguments.plan:
-            named_stage = ":" in given and not Path(given).exists()
-            file, stage = given.rsplit(":", 1) if named_stage else (given, "")
+            file, stage = _file_and_stage(given)
             stages = planned_runs(file, changes, arguments.results)
             wanted = [stage] if stage else arguments.stage or list(stages)
             reject_unknown(wanted, stages, f"stage in {file}")
             configs += [config for name in stages if name in wanted for config in stages[name]]
         return configs
 
+    if arguments.minutes is not None:
+        return _before_deadline(arguments, planned(), changes)
+    for key in ("jobs", "pack"):
+        if given := getattr(arguments, key):
+            raise ValueError(f"--{key}: got {given}, allowed without --minutes: none")
     records = run_queue(planned, arguments.results)
     print(f"{len(records)} runs are made")
     return _ended(records)
+
+
+def _file_and_stage(given: str) -> tuple[str, str]:
+    """FILE or FILE:STAGE; a file whose name has a colon is a file."""
+    if ":" not in given or Path(given).exists():
+        return given, ""
+    file, stage = given.rsplit(":", 1)
+    return file, stage
+
+
+def _before_deadline(
+    arguments: argparse.Namespace, configs: list[RunConfig], changes: dict[str, Any]
+) -> int:
+    """Those of a plan's runs that fit into some minutes; says what has become of all of them."""
+    if not 0 < arguments.minutes < math.inf:
+        raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a number above 0")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ValueError(f"--jobs: got {arguments.jobs}, allowed: a whole number >= 1")
+    files = list(dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan))
+    if len(files) > 1:
+        raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: one file")
+    expected, sharing = minutes_of(files[0], changes), read_plan(files[0]).sharing
+    where = arguments.results, arguments.jobs, arguments.pack
+    deadline = Deadline(configs, expected, sharing, *where)
+    records = deadline.make(arguments.minutes)
+    print(plain_markdown(deadline.table()))
+    return max(_ended(records), int(deadline.failed))
 
 
 @_makes

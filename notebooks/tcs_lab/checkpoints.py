@@ -101,6 +101,17 @@ def _read_checkpoint(
     return rows, json.loads(state["ways"])
 
 
+def epochs_kept(config: RunConfig) -> int:
+    """How many epochs of a run its checkpoint holds; 0 without one, or for one that is of no use
+    (the run itself says why)."""
+    path = checkpoint_path(config)
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return len(json.loads(state["rows"]))
+    except Exception:  # as in `load_checkpoint`: damaged files raise many kinds
+        return 0
+
+
 class Pace:
     """Spends at most a twentieth of the time on checkpoints."""
 

@@ -1,12 +1,13 @@
 """Plans: many runs, in the order in which they are made.
 
-A plan is a file like params/evidence_plan.yaml (runs that are fixed from the start) or
-params/fair_plan.yaml (runs whose learning rate is tuned first).
+A plan is a file like params/evidence_plan.yaml (runs that are fixed from the start),
+params/fair_plan.yaml (runs whose learning rate is tuned first) or params/gpu_plan.yaml (runs of
+which the plan says how long they take).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,17 @@ class Tuning(BaseModel, extra="forbid"):
         return sorted({*self.factors, *self.further})
 
 
+class Entry(BaseModel, extra="allow"):
+    """What runs of a stage change of the profile, and for how many `minutes` one of them is expected
+    to take if it has the machine that the plan is made for to itself."""
+
+    minutes: Positive | None = None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
 class Stage(BaseModel, extra="forbid"):
     """A part of a plan. Either `runs` says what each run changes of the profile; they are made seed
     by seed, and for each seed one after the other. Or `tune` names schemes whose learning rate is
@@ -75,7 +87,7 @@ class Stage(BaseModel, extra="forbid"):
 
     stage: str
     seeds: Annotated[list[Seed], Field(min_length=1)]
-    runs: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    runs: Annotated[list[Entry], Field(min_length=1)] | None = None
     tune: Annotated[list[str], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -92,11 +104,19 @@ def _each_once(stages: list[Stage]) -> list[Stage]:
     return stages
 
 
+def _slowdowns(factors: list[float]) -> list[float]:
+    if factors[0] != 1 or sorted(factors) != factors:
+        raise ValueError(f"got {factors}, allowed: numbers that begin with 1.0 and do not fall")
+    return factors
+
+
 class Plan(BaseModel, extra="forbid"):
     """A file like params/evidence_plan.yaml; `profile` is a file beside it. `analysis` is read by
-    the notebook that judges the records."""
+    the notebook that judges the records. The n-th number of `sharing` says how many times as long a
+    run takes if n runs share the machine."""
 
     profile: str
+    sharing: Annotated[list[float], Field(min_length=1), AfterValidator(_slowdowns)] = [1.0]
     tuning: Tuning | None = None
     stages: Annotated[list[Stage], Field(min_length=1), AfterValidator(_each_once)]
     analysis: dict[str, Any] = {}
@@ -135,16 +155,29 @@ def planned_runs(
     runs: dict[str, list[RunConfig]] = {}
     for stage in read.stages:
         if stage.runs is not None:
-            runs[stage.stage] = [
-                config
-                for seed in stage.seeds
-                for change in stage.runs
-                for config in plan(profile | change | changes | {"seeds": [seed]})
-            ]
+            runs[stage.stage] = [config for config, _ in _fixed_runs(stage, profile, changes)]
         else:
             searches = _searches(read, stage, profile | changes, results)
             runs[stage.stage] = _tuned_runs(searches, stage.seeds)
     return runs
+
+
+def _fixed_runs(
+    stage: Stage, profile: dict[str, Any], changes: dict[str, Any]
+) -> Iterator[tuple[RunConfig, float | None]]:
+    """The runs of a stage that tunes nothing, in order, each with the minutes that it should take."""
+    for seed in stage.seeds:
+        for entry in stage.runs or []:
+            for config in plan(profile | entry.changes | changes | {"seeds": [seed]}):
+                yield config, entry.minutes
+
+
+def minutes_of(path: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """How long a plan expects its runs to take, by their digests; arguments as `planned_runs`'. Runs
+    of which the plan does not say it are left out."""
+    read, profile, changes = read_plan(path), _profile(path), _checked_changes(changes)
+    stages = [_fixed_runs(stage, profile, changes) for stage in read.stages]
+    return {c.digest: minutes for runs in stages for c, minutes in runs if minutes is not None}
 
 
 def _profile(path: str | Path) -> dict[str, Any]:

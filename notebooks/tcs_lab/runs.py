@@ -147,15 +147,18 @@ def _loss_problem(row: Row, epoch: int) -> str | None:
 
 @contextlib.contextmanager
 def _arithmetic(threads: int | None) -> Iterator[None]:
-    """So many CPU threads; and fp32 is fp32 on a GPU too, whose convolutions would be in TF32."""
-    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
+    """So many CPU threads. On a GPU fp32 is fp32, too (convolutions would be in TF32), and cuDNN
+    tries which of its convolutions is the fastest for each shape: a run has few shapes, and each of
+    them comes thousands of times."""
+    cudnn = torch.backends.cudnn
+    before = torch.get_num_threads(), cudnn.allow_tf32, cudnn.benchmark
     torch.set_num_threads(threads or before[0])
-    torch.backends.cudnn.allow_tf32 = False
+    cudnn.allow_tf32, cudnn.benchmark = False, True
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        cudnn.allow_tf32, cudnn.benchmark = before[1:]
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ FITS = {  # strange as they look, these are allowed
     "table": {"null"}, "figure": {"null"}, "title": {"null", "text", "number as text"},
     "paper": {"null"}, "jobs": set(), "schemes": set(), "seeds": {"list"},
     "phi_global": PHI, "phi_local": PHI, "phi_down": PHI, "phi_min_global": PHI, "phi_min_local": PHI,
-    "learning_rate": NUMBER, "profile": {"number as text"}, "dataset": set(),
+    "learning_rate": NUMBER, "centralized_learning_rate": NUMBER, "profile": {"number as text"}, "dataset": set(),
     "data_root": {"null"},  # of synthetic images
     "data_label": {"null", "text", "number as text"},
     "train_samples": {"null"}, "test_samples": {"null"}, "image_size": {"null"}, "model": set(), "width": set(),

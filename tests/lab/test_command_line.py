@@ -45,6 +45,25 @@ def test_a_queue_says_how_it_ended(tmp_path, capsys, small):
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("diverged: TCS: ")
 
 
+def test_a_queue_takes_several_plans_and_stages_of_them(tmp_path, capsys, small):
+    tiny_command(tmp_path, epochs=1)  # writes tiny.yaml
+    stage = "{stage: %s, seeds: [0], runs: [{schemes: [%s]}]}"
+    for name, first, second in (("one", "TCS", "top-K"), ("two", "TCS-Q5", "FedAvg")):
+        stages = f"[{stage % ('a', first)}, {stage % ('b', second)}]"
+        text = f"{{profile: tiny.yaml, stages: {stages}}}"
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+    words = [str(tmp_path / "two.yaml:b"), str(tmp_path / "one.yaml"), "--results", str(tmp_path)]
+    assert main(["queue", *words, "--stage", "a"]) == 0
+    made = {path.name.split("-0.5")[0] for path in (tmp_path / "ci" / "runs").iterdir()}
+    assert made == {"FedAvg", "TCS"}
+    assert main(["queue", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == ["2 runs are made", "3 runs are made"]
+    for unknown in ([str(tmp_path / "one.yaml:c")], [str(tmp_path / "one.yaml"), "--stage", "c"]):
+        assert main(["queue", *unknown, "--results", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: unknown stage in ") and "allowed: a, b" in error
+
+
 @pytest.mark.parametrize("command", ["run", "queue", "again", "sensitivity", "bench"])
 def test_every_command_has_its_help(capsys, command):
     with pytest.raises(SystemExit) as ended:

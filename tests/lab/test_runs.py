@@ -33,6 +33,20 @@ def test_a_run_leaves_its_record_and_no_checkpoint(tmp_path, small):
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_what_a_run_sets_for_a_gpu_is_put_back(tmp_path, monkeypatch, small):
+    """fp32 convolutions are fp32, and cuDNN tries which of its own are the fastest."""
+    cudnn, seen = torch.backends.cudnn, []
+    monkeypatch.setattr(cudnn, "allow_tf32", True)
+    monkeypatch.setattr(cudnn, "benchmark", False)
+
+    def look(row):
+        seen.append((cudnn.allow_tf32, cudnn.benchmark))
+
+    lab.run(config(), tmp_path, look)
+    assert set(seen) == {(False, True)}
+    assert (cudnn.allow_tf32, cudnn.benchmark) == (True, False)
+
+
 def test_an_existing_record_is_used(tmp_path, monkeypatch, small):
     first = lab.run(config(), tmp_path)
     monkeypatch.setattr(lab.runs, "Training", lambda *_: pytest.fail("trained again"))

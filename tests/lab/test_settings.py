@@ -147,6 +147,43 @@ def test_identity_ignores_where_and_how_fast_and_nothing_else():
     assert len(digests) == len(different) + 2
 
 
+def test_centralized_training_has_a_learning_rate_of_its_own():
+    """It names centralized runs only, and sets their schedule only."""
+    for name in ("Baseline", "Baseline-Momentum"):
+        plain, faster = paper(name), paper(name, centralized_learning_rate=0.16)
+        assert plain.digest != faster.digest and faster.identity()["learning_rate"] == 0.16
+        assert paper(name, learning_rate=0.8).digest == plain.digest
+        assert plain.digest == paper(name, centralized_learning_rate=0.1).digest
+        for epoch in (0, 149.5, 200, 299):
+            rates = [config.learning_rate_at(epoch) for config in (faster, plain)]
+            assert rates[0] == pytest.approx(1.6 * rates[1])
+    for name in ("TCS", "FedAvg", "TCS-L4-Q5", "top-K", "STC", "TCS-Global Momentum"):
+        plain, other = paper(name), paper(name, centralized_learning_rate=0.16)
+        assert plain.digest == other.digest and plain.identity() == other.identity()
+        assert [plain.learning_rate_at(e) for e in range(300)] == [
+            other.learning_rate_at(e) for e in range(300)
+        ]
+    with pytest.raises(ValueError, match=r"^centralized_learning_rate: got 0 .*, allowed: "):
+        paper("Baseline", centralized_learning_rate=0)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.063, 0.16])
+@pytest.mark.parametrize("name", ["Baseline", "Baseline-Momentum"])
+def test_a_centralized_record_says_its_learning_rate(name, rate):
+    config = paper(name, centralized_learning_rate=rate, reference_batch=160)
+    record = {"config": config.identity(), "digest": config.digest, "provenance": {}}
+    again = lab.config_of(record)
+    assert again.centralized_learning_rate == again.eta == rate
+    assert again.identity() == config.identity()
+
+
+def test_records_from_before_centralized_training_had_a_rate_keep_their_names():
+    for path in sorted((lab.ROOT / "results/evidence/runs").glob("Baseline-*.json"))[::4]:
+        record = lab.read_record(path)
+        again = lab.config_of(record)
+        assert again.digest == record["digest"] and again.centralized_learning_rate == 0.1
+
+
 @pytest.mark.parametrize("given", [{}, {"dataset": "text", "model": "gpt"}])
 def test_images_for_a_data_set_that_reads_none_are_refused(given):
     with pytest.raises(ValueError, match=r"^data_root: got '/x', allowed with dataset .*: none"):

@@ -321,6 +321,7 @@ NO_TABLE = {
     "controls_plan",
     "evidence_plan",
     "fair_plan",
+    "gpu_plan",
     "optimizers",
     "prediction",
     "rivals_small",

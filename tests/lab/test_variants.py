@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
-from common import config
+from common import config, same_state
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import DIMENSION, SIZES, like_training
@@ -131,6 +131,126 @@ def test_a_pickled_variant_goes_on(name):
     for deltas_ND in rounds[2:]:
         assert torch.equal(one.step(deltas_ND), other.step(deltas_ND))
     assert torch.equal(one.errors_ND, other.errors_ND)
+
+
+# Controls: a shared mask that does not follow the last update ──────────────────────────────────────
+
+CONTROLS = ["TCS-Random", "TCS-Stale"]
+MORE = ["", "-Q5", "-K4", "-LF", "-L2"]
+
+
+def rounds_of(name, count=16, seed=5, **changes):
+    """A compressor after each of its rounds, the first of them dense."""
+    scheme = dataclasses.replace(tcs.Scheme.named(name), **changes)
+    compressor = tcs.Compressor(scheme, SIZES, 3, seed=seed)
+    for round_ in range(count):
+        mask_K = None if compressor.known.rule.shared_mask() is None else shared(compressor)
+        compressor.step(torch.stack([like_training(seed=10 * round_ + n) for n in range(3)]))
+        yield compressor, mask_K
+
+
+def shared(compressor):
+    return compressor.known.rule.shared_mask().clone()
+
+
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_control_sends_as_much_as_tcs(control, more):
+    plain, compared = rounds_of("TCS" + more), rounds_of(control + more)
+    for t, ((one, one_K), (other, other_K)) in enumerate(zip(plain, compared, strict=True)):
+        rules = one.known.rule, other.known.rule
+        assert rules[0].k_global == rules[1].k_global and rules[0].k_local == rules[1].k_local
+        assert (one.bits_up, one.bytes_up) == (other.bits_up, other.bytes_up)
+        assert one.known.dense == other.known.dense == (t == 0)
+        if t:
+            assert len(one_K) == len(other_K) == rules[0].k_global
+            assert torch.equal(other_K, other_K.unique())
+
+
+@pytest.mark.parametrize("more", ["", "-Q5", "-K4"])
+def test_a_random_mask_is_another_one_each_round_and_follows_from_the_seed(more):
+    def masks(seed):
+        made = rounds_of("TCS-Random" + more, seed=seed, phi_global=0.08)
+        return [mask_K for _, mask_K in made][1:]
+
+    drawn = masks(5)
+    assert all(map(torch.equal, drawn, masks(5)))
+    pairs = [*itertools.pairwise(drawn), *zip(drawn, masks(6), strict=True)]
+    assert max(len(np.intersect1d(*pair)) for pair in pairs) < 40  # of 80; 6 by chance
+
+
+@pytest.mark.parametrize("name", [*CONTROLS, "TCS-Random-Q5", "TCS-Stale-K4"])
+def test_a_client_and_a_server_apart_know_the_same_mask(name):
+    """Each from its own `Known`, by nothing but the seed and the updates."""
+    server, client = (tcs.Known(name, SIZES, seed=5) for _ in range(2))
+    one, hub = tcs.Client(client, 0), tcs.Server(server, [1.0])
+    for t in range(13):
+        for known in (client, server):
+            known.begin()
+        assert client.dense == server.dense == (t == 0)
+        assert torch.equal(client.shared_K, server.shared_K)
+        data = client.to_bytes(one.send(like_training(seed=t)))
+        hub.add(0, server.from_bytes(data, 0))
+        one.arrived()
+        update_D, reply = hub.finish()
+        server.observe(update_D)
+        received = client.from_bytes(server.to_bytes(reply), tcs.SERVER)
+        client.observe(client.expanded(received))
+
+
+@pytest.mark.parametrize("more", ["", "-Q5", "-K4", "-W4", "-W4-Q5"])
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_control_that_was_saved_goes_on_with_the_same_masks(control, more):
+    """Saved in a wide warm-up, when masks shrink, and when the history is short or full."""
+    data = lab.synthetic_dataset(train=120, test=40).resized(16)
+    settings = config(control + more, epochs=3, warmup_epochs=1)
+    whole = lab.Training(settings, data)
+    states, masks = [whole.state_dict()], []
+    for epoch in range(3):
+        for _ in whole.rounds(epoch):
+            masks.append(whole.compressor.known.shared_K.clone())
+        states.append(whole.state_dict())
+    count = whole.rounds_per_epoch
+    for epoch in (1, 2):
+        resumed = lab.Training(settings, data)
+        resumed.load_state_dict(states[epoch])
+        again = [resumed.compressor.known.shared_K.clone() for _ in resumed.rounds(epoch)]
+        assert all(map(torch.equal, again, masks[epoch * count :]))
+        assert same_state(resumed.state_dict(), states[epoch + 1])
+
+
+@pytest.mark.parametrize("more", ["", "-Q5", "-K4", "-LF"])
+def test_a_stale_mask_is_the_one_of_the_update_ten_rounds_ago(more):
+    """The oldest update's, while there are fewer: the mask that TCS would take of it."""
+    scheme = dataclasses.replace(tcs.Scheme.named("TCS-Stale" + more), phi_global=0.03)
+    compressor = tcs.Compressor(scheme, SIZES, 3)
+    updates = []
+    for t in range(25):
+        if t:
+            wanted_D = updates[max(0, t - 10)]
+            plain = tcs.Known(dataclasses.replace(scheme, shared_from="update"), SIZES).rule
+            plain.observe(wanted_D)
+            assert torch.equal(shared(compressor), plain.shared_mask())
+        deltas_ND = torch.stack([like_training(seed=10 * t + n) for n in range(3)])
+        updates.append(compressor.step(deltas_ND).clone())
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_masks_of_a_control_shrink_after_a_wide_warm_up(name):
+    """Wide masks first; afterwards those of TCS, also of a history that holds wide ones."""
+    data = lab.synthetic_dataset(train=120, test=40).resized(16)
+    one, plain = (
+        lab.Training(config(kind + "-W10", epochs=3, warmup_epochs=1), data)
+        for kind in (name, "TCS")
+    )
+    k = tcs.kept(1e-2, len(one.theta_D))
+    counts = []
+    for epoch in range(3):
+        for _ in zip(one.rounds(epoch), plain.rounds(epoch), strict=True):
+            counts.append(len(one.compressor.known.shared_K))
+            assert one.compressor.bits_up == plain.compressor.bits_up
+    rounds = one.rounds_per_epoch
+    assert counts == [0] + [10 * k] * (rounds - 1) + [k] * 2 * rounds
 
 
 # The downlink ─────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,241 @@
+"""Plans: which runs they name, how a learning rate is tuned, how a queue makes them."""
+
+import json
+import threading
+
+import pytest
+import tcs_lab as lab
+import torch
+from common import TINY, config, numbers
+from tcs_lab.checkpoints import checkpoint_path
+from tcs_lab.files import alone, write_json
+from tcs_lab.training import accuracy_on, packed
+
+IMAGES = 40  # tested after the last epoch of a hand-made record
+
+PLAN = """
+profile: tiny.yaml
+tuning:
+  seed: 11
+  learning_rate: 0.5
+  centralized_learning_rate: 0.1
+  factors: [0.5, 1.0, 2.0]
+  further: [0.125, 0.25, 4.0, 8.0]
+  choose_on: [[0, 10], [30, 40]]
+  score_on: [[10, 30]]
+stages:
+- {stage: tuned, tune: [TCS, Baseline], seeds: [1, 2]}
+- {stage: fixed, runs: [{schemes: [top-K]}], seeds: [3]}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan's file, whose profile is tiny."""
+    profile = "".join(f"{key}: {json.dumps(value)}\n" for key, value in TINY.items())
+    (tmp_path / "tiny.yaml").write_text(profile, encoding="utf-8")
+    file = tmp_path / "plan.yaml"
+    file.write_text(PLAN, encoding="utf-8")
+    return file
+
+
+def made_record(wanted, right, status="finished"):
+    """A record of this configuration, of which these images (M,) were right after its last epoch."""
+    count = wanted.epochs if status == "finished" else 1
+    counted = ("rounds", "dense_rounds", "bits_up", "bits_down", "bytes_up", "bytes_down")
+    accuracy = int(right.sum()) / len(right)
+    rows = [
+        {"epoch": e + 1, "accuracy": accuracy} | dict.fromkeys(counted, 1) for e in range(count)
+    ]
+    rows[-1]["right"] = packed(right)
+    return {
+        "version": 1, "digest": wanted.digest, "status": status, "reason": None,
+        "config": wanted.identity(), "dimension": 1000, "rows": rows,
+        "provenance": {"fingerprint": "images", "wall_seconds": 1.0},
+    }  # fmt: skip
+
+
+def tuned(plan, accuracies, seed=11):
+    """Records of a seed: for each scheme how many of the 20 images that choose are right, by factor
+    ("diverged" instead of a number). Of the images that score, all are right where those are few."""
+    profile = lab.read_params([plan.parent / "tiny.yaml"])
+    for scheme, by_factor in accuracies.items():
+        for factor, count in by_factor.items():
+            rates = {"learning_rate": 0.5 * factor, "centralized_learning_rate": 0.1 * factor}
+            (wanted,) = lab.plan({**profile, **rates, "schemes": [scheme], "seeds": [seed]})
+            diverged = count == "diverged"
+            right = torch.zeros(IMAGES, dtype=torch.bool)
+            right[[*range(10), *range(30, 40)][: 0 if diverged else count]] = True
+            right[10:30] = not diverged and count < 10
+            status = "diverged" if diverged else "finished"
+            path = lab.record_path(wanted, plan.parent)
+            write_json(path, made_record(wanted, right, status))
+
+
+def asked(plan, stage="tuned"):
+    """The runs of a stage, as far as it is known: scheme, factor and seed."""
+    configs = lab.planned_runs(plan, results=plan.parent)[stage]
+    usual = {True: 0.1, False: 0.5}
+    return [(c.scheme.name, c.eta / usual[c.scheme.centralized], c.seed) for c in configs]
+
+
+# Accuracy on named images ─────────────────────────────────────────────────────────────────────────
+
+
+def test_the_accuracy_on_named_images_is_that_of_those_alone():
+    right = torch.zeros(19, dtype=torch.bool)
+    right[[0, 3, 4, 10, 18]] = True
+    record = made_record(config(), right)
+    assert accuracy_on(record, [(0, 19)]) == 5 / 19
+    assert accuracy_on(record, [(3, 5)]) == 1
+    assert accuracy_on(record, [(0, 2), (17, 19)]) == 0.5
+    assert accuracy_on(record, [(5, 10)]) == 0
+
+
+def test_images_that_were_not_tested_have_no_accuracy():
+    record = made_record(config(), torch.ones(19, dtype=torch.bool))
+    with pytest.raises(ValueError, match=rf"^record {config().digest}: .* up to 20 .* but 19 were"):
+        accuracy_on(record, [(0, 5), (18, 20)])
+    del record["rows"][-1]["right"]
+    with pytest.raises(ValueError, match="but none were kept"):
+        accuracy_on(record, [(0, 5)])
+
+
+# A tuned stage ────────────────────────────────────────────────────────────────────────────────────
+
+FIRST = [(name, factor, 11) for factor in (0.5, 1, 2) for name in ("TCS", "Baseline")]
+
+
+def test_a_tuned_stage_tries_all_factors_first_and_factor_by_factor(plan):
+    assert asked(plan) == FIRST
+    tuned(plan, {"TCS": {0.5: 5, 1: 9}, "Baseline": {0.5: 5, 1: 9}})
+    assert asked(plan) == FIRST  # a best that is not yet known chooses nothing
+    assert asked(plan, "fixed") == [("top-K", 1, 3)]
+
+
+def test_a_choice_is_scored_once_it_stands_and_seed_by_seed(plan):
+    tuned(plan, {"TCS": {0.5: 5, 1: 9, 2: 8}})
+    assert asked(plan) == [*FIRST, ("TCS", 1, 1), ("TCS", 1, 2)]
+    tuned(plan, {"Baseline": {0.5: 9, 1: 12, 2: 11}})
+    scored = [(name, 1, seed) for seed in (1, 2) for name in ("TCS", "Baseline")]
+    assert asked(plan) == [*FIRST, *scored]
+    baseline = lab.planned_runs(plan, results=plan.parent)["tuned"][-1]
+    assert baseline.eta == 0.1 and baseline.learning_rate_at(0) == 0.1
+
+
+def test_only_the_images_that_choose_choose(plan):
+    """`tuned` makes all scoring images right where fewer than ten of the others are."""
+    tuned(plan, {"TCS": {0.5: 9, 1: 12, 2: 9}, "Baseline": {0.5: 0, 1: 10, 2: 0}})
+    (searches,) = lab.searches_of(plan, results=plan.parent).values()
+    assert [search.chosen for search in searches] == [1, 1]
+    assert searches[0].tried() == {0.5: 9 / 20, 1: 12 / 20, 2: 9 / 20}
+
+
+def test_the_grid_goes_on_at_both_ends_while_the_best_is_there(plan):
+    tuned(plan, {"TCS": {0.5: 12, 1: 11, 2: 10}, "Baseline": {0.5: 10, 1: 11, 2: 12}})
+    assert asked(plan) == [*FIRST, ("TCS", 0.25, 11), ("Baseline", 4, 11)]
+    tuned(plan, {"TCS": {0.25: 13}, "Baseline": {4: 11}})
+    beyond = [("TCS", 0.125, 11), ("TCS", 0.25, 11), ("Baseline", 4, 11)]
+    assert asked(plan) == [*FIRST, *beyond, ("Baseline", 2, 1), ("Baseline", 2, 2)]
+    tuned(plan, {"TCS": {0.125: 14}})  # the grid ends here: its end is taken
+    scored = [("TCS", 0.125, 1), ("Baseline", 2, 1), ("TCS", 0.125, 2), ("Baseline", 2, 2)]
+    assert asked(plan) == [*FIRST, *beyond, *scored]
+
+
+def test_of_two_rates_that_are_equally_good_the_smaller_one_is_taken(plan):
+    tuned(plan, {"TCS": {0.5: 9, 1: 12, 2: 12}})
+    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    assert tcs.chosen == 1 and list(tcs.tried()) == [0.5, 1, 2]
+
+
+def test_a_run_that_diverged_is_the_worst(plan):
+    tuned(plan, {"TCS": {0.5: 0, 1: "diverged", 2: "diverged"}})
+    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    assert list(tcs.tried()) == [0.25, 0.5, 1, 2] and tcs.chosen is None  # none right is better
+    tuned(plan, {"TCS": {0.25: "diverged"}})
+    assert tcs.chosen == 0.5
+
+
+def test_a_scheme_that_always_diverges_is_not_scored(plan):
+    tuned(plan, {"TCS": dict.fromkeys((0.5, 1, 2, 0.25, 0.125), "diverged")})
+    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    assert tcs.chosen is None
+    assert {seed for name, _, seed in asked(plan) if name == "TCS"} == {11}
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("seeds: [1, 2]", "seeds: [1, 11]", "stage tuned: seeds: got seed 11, which tunes"),
+        ("score_on: [[10, 30]]", "score_on: [[5, 6], [8, 30]]", "image 5 also chooses"),
+        ("score_on: [[10, 30]]", "score_on: [[30, 10]]", r"score_on.* got \[30, 10\]"),
+        ("tune: [TCS, Baseline], ", "", "either runs or tune"),
+        ("tune: [TCS", "runs: [{schemes: [TCS]}], tune: [TCS", "either runs or tune"),
+        ("tuning:", "analysis:", "tuning: stage tuned needs it"),
+        ("[0.5, 1.0, 2.0]", "[1.0, 0.5]", "factors.*"),
+        ("factors: ", "factor: ", "factor"),
+    ],
+)
+def test_a_plan_that_would_not_be_fair_is_refused(plan, was, now, says):
+    assert was in PLAN
+    plan.write_text(PLAN.replace(was, now, 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"(?s)plan\.yaml.*{says}"):
+        lab.planned_runs(plan, results=plan.parent)
+
+
+def test_the_plans_that_are_there_can_be_read():
+    for name in ("fair_plan", "controls_plan", "evidence_plan"):
+        planned = lab.planned_runs(lab.ROOT / "params" / f"{name}.yaml")
+        assert planned and all(configs for configs in planned.values())
+    (main, _) = lab.searches_of(lab.ROOT / "params" / "fair_plan.yaml").values()
+    assert [search.scheme for search in main] == ["Baseline", "FedAvg", "TCS", "top-K"]
+
+
+# A queue ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_queue_asks_its_plan_anew_after_each_run(tmp_path, small):
+    """The second run follows from the first one's record."""
+    asked_for = []
+
+    def planned():
+        first, second = config(epochs=1), config("top-K", epochs=1)
+        asked_for.append(lab.record_path(first, tmp_path).exists())
+        return [first, second] if asked_for[-1] else [first]
+
+    records = lab.runs.run_queue(planned, tmp_path)
+    assert [record["config"]["scheme"]["name"] for record in records] == ["TCS-L2-Q5", "top-K"]
+    assert asked_for == [False, True, True]
+    assert [numbers(r) for r in records] == [numbers(lab.run(c, tmp_path / "x")) for c in planned()]
+
+
+def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monkeypatch):
+    """The second one comes first, and the first one's record is taken when it is there."""
+    monkeypatch.setattr(lab.runs, "_POLL_SECONDS", 0.01)
+    first, second = config(epochs=1), config("top-K", epochs=1)
+    elsewhere = lab.run(first, tmp_path / "elsewhere")
+    order, train = [], lab.runs._train
+    monkeypatch.setattr(
+        lab.runs, "_train", lambda c, *a: order.append(c.scheme.name) or train(c, *a)
+    )
+    begun, made = threading.Event(), threading.Event()
+
+    def another():
+        with alone(checkpoint_path(first)) as mine:
+            assert mine
+            begun.set()
+            assert made.wait(60)
+            write_json(lab.record_path(first, tmp_path), elsewhere)
+
+    thread = threading.Thread(target=another)
+    thread.start()
+    begun.wait(60)
+
+    def planned():
+        if lab.record_path(second, tmp_path).exists():
+            made.set()
+        return [first, second]
+
+    records = lab.runs.run_queue(planned, tmp_path)
+    thread.join()
+    assert order == ["top-K"] and records[0] == elsewhere
