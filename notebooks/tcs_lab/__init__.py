@@ -73,6 +73,18 @@ from tcs_lab.data import (
     synthetic_dataset,
 )
 from tcs_lab.exercises import check as check_exercise
+from tcs_lab.fair import (
+    control_answers,
+    fair_counts,
+    fair_differences,
+    fair_progress,
+    fair_table,
+    predicted,
+    readable_answers,
+    readable_fair,
+    readable_fair_differences,
+    readable_predicted,
+)
 from tcs_lab.figures import (
     COLOURS,
     LOOK,
