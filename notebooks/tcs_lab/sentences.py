@@ -133,7 +133,8 @@ def sentences_table(
             words += [
                 own.get(text, NOT_MEASURED) if here else printed(notebook, text) for text in texts
             ]
-        because = "; ".join(filter(None, [s.because, *(flag_of[name] for name in names)]))
+        flags = [flag_of[name] for name in names if flag_of[name]]
+        because = "; ".join([s.because.rstrip(".") if flags else s.because, *flags]).lstrip("; ")
         rows.append({"where": s.where, "says": s.says, "verdict": s.word or together(words),
                      "because": because, "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
