@@ -201,7 +201,8 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
 
     `measured`, `low`, `high` in percentage points, `p` of its difference from zero, `holm` corrected
     over all differences of its family, also those that are not measured yet, and `no_loss`:
-    "supported", "contradicted", "open" or "not measured". The model has the methods of all stages
+    "supported", "contradicted", "open" or "not measured"; `no_loss_bootstrap` is what the bootstrap's
+    interval says. The model has the methods of all stages
     that are whole. Where there is no estimate, `reason` says why.
     """
     read = read_plan(path)
@@ -239,14 +240,16 @@ def _fair_difference(
         reason = f"diverged: {'; '.join(lost)}"
     else:
         estimate = model.estimate({pair[0]: 1, pair[1]: -1}, analysis.confidence)
-    word = NOT_MEASURED
+    word, other = NOT_MEASURED, ""
     if not math.isnan(estimate.half):
         word = verdict(estimate.low, estimate.high, "more_than", analysis.no_loss)
+        ends = estimate.value - estimate.bootstrap, estimate.value + estimate.bootstrap
+        other = verdict(*ends, "more_than", analysis.no_loss)
     return {
         "first": pair[0], "second": pair[1], "measured": estimate.value, "low": estimate.low,
         "high": estimate.high, "half": estimate.half, "freedom": estimate.freedom,
         "bootstrap": estimate.bootstrap, "n": estimate.n, "p": estimate.p(0.0),
-        "no_loss": word, "reason": reason,
+        "no_loss": word, "no_loss_bootstrap": other, "reason": reason,
     }  # fmt: skip
 
 
@@ -386,10 +389,17 @@ def readable_fair_differences(table: pd.DataFrame) -> pd.DataFrame:
     rows = [
         {"family": row["family"], "difference, points": f"{row['first']} − {row['second']}",
          "ours": f"{with_interval(row['measured'], row['low'], row['high'])}, n = {row['n']}",
-         "p": _p(row["p"]), "p by Holm": _p(row["holm"]), "no loss": f"**{row['no_loss']}**"}
+         "p": _p(row["p"]), "p by Holm": _p(row["holm"]), "no loss": f"**{_word(row)}**"}
         for row in table[table["measured"].notna()].to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _word(row: Mapping[str, Any]) -> str:
+    """The verdict, and what the bootstrap's interval says if it is another word."""
+    other = row["no_loss_bootstrap"]
+    same = other in ("", row["no_loss"])
+    return row["no_loss"] if same else f"{row['no_loss']} (the bootstrap's interval says {other})"
 
 
 def _p(p: float) -> str:

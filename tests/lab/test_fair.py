@@ -263,6 +263,20 @@ def test_a_plan_that_compares_a_method_which_it_does_not_tune_is_refused(folder)
         lab.fair_differences(path, folder)
 
 
+def test_a_verdict_that_the_bootstrap_does_not_share_is_named(folder):
+    whole_main(folder)
+    table = lab.fair_differences(folder / "fair.yaml", folder).dropna(subset="measured")
+    row = row_of(table, first="TCS", second="Baseline")
+    ends = row["measured"] - row["bootstrap"], row["measured"] + row["bootstrap"]
+    assert row["no_loss_bootstrap"] == lab.verdict(*ends, "more_than", -0.5)
+    for other, said in (("open", "**supported (the bootstrap's interval says open)**"),
+                        ("supported", "**supported**")):  # fmt: skip
+        shown = lab.readable_fair_differences(
+            table.assign(no_loss="supported", no_loss_bootstrap=other)
+        )
+        assert set(shown["no loss"]) == {said}
+
+
 # Two controls ─────────────────────────────────────────────────────────────────────────────────────
 
 
