@@ -100,7 +100,8 @@ device = None  # auto, cpu or cuda
 # %% jupyter={"source_hidden": true}
 given = lab.given_notebook_params(globals())
 sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
-base = lab.read_params([sizes] if sizes.is_file() else []) | ({} if profile else {"seeds": 100})
+base = lab.read_params([sizes] if sizes.is_file() else [])
+base = base if profile else lab.with_every_seed(base)
 plans = {t: lab.read_params([lab.ROOT / f"params/table{t}.yaml"]) | base | given for t in tables}
 configs = {config.record_name: config for params in plans.values() for config in lab.plan(params)}
 if profile:
@@ -150,14 +151,19 @@ for t, params in plans.items():
         display(Image(filename=str(folder / f"figure{params['figure']}.png"), width=700))
 
 # %% [markdown]
-# Three tables, each over its figure: curves on the left, their last points, enlarged, on the right. In profile `evidence`
-# the last epoch is tested on 35,000 images, the test images and the training images that nobody trained on, earlier ones on the 10,000
-# test images alone: the step at epoch 80 is that change, no learning. Differences to the Baseline are in
-# percentage points with 95 % intervals, ours paired by seed ([13](13_evidence.ipynb) judges by one model of all runs, whose numbers are others). Bits are per parameter and local iteration: the paper's formula, and what
-# was really counted, after the dense warm-up. The last column is one client's whole run in megabytes, both ways, warm-up included; it
-# is also the axis of the last figure, which has dense training beside the sparse schemes where that is recorded. The csv files have
-# more, the training loss among it: where a scheme falls short of the Baseline, it says how finished the training is. (For TCS the paper
-# prints 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3, both at η = 0.5; each table repeats its own.)
+# Each of the three tables stands over its figure. A figure has curves on the left and their last points, enlarged, on the right. In
+# profile `evidence` the last epoch is tested on 35,000 images, which are the test images and the training images that nobody trained
+# on. Earlier epochs are tested on the 10,000 test images alone, so the step at epoch 80 comes from that change and not from learning.
+#
+# Differences to the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from the planned
+# model of all its runs, the one by which [13](13_evidence.ipynb) judges the claims. Other profiles have no planned model; their
+# intervals are Student's over the seeds that a scheme and the Baseline have in common.
+#
+# Bits are per parameter and local iteration: first by the paper's formula, then as counted in the messages after the dense warm-up.
+# The last column is one client's whole run in megabytes, in both directions and with the warm-up. It is also the axis of the last
+# figure, which shows dense training beside the sparse schemes where there are records of it. The csv files have more, among it the
+# training loss, which says how finished a training is where a scheme falls short of the Baseline. (For TCS the paper prints
+# 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3, both at η = 0.5. Each table repeats its own.)
 
 # %%
 params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}

@@ -103,7 +103,7 @@ sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
 files = [file for file in (own, sizes) if file.is_file()]
 params = lab.read_params(files) | given
 configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
-every_seed = configs if profile or seeds else lab.plan(params | {"seeds": 100})
+every_seed = configs if profile or seeds else lab.plan(lab.with_every_seed(params))
 print(
     f"{len(configs)} runs of {configs[0].epochs} epochs asked for; records in results/{params['profile']}/runs/"
 )
@@ -123,9 +123,11 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 # %% [markdown]
 # ## The table
 #
-# Accuracies, and beside them differences to the Baseline in percentage points with a 95 % interval: ours paired by seed ([13](13_evidence.ipynb)
-# judges by one model of all runs, whose numbers are others), the paper's from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**. *Formula*
-# is the paper's bit budget:
+# The table has accuracies, and beside them differences to the Baseline in percentage points with 95 % intervals. In profile
+# `evidence` our intervals come from the planned model of all its runs, the one by which [13](13_evidence.ipynb) judges the claims. Other
+# profiles have no planned model; their intervals are Student's over the seeds that a scheme and the Baseline have in common. The
+# paper's intervals come from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**.
+# *Formula* is the paper's bit budget:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$
 #

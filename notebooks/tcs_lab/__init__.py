@@ -41,15 +41,22 @@ from tcs_lab.cells import (
 from tcs_lab.claims import (
     CLAIM_UNITS,
     VERDICTS,
+    Gate,
+    behind_gates,
     by_bootstrap,
     claim_records,
     decomposed,
+    difference,
     difference_said,
     judged,
     not_measured,
     numbers,
+    other_by_bootstrap,
+    planned_gaps,
+    planned_records,
     read_claims,
     readable_claims,
+    recurring,
     said,
     supported_if,
     unequal,
@@ -66,6 +73,18 @@ from tcs_lab.data import (
     synthetic_dataset,
 )
 from tcs_lab.exercises import check as check_exercise
+from tcs_lab.fair import (
+    control_answers,
+    fair_counts,
+    fair_differences,
+    fair_progress,
+    fair_table,
+    predicted,
+    readable_answers,
+    readable_fair,
+    readable_fair_differences,
+    readable_predicted,
+)
 from tcs_lab.figures import (
     COLOURS,
     LOOK,
@@ -131,6 +150,7 @@ from tcs_lab.tables import (
     turns,
     unbroken,
     welch_interval,
+    with_every_seed,
     with_interval,
 )
 from tcs_lab.text import GPT, load_text

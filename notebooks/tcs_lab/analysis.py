@@ -94,7 +94,7 @@ class Estimate:
     n: int = 0
     seeds: float = math.nan  # variance that comes from seeds
     images: float = math.nan  # and from images; nan where outcomes were not kept
-    residual_freedom: int = 0
+    residual_freedom: float = 0  # a whole number, but for a difference of two estimates
     confidence: float = 0.95
     bootstrap: float = math.nan  # half-width
 
@@ -182,6 +182,11 @@ class Comparison:
             bootstrap=half,
         )
 
+    def images(self, signs: Mapping[Cell, float]) -> float:
+        """The images' part of the variance of sum(sign x cell); nan where outcomes were not kept."""
+        gaps_SI = self._gaps(signs, self.seeds(*signs))
+        return math.nan if gaps_SI is None else images_variance(gaps_SI)
+
     def _gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
         """(seeds, images) in points; None if a run's outcomes were not kept."""
         if any((cell, seed) not in self.right for cell in signs for seed in seeds):
@@ -191,6 +196,28 @@ class Comparison:
             for seed in seeds
         ]
         return 100 * np.array(rows)
+
+
+def minus(one: Estimate, other: Estimate, images: float) -> Estimate:
+    """The first estimate minus the second, of runs that have nothing but the images in common.
+
+    Each has a residual deviation of its own: the seeds' parts of both variances add up, with the
+    degrees of freedom that Satterthwaite's formula gives for the sum. `images` is the images' part
+    of the variance of the whole (`Comparison.images`). No bootstrap.
+    """
+    seeds, freedoms = one.seeds + other.seeds, (one.residual_freedom, other.residual_freedom)
+    freedom = min(freedoms)
+    if freedom and seeds:
+        parts = one.seeds**2 / freedoms[0] + other.seeds**2 / freedoms[1]
+        freedom = seeds**2 / parts
+    return Estimate(
+        value=one.value - other.value,
+        n=min(one.n, other.n),
+        seeds=seeds,
+        images=images,
+        residual_freedom=freedom,
+        confidence=one.confidence,
+    )
 
 
 # Beside the interval ──────────────────────────────────────────────────────────────────────────────

@@ -7,22 +7,24 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, PositiveInt, model_validator
 
 from tcs_core import Scheme, kept
-from tcs_lab.analysis import Comparison, Estimate, holm
+from tcs_lab.analysis import Comparison, Estimate, holm, minus
 from tcs_lab.cells import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
 from tcs_lab.errors import reject_unknown, validated
-from tcs_lab.settings import RUN_KEYS, checked, plan, read_params
+from tcs_lab.settings import ROOT, RUN_KEYS, _record_file, checked, plan, read_params
 from tcs_lab.tables import Record, bits_per_parameter, mean_interval, recorded, with_interval
 from tcs_lab.training import outcomes
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
 BY_CONSTRUCTION = "by construction"
+OVERLAP_SHARE = 1e-2  # of a dense update's entries, the largest: what `training.Watch` compares
 VERDICTS = (SUPPORTED, CONTRADICTED, OPEN, BY_CONSTRUCTION, NOT_MEASURED)
 
 
@@ -62,7 +64,10 @@ COUNTED = ("own_share", "uplink", "uplink_whole", "downlink")  # not drawn by ch
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _as_records_have_it(side: tuple[str, float]) -> tuple[str, float]:
+SchemeAtRate = tuple[str, float]
+
+
+def _as_records_have_it(side: SchemeAtRate) -> SchemeAtRate:
     if (known := Scheme.named(side[0]).name) != side[0]:
         raise ValueError(f"got {side[0]!r}, allowed: {known!r}, as records have it")
     return side
@@ -95,7 +100,7 @@ class Claim(BaseModel, extra="forbid"):
     paper_interval: tuple[FiniteFloat, FiniteFloat] | None = None
 
     @property
-    def sides(self) -> list[tuple[str, float]]:
+    def sides(self) -> list[SchemeAtRate]:
         return [side for side in (self.first, self.second) if side]
 
     @property
@@ -131,7 +136,7 @@ class Unequal(BaseModel, extra="forbid"):
     settings: Annotated[dict[str, Changes], Field(min_length=1)]
 
     @property
-    def sides(self) -> list[tuple[str, float]]:
+    def sides(self) -> list[SchemeAtRate]:
         return list(dict.fromkeys(side for pair in self.pairs for side in pair))
 
 
@@ -144,7 +149,7 @@ class Claims(BaseModel, extra="forbid"):
     unequal: Unequal | None = None
 
     @property
-    def sides(self) -> list[tuple[str, float]]:
+    def sides(self) -> list[SchemeAtRate]:
         """All schemes at their rates that the file names, but for unequal clients."""
         of_claims = [side for claim in self.claims.values() for side in claim.sides]
         return list(dict.fromkeys(of_claims + [s for chain in self.decomposition for s in chain]))
@@ -170,6 +175,51 @@ def claim_records(
     return recorded((run for one in asked for run in plan(profile | one)), results)
 
 
+def has_plan(profile: str) -> bool:
+    """Whether a profile's runs were planned with their analysis (params/<profile>_plan.yaml)."""
+    return (ROOT / f"params/{profile}_plan.yaml").is_file()
+
+
+def planned_records(
+    profile: str, results: str | Path | None = None
+) -> tuple[Claims, dict[str, Record]]:
+    """The claims of params/claims.yaml, and all records of a profile that the planned model is made
+    of, by file name: equal clients, the schemes of the claims and of the paper's tables."""
+    params = ROOT / "params"
+    tables = [read_params([params / f"table{n}.yaml"]) for n in (1, 2, 3)]
+    read = read_claims(params / "claims.yaml")
+    own = read_params([params / f"{profile}.yaml"])
+    return read, claim_records(read, own, tables, results)
+
+
+def planned_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str, float]] | None:
+    """The differences to the Baseline of a table's schemes by the planned model, as `summary` takes
+    them: accuracies 0..1. None if the profile has no plan, or if a record is none of the model's (of
+    other settings): then there is only Student's interval over the table's own seeds.
+    """
+    found = list(records)
+    if not found or not has_plan(profile):
+        return None
+    read, judged_records = planned_records(profile)
+    if not {_record_file(record) for record in found} <= judged_records.keys():
+        return None
+    if BASELINE not in (sides := sorted({_side(record) for record in found})):
+        return {}  # a table without it has no differences to it
+    runs = {"": Runs(judged_records)}
+    model = comparison(runs)
+    gaps = {}
+    for side in sides:
+        if side != BASELINE:
+            row = _difference(runs, model, [(1, "", side), (-1, "", BASELINE)], read)
+            numbers_of = (row[key] / 100 for key in ("measured", "low", "high"))
+            ends = ("difference", "difference_low", "difference_high")
+            gaps[side[0]] = dict(zip(ends, numbers_of, strict=True)) | {"difference_n": row["n"]}
+    return gaps
+
+
+BASELINE = ("Baseline", 0.1)  # centralized training, at its rate
+
+
 def unequal_records(
     read: Claims, profile: dict[str, Any], results: str | Path | None = None
 ) -> dict[str, dict[str, Record]]:
@@ -183,7 +233,7 @@ def unequal_records(
     }
 
 
-def _asked(side: tuple[str, float]) -> dict[str, Any]:
+def _asked(side: SchemeAtRate) -> dict[str, Any]:
     return {"schemes": [side[0]], "learning_rate": side[1]}
 
 
@@ -192,7 +242,7 @@ class Runs:
 
     def __init__(self, records: Mapping[str, Record]):
         self.records = records
-        self.files: dict[tuple[str, float], dict[int, str]] = {}
+        self.files: dict[SchemeAtRate, dict[int, str]] = {}
         for file, record in records.items():
             config = record["config"]
             side, seed = (config["scheme"]["name"], config["learning_rate"]), config["seed"]
@@ -205,19 +255,19 @@ class Runs:
             for side, files in self.files.items()
         }
 
-    def seeds(self, sides: Iterable[tuple[str, float]]) -> list[int]:
+    def seeds(self, sides: Iterable[SchemeAtRate]) -> list[int]:
         """Those that all sides have."""
         return sorted(set.intersection(*(set(self.files.get(side, {})) for side in sides)))
 
-    def record(self, side: tuple[str, float], seed: int) -> Record:
+    def record(self, side: SchemeAtRate, seed: int) -> Record:
         return self.records[self.files[side][seed]]
 
-    def judged(self) -> Iterable[tuple[tuple[str, float], int, Record]]:
+    def judged(self) -> Iterable[tuple[SchemeAtRate, int, Record]]:
         for side, files in self.files.items():
             for seed in () if self.lost[side] else files:
                 yield side, seed, self.record(side, seed)
 
-    def lacking(self, sides: Iterable[tuple[str, float]]) -> str:
+    def lacking(self, sides: Iterable[SchemeAtRate]) -> str:
         """Why there is no number for these sides; "" if there may be one."""
         sides = list(sides)
         if diverged := [file for side in sides for file in self.lost.get(side, [])]:
@@ -369,52 +419,138 @@ def decomposed(read: Claims, records: Mapping[str, Record]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def difference(
+    read: Claims, records: Mapping[str, Record], first: SchemeAtRate, second: SchemeAtRate
+) -> dict[str, Any]:
+    """The difference of two schemes by the planned model: `measured`, `low`, `high`, `n` and so on
+    as in `judged`, and `reason` where there is none."""
+    runs = {"": Runs(records)}
+    return _difference(runs, comparison(runs), [(1, "", first), (-1, "", second)], read)
+
+
 def unequal(
     read: Claims, records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
 ) -> pd.DataFrame:
-    """Differences of unequal clients (`there`: by setting, as `unequal_records` gives them) and of
-    equal ones, three rows a pair and setting: `where` is "there", "equal" or "there − equal".
-    Equal clients have the seeds that the setting has."""
-    rows: list[dict[str, Any]] = []
-    if read.unequal is None:
-        return pd.DataFrame(rows)
-    for setting, found in there.items():
-        both = _beside(read.unequal, records, found)
-        model = comparison(both)
-        for one, other in read.unequal.pairs:
-            pair = {where: [(1, where, one), (-1, where, other)] for where in both}
-            pair["there − equal"] = pair["there"] + [(-s, w, side) for s, w, side in pair["equal"]]
-            for where, terms in pair.items():
-                row = {"setting": setting, "first": one[0], "second": other[0], "where": where}
-                rows.append(row | _difference(both, model, terms, read))
+    """Differences of unequal clients (`there`: by setting, as `unequal_records` gives them) beside
+    those of equal clients, three rows for each pair of schemes and setting: `where` is "there",
+    "equal" or "there − equal".
+
+    There, each pair of schemes has an interval of its own: Student's, over the differences seed by
+    seed, with the images drawn as well. A deviation that is pooled with other runs would be wrong.
+    With both kinds of inequality, a round's clients pull the model towards their own classes, so
+    that accuracies scatter by some three points instead of some 0.2. Schemes with the same number
+    of rounds draw the same clients and move together: TCS minus FedAvg varies by a few tenths of a
+    point from seed to seed. Schemes with different numbers of rounds do not: TCS-L4-Q5 minus FedAvg
+    varies by more than five points. Only the pair itself tells how much its difference varies. The
+    price is that three seeds leave two degrees of freedom.
+
+    With equal clients the difference is the planned model's over all `records`, so that it is the
+    same on every page. The two have no run in common, and their variances add up (`minus`).
+    """
+    equal = {"": Runs(records)}
+    planned, rows = comparison(equal), []
+    for setting, found in there.items() if read.unequal else ():
+        for first, second in read.unequal.pairs if read.unequal else ():
+            of_pair = {f: r for f, r in found.items() if _side(r) in (first, second)}
+            own = {"there": Runs(of_pair)}
+            gaps = _unequal_gaps((first, second), own, equal, planned, read.confidence)
+            for where, (estimate, reason) in gaps.items():
+                row = {"setting": setting, "first": first[0], "second": second[0], "where": where}
+                rows.append(row | _row(estimate) | {"reason": reason})
     return pd.DataFrame(rows)
 
 
-def _beside(
-    asked: Unequal, records: Mapping[str, Record], there: Mapping[str, Record]
-) -> dict[str, Runs]:
-    """A setting's runs, and those of equal clients with its schemes and seeds."""
-    seeds = {record["config"]["seed"] for record in there.values()}
-    equal = {
-        file: record
-        for file, record in records.items()
-        if record["config"]["seed"] in seeds
-        and (record["config"]["scheme"]["name"], record["config"]["learning_rate"]) in asked.sides
-    }
-    return {"there": Runs(there), "equal": Runs(equal)}
+def _unequal_gaps(
+    pair: tuple[SchemeAtRate, SchemeAtRate], own: Mapping[str, Runs], equal: Mapping[str, Runs],
+    planned: Comparison, confidence: float,
+) -> dict[str, tuple[Estimate, str]]:  # fmt: skip
+    """The three rows of `unequal` for one pair and setting: each an estimate, or why there is none."""
+    ours = {("there", pair[0]): 1.0, ("there", pair[1]): -1.0}
+    theirs = {("", pair[0]): 1.0, ("", pair[1]): -1.0}
+    one, why = _estimate(own, comparison(own), ours, confidence)
+    other, why_other = _estimate(equal, planned, theirs, confidence)
+    gap, why_gap = Estimate(), why or why_other
+    if not why_gap:
+        signs = ours | {cell: -sign for cell, sign in theirs.items()}
+        gap = minus(one, other, comparison({**own, **equal}).images(signs))
+    return {"there": (one, why), "equal": (other, why_other), "there − equal": (gap, why_gap)}
+
+
+def _side(record: Record) -> SchemeAtRate:
+    return record["config"]["scheme"]["name"], record["config"]["learning_rate"]
 
 
 def _difference(
-    runs: Mapping[str, Runs], model: Comparison, terms: list[tuple[int, str, tuple[str, float]]],
+    runs: Mapping[str, Runs], model: Comparison, terms: list[tuple[int, str, SchemeAtRate]],
     read: Claims,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of terms (sign, setting, scheme with rate): the estimate, or the reason why there is none."""
-    why = [runs[setting].lacking([side]) for _, setting, side in terms]
-    signs = {(setting, side): sign for sign, setting, side in terms}
-    if any(why) or not model.seeds(*signs):
-        reason = next(filter(None, why), "no seed in common")
-        return _row(Estimate()) | {"reason": reason}
-    return _row(model.estimate(signs, read.confidence))
+    """Of terms (sign, setting, scheme with rate): the estimate as a row, or the reason why there is
+    none."""
+    signs = {(setting, side): float(sign) for sign, setting, side in terms}
+    estimate, reason = _estimate(runs, model, signs, read.confidence)
+    return _row(estimate) | {"reason": reason}
+
+
+def _estimate(
+    runs: Mapping[str, Runs], model: Comparison, signs: Mapping[Any, float], confidence: float
+) -> tuple[Estimate, str]:
+    """The estimate of sum(sign x cell), a cell being (setting, scheme with rate), and the reason why
+    there is none ("" if there is one)."""
+    why = [reason for setting, side in signs if (reason := runs[setting].lacking([side]))]
+    if why or not model.seeds(*signs):
+        return Estimate(), (why or ["no seed in common"])[0]
+    return model.estimate(signs, confidence), ""
+
+
+def behind_gates(
+    read: Claims, records: Mapping[str, Record], table: pd.DataFrame, gates: Iterable[Gate]
+) -> pd.DataFrame:
+    """The claims of `table` (what `judged` gives) that hang on gates, with both readings.
+
+    A gate is a comparison of dense trainings; if its mean does not keep its bound, the claims that
+    hang on it are not testable. One row for each such claim: `claim`, `says`, `without` (the
+    verdict as it is), `gated` (the verdict, or "not testable") and `because` (the gates that failed).
+    """
+    failed: dict[str, list[str]] = {}
+    for gate in gates:
+        gap = difference(read, records, gate.first, gate.second)
+        said_so = f"{gate.first[0]} − {gate.second[0]} is {difference_said(gap)}"
+        passed = KEEPS["at_least"](gap["measured"], gate.at_least)
+        for claim in gate.claims:
+            failed.setdefault(claim, []).extend([] if passed else [said_so])
+    rows = table[table["claim"].isin(failed)].to_dict("records")
+    return pd.DataFrame(
+        {"claim": row["claim"], "says": row["says"], "without": row["verdict"],
+         "gated": NOT_TESTABLE if failed[row["claim"]] else row["verdict"],
+         "because": "; ".join(failed[row["claim"]])}
+        for row in rows
+    )  # fmt: skip
+
+
+class Gate(BaseModel, extra="forbid"):
+    """A comparison of two dense trainings on which claims hang: see `behind_gates`."""
+
+    first: Side
+    second: Side
+    at_least: FiniteFloat
+    claims: list[str]
+
+
+NOT_TESTABLE = "not testable"
+
+
+def recurring(records: Iterable[Record], share: float = OVERLAP_SHARE) -> dict[str, float]:
+    """How many of the largest entries of a dense update are among those of the next round, as shares
+    of them, means over runs: `seen`; `by_layers`, what two masks with as many entries in every layer
+    share by chance; `by_chance`, what two masks share that are drawn from all entries alike.
+    """
+    found = list(records)
+    rows = [pd.DataFrame(r["rows"], columns=["update_overlap", "update_overlap_chance"])
+            for r in found]  # fmt: skip
+    means = pd.DataFrame([frame.astype(float).mean() for frame in rows]).mean()
+    uniform = [kept(share, record["dimension"]) / record["dimension"] for record in found]
+    seen, by_layers = means
+    return {"seen": float(seen), "by_layers": float(by_layers), "by_chance": fmean(uniform)}
 
 
 # For a person ─────────────────────────────────────────────────────────────────────────────────────
@@ -461,14 +597,23 @@ def difference_said(row: Mapping[str, Any]) -> str:
 
 
 def said(row: Mapping[str, Any]) -> str:
-    """The verdict, with what has to be said beside it."""
-    word = row["verdict"]
+    """The verdict, with what has to be said beside it, and the bootstrap's word if it is another."""
+    word, other = row["verdict"], other_by_bootstrap(row)
+    beside = f" (the bootstrap's interval says {other})" if other else ""
     if word == BY_CONSTRUCTION:
         return f"{word}: {'kept' if row['kept'] else 'not kept'}"
     if word == OPEN and row["measure"] == "accuracy" and (row["low"] > 0 or row["high"] < 0):
         way = "higher" if row["low"] > 0 else "lower"
-        return f"{word}: {way}; whether by more than the bound is open"
-    return f"{word}: {row['reason']}" if row["reason"] else word
+        return f"{word}: {way}; whether by more than the bound is open{beside}"
+    return f"{word}: {row['reason']}" if row["reason"] else word + beside
+
+
+def other_by_bootstrap(row: Mapping[str, Any]) -> str:
+    """The verdict that the bootstrap's interval would give, if it is another; else ""."""
+    word = by_bootstrap(row)
+    return (
+        word if row["verdict"] in (SUPPORTED, CONTRADICTED, OPEN) and word != row["verdict"] else ""
+    )
 
 
 CLAIM_UNITS = (

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tcs_lab.claims import planned_gaps
 from tcs_lab.files import write_whole
 from tcs_lab.settings import RunConfig
-from tcs_lab.tables import save_table, summary
+from tcs_lab.tables import NOTE_PLANNED, save_table, summary
 
 # Colours ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -304,13 +305,15 @@ def draw_table(
     folder: Path,
 ) -> pd.DataFrame:  # fmt: skip
     """Saves a table of the paper in the folder, table<n>.csv and .md, and, if there are records,
-    its curves, figure<m>.png and .svg; the table. `params` is what table and profile say.
+    its curves, figure<m>.png and .svg; the table. `params` is what table and profile say. Where the
+    profile has a planned model, differences are the model's.
 
     Raises ValueError if they lack the table's number, its figure's or its title."""
     needed = ("table", "figure", "title", "profile")
     if lacking := [key for key in needed if params.get(key) is None]:
         raise ValueError(f"{', '.join(lacking)}: missing, a table's or a profile's file says it")
-    table = summary(records, params.get("paper"), planned)
+    gaps = planned_gaps(params["profile"], records)
+    table = summary(records, params.get("paper"), planned, gaps)
     setting = f"profile {params['profile']}"
     if records:
         made, epochs = records[0]["provenance"], records[0]["config"]["epochs"]
@@ -319,5 +322,7 @@ def draw_table(
         if records[0]["config"].get("test_unused"):
             title += "; the last epoch is tested on more images"
         save_figure(accuracy_figure(records, title), folder / f"figure{params['figure']}")
-    save_table(table, folder / f"table{params['table']}", f"{params['title']}: {setting}")
+    note = NOTE_PLANNED if gaps else None
+    target, title = folder / f"table{params['table']}", f"{params['title']}: {setting}"
+    save_table(table, target, title, note=note)
     return table

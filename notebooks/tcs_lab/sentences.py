@@ -12,7 +12,7 @@ import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from tcs_lab.cells import NOT_MEASURED, WORDS
-from tcs_lab.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged
+from tcs_lab.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged, other_by_bootstrap
 from tcs_lab.errors import reject_unknown, validated
 from tcs_lab.settings import read_params
 from tcs_lab.tables import Record
@@ -114,12 +114,15 @@ def sentences_table(
     """One row a sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
     `claims` is what `judged` gives for the claims `read` and the `records`; `own` are the verdicts
-    that notebook 13 has found by itself, by what it prints after them.
+    that notebook 13 has found by itself, by what it prints after them. `because` also names the
+    differences for which the bootstrap's interval says another word.
     """
     sentences = list(sentences)
-    word_of = {row.claim: _word(row) for row in claims.itertuples()}
+    found = claims.to_dict("records")
     if (extra := beside(sentences, read)) is not None:
-        word_of |= {row.claim: _word(row) for row in judged(extra, records).itertuples()}
+        found += judged(extra, records).to_dict("records")
+    word_of = {row["claim"]: _word(row) for row in found}
+    flag_of = {row["claim"]: _flag(row) for row in found}
     rows = []
     for s in sentences:
         names = [*s.claims, *(f"{s.where}, {s.says}, {n}" for n in range(len(s.judged)))]
@@ -130,16 +133,25 @@ def sentences_table(
             words += [
                 own.get(text, NOT_MEASURED) if here else printed(notebook, text) for text in texts
             ]
+        flags = [flag_of[name] for name in names if flag_of[name]]
+        because = "; ".join([s.because.rstrip(".") if flags else s.because, *flags]).lstrip("; ")
         rows.append({"where": s.where, "says": s.says, "verdict": s.word or together(words),
-                     "because": s.because, "shown": s.shown})  # fmt: skip
+                     "because": because, "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _word(row: Any) -> str:
+def _word(row: Mapping[str, Any]) -> str:
     """A claim's verdict; of one by construction whether it keeps its bound counts."""
-    if row.verdict == BY_CONSTRUCTION and not row.kept:
+    if row["verdict"] == BY_CONSTRUCTION and not row["kept"]:
         return "contradicted"
-    return str(row.verdict)
+    return str(row["verdict"])
+
+
+def _flag(row: Mapping[str, Any]) -> str:
+    """What the bootstrap's interval says of a difference, if it is another word; else ""."""
+    other = other_by_bootstrap(row) if "bootstrap" in row else ""
+    difference = f"{row.get('first')} − {row.get('second')}"
+    return f"for {difference} the bootstrap's interval says {other}" if other else ""
 
 
 def link(place: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,13 @@ def recorded(
     found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
     one_data(found.values(), paths)
     return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
+
+
+def with_every_seed(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of runs whose records are drawn: with all seeds that may be there, where the
+    parameters only say how many. A list of seeds stays: other seeds are not the table's (those of a
+    pilot, or those that tuned a learning rate)."""
+    return params if isinstance(params.get("seeds"), list) else params | {"seeds": 100}
 
 
 def one_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
@@ -157,14 +164,15 @@ def welch_interval(
 
 def summary(
     records: Iterable[Record], paper: dict[str, list] | None = None,
-    planned: Iterable[RunConfig] = (),
+    planned: Iterable[RunConfig] = (), gaps: Mapping[str, dict[str, float]] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """One row a scheme: accuracy over seeds (0..1), its difference to Baseline, and bits, beside
     the paper's figures. A scheme that is `planned` and has no record has a row with n = 0.
 
     `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
     where the paper has none). A scheme with a diverged seed has no mean: `diverged` counts them.
-    Differences are paired by seed, over `difference_n` common seeds; the paper's are Welch's.
+    Differences are paired by seed, over `difference_n` common seeds, with Student's interval, unless
+    `gaps` has them by scheme (what `claims.planned_gaps` gives); the paper's are Welch's.
     Raises ValueError for two runs of one scheme and seed: they are of different settings.
     """
     configs = {config.scheme.name: config.identity() for config in planned}
@@ -177,8 +185,10 @@ def summary(
     for name, group in groups.items():
         if len({record["config"]["seed"] for record in group}) < len(group):
             raise ValueError(f"{name}: got two runs of one seed, allowed: one (a table a setting)")
-        gaps = _gaps(group, base) if name != "Baseline" else NO_GAP
-        rows.append(_measured(configs[name], group) | gaps | _printed(name, paper))
+        gap = NO_GAP
+        if name != "Baseline":
+            gap = _gaps(group, base) if gaps is None else gaps.get(name, NO_GAP)
+        rows.append(_measured(configs[name], group) | gap | _printed(name, paper))
     return pd.DataFrame(rows)
 
 
@@ -257,11 +267,18 @@ COLUMNS = (
     "Scheme", "n", "Ours: accuracy %", OURS, "Paper: accuracy %", PAPERS,
     "Bits up: formula / sent", "MB both ways",
 )  # fmt: skip
-NOTE = (
-    "Accuracies: mean ± one standard deviation over n seeds. Differences have 95 % intervals: ours over "
-    "the seeds that scheme and Baseline have in common, the paper's from the means and deviations it "
-    "prints. Bits: per parameter and local iteration, after the warm-up. MB: one client's whole run, "
-    "warm-up included. The csv beside this has all other numbers."
+_NOTE = (
+    "Accuracies are means ± one standard deviation over n seeds. Differences have 95 % intervals: ours "
+    "{}, the paper's from the means and deviations that it prints. Bits are per parameter and local "
+    "iteration, after the warm-up. MB is one client's whole run, warm-up included. The csv beside this "
+    "has all other numbers."
+)
+NOTE = _NOTE.format(
+    "are Student's over the seeds that a scheme and the Baseline have in common, because this profile "
+    "has no planned model"
+)
+NOTE_PLANNED = _NOTE.format(
+    "are those of the planned model (params/claims.yaml), as everywhere else"
 )
 
 

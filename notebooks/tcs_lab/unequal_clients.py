@@ -17,8 +17,8 @@ from tcs_lab.tables import Record, mean_interval, participants, with_interval
 def unequal_costs(
     read: Claims, records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
 ) -> pd.DataFrame:
-    """A row a setting and pair of schemes that has runs: their difference in points there, with
-    equal clients of the same seeds, and the one minus the other. Arguments as `unequal`'s."""
+    """One row for each setting and pair of schemes that has runs: their difference in points there,
+    with equal clients, and the one minus the other. Arguments and intervals as in `unequal`."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for row in unequal(read, records, there).to_dict("records"):
         key = row["setting"], f"{row['first']} − {row['second']}"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import tcs_lab as lab
-from tcs_lab.analysis import additive, images_variance
+from tcs_lab.analysis import additive, images_variance, minus
 
 GAP = {"a": 1, "b": -1}
 
@@ -129,6 +129,32 @@ def test_images_alone_are_as_the_normal_distribution_has_it():
     assert exact.half == pytest.approx(1.959964, rel=1e-6)
     same = lab.Estimate(value=1, n=3, seeds=0, images=0, residual_freedom=4)
     assert (same.half, same.p(1), same.p(0)) == (0, 1, 0)
+
+
+def test_of_two_models_each_keeps_its_own_deviation():
+    """Variances 1 with 2 degrees of freedom and 3 with 6: together 4, with 16 / (1/2 + 9/6) = 8."""
+    one = lab.Estimate(value=5, n=3, seeds=1, images=0.5, residual_freedom=2)
+    other = lab.Estimate(value=2, n=8, seeds=3, images=0.5, residual_freedom=6)
+    gap = minus(one, other, images=0)
+    assert (gap.value, gap.n, gap.seeds) == (3, 3, 4) and gap.freedom == pytest.approx(8)
+    assert gap.half == pytest.approx(2.306004 * 2, rel=1e-6)  # t of 8
+    wide = minus(lab.Estimate(value=5, n=3, seeds=100, residual_freedom=2), other, 0)
+    assert wide.half == pytest.approx(4.302653 * 10, rel=0.08)  # as good as its wider part alone
+
+
+def test_without_an_interval_of_one_there_is_none_of_the_difference():
+    one = lab.Estimate(value=5, n=1, seeds=math.nan, residual_freedom=0)
+    other = lab.Estimate(value=2, n=8, seeds=3, residual_freedom=6)
+    assert minus(one, other, 0).value == 3 and math.isnan(minus(one, other, 0).half)
+
+
+def test_the_images_part_can_be_asked_for_alone():
+    right = {(c, s): np.array(bits, bool) for s in range(3)
+             for c, bits in (("a", [1, 0, 0, 0]), ("b", [0, 0, 0, 1]))}  # fmt: skip
+    model = lab.Comparison({run: 25.0 for run in right}, right)
+    assert model.images(GAP) == pytest.approx(20_000 / 3 / 4)
+    del right["a", 1]
+    assert math.isnan(lab.Comparison({run: 25.0 for run in model.right}, right).images(GAP))
 
 
 # Many worlds ──────────────────────────────────────────────────────────────────────────────────────

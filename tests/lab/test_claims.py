@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
+from scipy.special import stdtrit
 from tcs_lab.training import packed
 
 PLAN = lab.ROOT / "params" / "evidence_plan.yaml"
@@ -137,7 +138,8 @@ def test_what_an_open_interval_leaves_out_is_said():
         bound = {"at_least": -0.5} if way == "lower" else {"at_most": 0.5}
         row = judge(TOP_K | bound, *scheme, *THEIRS)
         assert row.verdict == "open" and lab.said(row).startswith(f"open: {way}; whether by more")
-    assert lab.said(judge(TOP_K | {"at_least": -0.4}, *OURS, *THEIRS)) == "open"
+    row = judge(TOP_K | {"at_least": -0.4}, *OURS, *THEIRS)
+    assert lab.said(row.to_dict() | {"bootstrap": row.half}) == "open"
 
 
 @pytest.mark.parametrize(
@@ -251,21 +253,127 @@ def test_the_steps_of_a_decomposition_add_up():
     assert lab.decomposed(read, {})["reason"].str.startswith("no records of").all()
 
 
-def test_unequal_clients_are_set_beside_equal_ones_with_the_same_seeds():
-    """There the first loses 3 points, here 1: seed 2, which only equal clients have, is left out."""
-    pairs = [[("TCS", 0.5), ("top-K", 0.5)], [("TCS", 0.5), ("FedAvg", 0.5)]]
-    asked = {"pairs": pairs, "settings": {"half": {"participation": 0.5}}}
-    read = claims(rest={"unequal": asked}, it=TOP_K | {"at_least": 0})
-    here = files(*group("TCS", 60, 70, 0), *group("top-K", 61.2, 70.8, 99))
-    there = {
-        f"there-{f}": r for f, r in files(*group("TCS", 30, 50), *group("top-K", 33, 53)).items()
+UNEQUAL = {"pairs": [[("TCS", 0.5), ("top-K", 0.5)], [("TCS", 0.5), ("FedAvg", 0.5)]],
+           "settings": {"half": {"participation": 0.5}}}  # fmt: skip
+
+
+def unequal(*there):
+    """The rows of unequal clients, by pair and place; equal clients end 0.2 points apart."""
+    read = claims(rest={"unequal": UNEQUAL}, it=TOP_K | {"at_least": 0})
+    equal = files(*OURS, *THEIRS, *group("FedAvg", 59, 69, 79.3))
+    found = {f"there-{file}": one for file, one in files(*there).items()}
+    table = lab.unequal(read, equal, {"half": found})
+    rows = {(row["second"], row["where"]): row for row in table.to_dict("records")}
+    return rows, lab.difference(read, equal, ("TCS", 0.5), ("top-K", 0.5))
+
+
+def test_a_pair_of_unequal_clients_has_the_interval_of_its_own_differences():
+    """FedAvg scatters there by ten points, which is no matter of TCS and top-K: their differences
+    are -2, -3 and -4, so that half an interval is t(2) / sqrt(3)."""
+    there = *group("TCS", 30, 50, 41), *group("top-K", 32, 53, 45), *group("FedAvg", 20, 60, 30)
+    rows, equal = unequal(*there)
+    own = rows["top-K", "there"]
+    assert (own["measured"], own["n"]) == (pytest.approx(-3), 3)
+    assert own["half"] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert rows["FedAvg", "there"]["half"] > 20
+    for key in ("measured", "low", "high", "n"):
+        assert rows["top-K", "equal"][key] == equal[key]
+    gap = rows["top-K", "there − equal"]
+    assert gap["measured"] == pytest.approx(own["measured"] - equal["measured"])
+    parts = [
+        ((row["half"] / stdtrit(row["freedom"], 0.975)) ** 2, row["freedom"])
+        for row in (own, equal)
+    ]
+    variance = sum(v for v, _ in parts)
+    freedom = variance**2 / sum(v**2 / f for v, f in parts)  # Welch's
+    assert gap["half"] == pytest.approx(stdtrit(freedom, 0.975) * math.sqrt(variance), rel=1e-6)
+
+
+def test_without_a_scheme_there_is_no_row_of_unequal_clients_but_of_equal_ones():
+    rows, _ = unequal(*group("TCS", 30, 50), *group("top-K", 33, 53))
+    reasons = [rows["FedAvg", where]["reason"] for where in ("there", "equal", "there − equal")]
+    assert reasons == ["no records of FedAvg at 0.5", "", "no records of FedAvg at 0.5"]
+
+
+# Another reading ──────────────────────────────────────────────────────────────────────────────────
+
+
+GATES = [
+    lab.Gate(first=("FedAvg", 0.5), second=("Baseline", 0.1), at_least=-0.5, claims=["a", "b"]),
+    lab.Gate(first=("FedAvg-L4", 0.5), second=("Baseline", 0.1), at_least=-0.5, claims=["b"]),
+]
+
+
+def test_a_gate_that_fails_makes_its_claims_not_testable():
+    """FedAvg is 0.4 below the Baseline, FedAvg-L4 a point: b hangs on both, c on none."""
+    base = group("Baseline", 60, 70, 80, eta=0.1)
+    runs = [
+        *OURS,
+        *THEIRS,
+        *base,
+        *group("FedAvg", 59.6, 69.6, 79.6),
+        *group("FedAvg-L4", 59, 69, 79),
+    ]
+    read = claims(
+        a=TOP_K | {"at_least": -0.5}, b=TOP_K | {"more_than": 9}, c=TOP_K | {"at_least": 0}
+    )
+    records = files(*runs)
+    table = lab.judged(read, records)
+    one, other = lab.behind_gates(read, records, table, GATES).itertuples()
+    assert (one.claim, one.without, one.gated, one.because) == ("a", "supported", "supported", "")
+    assert (other.claim, other.without, other.gated) == ("b", "contradicted", "not testable")
+    assert other.because.startswith("FedAvg-L4 − Baseline is −1.00 (")
+
+
+# A verdict and the bootstrap ──────────────────────────────────────────────────────────────────────
+
+
+def test_every_verdict_for_which_the_bootstrap_has_another_word_says_so():
+    """Of a claim that is not among the main ones, too."""
+    row = judge(TOP_K | {"at_least": -0.5}, *OURS, *THEIRS).to_dict()
+    wider = row | {"measured": 0.0, "bootstrap": 0.6}
+    assert not row["main"] and lab.other_by_bootstrap(wider) == "open"
+    assert lab.said(wider) == "supported (the bootstrap's interval says open)"
+    assert lab.said(row | {"measured": 0.0, "bootstrap": 0.4}) == "supported"
+    beyond = wider | {
+        "verdict": "open",
+        "low": -0.6,
+        "high": -0.1,
+        "measured": -0.6,
+        "bootstrap": 0.05,
     }
-    table = lab.unequal(read, here, {"half": there})
-    assert list(table["where"]) == ["there", "equal", "there − equal"] * 2
-    assert list(table.measured[:3]) == pytest.approx([-3, -1, -2]) and set(table.n[:3]) == {2}
-    assert list(table.reason[3:]) == ["no records of FedAvg at 0.5"] * 3
-    # residuals ±0.1 here, 0 there; s^2 = 4 x 0.01 / 2, and two of the four means are of each half
-    assert table.half[2] == pytest.approx(4.302653 * math.sqrt(0.02 * 4 / 2))
+    assert lab.said(beyond).endswith("is open (the bootstrap's interval says contradicted)")
+    assert lab.other_by_bootstrap(row | {"verdict": "not measured", "bootstrap": 0.6}) == ""
+
+
+# What recurs ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_recurs_is_set_beside_both_kinds_of_chance():
+    """Of 1,000 entries the largest ten; chance given the layers is 0.2 in every record."""
+    runs = [record("FedAvg", seed, 0.5, overlap=seen) for seed, seen in enumerate((0.5, 0.7))]
+    found = lab.recurring(runs)
+    assert found == {"seen": pytest.approx(0.6), "by_layers": pytest.approx(0.2), "by_chance": 0.01}
+
+
+# One interval on all pages ────────────────────────────────────────────────────────────────────────
+
+
+def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
+    """Of records that are the model's; otherwise there are none, and a table has Student's."""
+    base = group("Baseline", 60, 70, 80, eta=0.1)
+    runs = [one | {"digest": f"{n}"} for n, one in enumerate([*OURS, *THEIRS, *base])]
+    read = claims(it=TOP_K | {"at_least": 0})
+    named = {lab.settings._record_file(one): one for one in runs}
+    monkeypatch.setattr(lab.claims, "planned_records", lambda profile: (read, named))
+    gaps = lab.planned_gaps("evidence", [*runs[:3], *runs[6:]])
+    row = lab.difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))
+    assert set(gaps) == {"TCS"} and gaps["TCS"]["difference_n"] == row["n"] == 3
+    assert 100 * gaps["TCS"]["difference_low"] == pytest.approx(row["low"])
+    other = OURS[0] | {"digest": "of another setting"}
+    assert lab.planned_gaps("evidence", [other, *runs[6:]]) is None
+    assert lab.planned_gaps("small", runs) is None  # has no plan
+    assert lab.planned_gaps("evidence", runs[:3]) == {}  # no Baseline among them
 
 
 def test_a_plan_beside_what_is_made(tmp_path):
@@ -286,7 +394,10 @@ def test_what_a_person_reads(tmp_path):
     text = lab.readable_claims(table)
     assert len(text.columns) <= 8 and list(text["Supported if"]) == ["≥ 80", "≥ −0.4"]
     assert list(text["n"]) == ["3", "3 of 3"]
-    assert list(text["Verdict"]) == ["**by construction: kept**", "**open**"]
+    assert list(text["Verdict"]) == [
+        "**by construction: kept**",
+        "**open (the bootstrap's interval says supported)**",
+    ]
     assert text["Ours (interval)"][0] == "×80"
     assert lab.not_measured(table) == "Not measured: none."
     lab.save_table(table, tmp_path / "claims", "All", lab.readable_claims, lab.not_measured(table))

@@ -101,9 +101,20 @@ def test_verdicts_follow_the_claims_and_are_not_measured_until_these_stand():
     slowly = "The most important parameters do not change much from round to round"
     assert row_of(some, slowly)["verdict"] == "supported"
     again = "TCS meets or surpasses centralized training with a hundredth of the entries"
-    assert row_of(some, again)["verdict"] == "contradicted (1), not measured (1)"
+    assert row_of(some, again)["verdict"] == "contradicted (1), not measured (2)"
     bits = "And reaches 2000 times less traffic with quantized values, at that accuracy"  # bound not kept
     assert row_of(some, bits)["verdict"] == "contradicted (1), not measured (1)"
+
+
+def test_a_verdict_that_the_bootstrap_does_not_share_is_named_beside_it():
+    sentence = next(s for s in SENTENCES if s.claims == ["q5"])
+    weak = {"claim": "q5", "verdict": "supported", "kept": None, "first": "A", "second": "B",
+            "measured": 0.0, "bootstrap": 0.6, "bound": "at_least", "bound_value": -0.5}  # fmt: skip
+    for bootstrap, ends in ((0.6, "for A − B the bootstrap's interval says open"), (0.4, "")):
+        table = pd.DataFrame([weak | {"bootstrap": bootstrap}])
+        (row,) = lab.sentences_table([sentence], table, CLAIMS, {}, {}).to_dict("records")
+        assert row["verdict"] == "supported"
+        assert row["because"] == "; ".join(filter(None, [sentence.because, ends]))
 
 
 def test_what_notebook_13_finds_is_handed_in():

@@ -274,6 +274,26 @@ def test_a_table_without_a_title_is_refused_before_anything_is_written(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_where_a_profile_lists_its_seeds_no_others_are_drawn():
+    """So that a run that tuned a learning rate is in no table."""
+    assert lab.with_every_seed({"seeds": [1, 2], "epochs": 3})["seeds"] == [1, 2]
+    assert lab.with_every_seed({"seeds": 3})["seeds"] == lab.with_every_seed({})["seeds"] == 100
+
+
+def test_differences_that_are_given_take_the_place_of_students():
+    records = [fake("TCS", 0.8, 0), fake("TCS", 0.7, 1), fake("Baseline", 0.9, 0)]
+    given = {
+        "difference": -0.01,
+        "difference_low": -0.02,
+        "difference_high": 0.0,
+        "difference_n": 7,
+    }
+    table = lab.summary(records, gaps={"TCS": given}).set_index("scheme")
+    assert table.loc["TCS", list(given)].tolist() == list(given.values())
+    assert table["accuracy"].equals(lab.summary(records).set_index("scheme")["accuracy"])
+    assert math.isnan(lab.summary(records, gaps={}).set_index("scheme")["difference"]["TCS"])
+
+
 # What stands in results/ ──────────────────────────────────────────────────────────────────────────
 
 
@@ -288,7 +308,7 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
 
     files = [lab.ROOT / f"params/{name}.yaml" for name in (path.stem, path.parent.name)]
     params = lab.read_params(files)
-    records = list(lab.recorded(lab.plan(params | {"seeds": 100})).values())
+    records = list(lab.recorded(lab.plan(lab.with_every_seed(params))).values())
     lab.draw_table(params, records, lab.plan(params), tmp_path)
     project = (lab.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     tested = f'"matplotlib=={matplotlib.__version__}"' in project

@@ -43,14 +43,17 @@ def points(made, seed, epoch=-1):
     return 100 * (one - other)
 
 
-def test_costs_there_and_with_equal_clients_of_the_same_seeds(runs, read):
+def test_costs_there_and_with_equal_clients(runs, read):
+    """Two seeds there; with equal clients all three, as everywhere."""
     equal, there = runs
     (row,) = lab.unequal_costs(read, equal, there).to_dict("records")
     assert (row["clients"], row["difference, points"]) == ("half", "TCS − top-K")
-    means = [sum(points(made, n) for n in (1, 2)) / 2 for made in (there["half"], equal)]
-    for where, mean in (("there", means[0]), ("equal", means[1]), ("there − equal", means[0] - means[1])):  # fmt: skip
+    own = sum(points(there["half"], n) for n in (1, 2)) / 2
+    usual = sum(points(equal, n) for n in (1, 2, 3)) / 3
+    expected = {"there": (own, 2), "equal": (usual, 3), "there − equal": (own - usual, 2)}
+    for where, (mean, n) in expected.items():
         assert first(row[where]) == pytest.approx(mean, abs=0.006)
-        assert row[where].endswith("n = 2")
+        assert row[where].endswith(f"n = {n}")
 
 
 def test_differences_seed_by_seed_at_the_end_and_before(runs, read):
