@@ -205,18 +205,25 @@ def check_same_state(key: str, given: Any, own: Any) -> None:
         raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
 
 
+def scheme_state(scheme: Scheme) -> dict[str, Any]:
+    """The fields of a scheme that differ from their defaults, for a state. What a later version
+    adds, with a default that means "as before", is not among them until somebody uses it."""
+    fields = dataclasses.fields(scheme)
+    return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
+
+
 def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
-    """ValueError unless a state's scheme, a dictionary of its fields, is this one. A field that the
-    state lacks is one that was added later, with a default that means "as before"."""
+    """ValueError that names the fields in which a state's scheme, as `scheme_state` gives it, is not
+    this one. A field that the state lacks has its default."""
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-    defaults = {f.name: f.default for f in dataclasses.fields(Scheme)}
-    if unknown := sorted(given.keys() - defaults.keys()):
-        raise ValueError(f"{key}: {', '.join(map(shorten, unknown))} is not a field of a scheme")
-    for field, value in dataclasses.asdict(own).items():
-        got = given.get(field, defaults[field])
-        if got != value:
-            raise ValueError(f"{key}: {field}: got {shorten(got)}, allowed: {value!r}")
+    defaults = {f.name: f.default for f in dataclasses.fields(Scheme)} | {"name": None}
+    if unknown := given.keys() - defaults.keys():
+        raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
+    got, allowed = defaults | given, dataclasses.asdict(own)
+    said = [f"{k}: got {got[k]!r}, allowed: {allowed[k]!r}" for k in got if got[k] != allowed[k]]
+    if said:
+        raise ValueError(f"{key}: {'; '.join(said)}")
 
 
 _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
@@ -1721,7 +1728,7 @@ class Known:
     def _identity(self) -> dict[str, Any]:
         """What two sides, or a state and who loads it, must have in common."""
         return {
-            "version": STATE_VERSION, "scheme": dataclasses.asdict(self.scheme), "seed": self.seed,
+            "version": STATE_VERSION, "scheme": scheme_state(self.scheme), "seed": self.seed,
             "layer_sizes": list(self.layer_sizes), "order": self.up.order,
         }  # fmt: skip
 
@@ -2675,7 +2682,7 @@ class Federation:
         server = self.server_optimizer
         state = self._tensors() | {
             "version": STATE_VERSION,
-            "scheme": dataclasses.asdict(self.scheme),
+            "scheme": scheme_state(self.scheme),
             "t": int(self.t),
             "active": self.active,
             "feed": self.feed.state_dict() if hasattr(self.feed, "state_dict") else None,
