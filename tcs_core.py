@@ -213,8 +213,8 @@ def scheme_state(scheme: Scheme) -> dict[str, Any]:
 
 
 def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
-    """ValueError that names the fields in which a state's scheme, as `scheme_state` gives it, is not
-    this one. A field that the state lacks has its default."""
+    """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
+    one. A field that the state lacks has its default."""
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
     defaults = {f.name: f.default for f in dataclasses.fields(Scheme)} | {"name": None}
@@ -675,29 +675,25 @@ class Selection:
         if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
-        outside_D = None if excluded_D is None else _as_mask(excluded_D, vector_D).numpy()
         for floor in (self.floor, self.floor / 2, 0.0):
-            near = _at_least(values_D, floor, outside_D)
+            # positions of magnitudes >= floor, and of NaN; piece by piece, each read once
+            found = []
+            for start in range(0, len(values_D), _PIECE):
+                piece = values_D[start : start + _PIECE]
+                found.append((~(abs(piece) < floor)).nonzero()[0] + start)
+            near = found[0] if len(found) == 1 else np.concatenate(found)
+            if excluded_D is not None:
+                near = near[~excluded_D.numpy()[near]]
             if len(near) >= k:
                 break
-        _check_k(k, len(near))
+        else:
+            _check_k(k, len(near))
         chosen, kth = _largest(abs(values_D[near]), k)
         self.floor = 0.85 * kth
         return torch.from_numpy(near[chosen])
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
-
-
-def _at_least(values_D: np.ndarray, floor: float, outside_D: np.ndarray | None) -> np.ndarray:
-    """Positions of magnitudes >= floor, and of NaN, ascending, but for those `outside`; piece by
-    piece, each read once."""
-    found = []
-    for start in range(0, len(values_D), _PIECE):
-        piece = values_D[start : start + _PIECE]
-        found.append((~(abs(piece) < floor)).nonzero()[0] + start)
-    near = found[0] if len(found) == 1 else np.concatenate(found)
-    return near if outside_D is None else near[~outside_D[near]]
 
 
 def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
@@ -1043,7 +1039,9 @@ class Message:
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
             given = QUANTIZERS[quantizer](intended_K, intervals)
-            codes, means = _checked_quantized(quantizer, given, len(intended_K), intervals)
+            if quantizer != "fractional":
+                _check_quantized(quantizer, given, len(intended_K), intervals)
+            codes, means = given
         return Message(_dequantize(codes, means), positions, sender, round, codes, means)
 
     @staticmethod
@@ -1081,9 +1079,9 @@ class Message:
         return dataclasses.replace(self, **cast(Any, moved))
 
 
-def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tuple[Tensor, Tensor]:
-    """What a quantizer gave: (count,) codes and (P,) means. ValueError if it is something else, or,
-    of one that is not the paper's, where the host may look, for numbers that it should not give."""
+def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
+    """ValueError unless a quantizer that is not the paper's gave (count,) codes and (P,) means and,
+    where the host may look, only numbers that it should give."""
     two = isinstance(given, tuple | list) and len(given) == 2
     if not two or not all(isinstance(part, Tensor) for part in given):
         raise ValueError(f"quantizer {name}: got {shorten(given)}, allowed: codes and means")
@@ -1092,8 +1090,8 @@ def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tup
     fit = torch.int32, (count,), torch.float32, (intervals,)
     if got != fit:
         raise ValueError(f"quantizer {name}: got {got}; allowed: {fit}, codes and means")
-    if name == "fractional" or not may_look(codes):
-        return codes, means
+    if not may_look(codes):
+        return
     low, high = int(codes.min()), int(codes.max())
     if not 0 <= low <= high < 2 * intervals:
         allowed = f"0 to {2 * intervals - 1}"
@@ -1101,7 +1099,6 @@ def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tup
     if not (means.isfinite() & (means >= 0)).all():
         what = f"got means {means.tolist()}, allowed: finite numbers >= 0"
         raise ValueError(f"quantizer {name}: {what}")
-    return codes, means
 
 
 @dataclass(frozen=True)
@@ -1581,6 +1578,7 @@ class Known:
         order = tuple(order)
         self.up = Wire.up(self.scheme, self.layer_sizes, order)
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
+        self.round = 0  # that is open, or the next one
         self.phase = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
         self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
@@ -1596,6 +1594,7 @@ class Known:
         if self.phase != CLOSED:
             what = f"round {self.round} is {self.phase}"
             raise ValueError(f"begin: {what}, allowed: after observe, or lose")
+        self.rule.round = self.round
         self.rule.begin(theta_D, masks)
         mask = None if dense or self.scheme.dense else self.rule.shared_mask()
         if mask is None and not dense and not self.scheme.dense and not self.scheme.dense_warmup:
@@ -1618,12 +1617,14 @@ class Known:
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         self.rule.observe(update_D)  # line 5 of the next round
-        self.round, self.phase = self.round + 1, CLOSED
+        self.round = self.rule.round = self.round + 1
+        self.phase = CLOSED
 
     def lose(self) -> None:
         """The round is over, and nobody was heard in it: the mask is as before, the next round has
         the next number."""
-        self.round, self.phase = self.round + 1, CLOSED
+        self.round = self.rule.round = self.round + 1
+        self.phase = CLOSED
         self.flags.clear()
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
@@ -1687,15 +1688,6 @@ class Known:
             raise MessageError(sender, f"message: {error}") from error
 
     @property
-    def round(self) -> int:
-        """The number of the round that is open, or of the next one, counted from 0."""
-        return self.rule.round
-
-    @round.setter
-    def round(self, number: int) -> None:
-        self.rule.round = number
-
-    @property
     def mask_tag(self) -> int:
         """Four bytes of the shared mask; 0 in a dense round. It stands in every message: two sides
         that do not mean the same mask refuse each other."""
@@ -1752,7 +1744,8 @@ class Known:
         nothing changed, for what `check_state` refuses."""
         self.check_state(state)
         self.rule.load_state_dict(state["rule"])
-        self.round, self.phase = state["round"], CLOSED
+        self.round = self.rule.round = state["round"]
+        self.phase = CLOSED
         self.flags.clear()
 
 
@@ -2265,6 +2258,7 @@ class Compressor:
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
+        self._kept_names = self.rule.kept_names()
         self._is_closing = False  # True for ever if the end of a round was interrupted
 
     def step(
@@ -2319,7 +2313,7 @@ class Compressor:
             asked.append(n)
             return send(n)
 
-        kept = {name: getattr(known.rule, name) for name in known.rule.kept_names()}
+        kept = [getattr(known.rule, name) for name in self._kept_names]
         try:
             known.begin(dense, theta_D, masks)
             for n, message, bits, size in self.link.gather(known, chosen, send_next):
@@ -2334,8 +2328,8 @@ class Compressor:
             update_D, bits_down, bytes_down = self.link.down(server, server.average())  # 15, 16
             known.observe(update_D)  # line 5 of the next round
         except BaseException as error:
-            for name, value in kept.items():  # as before, if `observe` was interrupted
-                setattr(known.rule, name, value)
+            for name, value in zip(self._kept_names, kept, strict=True):
+                setattr(known.rule, name, value)  # as before, if `observe` was interrupted
             error.add_note(self._unheard(asked, error))
             if isinstance(error, ClientError):
                 error.happened_in(t)
