@@ -2498,7 +2498,7 @@ class Federation:
         """
         chosen = self.compressor.checked_clients(clients)
         self._check_not_shown("round")
-        self._check_whole("round")
+        self._check_not_interrupted("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
@@ -2569,7 +2569,7 @@ class Federation:
             _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
         self.trainer.put_theta()
 
-    def _check_whole(self, what: str) -> None:
+    def _check_not_interrupted(self, what: str) -> None:
         if not self.is_whole:
             got = f"{what}: got called after round {self.t - 1} was interrupted while theta moved"
             raise ValueError(
@@ -2590,7 +2590,7 @@ class Federation:
         statistics are put back. (A process with some of the clients has only their statistics.)
         Inside, `round` and `load_state_dict` raise ValueError.
         """
-        self._check_whole("evaluated")
+        self._check_not_interrupted("evaluated")
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
@@ -2616,7 +2616,7 @@ class Federation:
         """By value, all that a resumed run needs, the feed's place and optimizers too, and what
         the owner has changed in the module since the last round. Not in it: what a module's own
         `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
-        self._check_whole("state_dict")
+        self._check_not_interrupted("state_dict")
         self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
         server = self.server_optimizer
         state = self._tensors() | {
