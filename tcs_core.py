@@ -8,7 +8,8 @@ Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
             -> server: average -> update_D -> theta_D
 
 Alg. 2 is section 6: `Known` (line 5), `Client` (lines 9 to 13) and `Server` (15, 16), each in a
-process of its own if need be; lines 6 and 7 are in `Federation.play` (section 7).
+process of its own if need be; line 7 is in `LocalTrainer` and line 6 in
+`Federation.move` (section 7).
 
 Contents, and the names that each gives
     1 schemes          Scheme, register_scheme, register_quantizer, register_suffix
@@ -17,7 +18,7 @@ Contents, and the names that each gives
     4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
     5 messages         Message, encode_message, decode_message, bit_budget
     6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, Compressor
-    7 the federation   Federation, Phase, Feed, layer_sizes (Alg. 1, 3)
+    7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
 
@@ -89,13 +90,13 @@ from torch import Tensor, nn
 __all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "SHARED_FROM", "STAGES",
     "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor", "Federation", "Feed", "Known",
-    "Link", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase", "RandK", "Scheme",
-    "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
-    "build_model", "cross_entropy", "decode_message", "decode_positions", "encode_message",
-    "encode_positions", "fractional_dequantize", "fractional_quantize", "kept", "layer_sizes",
-    "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "random_positions",
-    "register_quantizer", "register_scheme", "register_suffix", "resnet18", "scaled_sign",
-    "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
+    "Link", "LocalTrainer", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase",
+    "RandK", "Scheme", "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
+    "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
+    "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
+    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask",
+    "random_positions", "register_quantizer", "register_scheme", "register_suffix", "resnet18",
+    "scaled_sign", "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # Names that are gone, and what has taken their place.
@@ -2741,8 +2742,7 @@ class Federation:
             _refuse("state: active", active, f"a list of clients, 0 to {self.clients - 1}")
         if hasattr(self.feed, "check_state"):
             self.feed.check_state(state["feed"])
-        if hasattr(self.compressor, "check_state"):
-            self.compressor.check_state(state["compressor"])
+        self.compressor.check_state(state["compressor"])
         server = self.server_optimizer
         if (state["server_optimizer"] is not None) != (server is not None):
             got = "none" if state["server_optimizer"] is None else "one"
