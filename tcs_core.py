@@ -40,9 +40,10 @@ Differences from the paper
      3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
         warm-up makes one dense round first.
      4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
-        float32 without quantization, and with it while sigma >= 1/2 (Sterbenz); beyond, to one
-        rounding of the subtraction. Errors are in units of the model difference, as in the text;
-        the authors' published code has them in units of gradients (error_unit "gradient").
+        float32 without quantization, and with it while sigma >= 1/2 (then a difference of two such
+        numbers is exact, by Sterbenz's lemma); beyond, to one rounding of the subtraction. Errors
+        are in units of the model difference, as in the text; the authors' published code has them
+        in units of gradients (error_unit "gradient").
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
         algorithm box puts beta on the wrong term, and the text has a plus before eta. A round ends
         with the server's step, at its own rate; in the boxes the next round begins with it.
@@ -1357,9 +1358,12 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
 
 
 # ══ 6. Alg. 2: which entries travel, what all know, a client, the server ══════════════════════════
-#    One round: known.begin -> client.send -> server.add -> server.finish -> client.arrived (or
-#    client.receive) -> known.observe. Read `Known`, `Client` and `Server`; the mask rules stand
-#    before them, links and N clients in one process behind them.
+#    A round of sides that have a `Known` each, in processes of their own: `begin` on all of them;
+#    client.send -> server.add for every client; server.finish gives the update and the reply;
+#    server.known.observe(update), and client.receive(reply), which ends the round there.
+#    In one process, all sides share one `Known`, and `Compressor` plays the whole round.
+#    Read `Known`, `Client` and `Server` first. The mask rules stand before them; links, and N clients
+#    in one process, behind them.
 
 
 class MaskRule:
@@ -1367,6 +1371,7 @@ class MaskRule:
 
     Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
     attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
+    Give them new values and change none in place: a round that fails puts the old ones back.
     `round` is the number of the round that is open, or of the next one (`Known.round`), and `masks`
     the factor by which all masks are larger in it: in a sparse warm-up.
     """
@@ -1430,18 +1435,12 @@ class MaskRule:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
         return self._selections[whose](vector_D, k, excluded_D)
 
-    @classmethod
-    def kept_names(cls) -> list[str]:
-        """What `keeps` names, of this class and its base classes."""
-        named = (vars(base).get("keeps", ()) for base in cls.__mro__)
-        return list(dict.fromkeys(chain.from_iterable(named)))
-
     def state_dict(self) -> dict[str, Any]:
-        return {key: _by_value(getattr(self, key)) for key in self.kept_names()}
+        return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for a state that this rule can't load. (A kept value may begin as None.)"""
-        own = dict.fromkeys(self.kept_names())
+        own = dict.fromkeys(kept_names(self))
         check_same_state("state: rule", dict.fromkeys(state), own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1451,6 +1450,12 @@ class MaskRule:
             is_tensor = isinstance(value, Tensor)
             own = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
             setattr(self, key, own)
+
+
+def kept_names(kept: Any) -> list[str]:
+    """What `keeps` names, of an object's class and its base classes."""
+    named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
+    return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 def _by_value(value: Any) -> Any:
@@ -1549,6 +1554,9 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
+
+# What a round is for a `Known`; "averaged" is the server's alone, when it hears nobody any more.
+CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
 class Known:
@@ -1750,10 +1758,6 @@ class Known:
         self.flags.clear()
 
 
-# Phases of a round: `averaged` is the server's, when it hears nobody any more.
-CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
-
-
 def checked_positions(mask: Any, dimension: int, taken_D: Tensor | None = None) -> Tensor:
     """A mask, (D,) bool or positions, as ascending positions int64 (K,), all outside another mask,
     `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks at the numbers.)"""
@@ -1786,9 +1790,10 @@ class Client:
     """Alg. 2's client. `errors_D` (D,) is what the server has not had: zeros at first, if none are
     given; None where the scheme keeps no errors.
 
-    Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
-    lost on the way stays. `keeps` names the tensors (D,) that a resumed run needs; all of them are
-    in units of the model difference.
+    Messages leave `send`. From then until `arrived`, errors_D holds all that was meant to be sent;
+    only `arrived` takes out what was said, so that what was lost on the way stays. `keeps` names
+    the tensors (D,) that a resumed run needs, beside those of the base classes; all of them are in
+    units of the model difference.
     """
 
     keeps: tuple[str, ...] = ("errors_D",)
@@ -1825,7 +1830,6 @@ class Client:
         """`send` of a difference that was checked."""
         known, shared_K = self.known, self.known.shared_K
         known.senders.add(self.number)
-        # from here until `arrived`, errors_D holds all that is meant to be sent
         intended_D = self.intended(delta_D)  # line 9
         try:
             if known.dense:
@@ -1833,7 +1837,8 @@ class Client:
             own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
-            message = self._quantized(known.finite_part(intended_K, self.number), own_K)  # line 12
+            intended_K = known.finite_part(intended_K, self.number)
+            message = self._quantized(intended_K, own_K)  # line 12: sent, quantized (Sec. II-F)
         except NotFiniteError:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
@@ -1842,7 +1847,7 @@ class Client:
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9: the difference and what the server has not had, (D,)."""
+        """Line 9: the difference and what the server has not had, (D,). The errors become this."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
     def _dense_message(self, intended_D: Tensor) -> Message:
@@ -1928,7 +1933,7 @@ class Client:
                 tensor.mul_(factor)
 
     def _kept(self) -> dict[str, Tensor | None]:
-        return {name: getattr(self, name) for name in self.keeps}
+        return {name: getattr(self, name) for name in kept_names(self)}
 
     def state_dict(self) -> dict[str, Any]:
         """By value: errors, and a message that nobody has acknowledged yet."""
@@ -2037,15 +2042,18 @@ class Server:
         """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
         of another client or round, of another size, or for a second one."""
         known, weights = self.known, self.weights
-        if self.heard and self.heard_in != known.round:  # the one before was never finished
-            self.drop()
+        unfinished = (
+            self.heard and self.heard_in != known.round
+        )  # messages of a round that was lost
         known.check_message(message, number)
         if known.phase == AVERAGED:
             raise MessageError(number, f"round {known.round} has been averaged without it")
         if weights is not None and not 0 <= number < len(weights):
             raise MessageError(number, f"has no weight, allowed: below {len(weights)}")
-        if number in self.heard:
+        if number in self.heard and not unfinished:
             raise MessageError(number, f"a second message in round {known.round}, allowed: one")
+        if unfinished:
+            self.drop()
         if not self.heard:
             self.heard_in = known.round
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
@@ -2076,6 +2084,19 @@ class Server:
         own_K = mask_to_positions(self.explored_D)
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
         return Message(values_K, own_K, SERVER, known.round)  # line 16
+
+    @property
+    def counts_reply(self) -> bool:
+        """Whether the length of `reply` follows from the number of its entries alone."""
+        return self.downlink is None and (self.known.dense or self.known.scheme.code == "block")
+
+    def reply_bits(self, explored: int) -> int:
+        """The length of `reply` in bits of its code, with so many entries that only some clients
+        sent: of a reply that need not be made, since everybody is in this process."""
+        known = self.known
+        if known.dense:
+            return 32 * known.dimension
+        return known.down.block_code_bits(len(known.shared_K) + explored, explored)
 
     def finish(self) -> tuple[Tensor, Message]:
         """What all sides have after the round, (D,), and the message that says it. `Known.observe`
@@ -2137,7 +2158,7 @@ class Arrival(NamedTuple):
 
 
 class Link:
-    """How messages travel between a server and clients that call each other in one process.
+    """How messages travel between a server and its clients in a `Compressor`.
 
     Without a `channel` they arrive as they were sent, and their exact sizes are counted. With one,
     every message becomes bytes and is decoded before it is used; `channel(sender, data)` is what
@@ -2184,12 +2205,8 @@ class Link:
         """What all clients have of the update, (D,), and the length of the message that says it,
         in bits of its code and in bytes."""
         known = server.known
-        counts = server.downlink is None and (known.dense or known.scheme.code == "block")
-        if self.channel is None and counts:  # no message need be made to know its length
-            explored = known.read_flags(None if known.dense else server.explored_D)
-            bits = 32 * known.dimension
-            if not known.dense:
-                bits = known.down.block_code_bits(len(known.shared_K) + explored, explored)
+        if self.channel is None and server.counts_reply:
+            bits = server.reply_bits(known.read_flags(None if known.dense else server.explored_D))
             return update_D, bits, bytes_of(bits)
         known.read_flags()
         reply = server.reply(update_D)
@@ -2259,7 +2276,7 @@ class Compressor:
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
-        self._kept_names = self.rule.kept_names()
+        self._kept_names = kept_names(self.rule)
         self._is_closing = False  # True for ever if the end of a round was interrupted
 
     def step(
