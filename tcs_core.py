@@ -1362,8 +1362,8 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
 #    client.send -> server.add for every client; server.finish gives the update and the reply;
 #    server.known.observe(update), and client.receive(reply), which ends the round there.
 #    In one process, all sides share one `Known`, and `Compressor` plays the whole round.
-#    Read `Known`, `Client` and `Server` first. The mask rules stand before them; links, and N clients
-#    in one process, behind them.
+#    Read `Known`, `Client` and `Server` first. The mask rules stand before them; links, and N
+#    clients in one process, behind them.
 
 
 class MaskRule:
