@@ -8,7 +8,8 @@ Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
             -> server: average -> update_D -> theta_D
 
 Alg. 2 is section 6: `Known` (line 5), `Client` (lines 9 to 13) and `Server` (15, 16), each in a
-process of its own if need be; lines 6 and 7 are in `Federation.play` (section 7).
+process of its own if need be; line 7 is in `LocalTrainer` and line 6 in
+`Federation.move` (section 7).
 
 Contents, and the names that each gives
     1 schemes          Scheme, register_scheme, register_quantizer, register_suffix
@@ -17,7 +18,7 @@ Contents, and the names that each gives
     4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
     5 messages         Message, encode_message, decode_message, bit_budget
     6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, Compressor
-    7 the federation   Federation, Phase, Feed, layer_sizes (Alg. 1, 3)
+    7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
 
@@ -39,9 +40,10 @@ Differences from the paper
      3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
         warm-up makes one dense round first.
      4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
-        float32 without quantization, and with it while sigma >= 1/2 (Sterbenz); beyond, to one
-        rounding of the subtraction. Errors are in units of the model difference, as in the text;
-        the authors' published code has them in units of gradients (error_unit "gradient").
+        float32 without quantization, and with it while sigma >= 1/2 (then a difference of two such
+        numbers is exact, by Sterbenz's lemma); beyond, to one rounding of the subtraction. Errors
+        are in units of the model difference, as in the text; the authors' published code has them
+        in units of gradients (error_unit "gradient").
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
         algorithm box puts beta on the wrong term, and the text has a plus before eta. A round ends
         with the server's step, at its own rate; in the boxes the next round begins with it.
@@ -88,13 +90,13 @@ from torch import Tensor, nn
 __all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "SHARED_FROM", "STAGES",
     "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor", "Federation", "Feed", "Known",
-    "Link", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase", "RandK", "Scheme",
-    "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire", "bit_budget",
-    "build_model", "cross_entropy", "decode_message", "decode_positions", "encode_message",
-    "encode_positions", "fractional_dequantize", "fractional_quantize", "kept", "layer_sizes",
-    "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask", "random_positions",
-    "register_quantizer", "register_scheme", "register_suffix", "resnet18", "scaled_sign",
-    "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
+    "Link", "LocalTrainer", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase",
+    "RandK", "Scheme", "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
+    "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
+    "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
+    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask",
+    "random_positions", "register_quantizer", "register_scheme", "register_suffix", "resnet18",
+    "scaled_sign", "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # Names that are gone, and what has taken their place.
@@ -204,18 +206,25 @@ def check_same_state(key: str, given: Any, own: Any) -> None:
         raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
 
 
+def scheme_state(scheme: Scheme) -> dict[str, Any]:
+    """The fields of a scheme that differ from their defaults, for a state. What a later version
+    adds, with a default that means "as before", is not among them until somebody uses it."""
+    fields = dataclasses.fields(scheme)
+    return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
+
+
 def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
-    """ValueError unless a state's scheme, a dictionary of its fields, is this one. A field that the
-    state lacks is one that was added later, with a default that means "as before"."""
+    """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
+    one. A field that the state lacks has its default."""
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-    defaults = {f.name: f.default for f in dataclasses.fields(Scheme)}
-    if unknown := sorted(given.keys() - defaults.keys()):
-        raise ValueError(f"{key}: {', '.join(map(shorten, unknown))} is not a field of a scheme")
-    for field, value in dataclasses.asdict(own).items():
-        got = given.get(field, defaults[field])
-        if got != value:
-            raise ValueError(f"{key}: {field}: got {shorten(got)}, allowed: {value!r}")
+    defaults = {f.name: f.default for f in dataclasses.fields(Scheme)} | {"name": None}
+    if unknown := given.keys() - defaults.keys():
+        raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
+    got, allowed = defaults | given, dataclasses.asdict(own)
+    said = [f"{k}: got {got[k]!r}, allowed: {allowed[k]!r}" for k in got if got[k] != allowed[k]]
+    if said:
+        raise ValueError(f"{key}: {'; '.join(said)}")
 
 
 _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
@@ -667,29 +676,25 @@ class Selection:
         if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
-        outside_D = None if excluded_D is None else _as_mask(excluded_D, vector_D).numpy()
         for floor in (self.floor, self.floor / 2, 0.0):
-            near = _at_least(values_D, floor, outside_D)
+            # positions of magnitudes >= floor, and of NaN; piece by piece, each read once
+            found = []
+            for start in range(0, len(values_D), _PIECE):
+                piece = values_D[start : start + _PIECE]
+                found.append((~(abs(piece) < floor)).nonzero()[0] + start)
+            near = found[0] if len(found) == 1 else np.concatenate(found)
+            if excluded_D is not None:
+                near = near[~excluded_D.numpy()[near]]
             if len(near) >= k:
                 break
-        _check_k(k, len(near))
+        else:
+            _check_k(k, len(near))
         chosen, kth = _largest(abs(values_D[near]), k)
         self.floor = 0.85 * kth
         return torch.from_numpy(near[chosen])
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
-
-
-def _at_least(values_D: np.ndarray, floor: float, outside_D: np.ndarray | None) -> np.ndarray:
-    """Positions of magnitudes >= floor, and of NaN, ascending, but for those `outside`; piece by
-    piece, each read once."""
-    found = []
-    for start in range(0, len(values_D), _PIECE):
-        piece = values_D[start : start + _PIECE]
-        found.append((~(abs(piece) < floor)).nonzero()[0] + start)
-    near = found[0] if len(found) == 1 else np.concatenate(found)
-    return near if outside_D is None else near[~outside_D[near]]
 
 
 def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
@@ -1035,7 +1040,9 @@ class Message:
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
             given = QUANTIZERS[quantizer](intended_K, intervals)
-            codes, means = _checked_quantized(quantizer, given, len(intended_K), intervals)
+            if quantizer != "fractional":
+                _check_quantized(quantizer, given, len(intended_K), intervals)
+            codes, means = given
         return Message(_dequantize(codes, means), positions, sender, round, codes, means)
 
     @staticmethod
@@ -1073,9 +1080,9 @@ class Message:
         return dataclasses.replace(self, **cast(Any, moved))
 
 
-def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tuple[Tensor, Tensor]:
-    """What a quantizer gave: (count,) codes and (P,) means. ValueError if it is something else, or,
-    of one that is not the paper's, where the host may look, for numbers that it should not give."""
+def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
+    """ValueError unless a quantizer that is not the paper's gave (count,) codes and (P,) means and,
+    where the host may look, only numbers that it should give."""
     two = isinstance(given, tuple | list) and len(given) == 2
     if not two or not all(isinstance(part, Tensor) for part in given):
         raise ValueError(f"quantizer {name}: got {shorten(given)}, allowed: codes and means")
@@ -1084,8 +1091,8 @@ def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tup
     fit = torch.int32, (count,), torch.float32, (intervals,)
     if got != fit:
         raise ValueError(f"quantizer {name}: got {got}; allowed: {fit}, codes and means")
-    if name == "fractional" or not may_look(codes):
-        return codes, means
+    if not may_look(codes):
+        return
     low, high = int(codes.min()), int(codes.max())
     if not 0 <= low <= high < 2 * intervals:
         allowed = f"0 to {2 * intervals - 1}"
@@ -1093,7 +1100,6 @@ def _checked_quantized(name: str, given: Any, count: int, intervals: int) -> tup
     if not (means.isfinite() & (means >= 0)).all():
         what = f"got means {means.tolist()}, allowed: finite numbers >= 0"
         raise ValueError(f"quantizer {name}: {what}")
-    return codes, means
 
 
 @dataclass(frozen=True)
@@ -1351,9 +1357,12 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
 
 
 # ══ 6. Alg. 2: which entries travel, what all know, a client, the server ══════════════════════════
-#    One round: known.begin -> client.send -> server.add -> server.finish -> client.arrived (or
-#    client.receive) -> known.observe. Read `Known`, `Client` and `Server`; the mask rules stand
-#    before them, links and N clients in one process behind them.
+#    A round of sides that have a `Known` each, in processes of their own: `begin` on all of them;
+#    client.send -> server.add for every client; server.finish gives the update and the reply;
+#    server.known.observe(update), and client.receive(reply), which ends the round there.
+#    In one process, all sides share one `Known`, and `Compressor` plays the whole round.
+#    Read `Known`, `Client` and `Server` first. The mask rules stand before them; links, and N
+#    clients in one process, behind them.
 
 
 class MaskRule:
@@ -1361,6 +1370,7 @@ class MaskRule:
 
     Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
     attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
+    Give them new values and change none in place: a round that fails puts the old ones back.
     `round` is the number of the round that is open, or of the next one (`Known.round`), and `masks`
     the factor by which all masks are larger in it: in a sparse warm-up.
     """
@@ -1424,18 +1434,12 @@ class MaskRule:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
         return self._selections[whose](vector_D, k, excluded_D)
 
-    @classmethod
-    def kept_names(cls) -> list[str]:
-        """What `keeps` names, of this class and its base classes."""
-        named = (vars(base).get("keeps", ()) for base in cls.__mro__)
-        return list(dict.fromkeys(chain.from_iterable(named)))
-
     def state_dict(self) -> dict[str, Any]:
-        return {key: _by_value(getattr(self, key)) for key in self.kept_names()}
+        return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for a state that this rule can't load. (A kept value may begin as None.)"""
-        own = dict.fromkeys(self.kept_names())
+        own = dict.fromkeys(kept_names(self))
         check_same_state("state: rule", dict.fromkeys(state), own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1445,6 +1449,12 @@ class MaskRule:
             is_tensor = isinstance(value, Tensor)
             own = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
             setattr(self, key, own)
+
+
+def kept_names(kept: Any) -> list[str]:
+    """What `keeps` names, of an object's class and its base classes."""
+    named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
+    return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 def _by_value(value: Any) -> Any:
@@ -1544,6 +1554,9 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
+# What a round is for a `Known`; "averaged" is the server's alone, when it hears nobody any more.
+CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
+
 
 class Known:
     """What every side knows without a word: the round, whether it is dense, its shared mask.
@@ -1573,6 +1586,7 @@ class Known:
         order = tuple(order)
         self.up = Wire.up(self.scheme, self.layer_sizes, order)
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
+        self.round = 0  # that is open, or the next one
         self.phase = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
         self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
@@ -1588,6 +1602,7 @@ class Known:
         if self.phase != CLOSED:
             what = f"round {self.round} is {self.phase}"
             raise ValueError(f"begin: {what}, allowed: after observe, or lose")
+        self.rule.round = self.round
         self.rule.begin(theta_D, masks)
         mask = None if dense or self.scheme.dense else self.rule.shared_mask()
         if mask is None and not dense and not self.scheme.dense and not self.scheme.dense_warmup:
@@ -1610,12 +1625,14 @@ class Known:
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         self.rule.observe(update_D)  # line 5 of the next round
-        self.round, self.phase = self.round + 1, CLOSED
+        self.round = self.rule.round = self.round + 1
+        self.phase = CLOSED
 
     def lose(self) -> None:
         """The round is over, and nobody was heard in it: the mask is as before, the next round has
         the next number."""
-        self.round, self.phase = self.round + 1, CLOSED
+        self.round = self.rule.round = self.round + 1
+        self.phase = CLOSED
         self.flags.clear()
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
@@ -1679,15 +1696,6 @@ class Known:
             raise MessageError(sender, f"message: {error}") from error
 
     @property
-    def round(self) -> int:
-        """The number of the round that is open, or of the next one, counted from 0."""
-        return self.rule.round
-
-    @round.setter
-    def round(self, number: int) -> None:
-        self.rule.round = number
-
-    @property
     def mask_tag(self) -> int:
         """Four bytes of the shared mask; 0 in a dense round. It stands in every message: two sides
         that do not mean the same mask refuse each other."""
@@ -1720,7 +1728,7 @@ class Known:
     def _identity(self) -> dict[str, Any]:
         """What two sides, or a state and who loads it, must have in common."""
         return {
-            "version": STATE_VERSION, "scheme": dataclasses.asdict(self.scheme), "seed": self.seed,
+            "version": STATE_VERSION, "scheme": scheme_state(self.scheme), "seed": self.seed,
             "layer_sizes": list(self.layer_sizes), "order": self.up.order,
         }  # fmt: skip
 
@@ -1744,12 +1752,9 @@ class Known:
         nothing changed, for what `check_state` refuses."""
         self.check_state(state)
         self.rule.load_state_dict(state["rule"])
-        self.round, self.phase = state["round"], CLOSED
+        self.round = self.rule.round = state["round"]
+        self.phase = CLOSED
         self.flags.clear()
-
-
-# Phases of a round: `averaged` is the server's, when it hears nobody any more.
-CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
 def checked_positions(mask: Any, dimension: int, taken_D: Tensor | None = None) -> Tensor:
@@ -1784,9 +1789,10 @@ class Client:
     """Alg. 2's client. `errors_D` (D,) is what the server has not had: zeros at first, if none are
     given; None where the scheme keeps no errors.
 
-    Messages leave `send`; only `arrived` takes what they said out of the errors, so that what was
-    lost on the way stays. `keeps` names the tensors (D,) that a resumed run needs; all of them are
-    in units of the model difference.
+    Messages leave `send`. From then until `arrived`, errors_D holds all that was meant to be sent;
+    only `arrived` takes out what was said, so that what was lost on the way stays. `keeps` names
+    the tensors (D,) that a resumed run needs, beside those of the base classes; all of them are in
+    units of the model difference.
     """
 
     keeps: tuple[str, ...] = ("errors_D",)
@@ -1823,7 +1829,6 @@ class Client:
         """`send` of a difference that was checked."""
         known, shared_K = self.known, self.known.shared_K
         known.senders.add(self.number)
-        # from here until `arrived`, errors_D holds all that is meant to be sent
         intended_D = self.intended(delta_D)  # line 9
         try:
             if known.dense:
@@ -1831,7 +1836,8 @@ class Client:
             own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
-            message = self._quantized(known.finite_part(intended_K, self.number), own_K)  # line 12
+            intended_K = known.finite_part(intended_K, self.number)
+            message = self._quantized(intended_K, own_K)  # line 12: sent, quantized (Sec. II-F)
         except NotFiniteError:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
@@ -1840,7 +1846,7 @@ class Client:
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9: the difference and what the server has not had, (D,)."""
+        """Line 9: the difference and what the server has not had, (D,). The errors become this."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
     def _dense_message(self, intended_D: Tensor) -> Message:
@@ -1926,7 +1932,7 @@ class Client:
                 tensor.mul_(factor)
 
     def _kept(self) -> dict[str, Tensor | None]:
-        return {name: getattr(self, name) for name in self.keeps}
+        return {name: getattr(self, name) for name in kept_names(self)}
 
     def state_dict(self) -> dict[str, Any]:
         """By value: errors, and a message that nobody has acknowledged yet."""
@@ -2035,15 +2041,18 @@ class Server:
         """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
         of another client or round, of another size, or for a second one."""
         known, weights = self.known, self.weights
-        if self.heard and self.heard_in != known.round:  # the one before was never finished
-            self.drop()
+        unfinished = (
+            self.heard and self.heard_in != known.round
+        )  # messages of a round that was lost
         known.check_message(message, number)
         if known.phase == AVERAGED:
             raise MessageError(number, f"round {known.round} has been averaged without it")
         if weights is not None and not 0 <= number < len(weights):
             raise MessageError(number, f"has no weight, allowed: below {len(weights)}")
-        if number in self.heard:
+        if number in self.heard and not unfinished:
             raise MessageError(number, f"a second message in round {known.round}, allowed: one")
+        if unfinished:
+            self.drop()
         if not self.heard:
             self.heard_in = known.round
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
@@ -2074,6 +2083,19 @@ class Server:
         own_K = mask_to_positions(self.explored_D)
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
         return Message(values_K, own_K, SERVER, known.round)  # line 16
+
+    @property
+    def counts_reply(self) -> bool:
+        """Whether the length of `reply` follows from the number of its entries alone."""
+        return self.downlink is None and (self.known.dense or self.known.scheme.code == "block")
+
+    def reply_bits(self, explored: int) -> int:
+        """The length of `reply` in bits of its code, with so many entries that only some clients
+        sent: of a reply that need not be made, since everybody is in this process."""
+        known = self.known
+        if known.dense:
+            return 32 * known.dimension
+        return known.down.block_code_bits(len(known.shared_K) + explored, explored)
 
     def finish(self) -> tuple[Tensor, Message]:
         """What all sides have after the round, (D,), and the message that says it. `Known.observe`
@@ -2135,7 +2157,7 @@ class Arrival(NamedTuple):
 
 
 class Link:
-    """How messages travel between a server and clients that call each other in one process.
+    """How messages travel between a server and its clients in a `Compressor`.
 
     Without a `channel` they arrive as they were sent, and their exact sizes are counted. With one,
     every message becomes bytes and is decoded before it is used; `channel(sender, data)` is what
@@ -2182,12 +2204,8 @@ class Link:
         """What all clients have of the update, (D,), and the length of the message that says it,
         in bits of its code and in bytes."""
         known = server.known
-        counts = server.downlink is None and (known.dense or known.scheme.code == "block")
-        if self.channel is None and counts:  # no message need be made to know its length
-            explored = known.read_flags(None if known.dense else server.explored_D)
-            bits = 32 * known.dimension
-            if not known.dense:
-                bits = known.down.block_code_bits(len(known.shared_K) + explored, explored)
+        if self.channel is None and server.counts_reply:
+            bits = server.reply_bits(known.read_flags(None if known.dense else server.explored_D))
             return update_D, bits, bytes_of(bits)
         known.read_flags()
         reply = server.reply(update_D)
@@ -2257,6 +2275,7 @@ class Compressor:
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
+        self._kept_names = kept_names(self.rule)
         self._is_closing = False  # True for ever if the end of a round was interrupted
 
     def step(
@@ -2311,7 +2330,7 @@ class Compressor:
             asked.append(n)
             return send(n)
 
-        kept = {name: getattr(known.rule, name) for name in known.rule.kept_names()}
+        kept = [getattr(known.rule, name) for name in self._kept_names]
         try:
             known.begin(dense, theta_D, masks)
             for n, message, bits, size in self.link.gather(known, chosen, send_next):
@@ -2326,8 +2345,8 @@ class Compressor:
             update_D, bits_down, bytes_down = self.link.down(server, server.average())  # 15, 16
             known.observe(update_D)  # line 5 of the next round
         except BaseException as error:
-            for name, value in kept.items():  # as before, if `observe` was interrupted
-                setattr(known.rule, name, value)
+            for name, value in zip(self._kept_names, kept, strict=True):
+                setattr(known.rule, name, value)  # as before, if `observe` was interrupted
             error.add_note(self._unheard(asked, error))
             if isinstance(error, ClientError):
                 error.happened_in(t)
@@ -2674,7 +2693,7 @@ class Federation:
         server = self.server_optimizer
         state = self._tensors() | {
             "version": STATE_VERSION,
-            "scheme": dataclasses.asdict(self.scheme),
+            "scheme": scheme_state(self.scheme),
             "t": int(self.t),
             "active": self.active,
             "feed": self.feed.state_dict() if hasattr(self.feed, "state_dict") else None,
@@ -2739,8 +2758,7 @@ class Federation:
             _refuse("state: active", active, f"a list of clients, 0 to {self.clients - 1}")
         if hasattr(self.feed, "check_state"):
             self.feed.check_state(state["feed"])
-        if hasattr(self.compressor, "check_state"):
-            self.compressor.check_state(state["compressor"])
+        self.compressor.check_state(state["compressor"])
         server = self.server_optimizer
         if (state["server_optimizer"] is not None) != (server is not None):
             got = "none" if state["server_optimizer"] is None else "one"

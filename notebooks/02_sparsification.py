@@ -292,10 +292,10 @@ print(
 #
 # In the core, this is one client's side of a round. Its words: *shared* is the mask that all sides know (the paper's global mask),
 # *own* is what one client chose (the paper's local mask). Top-K has only an own mask, so its φ is `phi_local`; rand-K has only a
-# shared one. `send` makes the message; `arrived` is called when the server has had it.
+# shared one. `send` checks the difference and `message_of` makes the message; `arrived` is called when the server has had it.
 
 # %%
-lab.show_code(tcs.Client.send, tcs.Client.arrived)
+lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.arrived)
 
 # %% [markdown]
 # The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2, which [03_tcs](03_tcs.ipynb) reads whole. So nothing gets lost on the way: what arrived

@@ -162,7 +162,7 @@ BOX = {
     16: r"send $\Delta\theta_t$ to all clients",
 }
 MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
-methods = [tcs.TCS.observe, tcs.Federation.exchange, tcs.Federation.move, tcs.Client.send,
+methods = [tcs.TCS.observe, tcs.Federation.exchange, tcs.Federation.move, tcs.Client.message_of,
            tcs.Client.arrived, tcs.Server.average, tcs.Server.reply]  # fmt: skip
 marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
           for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
@@ -173,12 +173,13 @@ display(Markdown(lab.markdown(lines).replace("---:", "---")))
 
 # %% [markdown]
 # Now whole, in the box's order: what all sides know (a round ends with line 5), the client, and the server. The core works
-# with the *positions* of a mask's ones; `places_K` has those of both masks. From line 9 on `errors_D` holds all that is
+# with the *positions* of a mask's ones; `positions_K` has those of both masks. From line 9 on `errors_D` holds all that is
 # meant, so line 13 only has to write what stays where something was sent.
 
 # %%
-lab.show_code(tcs.Known.observe, tcs.TCS.observe, tcs.Client.send, tcs.MaskRule.own_mask,
-              tcs.Client.arrived, tcs.Server.add, tcs.Server.average, tcs.Server.reply)  # fmt: skip
+lab.show_code(tcs.Known.observe, tcs.TCS.observe, tcs.Client.message_of, tcs.Client.intended,
+              tcs.MaskRule.own_mask, tcs.Client.arrived, tcs.Server.add, tcs.Server.average,
+              tcs.Server.reply)  # fmt: skip
 
 # %% [markdown]
 # ## Ten numbers, two clients

@@ -62,7 +62,7 @@ def cells(plan: dict[str, Any]) -> list[Cell]:
 class Corrected(Client):
     """Its momentum is added up before compression, and forgotten where it was sent (DGC)."""
 
-    keeps = ("errors_D", "momentum_D")
+    keeps = ("momentum_D",)
 
     def __init__(self, known: Known, number: int, momentum: float, share: float):
         super().__init__(known, number)

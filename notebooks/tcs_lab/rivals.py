@@ -203,7 +203,7 @@ class DGCClient(Client):
     """Its momentum u <- 0.9 u + delta is accumulated in place of delta, and emptied where it was
     sent (Lin et al., Alg. 4: momentum correction, momentum factor masking)."""
 
-    keeps = ("errors_D", "momentum_D")
+    keeps = ("momentum_D",)
     momentum = 0.9
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):

@@ -154,7 +154,7 @@ def with_a_bad_network(bad, scheme="TCS", **more):
         cut = sender in bad and federations[0].t > 1
         return data[:-1] if cut else data
 
-    link = tcs.ByteLink("skip", channel)
+    link = tcs.Link(channel, "skip")
     federations.append(federation(scheme, link=link, **more))
     return federations[0]
 
@@ -182,7 +182,7 @@ def test_who_was_heard_is_what_a_resumed_federation_goes_on_from():
     made = with_a_bad_network([1])
     for _ in range(3):
         made.round()
-    resumed = federation(link=tcs.ByteLink("skip"))
+    resumed = federation(link=tcs.Link(tcs.unchanged, "skip"))
     resumed.load_state_dict(made.state_dict())
     assert resumed.active == [0, 2]
     for key, value in made.model.state_dict().items():

@@ -15,13 +15,14 @@ class Seen(tcs.Link):
     """Keeps where each client of a round has sent."""
 
     def __init__(self):
+        super().__init__()
         self.rounds = []
 
-    def up(self, known, n, message):
-        if not self.rounds or self.rounds[-1][0] != known.round:
-            self.rounds.append((known.round, known.dense, len(known.shared_K), []))
-        self.rounds[-1][3].append(message.positions)
-        return super().up(known, n, message)
+    def gather(self, known, chosen, send):
+        self.rounds.append((known.dense, len(known.shared_K), []))
+        for arrival in super().gather(known, chosen, send):
+            self.rounds[-1][2].append(arrival.message.positions)
+            yield arrival
 
 
 def sent_at(settings):
@@ -30,7 +31,7 @@ def sent_at(settings):
     training = lab.Training(settings, lab.load_data(settings), link=link)
     for epoch in range(settings.epochs):
         training.epoch(epoch)
-    sparse = [(shared, own) for _, dense, shared, own in link.rounds if not dense]
+    sparse = [(shared, own) for dense, shared, own in link.rounds if not dense]
     return [(shared, torch.cat(own).unique(return_counts=True)[1]) for shared, own in sparse]
 
 
