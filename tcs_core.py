@@ -3533,7 +3533,7 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
         work = dist.all_gather(gathered, packed, group=group, async_op=True)
         futures.append(work.get_future())
 
-    # 5. The function keeps few tensors alive while the collectives are under way.
+    # 5. What this names stays in memory while the collectives are under way: little.
     def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:
         for future in done.value():
             future.wait()
@@ -3619,14 +3619,12 @@ class TCSState:
         self._agreed = False  # the ranks have compared what they begin with
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
         self._by_name = model is not None
-        if model is not None:
-            self._take_names(model)
-
-    def _take_names(self, model: nn.parallel.DistributedDataParallel) -> None:
+        if model is None:
+            return
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             got = type(model).__name__
             raise ValueError(f"model: got a {got}, allowed: a DistributedDataParallel")
-        if self.process_group not in (None, model.process_group):
+        if process_group not in (None, model.process_group):
             raise ValueError("process_group: got another one than the model's, allowed: none")
         self.process_group = model.process_group
         for name, p in trained_parameters(model.module).items():
@@ -3701,17 +3699,15 @@ class TCSState:
             whose = "of the given model" if self._by_name else "that came in the first step"
             got = f"a parameter {tuple(new[0].shape)} of another model"
             raise ValueError(f"TCSState: got {got}, allowed: those {whose} (one state per model)")
-        for p in new:
-            name, layout = len(self._names), _layout(p)
+        for p in parameters if new or self._expects else ():
+            name, layout = self._names.setdefault(p, len(self._names)), _layout(p)
             if self._expects and self._layouts.get(name) != layout:
                 raise _another_model(f"parameter {name} {tuple(p.shape)}")
-            self._names[p], self._layouts[name] = name, layout
+            self._layouts[name] = layout
         if new:
             self._came.append(len(new))
-        if last or self._expects:
-            packing = self._packing if last else self._packing[: len(self._came)]
-            if self._expects and self._came != packing:
-                raise _another_model(f"buckets of {self._came} parameters")
+        if self._expects and self._came != self._packing[: None if last else len(self._came)]:
+            raise _another_model(f"buckets of {self._came} parameters")
         if last and not self._settled:
             self._settled, self._expects, self._packing = True, False, list(self._came)
         return tuple(self._names[p] for p in parameters)
@@ -3745,11 +3741,11 @@ class TCSState:
             for name, layout in self._layouts.items()
             if self.iter and name in parts
         }
-        saved_by = self._saved_by
-        if self.process_group is not None or dist.is_initialized():
+        saved_by = self._saved_by  # of a state that was loaded, until the ranks have compared it
+        if saved_by["rank"] is None and (self.process_group is not None or dist.is_initialized()):
             saved_by = {"rank": self.group.rank(), "world_size": self.group.size()}
         return {
-            "version": STATE_VERSION, "scheme": dataclasses.asdict(self.scheme),
+            "version": STATE_VERSION, "scheme": scheme_state(self.scheme),
             "start_iter": self.start_iter, "iter": self.iter, "bytes_sent": dict(self.bytes_sent),
             "parameters": parameters, "packing": list(self._packing), **saved_by,
         }  # fmt: skip
@@ -3770,12 +3766,11 @@ class TCSState:
         for name in self._saved_by:
             if state[name] is not None:
                 _check_whole(f"{key}: {name}", state[name], 0, 2**31)
-        if type(state["parameters"]) is not dict or bool(state["parameters"]) != bool(
-            state["iter"]
-        ):
-            allowed = "a dictionary, empty if no step was made" if not state["iter"] else "some"
-            _refuse(f"{key}: parameters", state["parameters"], allowed)
-        for name, part in state["parameters"].items():
+        parameters = state["parameters"]
+        if type(parameters) is not dict or bool(parameters) != bool(state["iter"]):
+            allowed = f"a dictionary of {'some' if state['iter'] else 'none'}"
+            _refuse(f"{key}: parameters", parameters, f"{allowed} in step {state['iter']}")
+        for name, part in parameters.items():
             _check_part(f"{key}: parameters: {name}", part, self.scheme.keeps_errors)
         self._check_names(state)
 
@@ -3877,7 +3872,7 @@ def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
 
 
 def _host_reads(flag: Tensor) -> bool:
-    """What a flag says. On a GPU, the host waits for it."""
+    """What a flag says. On a GPU, the host waits for it: not in ordinary steps."""
     return bool(flag)
 
 
@@ -3920,52 +3915,61 @@ def _average(
     ranks: int,
 ) -> Tensor:  # fmt: skip
     """Step 5: the average of all ranks, in the bucket's buffer."""
-    known, shared = client.known, len(client.known.shared_K)
+    known, shared_K = client.known, client.known.shared_K
+    sums, flags = summed[: len(shared_K)], summed[len(shared_K) :]
     halves = [part.view(2, -1) for part in gathered]
     explored = [(places.long(), values.view(torch.float32)) for places, values in halves]
 
-    # What counts: nothing of a parameter that no rank has used, and nothing at all if something was
-    # not finite on some rank; then the step is void on all of them.
-    sums, flags = summed[:shared], summed[shared:]
+    # 5.1. If something was not finite on some rank, the step is void on all of them, and nothing
+    # counts. Else all counts but what belongs to a parameter that no rank has used.
     finite = torch.stack([part.isfinite().all() for part in (sums, *(v for _, v in explored))])
     void = (flags[-1] > 0) | ~finite.all()
     counts_L = (flags[:-1] > 0) & ~void
-    # On a CPU, what ordinary steps do not need is left out.
-    all_count = may_look(counts_L) and bool(counts_L.all())
+    all_count = may_look(counts_L) and bool(counts_L.all())  # a CPU can leave out what follows
     may_be_void = not may_look(void) or bool(void)
 
     def counted(values_K: Tensor, places_K: Tensor) -> Tensor:
         """The values, with 0 where they do not count."""
         if all_count:
             return values_K
-        ends_L = torch.tensor(list(accumulate(known.layer_sizes)), device="cpu")
-        ends_L = ends_L.to(places_K.device, non_blocking=True)  # the host goes on
-        counts_K = counts_L[torch.searchsorted(ends_L, places_K, right=True)]
-        return torch.where(counts_K, values_K, 0.0)
+        parameters_K = _parameters_at(places_K, known.layer_sizes)
+        return torch.where(counts_L[parameters_K], values_K, 0.0)
 
-    # Line 13, with what this rank's shares have contributed. In a void step that is nothing, and
-    # the gradient is taken back, too: errors are as before the step, but for rounding.
+    # 5.2. Line 13, with what this rank's shares have contributed. After a void step the gradient is
+    # taken back, too: errors are as before it, but for rounding.
     _, positions_K, _, values_K, _ = cast(InFlight, client.in_flight)
     received_K = _shares(values_K, ranks, buffer.dtype).float() * ranks
-    client.arrived(Message(counted(received_K, positions_K), positions_K[shared:]))
+    client.arrived(Message(counted(received_K, positions_K), positions_K[len(shared_K) :]))
     if may_be_void:
         client.withdraw(torch.where(void & is_finite, buffer.float(), 0.0))
-        if client.errors_D is not None:  # errors that outgrew float32 begin anew
-            is_lost = void & ~client.errors_D.isfinite().all()
-            client.errors_D.masked_fill_(is_lost, 0.0)
+        _forget_overflow_if(void, client.errors_D)
 
-    # The average. Own places lie outside the shared mask.
-    update_D = (buffer if buffer.dtype == torch.float32 else buffer.float()).zero_()
+    # 5.3. The average. The ranks' own places lie outside the shared mask.
+    fits = buffer.dtype == torch.float32
+    update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
     for places_K, values_K in explored:
         update_D.index_add_(0, places_K, counted(values_K, places_K))
-    update_D.index_copy_(0, known.shared_K, counted(sums.float(), known.shared_K))
+    update_D.index_copy_(0, shared_K, counted(sums.float(), shared_K))
 
-    # The next shared mask. A void step's average is all zero, from which no mask follows. On a GPU
-    # this holds for a mask of the usual size only; other buckets may have brought another one.
-    if shared != known.rule.k_global and _host_reads(void):
+    # 5.4. The next shared mask. A void step's average is all zero, from which no mask follows. On a
+    # GPU this holds for a mask of the usual size only; other buckets may have left another one.
+    if len(shared_K) != known.rule.k_global and _host_reads(void):
         known.lose()
     else:
         known.observe(update_D)
     if may_be_void:
         update_D.masked_fill_(void, math.nan)
-    return buffer if update_D is buffer else buffer.copy_(update_D)
+    return buffer if fits else buffer.copy_(update_D)
+
+
+def _parameters_at(places_K: Tensor, sizes: list[int]) -> Tensor:
+    """Which of a bucket's parameters entries belong to, int64 (K,)."""
+    ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
+    ends_L = ends_L.to(places_K.device, non_blocking=True)  # a plain copy would make the host wait
+    return torch.searchsorted(ends_L, places_K, right=True)
+
+
+def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
+    """After a void step, errors that outgrew float32 begin anew; else all steps would be void."""
+    if errors_D is not None:
+        errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)

@@ -160,6 +160,25 @@ def test_a_loaded_state_is_a_copy():
     )
 
 
+@pytest.mark.parametrize("sizes", [[70, 30], [50, 50], [30, 70, 1], [100]])
+def test_a_second_load_before_a_step_is_compared_too(sizes):
+    """The first load fits; in between no step was made."""
+    state, other = stepped(), stepped([torch.zeros(size) for size in sizes])
+    state.load_state_dict(stepped().state_dict())
+    with pytest.raises(ValueError, match="the loaded state is of other parameters"):
+        state.load_state_dict(other.state_dict())
+        stepped(list(state._names), state=state)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_state_that_is_saved_again_before_a_step_is_the_same(settled):
+    saved, state = stepped().state_dict() | {"rank": 3, "world_size": 4}, tcs.TCSState(
+        Alone(), start_iter=1, phi_global=0.1)  # fmt: skip
+    state = stepped() if settled else state
+    state.load_state_dict(saved)
+    assert equal(state.state_dict(), saved)
+
+
 # Copies ───────────────────────────────────────────────────────────────────────────────────────────
 
 

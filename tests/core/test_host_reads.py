@@ -212,6 +212,26 @@ def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkey
     assert expected[when].isnan().any() == (bad != 3e38) or when == 1
 
 
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("cuts", [[500, 500], [100, 900], [300, 300, 400]])
+def test_masks_survive_a_void_step_in_buckets_that_were_packed_anew(looks, cuts, monkeypatch):
+    """The first step has one bucket, the second, void, has several: their masks are of any size."""
+    alone_in_a_group(monkeypatch)
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: looks)
+    parameters = [torch.zeros(size) for size in cuts]
+    state = tcs.TCSState(Alone(), start_iter=1, **SHARED_AND_OWN)
+    first_D, void_D, *_ = (deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES))
+    tcs.tcs_hook(state, Bucket(first_D.clone(), parameters)).wait()
+    before = state.state_dict()["parameters"]
+    for n, part_D in enumerate(void_D.split(cuts)):
+        part_D[7] = torch.nan
+        out_D = tcs.tcs_hook(state, Bucket(part_D, [parameters[n]], n + 1 == len(cuts))).wait()
+        assert out_D.isnan().all()
+    for name, part in state.state_dict()["parameters"].items():
+        assert torch.equal(part["mask"], before[name]["mask"])
+        assert torch.equal(part["errors"], before[name]["errors"])
+
+
 def test_a_loaded_state_of_the_hook_reads_its_masks_once(as_on_a_gpu, monkeypatch):
     """A mask a parameter, for its checksum, and where it lies; then none."""
     alone_in_a_group(monkeypatch)
