@@ -273,6 +273,43 @@ def test_one_state_on_two_models_under_ddp_is_refused(tmp_path, named):
         assert "one state per model" in said and "\n" not in said
 
 
+@pytest.mark.parametrize("sizes", [[30, 70], [50, 50], [1, 2, 3]])
+def test_a_loaded_state_goes_on_in_new_parameters_and_the_old_ones_are_another_model(sizes):
+    old, new = ([torch.zeros(size) for size in sizes] for _ in range(2))
+    state = stepped(old)
+    state.load_state_dict(state.state_dict())
+    stepped(new, state=state)
+    assert state.iter == 6
+    with pytest.raises(ValueError, match="of another model"):
+        stepped(old, state=state)
+
+
+# A pass that was abandoned ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_after_an_abandoned_pass_the_next_one_goes_on(when, monkeypatch):
+    """Its collectives never end, and its last bucket never comes. What it put into the errors of a
+    sparse step stays there."""
+    parameters = [torch.zeros(size) for size in SIZES]
+    state, into_D, out_D = tcs.TCSState(Alone(), start_iter=1, phi_global=0.1), 0, 0
+    for step in range(5):
+        parts = torch.randn(100, generator=torch.Generator().manual_seed(step)).split(SIZES)
+        if step == when:
+            with monkeypatch.context() as cut_off:
+                cut_off.setattr(Alone, "get_future", lambda work: torch.futures.Future())
+                tcs.tcs_hook(state, Bucket(parts[0].clone(), parameters[:1], False))
+            if step:
+                into_D = into_D + torch.cat([parts[0], torch.zeros(SIZES[1])])
+        for n, part_D in enumerate(parts):
+            future = tcs.tcs_hook(state, Bucket(part_D.clone(), [parameters[n]], n == 1))
+            out_D = out_D + torch.nn.functional.pad(future.wait(), [(0, 70), (30, 0)][n])
+        into_D = into_D + torch.cat(parts)
+    errors_D = torch.cat([part["errors"] for part in state.state_dict()["parameters"].values()])
+    assert state.iter == 5
+    torch.testing.assert_close(out_D + errors_D, into_D, rtol=0, atol=1e-5)
+
+
 # A model that is given ────────────────────────────────────────────────────────────────────────────
 
 
