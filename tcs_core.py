@@ -2024,10 +2024,11 @@ class Client:
             self.errors_D.sub_(delta_D.detach())
 
     def forget_overflow(self) -> None:
-        """What outgrew float32, of all that is kept, begins anew; else no later round could be
-        sent."""
-        for tensor in self._kept().values():
-            if tensor is not None and not tensor.isfinite().all():
+        """If errors, or what else is kept, outgrew float32, all of it begins anew; else no later
+        round could be sent."""
+        kept = [tensor for tensor in self._kept().values() if tensor is not None]
+        if not all(tensor.isfinite().all() for tensor in kept):
+            for tensor in kept:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
