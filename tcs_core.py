@@ -71,7 +71,6 @@ import dataclasses
 import math
 import re
 import struct
-import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -3603,240 +3602,28 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
 
 
 # ══ 9. A communication hook for PyTorch's DistributedDataParallel ═════════════════════════════════
-#    Values whose places all ranks know are one dense all-reduce; the rest is gathered. Inside a
-#    step all of it stays tensors on their device.
-
-
-class TCSState:
-    """What `tcs_hook` keeps between steps, and its settings. One for a model and a rank.
-
-    1. `phi_global`, `phi_local`: shares of a bucket's entries that are kept, by the mask that all
-       ranks know and by each rank's own. None for no such mask; without phi_global it is top-K.
-    2. `start_iter` >= 1: so many steps of plain all-reduce, the last of which gives the mask, come
-       first. 10 % of all steps is a good start; warm-up of the learning rate belongs there.
-    3. `error_accumulation`: what was not sent is added to the next gradient. Leave it on.
-
-    Masks are chosen bucket by bucket, so that buckets travel while the backward pass still runs; a
-    `bucket_cap_mb` large enough for the model gives one bucket, and the selection of Alg. 2.
-
-    `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
-    "dense" and "shared" to all_reduce, "explored" to all_gather. Every rank saves its own
-    `state_dict` and loads it between two steps, into the same model with the same bucket_cap_mb;
-    then the run goes on as if it had not been stopped (of several buckets, which DDP packs anew
-    after its first step, bit for bit if the state was saved after the second or later, and without
-    static_graph, where DDP packs them anew later).
-
-    Values are not quantized, since an all-reduce adds up on the way; PyTorch's own
-    bf16_compress_wrapper(tcs_hook) halves the bits of "dense" and "shared". A gradient that is not
-    finite becomes NaN on every rank, so that all GradScalers skip the step; its bucket's errors and
-    mask stay as they were. What is sent of a parameter whose gradient was 0 on all ranks (one that
-    none used: DDP throws it away) stays in the errors. These are in the units of the gradients that
-    DDP hands over: where a GradScaler changes its scale, they count by the old one.
-    Raises ValueError for a share, or start_iter, that is none.
-    """
-
-    def __init__(
-        self, process_group: Any = None, phi_global: float | None = 1e-2,
-        phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
-    ):  # fmt: skip
-        if type(start_iter) is not int or start_iter < 1:
-            raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
-        self.process_group, self.start_iter, self.iter = process_group, start_iter, 0
-        self.scheme = Scheme(
-            "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
-        )
-        self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
-        # A parameter has a slot, its number. Slots make a bucket, which has one Client. Where DDP
-        # packs anew, or a state is loaded, errors and mask of a slot are loose in between.
-        self._slots: dict[Tensor, int] = {}  # parameters, in the order of their first bucket
-        self._buckets: dict[tuple[int, ...], Client] = {}  # by the slots in it
-        self._loose: dict[int, dict[str, Tensor]] = {}  # by slot, what no bucket has taken up
-        self._agreed = False  # the ranks have compared what they begin with
-        # First masks of a GPU: of which step, the rule, its state before, whether its own holds.
-        self._unread: list[tuple[int, MaskRule, dict[str, Any], Tensor]] = []
-        self._saved: dict[str, int] = {}  # rank and world size of a loaded state
-        # Of a loaded state, the buckets that it had, until its first step is over; and what DDP
-        # has handed over of that step so far.
-        self._groups: list[tuple[int, ...]] = []
-        self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
-        self._gradients: dict[int, Tensor] = {}  # by slot
-
-    @property
-    def group(self) -> Any:
-        return self.process_group or dist.group.WORLD
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's errors and masks, parameter by parameter, and the counters: by value."""
-        self.read()
-        slots = dict(self._loose)
-        for key, client in self._buckets.items():
-            slots |= _by_slot(key, client)
-        ranks = self._saved
-        if dist.is_initialized():
-            ranks = {"rank": self.group.rank(), "world_size": self.group.size()}
-        return {
-            "iter": self.iter, "bytes_sent": dict(self.bytes_sent), "slots": slots, **ranks,
-            "buckets": [list(key) for key in self._buckets] or [list(key) for key in self._groups],
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` returned; between two steps."""
-        lacking = {"iter", "bytes_sent", "slots"} - state.keys()
-        if lacking:
-            raise ValueError(f"TCSState: state: {', '.join(sorted(lacking))} is missing")
-        self.iter, self.bytes_sent = int(state["iter"]), dict(state["bytes_sent"])
-        self._buckets, self._loose = {}, dict(state["slots"])
-        self._groups = [tuple(key) for key in state.get("buckets", [])]
-        self._saved = {key: int(state[key]) for key in ("rank", "world_size") if key in state}
-        self._waiting, self._gradients, self._agreed, self._unread = [], {}, False, []
-
-    def __reduce__(self) -> Any:
-        warnings.warn("TCSState: a copy lets go of it; save its state_dict()", stacklevel=2)
-        return _nothing, ()
-
-    def slots_of(self, parameters: Iterable[Tensor]) -> tuple[int, ...]:
-        """The parameters' numbers, in the order in which they first came."""
-        parameters = list(parameters)
-        if not (self._agreed or all(p in self._slots for p in parameters)):
-            self._slots = {}  # a loaded state goes on in new objects
-        return tuple(self._slots.setdefault(p, len(self._slots)) for p in parameters)
-
-    def client(self, key: tuple[int, ...], sizes: list[int], device: Any) -> Client:
-        """This rank's side of Alg. 2 for the bucket of these slots, with what its parameters
-        brought along from other buckets."""
-        if key in self._buckets:
-            return self._buckets[key]
-        for other in [k for k in self._buckets if set(k) & set(key)]:
-            self._loose |= _by_slot(other, self._buckets.pop(other))
-        client = Client(Known(self.scheme, sizes, device=device))
-        _take_up(client, [self._loose.pop(slot, None) for slot in key])
-        self._buckets[key] = client
-        return client
-
-    def counted(self, last: bool) -> int:
-        """The number of the step under way. After its last bucket comes the next step."""
-        step = self.iter
-        self.iter += last
-        return step
-
-    @property
-    def resumes(self) -> bool:
-        """No step is over since a state was loaded."""
-        return bool(self._groups)
-
-    def hold(self, bucket: dist.GradBucket, future: torch.futures.Future[Tensor]) -> None:
-        """Keeps a bucket of the first step after loading, and what DDP waits for."""
-        slots = self.slots_of(p for p in bucket.parameters() if p.numel())
-        gradients = [gradient for gradient in bucket.gradients() if gradient.numel()]
-        self._gradients |= dict(zip(slots, gradients, strict=True))
-        self._waiting.append((bucket.buffer(), future))
-
-    def release(self) -> tuple[list[tuple[int, ...]], dict[int, Tensor], list[Any]]:
-        """The buckets that were saved; the gradients that came, by slot; the buffers that came,
-        with what DDP waits for. None of it is kept."""
-        found = self._groups, self._gradients, self._waiting
-        self._groups, self._gradients, self._waiting = [], {}, []
-        return found
-
-    def read_later(self, step: int, rule: MaskRule, finite: Tensor) -> None:
-        """Before a step's update is observed on a GPU: whether its mask holds is read later."""
-        self._unread.append((step, rule, rule.state_dict(), finite))
-
-    def read_of_steps_before(self) -> None:
-        if any(step < self.iter for step, *_ in self._unread):
-            self.read()
-
-    def read(self) -> None:
-        """The one look at a GPU's values, a step late: whether the first masks hold."""
-        if not self._unread:
-            return
-        unread, self._unread = self._unread, []
-        said = torch.stack([finite for *_, finite in unread]).tolist()
-        for (_, rule, before, _), finite in zip(unread, said, strict=True):
-            if not finite:
-                rule.load_state_dict(before)
-
-    def agree(self, device: Any) -> None:
-        """Before the first step all ranks compare what they begin with. ValueError, on all of
-        them, names the first rank that begins with something else."""
-        if self._agreed:
-            return
-        rank, ranks = self.group.rank(), self.group.size()
-        masks = [part["mask"].cpu().numpy().data for part in self._loose.values() if "mask" in part]
-        alike = {  # on all ranks
-            "step": self.iter,
-            "start_iter": self.start_iter,
-            "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
-            "shared mask": zlib.crc32(b"".join(bytes(mask) for mask in masks)),
-            "set of buckets": zlib.crc32(repr(self._groups).encode()),
-        }
-        zero = {  # if the loaded state is this rank's own
-            "rank of the saved state": self._saved.get("rank", rank) - rank,
-            "world size of the saved state": self._saved.get("world_size", ranks) - ranks,
-        }
-        numbers = torch.tensor([*alike.values(), *zero.values()], device=device)
-        gathered = [torch.empty_like(numbers) for _ in range(ranks)]
-        dist.all_gather(gathered, numbers, group=self.group)
-        said = torch.stack(gathered).tolist()
-        wanted = [*said[0][: len(alike)], *(0 for _ in zero)]
-        for other in range(ranks):
-            for name, got, allowed in zip([*alike, *zero], said[other], wanted, strict=True):
-                if got != allowed:
-                    what = "as rank 0" if name in alike else "its own state_dict"
-                    raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
-        self._agreed = True
-
-
-def _nothing() -> None:
-    """What a copy of a TCSState is."""
-
-
-def _by_slot(key: tuple[int, ...], client: Client) -> dict[int, dict[str, Tensor]]:
-    """A bucket's errors and shared mask, taken apart: by slot."""
-    known, sizes = client.known, client.known.layer_sizes
-    slots: dict[int, dict[str, Tensor]] = {slot: {} for slot in key}
-    if client.errors_D is not None:
-        for slot, part in zip(key, client.errors_D.split(sizes), strict=True):
-            slots[slot]["errors"] = part.clone()
-    positions_K = known.rule.state_dict()["positions"]
-    if positions_K is not None:
-        masks = positions_to_mask(positions_K, known.dimension).split(sizes)
-        for slot, mask in zip(key, masks, strict=True):
-            slots[slot]["mask"] = mask.clone()
-    return slots
-
-
-def _take_up(client: Client, found: list[dict[str, Tensor] | None]) -> None:
-    """The inverse: errors and shared mask of a bucket whose parameters come with these. A new
-    parameter has no errors, and no mask: the bucket's next step is dense."""
-    sizes, parts = client.known.layer_sizes, [part or {} for part in found]
-    for part, size in zip(parts, sizes, strict=True):
-        for tensor in part.values():
-            if tensor.numel() != size:
-                got = f"a parameter of {tensor.numel()} entries"
-                same = f"{size}, as saved (the same model and bucket_cap_mb)"
-                raise ValueError(f"TCSState: got {got}, allowed: {same}")
-    if client.errors_D is not None:
-        for own, part in zip(client.errors_D.split(sizes), parts, strict=True):
-            if "errors" in part:
-                own.copy_(part["errors"])
-    if all("mask" in part for part in parts):
-        mask_D = torch.cat([part["mask"] for part in parts]).to(client.known.device)
-        rule = client.known.rule
-        rule.load_state_dict(rule.state_dict() | {"positions": mask_to_positions(mask_D)})
+#    What all ranks know the place of is summed by an all-reduce, the rest is gathered. Within a
+#    step everything stays on its device, as tensors.
 
 
 def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
 
-    1. The first `start_iter` steps are DDP's all-reduce; the last of them gives the shared mask.
-    2. This rank's side of Alg. 2, lines 9 to 12, for the bucket's gradient: `Client.send`.
-    3. Values on the shared mask: all_reduce, in the gradients' own type.
-    4. Values and positions of its own: all_gather, 8 bytes each.
-    5. Their average is the bucket's gradient on every rank, and gives the next shared mask; line 13
-       takes what came through out of the errors.
+    1. The first `start_iter` steps are DDP's plain all-reduce. The last of them gives the first
+       shared mask.
+    2. After that, each rank does lines 9 to 12 of Alg. 2 for the bucket's gradient: it adds its
+       errors, and chooses its own mask beside the shared one. The chosen values, divided by the
+       number of ranks and rounded to the gradients' type, are this rank's shares of the average.
+    3. Shares on the shared mask are summed by an all_reduce, in the gradients' type.
+    4. Shares on the ranks' own masks are exchanged by an all_gather. Each is 8 bytes: a position
+       and a float32 value.
+    5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
+       13 takes what this rank's shares contributed out of its errors, so that what rounding lost is
+       sent later.
 
-    On a GPU the host looks at values twice: before the first step, and after the first mask.
+    On a GPU the host waits for values in two steps only: in the first, where the ranks compare what
+    they begin with, and in the last dense one, whose average has to be finite. (A loaded state, or
+    buckets that DDP has packed anew, may need another look.)
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
@@ -3853,151 +3640,383 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
         >>> state.bytes_sent
         {'dense': 80080, 'shared': 1248, 'explored': 264}
 
-    Raises ValueError, on all ranks, if they begin with different states; for sparse gradients.
+    Raises ValueError, on all ranks, if they begin with different states; for sparse or complex
+    gradients; and for parameters of a second model.
     """
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
-        raise ValueError("gradients: got sparse ones, allowed: dense (nn.Embedding(sparse=False))")
-    parameters = [p for p in bucket.parameters() if p.numel()]
-    sizes = [p.numel() for p in parameters]
-    if sum(sizes) != len(buffer):
-        got = f"{len(buffer)} entries for parameters of {sum(sizes)}"
-        raise ValueError(f"gradients: got {got}, allowed: as many (real parameters, not complex)")
-    state.read_of_steps_before()
-    key = state.slots_of(parameters)
-    state.agree(buffer.device)
-    if state.resumes:
-        return _as_saved(state, bucket)
-    step = state.counted(bucket.is_last())
-    client = state.client(key, sizes, buffer.device)
-    return _step(state, client, buffer, step)
+    buffer, group = bucket.buffer(), state.group
+    ranks, gives_mask = group.size(), state.iter + 1 >= state.start_iter
+    client = state.begin(bucket)
+
+    # 1. A dense step.
+    if client.known.dense:
+        state.bytes_sent["dense"] += buffer.nbytes
+        work = dist.all_reduce(buffer.div_(ranks), group=group, async_op=True)
+        return work.get_future().then(
+            lambda done: _dense_average(client.known, done.value()[0], gives_mask)
+        )
+
+    # 2. What this rank sends. Where its gradient is not finite, it sends only errors, and says so.
+    used_L = _used(buffer, client.known.layer_sizes)
+    message, is_finite = _message_of(client, buffer)
+    shares_K = _shares(message.values, ranks, buffer.dtype)
+    shared = len(client.known.shared_K)
+
+    # 3. Flags travel with the shares: which parameters have a gradient, and whether all is void.
+    flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
+    summed = torch.cat([shares_K[:shared], flags])
+    state.bytes_sent["shared"] += summed.nbytes
+    futures = [dist.all_reduce(summed, group=group, async_op=True).get_future()]
+
+    # 4. All ranks have as many entries of their own; a collective of none would be refused.
+    values = shares_K[shared:].float().view(torch.int32)
+    packed = torch.cat([message.positions.int(), values])
+    gathered = [torch.empty_like(packed) for _ in range(ranks if len(packed) else 0)]
+    if gathered:
+        state.bytes_sent["explored"] += packed.nbytes
+        work = dist.all_gather(gathered, packed, group=group, async_op=True)
+        futures.append(work.get_future())
+
+    # 5. What this names stays in memory while the collectives are under way: little.
+    def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:
+        for future in done.value():
+            future.wait()
+        return _average(client, buffer, summed, gathered, is_finite, ranks)
+
+    return torch.futures.collect_all(futures).then(averaged)
 
 
 # DDP compares annotations with the types themselves; here they are text (PEP 563).
 tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
-def _step(
-    state: TCSState, client: Client, buffer: Tensor, step: int
-) -> torch.futures.Future[Tensor]:
-    """A bucket's gradient to its average, in its own buffer."""
-    if client.known.phase != CLOSED:  # a backward pass was abandoned
-        client.known.lose()
-    client.known.begin(dense=step < state.start_iter)
-    if client.known.dense:
-        return _reduced(state, client, buffer, step)
-    return _exchanged(state, client, buffer)
+class TCSState:
+    """The settings of `tcs_hook`, and what it keeps between steps. Make one per model and rank.
 
+    1. `phi_global` and `phi_local` are the fractions of a bucket's entries that are sent: on the
+       mask that all ranks share, and on each rank's own. None means that there is no such mask;
+       without phi_global, the method is top-K.
+    2. The first `start_iter` (at least 1) steps are a plain all-reduce. 10 % of all steps is a good
+       start; a warm-up of the learning rate belongs there.
+    3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
+    4. `model`, the module under DDP, is needed if a state is to be loaded after the model's
+       parameters were reordered or, with find_unused_parameters, under another bucket_cap_mb. With
+       it, errors and masks are kept by parameter name, and the process group is the model's.
+       Without it, they are kept in the order in which parameters come in the first step. A state
+       is then refused if parameters come in other shapes, another order or other buckets; but two
+       parameters of equal shape that have changed places cannot be told apart.
 
-def _as_saved(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The first step of a loaded state. DDP packs parameters into other buckets after its first
-    step: so all of them are awaited here, and go on in the buckets that were saved."""
-    device = bucket.buffer().device
-    future = torch.futures.Future[Tensor](devices=[device] if device.type == "cuda" else None)
-    state.hold(bucket, future)
-    if not bucket.is_last():
-        return future
-    groups, gradients, waiting = state.release()
-    if sorted(gradients) != sorted(slot for key in groups for slot in key):
-        raise ValueError("TCSState: another model's state, allowed: one of the same parameters")
-    step = state.counted(last=True)
-    steps = []
-    for key in groups:
-        joined_D = torch.cat([gradients[slot].reshape(-1) for slot in key])
-        client = state.client(key, [gradients[slot].numel() for slot in key], device)
-        steps.append(_step(state, client, joined_D, step))
+    Masks are chosen per bucket, so that buckets travel while the backward pass still runs. A
+    `bucket_cap_mb` large enough for the model gives one bucket, and the selection of Alg. 2.
 
-    def handed_back(done: torch.futures.Future[list[torch.futures.Future]]) -> None:
-        try:
-            for key, found in zip(groups, done.value(), strict=True):
-                sizes = [gradients[slot].numel() for slot in key]
-                for slot, part in zip(key, found.value().split(sizes), strict=True):
-                    gradients[slot].copy_(part.view_as(gradients[slot]))
-        except Exception as error:  # DDP would wait for ever
-            for _, its_future in waiting:
-                its_future.set_exception(error)
+    `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
+    "dense" and "shared" to all_reduce, "explored" to all_gather.
+
+    Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
+    same settings. No error is lost. But DDP packs its buckets anew after its first step, and a
+    resumed run begins with the first packing again: one bucket, unless find_unused_parameters is
+    set. Where the later packing has several, the first step after loading therefore selects each
+    rank's own entries, and the next shared mask, within other buckets than a run without a stop
+    would (and sends a few bytes more or less). Where it has one, only the order of the entries
+    differs: it decides which of two equal magnitudes is chosen and, with more than two ranks, how a
+    sum is rounded.
+
+    Values are not quantized, since an all-reduce adds them up on the way. PyTorch's own
+    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". What rounding to 16
+    bits takes from a rank's values stays in its errors; the rounding of a sum does not.
+
+    If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
+    that every GradScaler skips the step; errors and mask stay as they were. What is sent for a
+    parameter that no rank has used (its gradient was 0 everywhere; DDP ignores the average) stays
+    in the errors. Errors are in the units of the gradients that DDP hands over: when a GradScaler
+    changes its scale, they still count by the old one.
+
+    Raises ValueError for a fraction or a start_iter that is not allowed, or for a model that is not
+    under DDP or has another process group. A state cannot be copied or pickled.
+    """
+
+    def __init__(
+        self, process_group: Any = None, phi_global: float | None = 1e-2,
+        phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
+        model: nn.parallel.DistributedDataParallel | None = None,
+    ):  # fmt: skip
+        if type(start_iter) is not int or start_iter < 1:
+            raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
+        self.start_iter, self.iter = start_iter, 0
+        self.scheme = Scheme(
+            "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
+        )
+        self.process_group = process_group
+        self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
+        # Each bucket has one Client, by the names of the bucket's parameters. When DDP packs its
+        # buckets anew, or a state is loaded, errors and masks are loose in between, by name.
+        self._buckets: dict[tuple[Name, ...], Client] = {}
+        self._loose: dict[Name, dict[str, Tensor | None]] = {}
+        # A parameter's name in the model or, without the model, its number in the first step. In
+        # which buckets these came: the numbers of parameters in them.
+        self._names: dict[Tensor, Name] = {}
+        self._layouts: dict[Name, dict[str, list[int]]] = {}
+        self._packing: list[int] = []
+        self._came: list[int] = []  # of these buckets, in the first step, until now
+        self._settled = False  # the first step, of this object or of a loaded state, is over
+        self._expects = False  # until it is, a loaded state says which parameters come
+        self._agreed = False  # the ranks have compared what they begin with
+        self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
+        self._by_name = model is not None
+        if model is None:
             return
-        for its_buffer, its_future in waiting:
-            its_future.set_result(its_buffer)
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            got = type(model).__name__
+            raise ValueError(f"model: got a {got}, allowed: a DistributedDataParallel")
+        if process_group not in (None, model.process_group):
+            raise ValueError("process_group: got another one than the model's, allowed: none")
+        self.process_group = model.process_group
+        for name, p in trained_parameters(model.module).items():
+            if name not in model.parameters_to_ignore:
+                self._names[p], self._layouts[name] = name, _layout(p)
 
-    torch.futures.collect_all(steps).then(handed_back)
-    return future
+    @property
+    def group(self) -> Any:
+        return dist.group.WORLD if self.process_group is None else self.process_group
+
+    def begin(self, bucket: dist.GradBucket) -> Client:
+        """This rank's side of Alg. 2 for a bucket, whose next round has begun; with the last bucket
+        the step is counted. ValueError for gradients or parameters that are not allowed."""
+        buffer, last = bucket.buffer(), bucket.is_last()
+        if buffer.is_sparse:
+            allowed = "dense (nn.Embedding(sparse=False))"
+            raise ValueError(f"gradients: got sparse ones, allowed: {allowed}")
+        parameters = [p for p in bucket.parameters() if p.numel()]
+        sizes = [p.numel() for p in parameters]
+        if sum(sizes) != len(buffer):
+            got = f"{len(buffer)} entries for parameters of {sum(sizes)}"
+            raise ValueError(f"gradients: got {got}, allowed: as many (real parameters)")
+        if not self._agreed:
+            if not self._by_name and any(p not in self._names for p in parameters):
+                self._names, self._came = {}, []  # a loaded state goes on in new objects
+            self._agree(buffer.device)
+        names = self._names_of(parameters, last)
+        if names not in self._buckets:
+            self._buckets[names] = self._assembled(names, sizes, buffer.device)
+        client = self._buckets[names]
+        if client.known.phase != CLOSED:  # the last backward pass was abandoned
+            client.known.lose()
+        client.known.begin(dense=self.iter < self.start_iter)
+        self.iter += last
+        return client
+
+    def _agree(self, device: Any) -> None:
+        """Before the first step all ranks compare what they begin with. ValueError, on all of
+        them, names the first rank that begins with something else."""
+        rank, ranks = self.group.rank(), self.group.size()
+        masks = [part["mask"] for part in self._loose.values()]
+        known = [bytes(mask.cpu().numpy().data) for mask in masks if mask is not None]
+        alike = {  # on all ranks
+            "step": self.iter,
+            "start_iter": self.start_iter,
+            "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
+            "shared mask": zlib.crc32(b"".join(known)),
+            "set of parameters": zlib.crc32(repr((self._layouts, self._packing)).encode()),
+        }
+        saved_rank, saved_ranks = self._saved_by.values()
+        zero = {  # if a loaded state is this rank's own
+            "rank of the saved state": 0 if saved_rank is None else saved_rank - rank,
+            "world size of the saved state": 0 if saved_ranks is None else saved_ranks - ranks,
+        }
+        numbers = torch.tensor([*alike.values(), *zero.values()], device=device)
+        gathered = [torch.empty_like(numbers) for _ in range(ranks)]
+        dist.all_gather(gathered, numbers, group=self.group)
+        said = torch.stack(gathered).tolist()
+        wanted = [*said[0][: len(alike)], *(0 for _ in zero)]
+        for other in range(ranks):
+            for name, got, allowed in zip([*alike, *zero], said[other], wanted, strict=True):
+                if got != allowed:
+                    what = "as rank 0" if name in alike else "its own state_dict"
+                    raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
+        self._agreed = True
+
+    def _names_of(self, parameters: list[Tensor], last: bool) -> tuple[Name, ...]:
+        """The names of a bucket's parameters. In the first step, without a model, each gets the
+        next number, and is compared with the parameter of that number in a loaded state."""
+        new = [p for p in parameters if p not in self._names]
+        if new and (self._by_name or self._settled):
+            whose = "of the given model" if self._by_name else "that came in the first step"
+            got = f"a parameter {tuple(new[0].shape)} of another model"
+            raise ValueError(f"TCSState: got {got}, allowed: those {whose} (one state per model)")
+        for p in parameters if new or self._expects else ():
+            name, layout = self._names.setdefault(p, len(self._names)), _layout(p)
+            if self._expects and self._layouts.get(name) != layout:
+                raise _another_model(f"parameter {name} {tuple(p.shape)}")
+            self._layouts[name] = layout
+        if new:
+            self._came.append(len(new))
+        if self._expects and self._came != self._packing[: None if last else len(self._came)]:
+            raise _another_model(f"buckets of {self._came} parameters")
+        if last and not self._settled:
+            self._settled, self._expects, self._packing = True, False, list(self._came)
+        return tuple(self._names[p] for p in parameters)
+
+    def _assembled(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> Client:
+        """A client for a bucket that was not there before, with the errors and the shared mask
+        that its parameters had in other buckets, or in a loaded state."""
+        for other in [key for key in self._buckets if not set(key).isdisjoint(names)]:
+            self._loose |= _parts(other, self._buckets.pop(other))
+        parts = [self._loose.pop(name, {}) for name in names]
+        client = Client(Known(self.scheme, sizes, device=device))
+        if client.errors_D is not None:
+            for own, part in zip(client.errors_D.split(sizes), parts, strict=True):
+                if part.get("errors") is not None:
+                    own.copy_(part["errors"])
+        masks = [part.get("mask") for part in parts]
+        if all(mask is not None for mask in masks):  # else the bucket's next step is dense
+            mask_D = torch.cat(cast(list[Tensor], masks)).to(device)
+            rule = client.known.rule
+            rule.load_state_dict(rule.state_dict() | {"positions": mask_to_positions(mask_D)})
+        return client
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's errors and masks, parameter by parameter, and the counters: by value. (Where
+        no step was made yet, there is nothing of parameters.)"""
+        parts = dict(self._loose)
+        for names, client in self._buckets.items():
+            parts |= _parts(names, client)
+        parameters = {
+            name: layout | {key: None if t is None else t.clone() for key, t in parts[name].items()}
+            for name, layout in self._layouts.items()
+            if self.iter and name in parts
+        }
+        saved_by = self._saved_by  # of a state that was loaded, until the ranks have compared it
+        if saved_by["rank"] is None and (self.process_group is not None or dist.is_initialized()):
+            saved_by = {"rank": self.group.rank(), "world_size": self.group.size()}
+        return {
+            "version": STATE_VERSION, "scheme": scheme_state(self.scheme),
+            "start_iter": self.start_iter, "iter": self.iter, "bytes_sent": dict(self.bytes_sent),
+            "parameters": parameters, "packing": list(self._packing), **saved_by,
+        }  # fmt: skip
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError for a state with other settings, or of other parameters as far as they are
+        known yet, and for one that is not whole."""
+        key = "TCSState: state"
+        check_state_version(key, state)
+        names = ("version", "scheme", "start_iter", "iter", "bytes_sent", "parameters", "packing")
+        own = dict.fromkeys([*names, *self._saved_by])
+        check_same_state(key, dict.fromkeys(state), own)
+        check_same_scheme(f"{key}: scheme", state["scheme"], self.scheme)
+        if state["start_iter"] != self.start_iter:
+            _refuse(f"{key}: start_iter", state["start_iter"], str(self.start_iter))
+        _check_whole(f"{key}: iter", state["iter"], 0, 2**53)
+        check_same_state(f"{key}: bytes_sent", state["bytes_sent"], self.bytes_sent)
+        for name in self._saved_by:
+            if state[name] is not None:
+                _check_whole(f"{key}: {name}", state[name], 0, 2**31)
+        parameters = state["parameters"]
+        if type(parameters) is not dict or bool(parameters) != bool(state["iter"]):
+            allowed = f"a dictionary of {'some' if state['iter'] else 'none'}"
+            _refuse(f"{key}: parameters", parameters, f"{allowed} in step {state['iter']}")
+        for name, part in parameters.items():
+            _check_part(f"{key}: parameters: {name}", part, self.scheme.keeps_errors)
+        self._check_names(state)
+
+    def _check_names(self, state: dict[str, Any]) -> None:
+        """The names of a state, and the parameters under them."""
+        parameters, packing = state["parameters"], state["packing"]
+        found = {name: {key: part[key] for key in _LAYOUT} for name, part in parameters.items()}
+        if not self._by_name:
+            if list(parameters) != list(range(len(parameters))):
+                raise _another_model(f"names such as {next(iter(parameters))!r}")
+            is_whole = type(packing) is list and all(type(n) is int and n > 0 for n in packing)
+            if not is_whole or sum(packing) != len(parameters):
+                _refuse("TCSState: state: packing", packing, "numbers of all the parameters")
+            if self._settled and parameters and (found, packing) != (self._layouts, self._packing):
+                raise _another_model("other ones than came in the first step")
+            return
+        if any(type(name) is not str for name in parameters):
+            raise ValueError("TCSState: state: parameters: got numbers, allowed: names (a state "
+                             "that was saved without model= is loaded without it)")  # fmt: skip
+        for name in found | self._layouts if parameters else ():
+            got, own = found.get(name), self._layouts.get(name)
+            if got != own:
+                raise ValueError(f"TCSState: state: parameters: {name}: got {got}, allowed: {own}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state; between two steps. ValueError, with nothing changed, for what
+        `check_state` refuses. Without a model, parameters of a new one are compared with the state
+        as they come, in the first step after this one."""
+        self.check_state(state)
+        self.iter, self.bytes_sent = state["iter"], dict(state["bytes_sent"])
+        self._saved_by = {key: state[key] for key in self._saved_by}
+        self._buckets, self._agreed = {}, False
+        parts = state["parameters"].items()
+        self._loose = {name: {key: _by_value(part[key]) for key in _KEPT} for name, part in parts}
+        if self._by_name:
+            return
+        self._layouts = {name: {key: list(part[key]) for key in _LAYOUT} for name, part in parts}
+        self._packing, self._expects = list(state["packing"]), bool(parts)
+        self._settled = False
+        if not parts:
+            self._names, self._came = {}, []
+
+    def __reduce__(self) -> NoReturn:
+        what = "a TCSState cannot be copied or pickled, since process groups cannot be"
+        way = "save its state_dict() and load it into a new TCSState; copy model.module, not model"
+        raise TypeError(f"{what}: {way}")
 
 
-def _reduced(
-    state: TCSState, client: Client, buffer: Tensor, step: int
-) -> torch.futures.Future[Tensor]:
-    """Step 1: plain all-reduce."""
-    buffer.div_(state.group.size())
-    state.bytes_sent["dense"] += buffer.nbytes
-    future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future()
-
-    def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        update_D = done.value()[0]
-        if step + 1 >= state.start_iter:
-            _first_mask(state, client.known, update_D.float(), step)
-        else:
-            client.known.lose()  # no mask is needed yet
-        return update_D
-
-    return future.then(averaged)
+Name = str | int  # of a parameter
+_LAYOUT = ("shape", "order")  # of a parameter in a state: by these it is known again
+_KEPT = ("errors", "mask")  # and what is kept for it
 
 
-def _first_mask(state: TCSState, known: Known, update_D: Tensor, step: int) -> None:
-    """The shared mask from a dense step, if that was finite."""
-    finite = update_D.isfinite().all()
-    if may_look(finite):
-        if finite:
-            known.observe(update_D)
-        else:
-            known.lose()
-        return
-    state.read_later(step, known.rule, finite)
-    known.observe(update_D)
+def _layout(parameter: Tensor) -> dict[str, list[int]]:
+    """A parameter's shape, and the order in which its entries lie in memory and in buckets."""
+    return {"shape": list(parameter.shape), "order": list(layout_of(parameter))}
 
 
-def _exchanged(state: TCSState, client: Client, buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """Steps 2 to 5."""
-    known, ranks = client.known, state.group.size()
-    used_L = _used(buffer, known.layer_sizes)
-    message, well = _own_message(client, buffer, ranks)  # step 2
-    shared = len(known.shared_K)
-    shared_values = message.values[:shared].to(buffer.dtype)
-    own_values = message.values[shared:].contiguous()
-    flags = torch.cat([used_L, ~well.view(1)]).to(buffer.dtype)
-    summed = torch.cat([shared_values / ranks, flags])  # step 3
-    futures = [dist.all_reduce(summed, group=state.group, async_op=True).get_future()]
-    state.bytes_sent["shared"] += summed.nbytes
-    packed = torch.cat([message.positions.int(), own_values.view(torch.int32)])  # step 4
-    gathered = [torch.empty_like(packed) for _ in range(ranks if len(packed) else 0)]
-    if gathered:
-        work = dist.all_gather(gathered, packed, group=state.group, async_op=True)
-        futures.append(work.get_future())
-        state.bytes_sent["explored"] += packed.nbytes
-    sent = dataclasses.replace(message, values=torch.cat([shared_values.float(), own_values]))
+def _another_model(got: str) -> ValueError:
+    what = f"TCSState: the loaded state is of other parameters: got {got}"
+    same = "the same shapes in the same order and buckets"
+    return ValueError(f"{what}, allowed: {same} (TCSState(model=...), to save and to load, goes by "
+                      "names instead)")  # fmt: skip
 
-    def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:  # step 5
-        for future in done.value():
-            future.wait()
-        explored = [part.view(2, -1) for part in gathered]
-        all_used_L, void = _flags(summed, explored, shared)
-        if may_look(void) and void:
-            return _nothing_came(client, buffer, well)
-        client.arrived(_came(sent, known, all_used_L, void))
-        late = not may_look(void)
-        before = known.rule.state_dict() if late else {}
-        if late:
-            _withdraw_where(void, client, buffer, well)
-        update_D = buffer if buffer.dtype == torch.float32 else buffer.float()
-        _average_(update_D, known, summed, explored)
-        _without_unused_(update_D, all_used_L, known.layer_sizes)
-        known.observe(update_D)
-        if late:
-            _keep_where(void, known.rule, before)
-            update_D.masked_fill_(void, math.nan)
-        return buffer if update_D is buffer else buffer.copy_(update_D)
 
-    return torch.futures.collect_all(futures).then(averaged)
+def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
+    """ValueError unless it is what a state has of a parameter."""
+    check_same_state(key, part if type(part) is not dict else dict.fromkeys(part),
+                     dict.fromkeys([*_LAYOUT, *_KEPT]))  # fmt: skip
+    for name in _LAYOUT:
+        if type(part[name]) is not list or any(type(n) is not int or n < 0 for n in part[name]):
+            _refuse(f"{key}: {name}", part[name], "a list of whole numbers >= 0")
+    like = torch.empty(math.prod(part["shape"]), dtype=torch.float32, device="meta")
+    check_same_state(f"{key}: errors", part["errors"], like if keeps_errors else None)
+    if part["mask"] is not None:
+        check_same_state(f"{key}: mask", part["mask"], like.bool())
+
+
+def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tensor | None]]:
+    """A bucket's errors and shared mask by the names of its parameters; the errors are views."""
+    known, sizes = client.known, client.known.layer_sizes
+    errors = [None] * len(sizes) if client.errors_D is None else client.errors_D.split(sizes)
+    positions_K = known.rule.state_dict()["positions"]
+    masks = [None] * len(sizes)
+    if positions_K is not None:
+        masks = positions_to_mask(positions_K, known.dimension).split(sizes)
+    found = zip(names, errors, masks, strict=True)
+    return {name: {"errors": own, "mask": mask} for name, own, mask in found}
+
+
+def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
+    """Step 1: the average, which gives the first shared mask if it is finite."""
+    numbers_D = update_D.float()
+    if gives_mask and _host_reads(numbers_D.isfinite().all()):
+        known.observe(numbers_D)
+    else:
+        known.lose()
+    return update_D
+
+
+def _host_reads(flag: Tensor) -> bool:
+    """What a flag says. On a GPU, the host waits for it: not in ordinary steps."""
+    return bool(flag)
 
 
 def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
@@ -4006,93 +4025,94 @@ def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
     if not may_look(buffer):
         return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
     few = 1024  # most often enough
-    return torch.tensor([bool(part[:few].any()) or bool(part.any()) for part in parts])
+    used = [bool(part[:few].any()) or bool(part.any()) for part in parts]
+    return torch.tensor(used, device=buffer.device)
 
 
-def _own_message(client: Client, buffer: Tensor, ranks: int) -> tuple[Message, Tensor]:
-    """This rank's side of Alg. 2, with values that fit the buffer's type, so many shares of them
-    too, and whether all were finite, bool (). If not, they are 0, and all errors are kept."""
-    well = torch.ones((), dtype=torch.bool, device=buffer.device)
+def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
+    """Step 2: lines 9 to 12 for a bucket's gradient, and whether this was finite, bool (). If not,
+    it counts as 0, so that the message is of the errors alone."""
+    flags, gradient_D = client.known.flags, buffer.float()
     try:
-        message = client.send(buffer.float())
-    except NotFiniteError:
-        well = ~well
-        message = client.send(torch.zeros(len(buffer), device=buffer.device))
-    for _, found in client.known.flags:  # of a GPU, where it is not known yet
-        well = well & found
-    client.known.flags.clear()
-    most = min(torch.finfo(kind).max for kind in (buffer.dtype, torch.float32))  # float16: 65504
-    most /= 1 + torch.finfo(buffer.dtype).eps * (ranks - 1)  # the sum of rounded shares fits, too
-    values = message.values.clamp(-most, most)
-    return dataclasses.replace(message, values=values), well
+        message = client.send(gradient_D)
+    except NotFiniteError:  # on a CPU, where it is known at once
+        message = client.send(torch.zeros_like(gradient_D))
+        flags.append((client.number, torch.zeros((), dtype=torch.bool, device=buffer.device)))
+    is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
+    for _, flag in flags:
+        is_finite = is_finite & flag
+    flags.clear()
+    return message, is_finite
 
 
-def _flags(summed: Tensor, explored: list[Tensor], shared: int) -> tuple[Tensor, Tensor]:
-    """Which parameters some rank used, (L,) bool; whether something was not finite on some rank,
-    bool (): then the step is void for all."""
-    flags = summed[shared:]
-    parts = [summed[:shared], *(part[1].view(torch.float32) for part in explored)]
-    finite = torch.stack([part.isfinite().all() for part in parts]).all()
-    return flags[:-1] > 0, (flags[-1] > 0) | ~finite
+def _shares(values_K: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Values divided by the number of ranks, in a bucket's type. They are cut off so that the sum
+    over all ranks fits this type, and float32, too; what is cut off stays in the errors."""
+    most = min(torch.finfo(kind).max for kind in (dtype, torch.float32))  # float16: 65504
+    most /= 1 + torch.finfo(dtype).eps * (ranks - 1)  # shares are rounded, and so are their sums
+    return values_K.clamp(-most, most).div_(ranks).to(dtype)
 
 
-def _came(sent: Message, known: Known, used_L: Tensor, void: Tensor) -> Message:
-    """What of a message counts: nothing of parameters that no rank used, nothing of a void step."""
-    if may_look(void) and used_L.all():
-        return sent
-    places_K = sent.places(known.shared_K)
-    ends_L = torch.tensor(list(accumulate(known.layer_sizes)), device=places_K.device)
-    counts_K = used_L[torch.searchsorted(ends_L, places_K, right=True)] & ~void
-    return dataclasses.replace(sent, values=sent.values.where(counts_K, 0.0))
+def _average(
+    client: Client, buffer: Tensor, summed: Tensor, gathered: list[Tensor], is_finite: Tensor,
+    ranks: int,
+) -> Tensor:  # fmt: skip
+    """Step 5: the average of all ranks, in the bucket's buffer."""
+    known, shared_K = client.known, client.known.shared_K
+    sums, flags = summed[: len(shared_K)], summed[len(shared_K) :]
+    halves = [part.view(2, -1) for part in gathered]
+    explored = [(places.long(), values.view(torch.float32)) for places, values in halves]
+
+    # 5.1. If something was not finite on some rank, the step is void on all of them, and nothing
+    # counts. Else all counts but what belongs to a parameter that no rank has used.
+    finite = torch.stack([part.isfinite().all() for part in (sums, *(v for _, v in explored))])
+    void = (flags[-1] > 0) | ~finite.all()
+    counts_L = (flags[:-1] > 0) & ~void
+    all_count = may_look(counts_L) and bool(counts_L.all())  # a CPU can leave out what follows
+    may_be_void = not may_look(void) or bool(void)
+
+    def counted(values_K: Tensor, places_K: Tensor) -> Tensor:
+        """The values, with 0 where they do not count."""
+        if all_count:
+            return values_K
+        parameters_K = _parameters_at(places_K, known.layer_sizes)
+        return torch.where(counts_L[parameters_K], values_K, 0.0)
+
+    # 5.2. Line 13, with what this rank's shares have contributed. After a void step the gradient is
+    # taken back, too: errors are as before it, but for rounding.
+    _, positions_K, _, values_K, _ = cast(InFlight, client.in_flight)
+    received_K = _shares(values_K, ranks, buffer.dtype).float() * ranks
+    client.arrived(Message(counted(received_K, positions_K), positions_K[len(shared_K) :]))
+    if may_be_void:
+        client.withdraw(torch.where(void & is_finite, buffer.float(), 0.0))
+        _forget_overflow_if(void, client.errors_D)
+
+    # 5.3. The average. The ranks' own places lie outside the shared mask.
+    fits = buffer.dtype == torch.float32
+    update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
+    for places_K, values_K in explored:
+        update_D.index_add_(0, places_K, counted(values_K, places_K))
+    update_D.index_copy_(0, shared_K, counted(sums.float(), shared_K))
+
+    # 5.4. The next shared mask. A void step's average is all zero, from which no mask follows. On a
+    # GPU this holds for a mask of the usual size only; other buckets may have left another one.
+    if len(shared_K) != known.rule.k_global and _host_reads(void):
+        known.lose()
+    else:
+        known.observe(update_D)
+    if may_be_void:
+        update_D.masked_fill_(void, math.nan)
+    return buffer if fits else buffer.copy_(update_D)
 
 
-def _average_(update_D: Tensor, known: Known, summed: Tensor, explored: list[Tensor]) -> None:
-    """The ranks' average, into update_D."""
-    update_D.zero_()
-    places = [positions_K.long() for positions_K, _ in explored]
-    for places_K, (_, values_K) in zip(places, explored, strict=True):
-        update_D.index_add_(0, places_K, values_K.view(torch.float32))
-    if explored:
-        every_K = torch.cat(places)  # a place of several ranks is read, divided, and written alike
-        update_D[every_K] = update_D[every_K] / len(explored)
-    update_D[known.shared_K] = summed[: len(known.shared_K)].float()
+def _parameters_at(places_K: Tensor, sizes: list[int]) -> Tensor:
+    """Which of a bucket's parameters entries belong to, int64 (K,)."""
+    ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
+    ends_L = ends_L.to(places_K.device, non_blocking=True)  # a plain copy would make the host wait
+    return torch.searchsorted(ends_L, places_K, right=True)
 
 
-def _without_unused_(update_D: Tensor, used_L: Tensor, sizes: list[int]) -> None:
-    """Parameters that no rank used get nothing."""
-    if may_look(used_L):
-        for part, used in zip(update_D.split(sizes), used_L.tolist(), strict=True):
-            if not used:
-                part.zero_()
-        return
-    sizes_L = torch.tensor(sizes, device=used_L.device)
-    unused_D = ~used_L.repeat_interleave(sizes_L, output_size=len(update_D))
-    update_D.masked_fill_(unused_D, 0.0)
-
-
-def _nothing_came(client: Client, buffer: Tensor, well: Tensor) -> Tensor:
-    """A void step: errors and mask as before it."""
-    client.withdraw(buffer.float() if well else torch.zeros(1))
-    client.forget_overflow()
-    client.known.lose()
-    return buffer.fill_(math.nan)
-
-
-# The same on a GPU, where the host does not know: what is done is undone where the step is void.
-
-
-def _withdraw_where(void: Tensor, client: Client, buffer: Tensor, well: Tensor) -> None:
-    """Errors as before, if void; those that outgrew float32 begin anew."""
-    client.withdraw(buffer.float().masked_fill(~(void & well), 0.0))
-    if client.errors_D is not None:
-        lost = void & ~client.errors_D.isfinite().all()
-        client.errors_D.masked_fill_(lost, 0.0)
-
-
-def _keep_where(void: Tensor, rule: MaskRule, before: dict[str, Any]) -> None:
-    """The rule's state as before, if void."""
-    after = rule.state_dict()
-    for key, value in before.items():
-        if isinstance(value, Tensor):
-            after[key] = torch.where(void, value, after[key])
-    rule.load_state_dict(after)
+def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
+    """After a void step, errors that outgrew float32 begin anew; else all steps would be void."""
+    if errors_D is not None:
+        errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)

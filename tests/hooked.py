@@ -22,11 +22,15 @@ def flat(tensors):
 
 
 class Recorded:
-    """A model under DDP whose hook keeps what every rank put in and what came out, by parameter."""
+    """A model under DDP whose hook keeps what every rank put in and what came out, by parameter.
+    Its state is given, None for no hook, or made from these settings; `named`: with the model."""
 
-    def __init__(self, state, model=None, **options):
-        self.state, self.seen = state, []
+    def __init__(self, state, model=None, named=False, **options):
+        self.seen = []
         self.model = DistributedDataParallel(model or small_net(), **options)
+        if isinstance(state, dict):
+            state = tcs.TCSState(**state, **({"model": self.model} if named else {}))
+        self.state = state
         self.dtype = next(self.model.parameters()).dtype
         if state is not None:
 
@@ -52,11 +56,18 @@ class Recorded:
         return [self.seen[-1][p] for p in self.model.parameters()]
 
     def errors(self):
-        slots = self.state.state_dict()["slots"]
-        of = [slots[self.state._slots[p]]["errors"] for p in self.model.parameters()]
+        of = self.kept("errors")
         return [e.view_as(p) for e, p in zip(of, self.model.parameters(), strict=True)]
 
     def masks(self):
         """The shared mask of every parameter, one after the other."""
-        slots = self.state.state_dict()["slots"]
-        return torch.cat([slots[self.state._slots[p]]["mask"] for p in self.model.parameters()])
+        return torch.cat(self.kept("mask"))
+
+    def kept(self, what):
+        return kept(self.state, self.model.parameters(), what)
+
+
+def kept(state, parameters, what):
+    """What a hook's state has of these parameters: "errors" or "mask", parameter by parameter."""
+    of = state.state_dict()["parameters"]
+    return [of[state._names[p]][what] for p in parameters]

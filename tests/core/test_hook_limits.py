@@ -26,10 +26,11 @@ def in_small_buckets(ranks, folder):
 
 def _noting_full_masks(full):
     def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        key, sizes = state.slots_of(bucket.parameters()), [p.numel() for p in bucket.parameters()]
-        positions = state.client(key, sizes, bucket.buffer().device).known.rule.positions
-        full.append(positions is not None and len(positions) == bucket.buffer().numel())
-        return tcs.tcs_hook(state, bucket)
+        size, future = bucket.buffer().numel(), tcs.tcs_hook(state, bucket)
+        names = tuple(state._names[p] for p in bucket.parameters())
+        known = state._buckets[names].known
+        full.append(not known.dense and len(known.shared_K) == size)
+        return future
 
     return hook
 
@@ -74,27 +75,14 @@ def test_what_a_shorter_type_cannot_hold_stays_behind():
     client.errors_D.fill_(3e4)
     intended_D = client.errors_D + gradient_D.float()
     known.begin()
-    message, finite = tcs._own_message(client, gradient_D, ranks=1)
-    assert finite and message.values.tolist() == [torch.finfo(torch.float16).max] * 11
-    client.arrived(message)
+    message, finite = tcs._message_of(client, gradient_D)
+    shares_K = tcs._shares(message.values, 1, torch.float16)
+    assert finite and shares_K.tolist() == [torch.finfo(torch.float16).max] * 11
+    sent = tcs.Message(shares_K.float(), message.positions)
+    client.arrived(sent)
     sent_D = torch.zeros(1000)
-    message.add_to_(sent_D, known.shared_K)
+    sent.add_to_(sent_D, known.shared_K)
     assert torch.equal(sent_D + client.errors_D, intended_D)
-
-
-def test_a_parameter_that_joins_a_hooks_bucket_takes_no_errors_away(monkeypatch):
-    alone_in_a_group(monkeypatch)
-    state = tcs.TCSState(Alone(), start_iter=1, phi_global=0.1, phi_local=0.05)
-    old = [torch.zeros(30), torch.zeros(70)]
-    for _ in range(3):
-        tcs.tcs_hook(state, Bucket(torch.randn(100), old)).wait()
-    errors = [part["errors"].clone() for part in state.state_dict()["slots"].values()]
-    gradient_D = torch.randn(120)
-    got_D = tcs.tcs_hook(state, Bucket(gradient_D.clone(), [torch.zeros(20), *old])).wait()
-    assert torch.equal(got_D, gradient_D)  # its mask is not known: a dense step
-    now = state.state_dict()["slots"]
-    assert all(torch.equal(now[slot]["errors"], errors[slot]) for slot in (0, 1))
-    assert errors[0].any() and not now[2]["errors"].any() and "mask" in now[2]
 
 
 def test_an_empty_parameter_under_the_hook(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hooked import SHARES, Recorded, flat, small_net
+from hooked import SHARES, Recorded, flat, kept, small_net
 from processes import start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,8 +37,7 @@ def by_turns(ranks, folder, order, cap):
             of(x, order(step, ranks.rank)).square().mean().backward()
             for total, p in zip(summed, of.parameters(), strict=True):
                 total += 0.0 if p.grad is None else p.grad
-    slots = state.state_dict()["slots"]
-    errors = [slots[state._slots[p]]["errors"].double() for p in model.parameters()]
+    errors = [part.double() for part in kept(state, model.parameters(), "errors")]
     flats = [torch.cat([t.reshape(-1) for t in ts]).numpy() for ts in (*sums.values(), errors)]
     return *flats, len(state._buckets)
 

@@ -1,20 +1,15 @@
 """Section 9: the DDP hook, stopped and resumed; and ranks that begin with different things."""
 
-import copy
 import io
 import itertools
-import pickle
 import shutil
 import time
 
 import pytest
 import torch
-from common import Alone, Bucket, alone_in_a_group
-from hooked import SHARES, Recorded, flat, small_net
+from hooked import SHARES, Recorded, flat
 from processes import start
 from torch import nn
-
-import tcs_core as tcs
 
 SMALL = 0.003  # bucket_cap_mb of several buckets
 
@@ -28,8 +23,8 @@ def through_a_file(state):
 class Training:
     """SGD with momentum under DDP; all that a checkpoint needs."""
 
-    def __init__(self, cap, saved=None, **settings):
-        self.hooked = Recorded(tcs.TCSState(**(SHARES | settings)), bucket_cap_mb=cap)
+    def __init__(self, cap, saved=None, named=False, **settings):
+        self.hooked = Recorded(SHARES | settings, named=named, bucket_cap_mb=cap)
         self.model, self.state = self.hooked.model.module, self.hooked.state
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         if saved is not None:
@@ -64,19 +59,56 @@ def stopped_and_resumed(ranks, folder, cap, stop, start_iter, again):
 
 
 @pytest.mark.parametrize(
-    ("cap", "stop", "start_iter", "again"),
-    [
-        (25, 5, 2, 0),
-        (SMALL, 5, 2, 0),
-        (SMALL, 2, 3, 0),
-        (SMALL, 3, 3, 0),
-        (SMALL, 5, 1, 1),
-    ],
+    ("stop", "start_iter", "again"), [(5, 2, 0), (2, 3, 0), (3, 3, 0), (5, 1, 1)]
 )
-def test_a_run_in_two_parts_ends_in_the_bits_of_one(tmp_path, cap, stop, start_iter, again):
-    """Stopped among sparse steps, dense ones, and where they meet."""
-    for answer in start(2, tmp_path, stopped_and_resumed, cap, stop, start_iter, again):
-        assert answer[:5] == (True, True, True, True, 8) and (answer[5] > 1) == (cap < 1)
+def test_a_run_in_two_parts_ends_in_the_bits_of_one(tmp_path, stop, start_iter, again):
+    """With one bucket, stopped among sparse steps, dense ones, and where they meet."""
+    for answer in start(2, tmp_path, stopped_and_resumed, 25, stop, start_iter, again):
+        assert answer == (True, True, True, True, 8, 1)
+
+
+def stopped(ranks, folder, caps, stop, start_iter, named):
+    """Eight steps, stopped and resumed, each part with buckets of its own size: all that went in,
+    that came out, and errors; this rank's. And whether errors and masks were the same after the
+    stop, parameter by parameter."""
+    into, out, before, training = 0, 0, None, None
+    for step in range(8):
+        if step in (0, stop):
+            saved = training and training.saved()
+            training = Training(caps[step > 0], saved, named, start_iter=start_iter)
+            if before is not None:
+                parts = training.state.state_dict()["parameters"]
+                same = [same_tensors(*pair) for pair in zip(parts.values(), before, strict=True)]
+        out = out + flat(training.hooked.step(step))
+        into = into + flat(training.hooked.inputs())
+        training.optimizer.step()
+        before = list(training.state.state_dict()["parameters"].values())
+    buckets = len(training.state._buckets)
+    errors = flat(training.hooked.errors())
+    return into.numpy(), out.numpy(), errors.numpy(), all(same), buckets
+
+
+def same_tensors(one, two):
+    pairs = [(one[key], two[key]) for key in ("errors", "mask")]
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("caps", "named"), [((SMALL, SMALL), False), ((25, SMALL), False), ((SMALL, 25), True)]
+)
+@pytest.mark.parametrize(("stop", "start_iter"), [(5, 2), (2, 3), (3, 3), (1, 1)])
+def test_a_stop_loses_nothing_whatever_the_buckets(tmp_path, caps, named, stop, start_iter):
+    """In = 2 x the average out + errors, also where a model is named and resumes with buckets of
+    another size."""
+    one, two = start(2, tmp_path, stopped, caps, stop, start_iter, named)
+    (in_one, out, errors_one, same_one, buckets), (in_two, same_out, errors_two, same_two, _) = (
+        one,
+        two,
+    )
+    assert same_one and same_two and (out == same_out).all() and (buckets > 1) == (caps[1] < 1)
+    errors = errors_one + errors_two
+    missing = in_one + in_two - 2 * out - errors
+    assert errors.any() and (missing**2).sum() < 1e-12 * (errors**2).sum()
 
 
 def rolled_back(ranks, folder, cap):
@@ -117,39 +149,89 @@ def test_the_first_step_of_a_loaded_state_may_be_void(tmp_path):
         assert nan and moved < 1e-6 and same and fine
 
 
-def test_a_collective_that_fails_in_the_first_step_of_a_loaded_state_ends_it(monkeypatch):
-    """As in any other step: DDP would wait for its buckets for ever."""
-    alone_in_a_group(monkeypatch)
-    parameters = [torch.zeros(30), torch.zeros(70)]
-    first, second = (tcs.TCSState(Alone(), start_iter=1) for _ in range(2))
-    for _ in range(2):
-        tcs.tcs_hook(first, Bucket(torch.randn(100), parameters)).wait()
-    second.load_state_dict(first.state_dict())
-    broken = torch.futures.Future()
-    broken.set_exception(RuntimeError("the other end is gone"))
-    monkeypatch.setattr(Alone, "get_future", lambda work: broken)
-    future = tcs.tcs_hook(second, Bucket(torch.randn(100), parameters))
-    assert future.done()
-    with pytest.raises(RuntimeError, match="the other end is gone"):
-        future.wait()
+# States of other parameters ───────────────────────────────────────────────────────────────────────
 
 
-def another_model(ranks, folder, layers):
-    hooked = Recorded(tcs.TCSState(start_iter=1, **SHARES))
-    hooked.step(0)
-    state = tcs.TCSState(start_iter=1, **SHARES)
-    state.load_state_dict(hooked.state.state_dict())
-    sizes = [20, *[4] * layers]
-    other = [nn.Linear(*size) for size in itertools.pairwise(sizes)]
-    Recorded(state, nn.Sequential(*other)).step(1)
+def net_of(*sizes):
+    return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+
+
+def into_another_model(ranks, folder, sizes, cap, others, other_cap):
+    unused = {"find_unused_parameters": cap != other_cap}  # else the first step has one bucket
+    first = Recorded(SHARES | {"start_iter": 1}, net_of(*sizes), bucket_cap_mb=cap, **unused)
+    first.step(0)
+    first.step(1)
+    second = Recorded(
+        SHARES | {"start_iter": 1}, net_of(*others), bucket_cap_mb=other_cap, **unused
+    )
+    second.state.load_state_dict(first.state.state_dict())
+    second.step(2)
+
+
+SQUARE = (20, 20, 20, 20, 20)
 
 
 @pytest.mark.parametrize(
-    ("layers", "text"), [(3, "got a parameter of"), (2, "another model"), (4, "another model")]
+    ("sizes", "cap", "others", "other_cap"),
+    [
+        ((20, 4, 4), 25, (20, 4, 4, 4), 25),  # a layer more
+        ((20, 4, 4, 4), 25, (20, 4, 4), 25),  # a layer less
+        ((20, 8, 4), 25, (20, 4, 8), 25),  # other shapes
+        ((20, 8, 4, 8, 4), 25, (20, 4, 8, 4, 8), 25),  # another order
+        (SQUARE, SMALL, SQUARE, 25),  # other buckets: which of the equal ones is it?
+        (SQUARE, 25, SQUARE, 0.0001),
+    ],
 )
-def test_the_state_of_another_model_is_refused(tmp_path, layers, text):
-    for said in start(2, tmp_path, another_model, layers):
-        assert said.startswith("ValueError: TCSState: ") and text in said and "\n" not in said
+def test_a_state_whose_parameters_are_not_surely_the_same_is_refused(
+    tmp_path, sizes, cap, others, other_cap
+):
+    for said in start(2, tmp_path, into_another_model, sizes, cap, others, other_cap):
+        assert said.startswith("ValueError: TCSState: the loaded state is of other parameters: got")
+        assert "TCSState(model=...)" in said and "\n" not in said
+
+
+class Reordered(nn.Module):
+    """The same parameters by name, in an order that one may choose; all have one shape."""
+
+    def __init__(self, order):
+        super().__init__()
+        for name in order:
+            torch.manual_seed(ord(name))
+            self.add_module(name, nn.Linear(20, 20))
+
+    def forward(self, x):
+        for name in "abcd":
+            x = getattr(self, name)(x).relu()
+        return x
+
+
+def reordered(ranks, folder, order, cap):
+    first = Recorded(SHARES | {"start_iter": 1}, Reordered("abcd"), True, bucket_cap_mb=SMALL)
+    for number in range(3):
+        first.step(number)
+    second = Recorded(SHARES | {"start_iter": 1}, Reordered(order), True, bucket_cap_mb=cap)
+    second.state.load_state_dict(through_a_file(first.state.state_dict()))
+    named = {}
+    for hooked in (first, second):
+        out = hooked.step(3)
+        into, errors = hooked.inputs(), hooked.errors()
+        for (name, _), *tensors in zip(
+            hooked.model.module.named_parameters(), into, out, errors, strict=True
+        ):
+            named.setdefault(name, []).append([t.flatten().numpy() for t in tensors])
+    return named
+
+
+@pytest.mark.parametrize(("order", "cap"), [("dcba", SMALL), ("bdac", 25), ("abcd", 0.0001)])
+def test_a_state_with_names_finds_parameters_in_another_order(tmp_path, order, cap):
+    """What a step adds to 2 x out + errors is what went in, for each name, as without a stop."""
+    one, two = start(2, tmp_path, reordered, order, cap)
+    for name in one:
+        (in_one, out, left_one), (other_in, other_out, other_left) = one[name]
+        (in_two, _, left_two), (_, _, other_left_two) = two[name]
+        assert (in_one == other_in).all() and in_two.any()
+        kept, other = 2 * out + left_one + left_two, 2 * other_out + other_left + other_left_two
+        assert abs(kept - other).max() < 1e-6 * abs(kept).max()
 
 
 # Ranks that begin with different things ───────────────────────────────────────────────────────────
@@ -162,10 +244,13 @@ def saves(ranks, folder):
     torch.save(trained.state.state_dict(), folder / f"later{ranks.rank}")
 
 
+SETTINGS = ("phi_global", "phi_local", "start_iter", "error_accumulation")
+
+
 def begins(ranks, folder, case):
     """What it says, in how many seconds."""
     rank, changed, name = ranks.rank, {}, f"state{ranks.rank}"
-    if case in ("phi_global", "phi_local", "start_iter", "error_accumulation") and rank == 1:
+    if case in SETTINGS and rank == 1:
         changed = {case: {"start_iter": 3, "error_accumulation": False}.get(case, 0.03)}
     if case == "step" and rank == 1:
         name = "later1"
@@ -173,9 +258,10 @@ def begins(ranks, folder, case):
         name = "state0"
     saved = torch.load(folder / name, weights_only=True)
     if case == "mask" and rank == 1:
-        saved["slots"][0]["mask"][:2].logical_not_()
-    hooked = Recorded(tcs.TCSState(**(SHARES | {"start_iter": 2} | changed)))
-    if not (case == "one has loaded nothing" and rank == 1):
+        saved["parameters"][0]["mask"][:2].logical_not_()
+    hooked = Recorded(SHARES | {"start_iter": 2} | changed)
+    loads_nothing = case in SETTINGS or (case == "one has loaded nothing" and rank == 1)
+    if not loads_nothing:  # with other settings a state would be refused before
         hooked.state.load_state_dict(saved)
     begun = time.monotonic()
     try:
@@ -217,35 +303,3 @@ def test_ranks_that_begin_with_different_things_all_end_with_one_line(tmp_path, 
 def test_ranks_that_begin_with_the_same_go_on(tmp_path, files):
     shutil.copytree(files / "2", tmp_path, dirs_exist_ok=True)
     assert start(2, tmp_path, begins, "nothing") == [None] * 2
-
-
-# Copies ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_of_a_module_that_holds_the_state_lets_go_of_it(copied):
-    model = small_net()
-    model.state = tcs.TCSState()
-    with pytest.warns(UserWarning, match=r"TCSState: a copy lets go of it; .*state_dict"):
-        twin = copied(model)
-    assert twin.state is None and type(model.state) is tcs.TCSState
-    assert torch.equal(flat(twin.parameters()), flat(model.parameters()))
-
-
-def copied_under_ddp(ranks, folder):
-    """The copy averages as DDP does; what it is of goes on."""
-    hooked = Recorded(None)
-    hooked.model.register_comm_hook(tcs.TCSState(start_iter=1, **SHARES), tcs.tcs_hook)
-    hooked.step(0)
-    with pytest.warns(UserWarning, match="TCSState: a copy"):
-        twin = copy.deepcopy(hooked.model)
-    hooked.step(1)
-    x = torch.full((8, 20), 1.0 + ranks.rank)
-    twin.zero_grad()
-    twin(x).square().mean().backward()
-    return flat(p.grad for p in twin.parameters()).numpy(), hooked.model._comm_hooks[0][1].iter
-
-
-def test_a_copy_of_a_model_under_ddp_goes_on_without_the_hook(tmp_path):
-    (one, steps), (two, same) = start(2, tmp_path, copied_under_ddp)
-    assert (one == two).all() and (one != 0).mean() > 0.3 and steps == same == 2

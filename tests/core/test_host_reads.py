@@ -174,14 +174,16 @@ SHARED_AND_OWN = {"phi_global": 0.05, "phi_local": 0.02}
 
 
 @pytest.mark.parametrize("buckets", [1, 4])
-def test_a_step_of_the_hook_reads_one_value_at_most(buckets, as_on_a_gpu, monkeypatch):
-    """The first: what the ranks begin with. The third: whether the masks hold that the second, last
-    of the dense ones, gave. No other reads any, however many buckets there are."""
+def test_only_the_first_step_of_the_hook_and_the_last_dense_one_read_values(
+    buckets, as_on_a_gpu, monkeypatch
+):
+    """The first: what the ranks begin with. The second, last of the dense ones: whether the average
+    of a bucket, which gives its mask, is finite. No other reads any, however many buckets there are."""
     alone_in_a_group(monkeypatch)
     state = tcs.TCSState(Alone(), start_iter=2, **SHARED_AND_OWN)
     gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES)]
     counts, _ = steps_of_a_hook(state, gradients, buckets)
-    assert counts == [1, 0, 1, 0, 0, 0] and state.bytes_sent["explored"] == 4 * 8 * 20
+    assert counts == [1, buckets, 0, 0, 0, 0] and state.bytes_sent["explored"] == 4 * 8 * 20
 
 
 @pytest.mark.parametrize("buckets", [1, 3])
@@ -201,13 +203,33 @@ def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkey
     with monkeypatch.context() as as_on_a_gpu:
         as_on_a_gpu.setattr(tcs, "may_look", lambda tensor: False)
         _, averages = steps_of_a_hook(late, gradients, buckets)
-        slots = late.state_dict()["slots"]
+        parts = late.state_dict()["parameters"]
     for average, wanted in zip(averages, expected, strict=True):
         assert torch.equal(average.nan_to_num(), wanted.nan_to_num())
         assert torch.equal(average.isnan(), wanted.isnan())
-    for slot, wanted in looks.state_dict()["slots"].items():
-        assert all(torch.equal(slots[slot][key], wanted[key]) for key in ("errors", "mask"))
+    for name, wanted in looks.state_dict()["parameters"].items():
+        assert all(torch.equal(parts[name][key], wanted[key]) for key in ("errors", "mask"))
     assert expected[when].isnan().any() == (bad != 3e38) or when == 1
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("cuts", [[500, 500], [100, 900], [300, 300, 400]])
+def test_masks_survive_a_void_step_in_buckets_that_were_packed_anew(looks, cuts, monkeypatch):
+    """The first step has one bucket, the second, void, has several: their masks are of any size."""
+    alone_in_a_group(monkeypatch)
+    monkeypatch.setattr(tcs, "may_look", lambda tensor: looks)
+    parameters = [torch.zeros(size) for size in cuts]
+    state = tcs.TCSState(Alone(), start_iter=1, **SHARED_AND_OWN)
+    first_D, void_D, *_ = (deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES))
+    tcs.tcs_hook(state, Bucket(first_D.clone(), parameters)).wait()
+    before = state.state_dict()["parameters"]
+    for n, part_D in enumerate(void_D.split(cuts)):
+        part_D[7] = torch.nan
+        out_D = tcs.tcs_hook(state, Bucket(part_D, [parameters[n]], n + 1 == len(cuts))).wait()
+        assert out_D.isnan().all()
+    for name, part in state.state_dict()["parameters"].items():
+        assert torch.equal(part["mask"], before[name]["mask"])
+        assert torch.equal(part["errors"], before[name]["errors"])
 
 
 def test_a_loaded_state_of_the_hook_reads_its_masks_once(as_on_a_gpu, monkeypatch):

@@ -54,8 +54,8 @@ def with_the_hook(name, monkeypatch):
     for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES):
         meant_D = meant_D + deltas_ND[0]
         sent_D = sent_D + tcs.tcs_hook(state, Bucket(deltas_ND[0].clone(), parameters)).wait()
-    slots = state.state_dict()["slots"]
-    return meant_D, sent_D, torch.cat([slots[slot]["errors"] for slot in range(len(SIZES))])
+    parts = state.state_dict()["parameters"].values()
+    return meant_D, sent_D, torch.cat([part["errors"] for part in parts])
 
 
 def by_halves(name, monkeypatch):

@@ -6,7 +6,7 @@
 
 Each checkout runs the cases of tests/oracle_cases.py in a process of its own, about a minute each.
 A test is one case; where it fails, it names the first round and quantity that differ. Choose some
-cases with -k.
+cases with -k. The cases in CHANGED may differ from d2673bb, where a fault was repaired.
 """
 
 import json
@@ -24,6 +24,19 @@ HOW = (
     "TCS_ORACLE does not name another checkout; to compare with one: git worktree add ../before "
     "d2673bb && TCS_ORACLE=../before uv run pytest -n 0 tests/core/test_oracle.py"
 )
+
+SHORT_TYPES = "what rounding to 16 bits takes from a rank's own values stays in its errors"
+OTHER_BUCKETS = "the first step after loading runs in the buckets that DDP packs first"
+CHANGED = {
+    **{
+        f"hook: {buckets}: bfloat16{how}": SHORT_TYPES
+        for buckets in ("one bucket", "three buckets", "six buckets")
+        for how in ("", " void resumed")
+    },
+    "hook: one bucket: float16 large": SHORT_TYPES,
+    "hook: three buckets: float16 large": SHORT_TYPES,
+    "hook in two processes: several buckets, resumed": OTHER_BUCKETS,
+}
 
 
 def started(checkout, answers, cases):
@@ -79,5 +92,7 @@ def test_bits_are_those_of_the_other_checkout(both, case):
     for answer, whose in ((here, "this"), (other, "the other")):
         assert "error" not in answer, f"{whose} checkout:\n{answer['error']}"
     difference = first_difference(here["log"], other["log"])
+    if difference and case in CHANGED:
+        pytest.xfail(f"{CHANGED[case]}: {difference}")
     assert not difference, difference
     assert here["log"], "the case has compared nothing"

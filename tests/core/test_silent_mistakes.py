@@ -395,6 +395,8 @@ def test_what_a_rule_keeps_is_saved_by_value(monkeypatch):
 
 def test_a_hooks_state_that_is_not_whole():
     state = tcs.TCSState(phi_global=0.1, phi_local=0.01)
-    with pytest.raises(ValueError, match=r"^TCSState: state: slots is missing$"):
-        state.load_state_dict({"iter": 5, "bytes_sent": {}})
+    given = tcs.TCSState(phi_global=0.1, phi_local=0.01).state_dict() | {"iter": 5}
+    del given["parameters"]
+    with pytest.raises(ValueError, match=r"^TCSState: state: parameters is missing$"):
+        state.load_state_dict(given)
     assert state.iter == 0
