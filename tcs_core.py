@@ -693,7 +693,8 @@ class Selection:
         self.floor = floor  # the last threshold, a little lowered
 
     def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
-        if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
+        is_mask = excluded_D is None or excluded_D.dtype == torch.bool
+        if k <= 0 or not is_mask or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
         for floor in (self.floor, self.floor / 2, 0.0):
@@ -2492,6 +2493,7 @@ class Compressor:
             server.drop()
             for part, attributes in before:
                 part.__dict__ = attributes
+            known.round = t
             known.lose()
             if isinstance(error, ClientError):
                 error.happened_in(t)

@@ -192,10 +192,13 @@ def test_a_state_from_before_there_were_versions_is_refused_by_a_line_that_says_
 
 
 @pytest.mark.parametrize("field", ["shared_from", "error_unit", "warmup_masks", "phi_down", "code"])
-def test_a_field_that_was_added_later_and_is_at_its_default_is_not_missed(field):
+@pytest.mark.parametrize("said", [False, True])
+def test_a_field_that_was_added_later_and_is_at_its_default_is_not_missed(field, said):
     one, other = compressor("TCS"), compressor("TCS", rounds=0)
     state = one.state_dict()
-    del state["known"]["scheme"][field]
+    assert field not in state["known"]["scheme"]
+    if said:
+        state["known"]["scheme"][field] = getattr(tcs.Scheme, field)
     other.load_state_dict(state)
     assert same_state(other.state_dict(), one.state_dict())
 
