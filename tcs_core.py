@@ -134,9 +134,20 @@ def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
     raise ValueError(f"{key}: got {shorten(value)} ({type(value).__name__}), allowed: {allowed}")
 
 
-def _check_whole(key: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        _refuse(key, value, f"a whole number from {low} to {high}")
+def _number(value: Any) -> Any:
+    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
+    into states, and torch.load refuses numpy's."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
+        return value.item()
+    return value
+
+
+def _check_whole(key: str, value: Any, low: int, high: int) -> int:
+    """The number, as one of Python's. ValueError for a bool, a float, or one out of range."""
+    number = _number(value)
+    if type(number) is not int or not low <= number <= high:
+        _refuse(key, number, f"a whole number from {low} to {high}")
+    return number
 
 
 def _check_share(key: str, value: Any) -> None:
@@ -167,9 +178,11 @@ def check_state_version(key: str, given: Any) -> None:
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
     version = given.get("version", 1)
-    if version != STATE_VERSION:
+    if type(version) is not int or version != STATE_VERSION:
         way = "load it with the version of tcs_core that saved it, or begin anew"
-        raise ValueError(f"{key}: version: got {version!r}, allowed: {STATE_VERSION} ({way})")
+        raise ValueError(
+            f"{key}: version: got {shorten(version)}, allowed: {STATE_VERSION} ({way})"
+        )
 
 
 def check_same_state(key: str, given: Any, own: Any) -> None:
@@ -218,11 +231,15 @@ def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
     one. A field that the state lacks has its default."""
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-    defaults = {f.name: f.default for f in dataclasses.fields(Scheme)} | {"name": None}
+    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Scheme)}
+    defaults["name"] = None  # it has none, so that a state without it is refused
     if unknown := given.keys() - defaults.keys():
         raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
-    got, allowed = defaults | given, dataclasses.asdict(own)
-    said = [f"{k}: got {got[k]!r}, allowed: {allowed[k]!r}" for k in got if got[k] != allowed[k]]
+    said = []
+    for field, allowed in dataclasses.asdict(own).items():
+        got = given.get(field, defaults[field])
+        if type(got) is not type(allowed) or got != allowed:
+            said.append(f"{field}: got {shorten(got)}, allowed: {allowed!r}")
     if said:
         raise ValueError(f"{key}: {'; '.join(said)}")
 
@@ -263,6 +280,8 @@ class Scheme:
     shared_from: str = "update"
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _number(getattr(self, field.name)))
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 100:
             _refuse("name", self.name, "1 to 100 characters")
         _check_one_of("rule", self.rule, RULES)
@@ -320,6 +339,7 @@ class Scheme:
         that a family of the paper's does not have.
         """
         family, parts = _split_name(name)
+        changes = {field: _number(value) for field, value in changes.items()}
         _check_shares(family, changes)
         found = [(part, *_suffix_of(part, name)) for part in parts]
         fields, said = dict(FAMILIES[family]), set[str]()
@@ -673,7 +693,8 @@ class Selection:
         self.floor = floor  # the last threshold, a little lowered
 
     def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
-        if k == 0 or not may_look(vector_D) or vector_D.dtype != torch.float32:
+        is_mask = excluded_D is None or excluded_D.dtype == torch.bool
+        if k <= 0 or not is_mask or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
         for floor in (self.floor, self.floor / 2, 0.0):
@@ -1057,10 +1078,11 @@ class Message:
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
         """Adds the values, `weight` times, where they belong in (D,)."""
+        values_K = self.values.detach()
         if self.dense:
-            sum_D.add_(self.values, alpha=weight)
+            sum_D.add_(values_K, alpha=weight)
         else:
-            sum_D.index_add_(0, self.places(cast(Tensor, shared_K)), self.values, alpha=weight)
+            sum_D.index_add_(0, self.places(cast(Tensor, shared_K)), values_K, alpha=weight)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
@@ -1091,7 +1113,7 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
     fit = torch.int32, (count,), torch.float32, (intervals,)
     if got != fit:
         raise ValueError(f"quantizer {name}: got {got}; allowed: {fit}, codes and means")
-    if not may_look(codes):
+    if not may_look(codes) or not count:
         return
     low, high = int(codes.min()), int(codes.max())
     if not 0 <= low <= high < 2 * intervals:
@@ -1170,17 +1192,15 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     meant (`Known.mask_tag`); 0 says nothing of it.
 
     8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
-    Raises ValueError for NaN, infinity, or a sender, round or position out of range.
+    Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender, round or
+    position out of range, values of another type, in other bits than the wire's, or that are not
+    those of their codes and means.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
         raise ValueError(f"sender, round: got {who}, {when}, allowed: below 2^16 and 2^32")
-    if not message.values.isfinite().all():
-        raise ValueError("values: NaN or infinity can't be sent")
     check_positions(message.positions, wire.dimension)
-    if not message.dense and (message.codes is None) == bool(wire.intervals):
-        got = "float32 values" if message.codes is None else "quantized values"
-        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits each")
+    _check_values(message, wire)
     if message.dense:
         kind, code = _DENSE, float_bytes(message.values)
     else:
@@ -1189,6 +1209,31 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     tag, own = wire.tag ^ mask_tag, len(message.positions)
     data = _HEADER.pack(MESSAGE_VERSION, kind, who, when, tag, own) + code
     return data + _CHECKSUM.pack(zlib.crc32(data))
+
+
+def _check_values(message: Message, wire: Wire) -> None:
+    """ValueError for values that this wire can't bring as they are."""
+    values, codes, means = message.values, message.codes, message.means
+    if values.dim() != 1 or values.dtype != torch.float32:
+        got = f"{tuple(values.shape)} {values.dtype}"
+        raise ValueError(f"values: got shape {got}, allowed: one dimension, torch.float32")
+    if not values.isfinite().all():
+        raise ValueError("values: NaN or infinity can't be sent")
+    if message.dense:
+        got = f"{len(values)} and {len(message.positions)} positions"
+        if len(values) != wire.dimension or len(message.positions):
+            raise ValueError(f"values: got {got}, allowed in a dense message: {wire.dimension}, 0")
+        return
+    if len(values) < len(message.positions):
+        got = f"{len(values)} for {len(message.positions)} positions"
+        raise ValueError(f"values: got {got}, allowed: one or more for each")
+    if (codes is None or means is None) == bool(wire.intervals):
+        got = "float32 values" if codes is None else "quantized values"
+        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits each")
+    if codes is not None and means is not None:
+        _check_quantized("of the message", (codes, means), len(values), wire.intervals)
+        if not torch.equal(_dequantize(codes, means), values):
+            raise ValueError("values: got others than codes and means say, allowed: the same")
 
 
 def decode_message(
@@ -1311,7 +1356,7 @@ class BlockCode:
         if len(code) != size:
             raise ValueError(f"message: got {len(code)} bytes of code, allowed: {size}")
         bits = unpacked_bits(code[floats:], coded + places)
-        positions = torch.empty(0, dtype=torch.int64)
+        positions = torch.empty(0, dtype=torch.int64, device="cpu")
         if own:
             positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
             if len(positions) != own:
@@ -1372,7 +1417,7 @@ class MaskRule:
     attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
     Give them new values and change none in place: a round that fails puts the old ones back.
     `round` is the number of the round that is open, or of the next one (`Known.round`), and `masks`
-    the factor by which all masks are larger in it: in a sparse warm-up.
+    the factor by which all masks are larger in it: in the warm-up of a scheme with `warmup_masks`.
     """
 
     keeps: tuple[str, ...] = ()
@@ -1395,8 +1440,9 @@ class MaskRule:
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
         """A round begins. A rule that looks at the model gets it here, (D,), if there is one."""
+        masks = masks if self.scheme.warmup_masks != 1 else 1
         if masks != self.masks:
-            self.masks = masks
+            self.masks = _check_whole("masks", masks, 1, 1000)
             self.k_global = self.size(self.scheme.phi_global, self.dimension)
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
@@ -1438,9 +1484,23 @@ class MaskRule:
         return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that this rule can't load. (A kept value may begin as None.)"""
-        own = dict.fromkeys(kept_names(self))
-        check_same_state("state: rule", dict.fromkeys(state), own)
+        """ValueError for a state that this rule can't load. A kept value may begin as None or as a
+        number and become a tensor; but it stays of one dtype, and a tensor (D,) of that length. A
+        rule that knows more of what it keeps extends this."""
+        if not isinstance(state, dict):
+            _refuse("state: rule", state, "a dictionary")
+        own = {key: getattr(self, key) for key in kept_names(self)}
+        check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(own))
+        for key, given in state.items():
+            mine, numbers = own[key], (Tensor, int, float, type(None))
+            if not isinstance(given, numbers if isinstance(mine, numbers) else type(mine)):
+                _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
+            if isinstance(mine, Tensor) and isinstance(given, Tensor):
+                other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
+                if other_type or (
+                    len(mine.shape) == 1 and len(mine) == self.dimension != len(given)
+                ):
+                    check_same_state(f"state: rule: {key}", given, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for what `check_state` refuses."""
@@ -1504,37 +1564,48 @@ class TCS(MaskRule):
 
     def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
         super().begin(theta_D, masks)
-        if self.positions is not None and self.magnitudes_K is not None and masks == 1:
-            # masks were larger in a sparse warm-up: of the last one the largest entries stay
-            last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
-            last_D[self.positions] = self.magnitudes_K
-            fair = self.scheme.phi_min_global
-            self.positions = self.select(last_D, self.k_global, fair, None, "last")
-            self.magnitudes_K = None
+        before_K, magnitudes_K = self.positions, self.magnitudes_K
+        if before_K is None or magnitudes_K is None or len(before_K) <= self.k_global:
+            return
+        # masks were larger until now, in a sparse warm-up: of the last one the largest entries stay
+        last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+        last_D[before_K] = magnitudes_K
+        fair = self.scheme.phi_min_global
+        self.positions = self.select(last_D, self.k_global, fair, None, "last")
+        self.magnitudes_K = last_D[self.positions] if self.masks != 1 else None
 
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
             return
-        chosen_K = self.select(update_D, self.k_global, self.scheme.phi_min_global)  # line 5
+        before_K, fair = self.positions, self.scheme.phi_min_global
+        chosen_K = self.select(update_D, self.k_global, fair)  # line 5
+        magnitudes_K = update_D[chosen_K].abs()
         # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
-        is_update = update_D[chosen_K].any()
-        if may_look(is_update) and not is_update:
-            return
-        before_K = self.positions
-        if not may_look(is_update) and before_K is not None and len(before_K) == len(chosen_K):
+        is_update = magnitudes_K.any()
+        if may_look(is_update):
+            if not is_update:
+                return
+        elif before_K is not None and len(before_K) == len(chosen_K):
             chosen_K = torch.where(is_update, chosen_K, before_K)
+            if self.magnitudes_K is not None:
+                magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
         self.positions = chosen_K
-        self.magnitudes_K = update_D[chosen_K].abs() if self.masks != 1 else None
+        self.magnitudes_K = magnitudes_K if self.masks != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
-        for key in ("positions", "magnitudes_K"):
-            if not isinstance(state[key], Tensor | None):
-                raise ValueError(
-                    f"state: rule: {key}: got {shorten(state[key])}, allowed: a tensor"
-                )
-        if state["positions"] is not None and may_look(state["positions"]):
-            check_positions(state["positions"], self.dimension)
+        positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
+        if positions_K is None:
+            check_same_state("state: rule: magnitudes_K", magnitudes_K, None)
+            return
+        like = torch.empty(self.k_global, dtype=torch.int64, device="cpu")
+        if not isinstance(positions_K, Tensor) or positions_K.dtype != torch.int64:
+            check_same_state("state: rule: positions", positions_K, like)
+        if may_look(positions_K):
+            check_positions(positions_K, self.dimension)
+        if magnitudes_K is not None:
+            like = torch.empty(len(positions_K), dtype=torch.float32, device="cpu")
+            check_same_state("state: rule: magnitudes_K", magnitudes_K, like)
 
 
 # The shared mask of TCS from something else than the last update: by the field `shared_from` of a
@@ -1573,16 +1644,18 @@ class Known:
         self, scheme: Scheme | str, layer_sizes: list[int], seed: int = 0, device: Any = "cpu",
         order: Iterable[tuple[int, ...]] = (),
     ):  # fmt: skip
-        self.scheme, self.layer_sizes = _scheme(scheme), [int(size) for size in layer_sizes]
+        self.scheme, self.layer_sizes = _scheme(scheme), [_number(size) for size in layer_sizes]
         for field in ("momentum", "error_unit"):
             got = getattr(self.scheme, field)
             if got != getattr(Scheme, field):
                 what = f"{field} {got!r} is a federation's"
                 raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
-        if not self.layer_sizes or min(self.layer_sizes) < 1:
+        whole = all(type(size) is int and size >= 1 for size in self.layer_sizes)
+        if not self.layer_sizes or not whole:
             raise ValueError(f"layer_sizes: got {layer_sizes}, allowed: one or more, each >= 1")
-        self.dimension, self.device, self.seed = sum(self.layer_sizes), device, seed
-        self.rule = rule_of(self.scheme)(self.scheme, self.layer_sizes, device, seed)
+        self.seed = _check_whole("seed", seed, 0, 2**64 - 1)
+        self.dimension, self.device = sum(self.layer_sizes), device
+        self.rule = rule_of(self.scheme)(self.scheme, self.layer_sizes, device, self.seed)
         order = tuple(order)
         self.up = Wire.up(self.scheme, self.layer_sizes, order)
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
@@ -1614,7 +1687,7 @@ class Known:
         self.dense = mask is None
         self._mask_tag = 0 if self.dense else None
         self.phase = OPEN
-        self.senders.clear()
+        self.senders = set()  # a new one, by which a `Server` knows what is of this round
 
     def observe(self, update_D: Tensor) -> None:
         """The round is over: its update (D,), of a dense round too, says what the next round's mask
@@ -1624,13 +1697,13 @@ class Known:
         if tuple(update_D.shape) != (self.dimension,):
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
-        self.rule.observe(update_D)  # line 5 of the next round
+        self.rule.observe(update_D.detach())  # line 5 of the next round
         self.round = self.rule.round = self.round + 1
         self.phase = CLOSED
 
     def lose(self) -> None:
         """The round is over, and nobody was heard in it: the mask is as before, the next round has
-        the next number."""
+        the next number. If none is open, the next one is left out."""
         self.round = self.rule.round = self.round + 1
         self.phase = CLOSED
         self.flags.clear()
@@ -1642,8 +1715,7 @@ class Known:
         and a flag is kept; `read_flags`, at the end of a round, looks at all of them together.
         """
         if may_look(values):
-            # a sum is quick, but it can overflow though all are finite: then all are looked at
-            if not math.isfinite(values.sum().item()) and not values.isfinite().all():
+            if not _is_finite(values):
                 raise NotFiniteError(sender)
             return values
         is_finite = values.sum(dtype=torch.float64).abs() < math.inf  # no sum of float32 reaches it
@@ -1666,34 +1738,56 @@ class Known:
         return 0 if counted_D is None else said[-1]
 
     def expanded(self, message: Message) -> Tensor:
-        """What a message says, with zeros where it says nothing: (D,)."""
+        """What a message says, with zeros where it says nothing: (D,), in memory of its own."""
         if message.dense:
-            return message.values
+            return message.values.detach().clone()
         full_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
         message.add_to_(full_D, self.shared_K)
         return full_D
 
     def check_message(self, message: Message, sender: int) -> None:
         """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open,
-        with as many finite places as it should have, none of them shared."""
+        with as many finite values as it should have, none of them in a place that is taken. (Of a
+        client's dense message the average is looked at instead.)"""
         if self.phase == CLOSED:
-            raise MessageError(sender, "no round is open, allowed: after Known.begin")
-        sparse = len(self.shared_K) + len(message.positions)
+            call = "receive" if sender == SERVER else "add"
+            what = f"{call}: round {self.round} is not open, allowed: after Known.begin"
+            raise MessageError(sender, what)
+        if not isinstance(message, Message):
+            got = type(message).__name__
+            raise MessageError(sender, f"message: got a {got}, allowed: a Message")
+        values, positions = message.values, message.positions
+        for name, part, wanted_type in (
+            ("values", values, torch.float32), ("positions", positions, torch.int64),
+        ):  # fmt: skip
+            if not isinstance(part, Tensor) or part.dim() != 1 or part.dtype != wanted_type:
+                is_tensor = isinstance(part, Tensor)
+                got = f"{tuple(part.shape)} {part.dtype}" if is_tensor else type(part).__name__
+                want = f"a tensor of one dimension, {wanted_type}"
+                raise MessageError(sender, f"message: {name}: got {got}, allowed: {want}")
+        wire, own = (self.up, self.own_count) if sender != SERVER else (self.down, None)
+        own = 0 if self.dense else own
         wanted = {
             "sender": (message.sender, sender),
             "round": (message.round, self.round),
             "dense": (message.dense, self.dense),
-            "values": (len(message.values), self.dimension if self.dense else sparse),
-            "dimensions of values": (message.values.dim(), 1),
-            "type of values": (message.values.dtype, torch.float32),
+            "quantized": (message.codes is not None, bool(wire.intervals) and not self.dense),
+            "own positions": (len(positions), len(positions) if own is None else own),
+            "values": (
+                len(values),
+                self.dimension if self.dense else len(self.shared_K) + len(positions),
+            ),
         }
-        for name, (got, allowed) in wanted.items():
-            if got != allowed:
-                raise MessageError(sender, f"message: {name}: got {got}, allowed: {allowed}")
+        for name, (found, allowed) in wanted.items():
+            if found != allowed:
+                raise MessageError(sender, f"message: {name}: got {found}, allowed: {allowed}")
         try:
-            checked_positions(message.positions, self.dimension, self.shared_D)
+            checked_positions(positions, self.dimension, None if self.dense else self.shared_D)
         except ValueError as error:
             raise MessageError(sender, f"message: {error}") from error
+        looked_at = sender == SERVER or not self.dense
+        if looked_at and may_look(values) and not _is_finite(values):
+            raise MessageError(sender, "message: a value is NaN or infinity")
 
     @property
     def mask_tag(self) -> int:
@@ -1740,7 +1834,7 @@ class Known:
         check_same_state("state", dict.fromkeys(state), dict.fromkeys([*own, "round", "rule"]))
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key in ("seed", "layer_sizes", "order"):
-            if state[key] != own[key]:
+            if repr(state[key]) != repr(own[key]):  # so that 1, 1.0 and True differ
                 got = shorten(state[key])
                 raise ValueError(f"state: {key}: got {got}, allowed: {shorten(own[key])}")
         if type(state["round"]) is not int or state["round"] < 0:
@@ -1755,6 +1849,12 @@ class Known:
         self.round = self.rule.round = state["round"]
         self.phase = CLOSED
         self.flags.clear()
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all are. A sum is quick, but it can overflow though they are: then all are looked
+    at."""
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
 
 
 def checked_positions(mask: Any, dimension: int, taken_D: Tensor | None = None) -> Tensor:
@@ -1798,8 +1898,7 @@ class Client:
     keeps: tuple[str, ...] = ("errors_D",)
 
     def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
-        _check_whole("number", number, 0, SERVER - 1)
-        self.known, self.number = known, number
+        self.known, self.number = known, _check_whole("number", number, 0, SERVER - 1)
         if errors_D is None and known.scheme.keeps_errors:
             errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.errors_D = errors_D
@@ -1813,14 +1912,17 @@ class Client:
         overflow by the sum raise NotFiniteError, too, and begin anew. On a GPU what is not finite
         is sent as 0, and `Known.to_bytes` or the end of the round raises.
         """
-        known, what = self.known, f"client {self.number}"
+        known, what = self.known, f"client {self.number}: send"
+        if not isinstance(delta_D, Tensor):
+            raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
         if tuple(delta_D.shape) != (known.dimension,):
             got = f"delta_D: got shape {tuple(delta_D.shape)}"
             raise ValueError(f"{got}, allowed: ({known.dimension},)")
         if delta_D.dtype != torch.float32:
             raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
-        if known.phase == CLOSED:
-            raise ValueError(f"{what}: no round is open, allowed: after Known.begin")
+        if known.phase != OPEN:
+            got = f"round {known.round} is {known.phase}"
+            raise ValueError(f"{what}: {got}, allowed: after Known.begin")
         if self.number in known.senders or self.sent_in(known.round):
             raise ValueError(f"{what}: has sent in round {known.round} already")
         return self.message_of(known.finite_part(delta_D.detach(), self.number))
@@ -1828,21 +1930,22 @@ class Client:
     def message_of(self, delta_D: Tensor) -> Message:
         """`send` of a difference that was checked."""
         known, shared_K = self.known, self.known.shared_K
-        known.senders.add(self.number)
         intended_D = self.intended(delta_D)  # line 9
+        known.senders.add(self.number)
         try:
             if known.dense:
                 return self._dense_message(intended_D)
             own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
-            intended_K = known.finite_part(intended_K, self.number)
-            message = self._quantized(intended_K, own_K)  # line 12: sent, quantized (Sec. II-F)
+            finite_K = known.finite_part(intended_K, self.number).clone()  # the message's own
+            message = self._quantized(finite_K, own_K)  # line 12: sent, quantized (Sec. II-F)
         except NotFiniteError:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
             raise
-        self.in_flight = InFlight(known.round, positions_K, intended_K, message.values, False)
+        values_K = message.values.clone()  # whatever becomes of the message
+        self.in_flight = InFlight(known.round, positions_K, intended_K, values_K, False)
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
@@ -1877,19 +1980,27 @@ class Client:
 
     def arrived(self, received: Message | None = None) -> None:
         """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
-        bits). ValueError if nothing is in flight."""
+        bits). ValueError if nothing is in flight, or for other values than were sent."""
+        what = f"client {self.number}: arrived"
         if self.in_flight is None:
-            raise ValueError(f"client {self.number}: has sent nothing that could have arrived")
-        (_, positions_K, intended_K, values_K, dense), self.in_flight = self.in_flight, None
-        if self.errors_D is None:
-            return
-        if not dense:
-            values_K = values_K if received is None else received.values
-            self.errors_D.index_copy_(0, positions_K, intended_K - values_K)  # line 13: what stays
-        elif received is None:
-            self.errors_D.zero_()
-        else:
-            self.errors_D.sub_(received.values)
+            got = f"has sent nothing that could have arrived in round {self.known.round}"
+            raise ValueError(f"{what}: {got}, allowed: once after send")
+        _, positions_K, intended_K, values_K, dense = self.in_flight
+        if received is not None:
+            count = self.known.dimension if dense else len(values_K)
+            if received.dense != dense or tuple(received.values.shape) != (count,):
+                got = f"dense {received.dense}, {tuple(received.values.shape)} values"
+                raise ValueError(f"{what}: got {got}, allowed: dense {dense}, ({count},) values")
+            values_K = received.values.detach()
+        if self.errors_D is not None:
+            if not dense:
+                left_K = intended_K - values_K
+                self.errors_D.index_copy_(0, positions_K, left_K)  # line 13: what stays
+            elif received is None:
+                self.errors_D.zero_()
+            else:
+                self.errors_D.sub_(values_K)
+        self.in_flight = None
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
         """For a client with a `Known` of its own: the server's message ends the round. `heard` says
@@ -1901,12 +2012,12 @@ class Client:
         known.read_flags()
         if heard and not self.sent_in(known.round):
             what = f"has sent nothing in round {known.round}"
-            raise ValueError(f"client {self.number}: heard: got True, but it {what}")
+            raise ValueError(f"client {self.number}: receive: heard: got True, but it {what}")
         update_D = known.expanded(reply)
+        known.observe(update_D)
         if heard:
             self.arrived()
         self.in_flight = None
-        known.observe(update_D)
         return update_D
 
     def sent_in(self, round: int) -> bool:
@@ -1918,12 +2029,15 @@ class Client:
         rounding."""
         self.in_flight = None
         if self.errors_D is not None:
-            self.errors_D.sub_(delta_D)
+            self.errors_D.sub_(delta_D.detach())
 
     def forget_overflow(self) -> None:
-        """Errors that outgrew float32 begin anew; else no later round could be sent."""
-        if self.errors_D is not None and not self.errors_D.isfinite().all():
-            self.errors_D.zero_()
+        """If errors, or what else is kept, outgrew float32, all of it begins anew; else no later
+        round could be sent."""
+        kept = [tensor for tensor in self._kept().values() if tensor is not None]
+        if not all(tensor.isfinite().all() for tensor in kept):
+            for tensor in kept:
+                tensor.zero_()
 
     def scale_(self, factor: float) -> None:
         """What is kept, times a factor: where its unit changes."""
@@ -1944,26 +2058,29 @@ class Client:
         """ValueError for another client's state, for errors of another size, or one that is not
         whole."""
         check_state_version("state of Client", state)
-        flight = state.get("in_flight")
         own = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
-        check_same_state("state", state | {"in_flight": None}, own)
-        if "in_flight" not in state or state["number"] != self.number:
-            got = state["number"] if "in_flight" in state else "no in_flight"
-            raise ValueError(f"state: client: got {got}, allowed: {self.number}")
+        flight = state.get("in_flight")
+        check_same_state("state", state | ({} if flight is None else {"in_flight": None}), own)
+        if state["number"] != self.number:
+            raise ValueError(f"state: client: got {state['number']}, allowed: {self.number}")
         if flight is None:
             return
-        if not isinstance(flight, dict) or flight.keys() != set(InFlight._fields):
-            _refuse("state: in_flight", flight, f"none, or {', '.join(InFlight._fields)}")
-        positions_K = flight["positions_K"]
-        count = len(positions_K) if isinstance(positions_K, Tensor) else 0
-        values_K = torch.empty(count, dtype=torch.float32, device="cpu")
+        if not isinstance(flight, dict):
+            _refuse("state: in_flight", flight, f"None, or {', '.join(InFlight._fields)}")
+        positions_K: Any = flight.get("positions_K")
+        has_count = isinstance(positions_K, Tensor) and positions_K.dim() == 1
+        values_K = torch.empty(
+            len(positions_K) if has_count else 0, dtype=torch.float32, device="cpu"
+        )
         like = InFlight(0, values_K.long(), values_K, values_K, False)
         check_same_state("state: in_flight", flight, like._asdict())
-        if (
-            count
-            and not 0 <= int(positions_K.min()) <= int(positions_K.max()) < self.known.dimension
-        ):
-            raise ValueError(f"state: in_flight: positions, allowed: below {self.known.dimension}")
+        _check_whole("state: in_flight: round", flight["round"], 0, 2**32 - 1)
+        if flight["dense"] and len(positions_K):
+            raise ValueError("state: in_flight: got positions of a dense message, allowed: none")
+        try:
+            check_positions(positions_K.sort().values, self.known.dimension)
+        except ValueError as error:
+            raise ValueError(f"state: in_flight: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for what `check_state` refuses."""
@@ -1998,10 +2115,19 @@ class Downlink(Client):
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
         """What it says of an update (D,) for which clients sent the entries `explored_D` (D,) on
         their own; it will arrive."""
-        self.explored_D = explored_D
-        message = self.message_of(update_D)
+        self.explored_D, before_D = explored_D, self.errors_D
+        try:
+            message = self.message_of(update_D)
+        except NotFiniteError:
+            cast(Tensor, before_D).zero_()  # put back or not, what overflowed is forgotten
+            raise
         self.arrived()
         return message
+
+    def intended(self, delta_D: Tensor) -> Tensor:
+        """In new memory, so that a round that fails can put back the errors from before it."""
+        self.errors_D = cast(Tensor, self.errors_D) + delta_D
+        return self.errors_D
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
         known, phi_down = self.known, self.known.scheme.phi_down
@@ -2026,13 +2152,14 @@ class Server:
     compresses the downlink, `downlink` is the server as a sender, with errors of its own.
     """
 
-    def __init__(self, known: Known, weights: list[float] | None = None):
+    def __init__(self, known: Known, weights: Iterable[float] | None = None):
         self.known = known
-        self.weights = None if weights is None else _checked_weights(weights, len(weights))
+        numbers = None if weights is None else list(weights)
+        self.weights = None if numbers is None else _checked_weights(numbers, len(numbers))
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
         self.heard: list[int] = []  # whose messages are in the sum
-        self.heard_in = -1  # the round of these messages
+        self.senders: set[int] | None = None  # `Known.senders` of the round of these messages
         self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
         self.total = 0.0  # their weights
         self.average_D: Tensor | None = None  # once it was taken
@@ -2041,36 +2168,36 @@ class Server:
         """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
         of another client or round, of another size, or for a second one."""
         known, weights = self.known, self.weights
-        unfinished = (
-            self.heard and self.heard_in != known.round
-        )  # messages of a round that was lost
+        limit = SERVER if weights is None else len(weights)
+        if not 0 <= number < limit:
+            raise MessageError(number, f"add: has no weight, allowed: clients below {limit}")
         known.check_message(message, number)
         if known.phase == AVERAGED:
-            raise MessageError(number, f"round {known.round} has been averaged without it")
-        if weights is not None and not 0 <= number < len(weights):
-            raise MessageError(number, f"has no weight, allowed: below {len(weights)}")
-        if number in self.heard and not unfinished:
-            raise MessageError(number, f"a second message in round {known.round}, allowed: one")
-        if unfinished:
+            raise MessageError(number, f"add: round {known.round} has been averaged without it")
+        is_stale = self.senders is not known.senders  # what came was of a round never finished
+        if number in self.heard and not is_stale:
+            raise MessageError(number, f"add: a second message in round {known.round}")
+        if is_stale or not self.heard:
             self.drop()
-        if not self.heard:
-            self.heard_in = known.round
+            self.senders = known.senders
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
-        self.heard.append(number)
         weight = 1.0 if weights is None else weights[number]
-        self.total += weight
         message.add_to_(self.sum_D, known.shared_K, weight)
+        self.heard.append(number)
+        self.total += weight
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
         """The average of what came, (D,), after which nobody is heard in this round. MessageError
         if nothing came, NotFiniteError for sums that overflow."""
-        if not self.heard or self.heard_in != self.known.round:
-            raise MessageError(SERVER, f"no message was accepted in round {self.known.round}")
+        known = self.known
+        if not self.heard or self.senders is not known.senders or known.phase == CLOSED:
+            way = "allowed: finish after add"
+            raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
             update_D = self.sum_D.div_(self.total)  # line 15
-            self.average_D = self.known.finite_part(update_D, SERVER)
-            self.known.phase = AVERAGED
+            self.average_D = known.finite_part(update_D, SERVER)
+            known.phase = AVERAGED
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
@@ -2099,9 +2226,15 @@ class Server:
 
     def finish(self) -> tuple[Tensor, Message]:
         """What all sides have after the round, (D,), and the message that says it. `Known.observe`
-        of the former ends the round. Who was averaged is forgotten: read `heard` before."""
+        of the former ends the round. Who was averaged is forgotten: read `heard` before.
+        NotFiniteError where it was not known until now, on a GPU, that a client's message is not
+        finite: then the round is lost, and `Known.lose` ends it."""
         update_D = self.average()
-        self.known.read_flags()
+        try:
+            self.known.read_flags()
+        except NotFiniteError:
+            self.drop()
+            raise
         reply = self.reply(update_D)
         update_D = update_D if self.downlink is None else self.known.expanded(reply)
         self.drop()
@@ -2258,7 +2391,7 @@ class Compressor:
         order: Iterable[tuple[int, ...]] = (),
     ):  # fmt: skip
         self.scheme = _scheme(scheme)
-        _check_whole("clients", clients, 1, SERVER)
+        clients = _check_whole("clients", clients, 1, SERVER)
         if self.scheme.centralized and clients > 1:
             name = self.scheme.name
             raise ValueError(f"clients: got {clients}, allowed: 1 ({name} is centralized)")
@@ -2275,8 +2408,7 @@ class Compressor:
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
-        self._kept_names = kept_names(self.rule)
-        self._is_closing = False  # True for ever if the end of a round was interrupted
+        self._is_whole = True  # False in a round, and after one whose end was interrupted
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
@@ -2289,6 +2421,7 @@ class Compressor:
         changed in this process, for deltas or clients that can't be used. (A GPU finds what is not
         finite at the end of the round: then that is lost, as `round` says.)
         """
+        self._check_may_begin()
         expected = (len(self.own), self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
@@ -2296,7 +2429,6 @@ class Compressor:
             raise ValueError(f"deltas_ND: got {deltas_ND.dtype}, allowed: torch.float32")
         chosen = self.checked_clients(clients)
         rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
-        self._check_usable()
         for n in chosen:  # before any is changed
             if n in rows:
                 rows[n] = self.known.finite_part(rows[n], n)
@@ -2313,15 +2445,15 @@ class Compressor:
         errors lose what was sent, as they lose any message. If the very end of a round, when errors
         are updated, is interrupted, every later call raises until a state is loaded.
         """
+        self._check_may_begin()
         send = lambda n: self.clients[n].send(difference(n))  # noqa: E731
-        return self._round(send, chosen, dense, theta_D, masks)
+        return self._round(send, self.checked_clients(chosen), dense, theta_D, masks)
 
     def _round(
         self, send: Callable[[int], Message], chosen: list[int], dense: bool,
         theta_D: Tensor | None = None, masks: int = 1,
     ) -> Tensor:  # fmt: skip
         """A round in which `send(n)` makes client n's message: lines 9 to 12."""
-        self._check_usable()
         known, server, t = self.known, self.server, self.known.round
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
         asked: list[int] = []
@@ -2330,8 +2462,12 @@ class Compressor:
             asked.append(n)
             return send(n)
 
-        kept = [getattr(known.rule, name) for name in self._kept_names]
+        # what a round that fails puts back: the tensors in these are replaced, not changed
+        parts = [part for part in (known.rule, server, server.downlink) if part is not None]
+        before = [(part, vars(part).copy()) for part in parts]
+        is_closing = False  # then too much has changed to put it back
         try:
+            self._is_whole = False
             known.begin(dense, theta_D, masks)
             for n, message, bits, size in self.link.gather(known, chosen, send_next):
                 if message is None:
@@ -2344,51 +2480,62 @@ class Compressor:
             asked.clear()  # from here on no client is named
             update_D, bits_down, bytes_down = self.link.down(server, server.average())  # 15, 16
             known.observe(update_D)  # line 5 of the next round
+            server.drop()
+            is_closing = True
+            for n in heard:
+                if n in self.clients:
+                    self.clients[n].arrived()  # line 13
         except BaseException as error:
-            for name, value in zip(self._kept_names, kept, strict=True):
-                setattr(known.rule, name, value)  # as before, if `observe` was interrupted
-            error.add_note(self._unheard(asked, error))
+            if is_closing:
+                error.add_note(f"round {t}: its end was interrupted; {_WAY_ON}")
+                raise
+            error.add_note(self._unheard(asked, t, error))
+            server.drop()
+            for part, attributes in before:
+                part.__dict__ = attributes
+            known.round = t
+            known.lose()
             if isinstance(error, ClientError):
                 error.happened_in(t)
-                if isinstance(error, NotFiniteError) and error.client in self.clients:
-                    self.clients[error.client].forget_overflow()
-            if known.round == t:
-                known.lose()
+                overflowed = server.downlink if error.client == SERVER else None
+                overflowed = self.clients.get(error.client, overflowed)
+                if isinstance(error, NotFiniteError) and overflowed is not None:
+                    overflowed.forget_overflow()
+            self._is_whole = True
             raise
-        finally:
-            server.drop()
-        self._is_closing = True
-        for n in heard:
-            if n in self.clients:
-                self.clients[n].arrived()  # line 13
-        self._is_closing = False
         average_up = -(-bits_up // len(heard))
         who = tuple(heard), tuple(refused)
         self.traffic = Traffic(average_up, bits_down, bytes_up, bytes_down, *who)
+        self._is_whole = True
         return update_D
 
     def _check_usable(self) -> None:
-        if self._is_closing:
-            what = "the end of a round was interrupted, and some errors are of before it"
-            raise ValueError(f"Compressor: {what}; allowed: load_state_dict, or a new one")
+        if not self._is_whole:
+            got = "a round is under way, or its end was interrupted"
+            raise ValueError(f"Compressor: {got}; {_WAY_ON}")
 
-    def _unheard(self, asked: list[int], error: BaseException) -> str:
+    def _check_may_begin(self) -> None:
+        self._check_usable()
+        if self.known.phase != CLOSED:
+            got = f"round {self.known.round} is {self.known.phase}"
+            raise ValueError(f"Compressor: {got}, allowed: after Known.observe, or Known.lose")
+
+    def _unheard(self, asked: list[int], t: int, error: BaseException) -> str:
         """What a failed round means; a ClientError names its client itself."""
         who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
-        return f"{who}round {self.known.round}: nobody was heard in it{lost}"
+        return f"{who}round {t}: nobody was heard in it{lost}"
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
         if chosen is None:
             return list(range(self.client_count))
-        numbers = list(chosen)
-        whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers)
-        known = set(range(self.client_count))
-        if not numbers or not whole or len(set(numbers)) < len(numbers) or set(numbers) - known:
+        numbers = [_number(n) for n in chosen]
+        whole = all(type(n) is int and 0 <= n < self.client_count for n in numbers)
+        if not numbers or not whole or len(set(numbers)) < len(numbers):
             allowed = f"one or more of 0 to {self.client_count - 1}, each once"
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
-        return [int(n) for n in numbers]
+        return numbers
 
     rule = property(lambda self: self.known.rule)
     bits_up = property(lambda self: self.traffic.bits_up)
@@ -2411,9 +2558,11 @@ class Compressor:
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
         self._check_usable()
+        self._is_whole = False
         for client in self.clients.values():
             client.scale_(factor)
         self.server.scale_(factor)
+        self._is_whole = True
 
     def state_dict(self) -> dict[str, Any]:
         """By value, all that a resumed run needs: what is known, errors, the server's errors."""
@@ -2438,22 +2587,26 @@ class Compressor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for what `check_state` refuses."""
         self.check_state(state)
-        self._is_closing = True
+        self._is_whole = False
         self.known.load_state_dict(state["known"])
         for client, own_state in zip(self.clients.values(), state["clients"], strict=True):
             client.load_state_dict(own_state)
         self.server.load_state_dict(state["server"])
-        self._is_closing = False
+        self._is_whole = True
+
+
+_WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
 
 
 def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
     if weights is None:
         return None
-    numbers = [float(weight) for weight in weights]
-    if len(numbers) != clients or not all(1e-18 <= weight <= 1e18 for weight in numbers):
+    numbers = [_number(weight) for weight in weights]
+    real = all(isinstance(weight, Real) and type(weight) is not bool for weight in numbers)
+    if len(numbers) != clients or not real or not all(1e-18 <= n <= 1e18 for n in numbers):
         allowed = f"{clients} positive numbers, 1e-18 to 1e18"
         raise ValueError(f"weights: got {numbers}, allowed: {allowed}")
-    return numbers
+    return [float(weight) for weight in numbers]
 
 
 # ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
@@ -3289,14 +3442,6 @@ def _generators(source: Any) -> list[torch.Generator]:
 def random_seed(*numbers: int) -> int:
     """One seed of several numbers."""
     return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
-
-
-def _number(value: Any) -> Any:
-    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
-    into states, and torch.load refuses numpy's."""
-    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
-        return value.item()
-    return value
 
 
 def _saved(value: Any) -> Any:

@@ -108,6 +108,30 @@ def same_state(one, two):
     return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
+def whole_state(*objects):
+    """All that objects of the core hold, by value, at any depth; to be compared by `same_state`.
+    Only thresholds are left out, which speed a selection up and change no result."""
+    seen = {}
+
+    def by_value(one):
+        if isinstance(one, torch.Tensor):
+            return one.detach().clone(), one.requires_grad
+        if isinstance(one, dict):
+            return {key: by_value(value) for key, value in one.items()}
+        if isinstance(one, list | tuple):
+            return [by_value(value) for value in one]
+        module = getattr(type(one), "__module__", "")
+        if not module.startswith(("tcs_core", "tcs_lab")) or not hasattr(one, "__dict__"):
+            return copy.deepcopy(one)
+        if id(one) in seen:
+            return seen[id(one)]
+        seen[id(one)] = type(one).__name__
+        kept = {key: value for key, value in vars(one).items() if key != "_selections"}
+        return {key: by_value(value) for key, value in kept.items()}
+
+    return [by_value(one) for one in objects]
+
+
 def deltas_like_training(rounds, clients, sizes):
     """Deltas whose important positions drift slowly, with layers of different scale."""
     generator = torch.Generator().manual_seed(3)

@@ -49,6 +49,7 @@ from tcs_core import (
     Message,
     Server,
     TopK,
+    check_same_state,
     kept,
     random_positions,
     register_quantizer,
@@ -231,6 +232,10 @@ class EF21(TopK):
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         self.mean_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        check_same_state("state: rule: mean_D", state["mean_D"], self.mean_D)
 
     def observe(self, update_D: Tensor) -> None:
         self.mean_D = update_D.clone()  # not in place: a failed round puts back what was before

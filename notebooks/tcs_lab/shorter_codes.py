@@ -208,7 +208,7 @@ def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Te
     if not own or not len(bits):
         if own or len(bits):
             raise ValueError(f"message: got {len(bits)} bits for {own} positions")
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     sizes, by_layer, bits = np.array(layer_sizes), bits[0], bits[1:]
     counts = np.array([own])
     if by_layer:

@@ -26,6 +26,9 @@ from tcs_core import (
     SHARED_FROM,
     TCS,
     Scheme,
+    check_positions,
+    check_same_state,
+    may_look,
     random_positions,
     register_quantizer,
     register_suffix,
@@ -142,6 +145,20 @@ class FromOlderUpdate(TCS):
         if history_MK is None or len(latest_K) != history_MK.shape[1]:
             history_MK = latest_K[None][:0]  # the first mask, or masks have shrunk after a warm-up
         self.history_MK = torch.cat([history_MK, latest_K[None]])[-self.rounds_ago :]
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        history_MK = state["history_MK"]
+        if history_MK is None:
+            return
+        is_tensor = isinstance(history_MK, Tensor) and history_MK.dim() == 2
+        rows = len(history_MK) if is_tensor else 1
+        count = history_MK.shape[1] if is_tensor else self.k_global
+        like = torch.empty(min(rows, self.rounds_ago), count, dtype=torch.int64, device="cpu")
+        check_same_state("state: rule: history_MK", history_MK, like)
+        if may_look(history_MK):
+            for positions_K in history_MK:
+                check_positions(positions_K, self.dimension)
 
 
 class FromWeights(TCS):

@@ -240,8 +240,8 @@ def test_an_average_is_taken_once():
     late = tcs.Client(known, 1)
     known.begin(dense=True)
     server.add(0, client.send(torch.ones(3)))
-    assert server.average().tolist() == server.average().tolist() == [1.0] * 3
     message = late.send(torch.ones(3))
+    assert server.average().tolist() == server.average().tolist() == [1.0] * 3
     for answered in (False, True):  # the round is over only with `observe`
         with pytest.raises(tcs.MessageError, match="round 0 has been averaged without it"):
             server.add(1, message)
@@ -368,7 +368,7 @@ def test_codes_that_their_bits_can_not_hold():
     codes = torch.tensor([1, 9], dtype=torch.int32)
     none = torch.empty(0, dtype=torch.int64)
     message = tcs.Message(torch.ones(2), none, codes=codes, means=torch.ones(4))
-    with pytest.raises(ValueError, match=r"^codes: got 1 to 9, allowed: 0 to 7$"):
+    with pytest.raises(ValueError, match=r"got codes 1 to 9, allowed: 0 to 7$"):
         tcs.encode_message(message, wire)
 
 

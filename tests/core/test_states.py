@@ -103,7 +103,7 @@ def test_a_client_saves_a_message_that_nobody_has_acknowledged():
     client.arrived(), other.arrived()
     assert torch.equal(client.errors_D, other.errors_D)
     assert torch.equal(state["in_flight"]["values_K"], message.values)
-    with pytest.raises(ValueError, match=r"^client 1: has sent in round 3 already$"):
+    with pytest.raises(ValueError, match=r"^client 1: send: has sent in round 3 already$"):
         other.send(torch.ones(3000))
 
 

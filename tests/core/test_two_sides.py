@@ -32,7 +32,9 @@ def test_a_client_without_a_weight_is_named():
     server = tcs.Server(known, [1, 1])
     known.begin(dense=True)
     message = tcs.Message.dense_of(torch.ones(sum(LAYERS)), sender=2)
-    with pytest.raises(tcs.MessageError, match=r"^client 2: has no weight, allowed: below 2$"):
+    with pytest.raises(
+        tcs.MessageError, match=r"^client 2: add: has no weight, allowed: clients below 2$"
+    ):
         server.add(2, message)
 
 
@@ -52,7 +54,7 @@ def test_a_difference_of_another_type_is_refused_before_anything_is_changed(kind
 @pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "rand-K"])
 def test_two_sides_that_mean_other_shared_masks_refuse_each_other(name):
     """A client that has lost a reply, or a seed that is not the server's."""
-    known, other = tcs.Known(name, LAYERS), tcs.Known(name, LAYERS, seed=name == "rand-K")
+    known, other = tcs.Known(name, LAYERS), tcs.Known(name, LAYERS, seed=int(name == "rand-K"))
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         known.begin()
