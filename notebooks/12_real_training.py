@@ -364,7 +364,7 @@ lab.show_code(ddp_example.main)
 # their errors stay as they were; ranks that begin with different masks raise ValueError.
 
 # %%
-lab.show_code(tcs._exchanged)
+lab.show_code(tcs.tcs_hook)
 
 # %% [markdown]
 # ## The claim, checked
