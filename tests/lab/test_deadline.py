@@ -235,7 +235,8 @@ def test_a_command_that_means_nothing_makes_nothing(plan, tmp_path, capsys, more
 def test_two_plans_have_no_time_in_common(plan, tmp_path, capsys):
     queue, file, *more = plan("{schemes: [TCS], minutes: 1}")
     assert main([queue, file, str(tmp_path / "tiny.yaml"), *more, "--minutes", "1"]) == 2
-    (tmp_path / "other.yaml").write_text((tmp_path / "plan.yaml").read_text("utf-8"), "utf-8")
+    text = (tmp_path / "plan.yaml").read_text(encoding="utf-8")
+    (tmp_path / "other.yaml").write_text(text, encoding="utf-8")
     assert main([queue, file, str(tmp_path / "other.yaml"), *more, "--minutes", "1"]) == 2
     assert "allowed with --minutes: one file" in capsys.readouterr().err
 
