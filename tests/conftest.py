@@ -1,6 +1,7 @@
 """Shared fixtures. Caches and results of the tests go to temporary folders."""
 
 import atexit
+import functools
 import inspect
 import os
 import shutil
@@ -24,6 +25,29 @@ from hypothesis import settings
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_configure():
+    """A kernel that dies at its start is started again: it chooses its ports before it opens them,
+    and another process, such as the other worker's kernel, may take one of them in between."""
+    from nbval import kernel
+
+    kernel.start_new_kernel = patient(kernel.start_new_kernel)
+
+
+def patient(start, attempts: int = 3):
+    """`start`, called again after a RuntimeError, at most `attempts` times in all."""
+
+    @functools.wraps(start)
+    def start_again(*arguments, **options):
+        for attempt in range(attempts):
+            try:
+                return start(*arguments, **options)
+            except RuntimeError:
+                if attempt == attempts - 1:
+                    raise
+
+    return start_again
 
 
 LONG = [
