@@ -91,21 +91,22 @@ __all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "SHARED_FROM", "STAGES",
     "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor", "Federation", "Feed", "Known",
     "Link", "LocalTrainer", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase",
-    "RandK", "Scheme", "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
+    "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
     "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
     "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask",
     "random_positions", "register_quantizer", "register_scheme", "register_suffix", "resnet18",
-    "scaled_sign", "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
+    "scaled_sign", "tcs_hook", "top_k_above", "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # Names that are gone, and what has taken their place.
 _SUCCESSORS = {
     "Agreement": "Known", "ByteLink": "Link(unchanged)", "Checks": "Known.finite_part",
-    "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
-    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "SIDES": "MaskRule.client_type and server_type",
-    "Sent": "InFlight", "Side": "Client", "Size": "bytes_of",
-    "register_code": "CODES[name] = BlockCode()", "register_downlink": "Server.downlink",
+    "Code": "BlockCode", "DOWNLINKS": "Server.downlink", "Hub": "Server",
+    "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
+    "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
+    "Size": "bytes_of", "register_code": "CODES[name] = BlockCode()",
+    "register_downlink": "Server.downlink",
     "register_part": "SHARED_FROM[name] = a subclass of TCS",
     "register_sides": "MaskRule.client_type and server_type",
 }  # fmt: skip
@@ -128,6 +129,9 @@ QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
 CODES: dict[str, BlockCode] = {}  # by the scheme's `code`: how a message becomes bytes
 FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
 SUFFIXES: list[Suffix] = []
+# The shared mask of TCS from something else than the last update: by the scheme's `shared_from`,
+# the rule that stands in for TCS. tcs_lab.variants has some.
+SHARED_FROM: dict[str, type[TCS]] = {}
 
 
 def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
@@ -289,7 +293,8 @@ class Scheme:
         _check_one_of("down_quantizer", self.down_quantizer, QUANTIZERS)
         _check_one_of("code", self.code, CODES)
         _check_one_of("error_unit", self.error_unit, ("difference", "gradient"))
-        _check_one_of("shared_from", self.shared_from, ("update", "stale", "weights", "random"))
+        sources = ("update", "stale", "weights", "random", *SHARED_FROM)
+        _check_one_of("shared_from", self.shared_from, dict.fromkeys(sources))
         if self.shared_from != "update" and self.rule != "TCS":
             _refuse("shared_from", self.shared_from, f"'update' with rule {self.rule}")
         _check_whole("local_steps", self.local_steps, 1, 10**9)
@@ -309,25 +314,25 @@ class Scheme:
         if self.phi_global is None and self.phi_local is None:
             raise ValueError(f"{self.name}: phi_global and phi_local are null: nothing is sent")
 
-    @property
+    @cached_property
     def intervals(self) -> int:
         """P = 2^(q-1) intervals of the quantizer, one of q bits is the sign; 0: no quantizer."""
         return _intervals(self.value_bits)
 
-    @property
+    @cached_property
     def compresses_downlink(self) -> bool:
         """The server keeps errors of its own: what it sends is not all that it means to send."""
         return self.down_value_bits != 32 or self.phi_down is not None
 
-    @property
-    def dense(self) -> bool:
-        """Every entry is sent as it is, in 32 bits."""
+    @cached_property
+    def always_dense(self) -> bool:
+        """In every round, every entry is sent as it is, in 32 bits."""
         return self.rule == "dense" and not self.intervals and not self.compresses_downlink
 
-    @property
+    @cached_property
     def keeps_errors(self) -> bool:
         """A client adds what was not sent to its next difference."""
-        return self.error_accumulation and not self.dense
+        return self.error_accumulation and not self.always_dense
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
@@ -599,15 +604,55 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
     value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
-    magnitudes_D = vector_D.detach().abs()
-    eligible = len(vector_D)
-    if excluded is not None:
-        taken_D = _as_mask(excluded, magnitudes_D)
-        magnitudes_D.masked_fill_(taken_D, -1.0)
-        if may_look(taken_D):
-            eligible -= int(taken_D.sum())
-    _check_k(k, eligible)
-    return _of_largest(magnitudes_D, k)
+    return top_k_above(0.0, vector_D, k, excluded)[0]
+
+
+def top_k_above(
+    floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """`top_k_positions`, and a floor that speeds up the call for the next vector of this kind.
+
+    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
+    few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
+    the floor is tried, and then 0, which leaves all entries. Whatever the floor, the positions are
+    the same.
+
+    This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
+    would have to wait to learn how many candidates there are: there, and for other types, `topk`
+    chooses among all entries, and the floor stays as it is.
+    """
+    numbers_D = vector_D.detach()
+    taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
+    if k <= 0 or not len(numbers_D):
+        _check_k(k, len(numbers_D))
+        return torch.empty(0, dtype=torch.int64, device=numbers_D.device), floor
+    if not may_look(numbers_D) or numbers_D.dtype != torch.float32:
+        magnitudes_D, eligible = numbers_D.abs(), len(numbers_D)
+        if taken_D is not None:
+            magnitudes_D.masked_fill_(taken_D, -1.0)
+            eligible -= int(taken_D.sum()) if may_look(taken_D) else 0
+        _check_k(k, eligible)
+        return _largest_by_topk(magnitudes_D, k), floor
+    values_D = numbers_D.numpy()
+    for lowest in (floor, floor / 2, 0.0):
+        # positions of magnitudes >= lowest, and of NaN; piece by piece, each read once
+        found = []
+        for start in range(0, len(values_D), _PIECE):
+            piece = values_D[start : start + _PIECE]
+            found.append((~(abs(piece) < lowest)).nonzero()[0] + start)
+        near = found[0] if len(found) == 1 else np.concatenate(found)
+        if taken_D is not None:
+            near = near[~taken_D.numpy()[near]]
+        if len(near) >= k:
+            break
+    else:
+        _check_k(k, len(near))
+    magnitudes = abs(values_D[near])
+    chosen = _largest_by_numpy(magnitudes, k)
+    return torch.from_numpy(near[chosen]), 0.85 * float(magnitudes[chosen].min())
+
+
+_PIECE = 1 << 17  # entries that stay in a core's cache
 
 
 def may_look(tensor: Tensor) -> bool:
@@ -616,10 +661,8 @@ def may_look(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
-    """Positions of the k largest numbers, ascending; of a GPU's the host looks at none."""
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=numbers_D.device)
+def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
+    """Positions of the k >= 1 largest numbers, ascending; of a GPU's the host looks at none."""
     largest_K, places_K = numbers_D.topk(k, sorted=False)
     kth = largest_K.min()
     if may_look(kth) and kth.isnan():
@@ -635,6 +678,26 @@ def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
 def _first(mask_D: Tensor, k: int) -> Tensor:
     """Positions of a mask's first k ones, ascending, without a look at how many there are."""
     return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
+
+
+def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> np.ndarray:
+    """Positions of the k >= 1 largest numbers, ascending."""
+    near, width = numbers_D, max(8 * k, 512)
+    if len(near) > 4 * width:
+        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
+        rows = len(near) // width
+        maxima = near[: rows * width].reshape(rows, width).max(0)
+        bound = np.partition(maxima, width - k)[width - k]
+        near = near[~(near < bound)]
+    kth = np.partition(near, len(near) - k)[len(near) - k :].min()  # NaN is last, and wins
+    if np.isnan(kth):
+        raise ValueError(_NOT_A_NUMBER)
+    chosen = (numbers_D >= kth).nonzero()[0]
+    if len(chosen) > k:  # of those that tie with the k-th, the first
+        tied = numbers_D[chosen] == kth
+        room = k - (len(chosen) - int(tied.sum()))
+        chosen = chosen[~(tied & (tied.cumsum() > room))]
+    return chosen
 
 
 _NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
@@ -680,72 +743,6 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
     return mask_D.nonzero(as_tuple=True)[0]
 
 
-# The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
-#    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-#    few candidates, among which S_top is chosen exactly; if there are fewer than k, half of it is
-#    tried, then all. numpy, since its calls cost less.
-
-
-class Selection:
-    """S_top of one kind of vector, round after round: what `top_k_positions` gives."""
-
-    def __init__(self, floor: float = 0.0):
-        self.floor = floor  # the last threshold, a little lowered
-
-    def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
-        is_mask = excluded_D is None or excluded_D.dtype == torch.bool
-        if k <= 0 or not is_mask or not may_look(vector_D) or vector_D.dtype != torch.float32:
-            return top_k_positions(vector_D, k, excluded_D)
-        values_D = vector_D.detach().numpy()
-        for floor in (self.floor, self.floor / 2, 0.0):
-            # positions of magnitudes >= floor, and of NaN; piece by piece, each read once
-            found = []
-            for start in range(0, len(values_D), _PIECE):
-                piece = values_D[start : start + _PIECE]
-                found.append((~(abs(piece) < floor)).nonzero()[0] + start)
-            near = found[0] if len(found) == 1 else np.concatenate(found)
-            if excluded_D is not None:
-                near = near[~excluded_D.numpy()[near]]
-            if len(near) >= k:
-                break
-        else:
-            _check_k(k, len(near))
-        chosen, kth = _largest(abs(values_D[near]), k)
-        self.floor = 0.85 * kth
-        return torch.from_numpy(near[chosen])
-
-
-_PIECE = 1 << 17  # entries that stay in a core's cache
-
-
-def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Positions of the k largest numbers, ascending, and the k-th largest itself."""
-    if k == 0:
-        return np.empty(0, np.int64), math.inf
-    kth = _kth_largest(magnitudes_D, k)
-    if math.isnan(kth):
-        raise ValueError(_NOT_A_NUMBER)
-    chosen = (magnitudes_D >= kth).nonzero()[0]
-    if len(chosen) > k:  # of those that tie with the k-th, the first
-        tied = magnitudes_D[chosen] == kth
-        room = k - (len(chosen) - int(tied.sum()))
-        chosen = chosen[~(tied & (tied.cumsum() > room))]
-    return chosen, kth
-
-
-def _kth_largest(magnitudes_D: np.ndarray, k: int) -> float:
-    """The k-th largest number; NaN if one of the k is NaN."""
-    width = max(8 * k, 512)
-    if len(magnitudes_D) > 4 * width:
-        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
-        rows = len(magnitudes_D) // width
-        maxima = magnitudes_D[: rows * width].reshape(rows, width).max(0)
-        bound = _kth_largest(maxima, k)
-        magnitudes_D = magnitudes_D[~(magnitudes_D < bound)]
-    parted = np.partition(magnitudes_D, len(magnitudes_D) - k)
-    return float(parted[len(parted) - k :].min())  # NaN is last, and wins
-
-
 # Layer-wise fairness ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -770,27 +767,29 @@ def layerwise_top_k_positions(
     _check_k(k, eligible)
     if magnitudes_D.isnan().any():
         raise ValueError(_NOT_A_NUMBER)
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=vector_D.device)
     fair = []
     for end, size in zip(accumulate(layer_sizes), layer_sizes, strict=True):
         layer = magnitudes_D[end - size : end]
-        fair.append(_top(layer, kept(phi_min, size)) + (end - size))
+        fair.append(_largest(layer, kept(phi_min, size)) + (end - size))
     fair_F = torch.cat(fair)
     fair_F = fair_F[magnitudes_D[fair_F] >= 0]  # a layer may have fewer eligible entries
     if len(fair_F) >= k:
-        return fair_F[_top(magnitudes_D[fair_F], k)]
+        return fair_F[_largest(magnitudes_D[fair_F], k)]
     magnitudes_D[fair_F] = -1.0
-    rest_F = _top(magnitudes_D, k - len(fair_F))
+    rest_F = _largest(magnitudes_D, k - len(fair_F))
     return torch.cat([fair_F, rest_F]).sort().values
 
 
-def _top(magnitudes_D: Tensor, k: int) -> Tensor:
-    """Positions of the k largest, ascending; on a CPU by numpy, whose calls cost less."""
+def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
+    """Positions of the k >= 1 largest, ascending, by what is quicker on their device."""
     if not may_look(magnitudes_D) or magnitudes_D.dtype != torch.float32:
-        return _of_largest(magnitudes_D, k)
+        return _largest_by_topk(magnitudes_D, k)
     values = magnitudes_D.numpy()
     if k == 1:  # argmax is the first of equals
         return torch.from_numpy(values.argmax(0, keepdims=True))
-    return torch.from_numpy(_largest(values, k)[0])
+    return torch.from_numpy(_largest_by_numpy(values, k))
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
@@ -841,7 +840,8 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     return bits
 
 
-def check_positions(positions_K: Tensor, dimension: int) -> None:
+def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None = None) -> None:
+    """ValueError unless they are int64 (K,), ascending, in range, and outside a CPU's mask (D,)."""
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
@@ -853,6 +853,8 @@ def check_positions(positions_K: Tensor, dimension: int) -> None:
     if numbers[0] < 0 or numbers[-1] >= dimension:
         got = f"{numbers[0]} to {numbers[-1]}"
         raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
+    if taken_D is not None and taken_D.numpy()[numbers].any():
+        raise ValueError("own mask: entries of the shared mask, allowed: only others")
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
@@ -926,21 +928,6 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     return _fractional(values_K, intervals)
 
 
-def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
-    """Every interval's sum of magnitudes and number of magnitudes that are not 0, (2, P)."""
-    sums_2P = magnitudes_K.new_zeros(2, intervals)
-    sums_2P[0].index_add_(0, interval_K, magnitudes_K)
-    sums_2P[1].index_add_(0, interval_K, (magnitudes_K > 0).double())
-    return sums_2P
-
-
-def _sums_at_once(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
-    """`_sums` for a GPU, where additions to a place wait for each other and come in any order."""
-    own_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
-    parts_2K = torch.stack([magnitudes_K, (magnitudes_K > 0).double()])
-    return torch.stack([torch.where(own_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
-
-
 @register_quantizer("Q", "fractional")
 def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """`fractional_quantize`, the values never looked at by the host."""
@@ -948,8 +935,13 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     edges, _ = interval_edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
-    several = intervals <= 64 and magnitudes_K.is_cuda
-    sums_2P = (_sums_at_once if several else _sums)(interval_K, magnitudes_K, intervals)
+    parts_2K = torch.stack([magnitudes_K, (magnitudes_K > 0).double()])  # what is added up, counted
+    if intervals <= 64 and magnitudes_K.is_cuda:
+        # there, additions to one place wait for each other and come in any order
+        is_of_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
+        sums_2P = torch.stack([torch.where(is_of_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
+    else:
+        sums_2P = magnitudes_K.new_zeros(2, intervals).index_add_(1, interval_K, parts_2K)
     means_P = (sums_2P[0] / sums_2P[1].clamp(min=1)).float()
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
@@ -1056,7 +1048,7 @@ class Message:
         """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
-        intervals = _intervals(value_bits)
+        intervals = 2 ** (value_bits - 1)
         if not len(intended_K):
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
@@ -1072,17 +1064,14 @@ class Message:
         none = torch.empty(0, dtype=torch.int64, device=values_D.device)
         return Message(values_D, none, sender, round, dense=True)
 
-    def places(self, shared_K: Tensor) -> Tensor:
-        """Where the values of a sparse message belong, int64 (K,)."""
-        return torch.cat([shared_K, self.positions])
-
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
         """Adds the values, `weight` times, where they belong in (D,)."""
         values_K = self.values.detach()
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
-        else:
-            sum_D.index_add_(0, self.places(cast(Tensor, shared_K)), values_K, alpha=weight)
+            return
+        positions_K = torch.cat([cast(Tensor, shared_K), self.positions])
+        sum_D.index_add_(0, positions_K, values_K, alpha=weight)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
@@ -1160,19 +1149,21 @@ class Wire:
         """Four bytes that two sides agree on if they mean the same code, layers and order."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
-    def bits(self, message: Message) -> int:
-        """Exact length of the message's code in bits, without the overhead."""
-        if message.dense:
-            return 32 * self.dimension
-        return CODES[self.code].bits(message, self)
 
-    def block_code_bits(self, values: int, own: int) -> int:
-        """Bits of code "block" for so many values and own positions."""
-        return _block_code_bits(self.value_bits, values, own, self.dimension)
+def message_bits(message: Message, wire: Wire) -> int:
+    """Exact length of the message's code in bits, without the overhead."""
+    if message.dense:
+        return 32 * wire.dimension
+    if wire.code != "block":  # it has to be made
+        return 8 * len(CODES[wire.code].encode(message, wire)[0])
+    count, own = len(message.values), len(message.positions)
+    return block_code_bits(wire.value_bits, count, own, wire.dimension)
 
 
 @lru_cache(1024)
-def _block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
+def block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
+    """Exact length of code "block" in bits. It follows from the numbers of values and of own
+    positions alone."""
     bits = value_bits * values + 32 * _intervals(value_bits)
     if own:
         bits += position_bits(own, dimension, block_for(own, dimension))
@@ -1191,10 +1182,10 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     """The message as bytes: header, code, checksum. `mask_tag` stands for the shared mask that is
     meant (`Known.mask_tag`); 0 says nothing of it.
 
-    8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
-    Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender, round or
-    position out of range, values of another type, in other bits than the wire's, or that are not
-    those of their codes and means.
+    8 * len(bytes) is message_bits(message, wire), rounded up to whole bytes, plus those of the
+    overhead. Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender,
+    round or position out of range, values of another type, in other bits than the wire's, or that
+    are not those of their codes and means.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -1320,16 +1311,11 @@ class BlockCode:
     """How values and own positions of a sparse message become bytes, as in the paper: values at 32
     bits, or means and codes of q bits; then Alg. 4, in one stream.
 
-    Another code is a subclass with the same three functions, put into CODES by its name. `decode`
+    Another code is a subclass with the same two functions, put into CODES by its name. `decode`
     gets only what was encoded by its own code, but it may come from anyone: ValueError for what
     `encode` does not make, and memory within a small multiple of its length and of the number of
     values.
     """
-
-    def bits(self, message: Message, wire: Wire) -> int:
-        """Exact length in bits."""
-        count, own = len(message.values), len(message.positions)
-        return _block_code_bits(wire.value_bits, count, own, wire.dimension)
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         """The code, and whether it is that of the code "block", to which another may give way."""
@@ -1416,15 +1402,15 @@ class MaskRule:
     Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
     attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
     Give them new values and change none in place: a round that fails puts the old ones back.
-    `round` is the number of the round that is open, or of the next one (`Known.round`), and `masks`
-    the factor by which all masks are larger in it: in the warm-up of a scheme with `warmup_masks`.
+    `round` is the number of the round that began last, and `mask_factor` says how many times as
+    large all masks are in it: more than once in the warm-up of a scheme with `warmup_masks`.
     """
 
     keeps: tuple[str, ...] = ()
     client_type: type[Client] | None = None  # of schemes whose clients keep more than errors
     server_type: type[Server] | None = None  # and of those whose server does
     round = 0
-    masks = 1
+    mask_factor = 1
 
     def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
         self.scheme, self.layer_sizes = scheme, layer_sizes
@@ -1432,17 +1418,17 @@ class MaskRule:
         self.dimension = sum(layer_sizes)
         self.k_global = self.size(scheme.phi_global, self.dimension)
         self.k_local = self.size(scheme.phi_local, self.dimension - self.k_global)
-        self._selections: dict[str, Selection] = defaultdict(Selection)
+        self._floors: dict[str, float] = defaultdict(float)  # by kind of vector: see `select`
 
     def size(self, phi: float | None, most: int) -> int:
         """K of a mask with this share in this round; at most `most`, 0 for no mask."""
-        return min(self.masks * kept(phi, self.dimension), most) if phi else 0
+        return min(self.mask_factor * kept(phi, self.dimension), most) if phi else 0
 
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+    def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
         """A round begins. A rule that looks at the model gets it here, (D,), if there is one."""
-        masks = masks if self.scheme.warmup_masks != 1 else 1
-        if masks != self.masks:
-            self.masks = _check_whole("masks", masks, 1, 1000)
+        factor = mask_factor if self.scheme.warmup_masks != 1 else 1
+        if factor != self.mask_factor:
+            self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
             self.k_global = self.size(self.scheme.phi_global, self.dimension)
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
@@ -1478,7 +1464,9 @@ class MaskRule:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
-        return self._selections[whose](vector_D, k, excluded_D)
+        floor = self._floors[whose]
+        chosen_K, self._floors[whose] = top_k_above(floor, vector_D, k, excluded_D)
+        return chosen_K
 
     def state_dict(self) -> dict[str, Any]:
         return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
@@ -1560,19 +1548,16 @@ class TCS(MaskRule):
     magnitudes_K: Tensor | None = None  # of the last update there, after a round of larger masks
 
     def shared_mask(self) -> Tensor | None:
-        return self.positions if self.k_global else super().shared_mask()
-
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        super().begin(theta_D, masks)
-        before_K, magnitudes_K = self.positions, self.magnitudes_K
-        if before_K is None or magnitudes_K is None or len(before_K) <= self.k_global:
-            return
-        # masks were larger until now, in a sparse warm-up: of the last one the largest entries stay
-        last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
-        last_D[before_K] = magnitudes_K
-        fair = self.scheme.phi_min_global
-        self.positions = self.select(last_D, self.k_global, fair, None, "last")
-        self.magnitudes_K = last_D[self.positions] if self.masks != 1 else None
+        if not self.k_global:
+            return super().shared_mask()
+        if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
+            # masks were larger until now, in a sparse warm-up: the largest entries stay
+            last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+            last_D[self.positions] = self.magnitudes_K
+            fair = self.scheme.phi_min_global
+            self.positions = self.select(last_D, self.k_global, fair, None, "last")
+            self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
+        return self.positions
 
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
@@ -1590,7 +1575,7 @@ class TCS(MaskRule):
             if self.magnitudes_K is not None:
                 magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
         self.positions = chosen_K
-        self.magnitudes_K = magnitudes_K if self.masks != 1 else None
+        self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
@@ -1608,11 +1593,6 @@ class TCS(MaskRule):
             check_same_state("state: rule: magnitudes_K", magnitudes_K, like)
 
 
-# The shared mask of TCS from something else than the last update: by the field `shared_from` of a
-# scheme, the rule that stands in for TCS. tcs_lab.variants has some.
-SHARED_FROM: dict[str, type[TCS]] = {}
-
-
 def rule_of(scheme: Scheme) -> type[MaskRule]:
     """The class of a scheme's mask rule; ValueError for a variant that nobody has imported."""
     if scheme.shared_from == "update":
@@ -1625,7 +1605,7 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
-# What a round is for a `Known`; "averaged" is the server's alone, when it hears nobody any more.
+# The status of a round; "averaged" is the server's alone, when it hears nobody any more.
 CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
@@ -1660,7 +1640,7 @@ class Known:
         self.up = Wire.up(self.scheme, self.layer_sizes, order)
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
         self.round = 0  # that is open, or the next one
-        self.phase = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
+        self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
         self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
         self.dense = True  # in this round everything travels
@@ -1668,65 +1648,87 @@ class Known:
         self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
         self._mask_tag: int | None = 0  # None: not worked out yet in this round
+        self.may_look = may_look(self.shared_D)
 
-    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
+    def begin(
+        self, dense: bool = False, theta_D: Tensor | None = None, mask_factor: int = 1
+    ) -> None:
         """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
-        model gets `theta_D` (D,); for `masks` see `Phase`. ValueError while a round is open."""
-        if self.phase != CLOSED:
-            what = f"round {self.round} is {self.phase}"
+        model gets `theta_D` (D,); for `mask_factor` see `Phase`. ValueError while a round is open.
+        """
+        if self.status != CLOSED:
+            what = f"round {self.round} is {self.status}"
             raise ValueError(f"begin: {what}, allowed: after observe, or lose")
         self.rule.round = self.round
-        self.rule.begin(theta_D, masks)
-        mask = None if dense or self.scheme.dense else self.rule.shared_mask()
-        if mask is None and not dense and not self.scheme.dense and not self.scheme.dense_warmup:
+        self.rule.begin(theta_D, mask_factor)
+        dense = dense or self.scheme.always_dense
+        mask = None if dense else self.rule.shared_mask()
+        if mask is None and not dense and not self.scheme.dense_warmup:
             mask = torch.empty(0, dtype=torch.int64, device=self.device)
         if mask is not None:
-            self.shared_K = checked_positions(mask, self.dimension)
+            self.shared_K = self.positions_of(mask)
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
             self.own_count = self.rule.own_count(len(self.shared_K))
         self.dense = mask is None
         self._mask_tag = 0 if self.dense else None
-        self.phase = OPEN
+        self.status = OPEN
         self.senders = set()  # a new one, by which a `Server` knows what is of this round
 
     def observe(self, update_D: Tensor) -> None:
         """The round is over: its update (D,), of a dense round too, says what the next round's mask
         is. ValueError for another shape, or if no round is open."""
-        if self.phase == CLOSED:
+        if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
         if tuple(update_D.shape) != (self.dimension,):
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         self.rule.observe(update_D.detach())  # line 5 of the next round
-        self.round = self.rule.round = self.round + 1
-        self.phase = CLOSED
+        self.round += 1
+        self.status = CLOSED
 
-    def lose(self) -> None:
-        """The round is over, and nobody was heard in it: the mask is as before, the next round has
-        the next number. If none is open, the next one is left out."""
-        self.round = self.rule.round = self.round + 1
-        self.phase = CLOSED
+    def lose(self, round: int | None = None) -> None:
+        """The round, or the one of this number, is over, and nobody was heard in it: the mask is as
+        before, the next round has the next number. If none is open, the next one is left out."""
+        self.round = (self.round if round is None else round) + 1
+        self.status = CLOSED
         self.flags.clear()
+
+    def positions_of(self, mask: Any, taken_D: Tensor | None = None) -> Tensor:
+        """A mask that a rule gave, (D,) bool or positions, as ascending positions int64 (K,), all
+        outside another mask, `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks
+        at the numbers.)"""
+        if not isinstance(mask, Tensor):
+            got = type(mask).__name__
+            raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
+        if mask.dtype == torch.bool:
+            if tuple(mask.shape) != (self.dimension,):
+                shape = tuple(mask.shape)
+                raise ValueError(f"mask: got shape {shape}, allowed: ({self.dimension},)")
+            mask = mask_to_positions(mask)
+        if self.may_look:
+            check_positions(mask, self.dimension, taken_D)
+        return mask
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values; NotFiniteError if some are NaN or infinite.
 
         On a GPU the host would have to wait for the answer. There what is not finite counts as 0
-        and a flag is kept; `read_flags`, at the end of a round, looks at all of them together.
+        and a flag is kept; `look`, at the end of a round, looks at all of them together.
         """
-        if may_look(values):
-            if not _is_finite(values):
+        if self.may_look:  # a sum is quick, but it can overflow: then all values are looked at
+            if not math.isfinite(values.sum().item()) and not values.isfinite().all():
                 raise NotFiniteError(sender)
             return values
         is_finite = values.sum(dtype=torch.float64).abs() < math.inf  # no sum of float32 reaches it
         self.flags.append((sender, is_finite))
         return torch.where(is_finite, values, 0.0)
 
-    def read_flags(self, counted_D: Tensor | None = None) -> int:
-        """How many entries of a mask (D,) are set; NotFiniteError for the first sender with a flag
-        that says no. It is a GPU's only look at values in a round."""
-        if counted_D is not None and may_look(counted_D):
-            return int(np.count_nonzero(counted_D.numpy()))
+    def look(self, counted_D: Tensor | None = None) -> int:
+        """A GPU's only look at values in a round, so all that the host wants to know is asked here:
+        NotFiniteError for the first sender with a flag that says no, and how many entries of a mask
+        (D,) are set. (A CPU has no flags.)"""
+        if self.may_look:
+            return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
         asked += [] if counted_D is None else [counted_D.sum()]
         said = torch.stack(asked).tolist() if asked else []
@@ -1749,7 +1751,7 @@ class Known:
         """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open,
         with as many finite values as it should have, none of them in a place that is taken. (Of a
         client's dense message the average is looked at instead.)"""
-        if self.phase == CLOSED:
+        if self.status == CLOSED:
             call = "receive" if sender == SERVER else "add"
             what = f"{call}: round {self.round} is not open, allowed: after Known.begin"
             raise MessageError(sender, what)
@@ -1771,7 +1773,7 @@ class Known:
             "sender": (message.sender, sender),
             "round": (message.round, self.round),
             "dense": (message.dense, self.dense),
-            "quantized": (message.codes is not None, bool(wire.intervals) and not self.dense),
+            "quantized": (message.codes is not None, wire.value_bits != 32 and not self.dense),
             "own positions": (len(positions), len(positions) if own is None else own),
             "values": (
                 len(values),
@@ -1781,12 +1783,13 @@ class Known:
         for name, (found, allowed) in wanted.items():
             if found != allowed:
                 raise MessageError(sender, f"message: {name}: got {found}, allowed: {allowed}")
+        if not self.may_look:
+            return
         try:
-            checked_positions(positions, self.dimension, None if self.dense else self.shared_D)
+            check_positions(positions, self.dimension, None if self.dense else self.shared_D)
         except ValueError as error:
             raise MessageError(sender, f"message: {error}") from error
-        looked_at = sender == SERVER or not self.dense
-        if looked_at and may_look(values) and not _is_finite(values):
+        if (sender == SERVER or not self.dense) and not values.isfinite().all():
             raise MessageError(sender, "message: a value is NaN or infinity")
 
     @property
@@ -1800,7 +1803,7 @@ class Known:
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes. NotFiniteError where it was not known until now, on a
         GPU, that what was sent is not finite."""
-        self.read_flags()
+        self.look()
         wire = self.down if message.sender == SERVER else self.up
         return encode_message(message, wire, self.mask_tag)
 
@@ -1846,32 +1849,9 @@ class Known:
         nothing changed, for what `check_state` refuses."""
         self.check_state(state)
         self.rule.load_state_dict(state["rule"])
-        self.round = self.rule.round = state["round"]
-        self.phase = CLOSED
+        self.round = state["round"]
+        self.status = CLOSED
         self.flags.clear()
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether all are. A sum is quick, but it can overflow though they are: then all are looked
-    at."""
-    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
-
-
-def checked_positions(mask: Any, dimension: int, taken_D: Tensor | None = None) -> Tensor:
-    """A mask, (D,) bool or positions, as ascending positions int64 (K,), all outside another mask,
-    `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks at the numbers.)"""
-    if not isinstance(mask, Tensor):
-        got = type(mask).__name__
-        raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
-    if mask.dtype == torch.bool and tuple(mask.shape) != (dimension,):
-        raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({dimension},)")
-    positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
-    if not may_look(positions_K):
-        return positions_K
-    check_positions(positions_K, dimension)
-    if taken_D is not None and taken_D.numpy()[positions_K.numpy()].any():
-        raise ValueError("own mask: entries of the shared mask, allowed: only others")
-    return positions_K
 
 
 class InFlight(NamedTuple):
@@ -1903,6 +1883,7 @@ class Client:
             errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.errors_D = errors_D
         self.in_flight: InFlight | None = None
+        self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
         """A model difference (D,), which stays as it is, to this round's message: lines 9 to 12.
@@ -1913,6 +1894,16 @@ class Client:
         is sent as 0, and `Known.to_bytes` or the end of the round raises.
         """
         known, what = self.known, f"client {self.number}: send"
+        if known.status != OPEN:
+            got = f"round {known.round} is {known.status}"
+            raise ValueError(f"{what}: {got}, allowed: after Known.begin")
+        if self.number in known.senders or self.sent_in(known.round):
+            raise ValueError(f"{what}: has sent in round {known.round} already")
+        return self.message_of(self.checked(delta_D))
+
+    def checked(self, delta_D: Tensor) -> Tensor:
+        """A difference that `message_of` can use, before anything is changed."""
+        known = self.known
         if not isinstance(delta_D, Tensor):
             raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
         if tuple(delta_D.shape) != (known.dimension,):
@@ -1920,26 +1911,25 @@ class Client:
             raise ValueError(f"{got}, allowed: ({known.dimension},)")
         if delta_D.dtype != torch.float32:
             raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
-        if known.phase != OPEN:
-            got = f"round {known.round} is {known.phase}"
-            raise ValueError(f"{what}: {got}, allowed: after Known.begin")
-        if self.number in known.senders or self.sent_in(known.round):
-            raise ValueError(f"{what}: has sent in round {known.round} already")
-        return self.message_of(known.finite_part(delta_D.detach(), self.number))
+        return known.finite_part(delta_D.detach(), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
-        """`send` of a difference that was checked."""
-        known, shared_K = self.known, self.known.shared_K
+        """Lines 9 to 12 for a difference that was `checked`, in a round that is open."""
+        known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
         intended_D = self.intended(delta_D)  # line 9
         known.senders.add(self.number)
         try:
             if known.dense:
-                return self._dense_message(intended_D)
+                values_D = known.finite_part(intended_D, self.number).clone()  # the message's own
+                none = values_D[:0].clone()
+                self.in_flight = InFlight(known.round, none.long(), none, none, True)
+                return Message.dense_of(values_D, *who)
             own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
-            finite_K = known.finite_part(intended_K, self.number).clone()  # the message's own
-            message = self._quantized(finite_K, own_K)  # line 12: sent, quantized (Sec. II-F)
+            finite_K = known.finite_part(intended_K, self.number).clone()
+            # line 12: sent, quantized (Sec. II-F)
+            message = Message.of(finite_K, own_K, self.value_bits, *who, self.quantizer)
         except NotFiniteError:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
@@ -1952,31 +1942,17 @@ class Client:
         """Line 9: the difference and what the server has not had, (D,). The errors become this."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
-    def _dense_message(self, intended_D: Tensor) -> Message:
-        known = self.known
-        values_D = known.finite_part(intended_D, self.number).clone()
-        none_K = torch.empty(0, dtype=torch.int64, device=known.device)
-        none = torch.empty(0, dtype=torch.float32, device=known.device)
-        self.in_flight = InFlight(known.round, none_K, none, none, True)
-        return Message.dense_of(values_D, self.number, known.round)
-
     def own_positions(self, intended_D: Tensor) -> Tensor:
         """Line 10: positions outside the shared mask, as the scheme's rule chooses them."""
         known, k = self.known, self.known.own_count
         mask = known.rule.own_mask(
             intended_D, known.shared_D, known.rule.k_local if k is None else k
         )
-        own_K = checked_positions(mask, known.dimension, known.shared_D)
+        own_K = known.positions_of(mask, known.shared_D)
         if k is not None and len(own_K) != k:
             advice = "own_count says so; let it return None if their number is open"
             raise ValueError(f"own_mask: got {len(own_K)}, allowed: {k} ({advice})")
         return own_K
-
-    def _quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
-        """Line 12: what is meant for shared and own positions as a message, Sec. II-F."""
-        scheme = self.known.scheme
-        how = scheme.value_bits, self.number, self.known.round, scheme.quantizer
-        return Message.of(intended_K, own_K, *how)
 
     def arrived(self, received: Message | None = None) -> None:
         """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
@@ -2009,7 +1985,7 @@ class Client:
         which it has not sent; NotFiniteError where it was not known until now, on a GPU."""
         known = self.known
         known.check_message(reply, SERVER)
-        known.read_flags()
+        known.look()
         if heard and not self.sent_in(known.round):
             what = f"has sent nothing in round {known.round}"
             raise ValueError(f"client {self.number}: receive: heard: got True, but it {what}")
@@ -2110,6 +2086,7 @@ class Downlink(Client):
         errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         super().__init__(known, 0, errors_D)
         self.number = SERVER
+        self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
         self.explored_D = known.shared_D[:0]  # what came up in this round, (D,)
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
@@ -2137,12 +2114,7 @@ class Downlink(Client):
         k = rule.size(phi_down, known.dimension - rule.k_global)
         k += 0 if shared else rule.k_global
         mask = rule.own_mask(intended_D, known.shared_D, k)
-        return checked_positions(mask, known.dimension, known.shared_D)
-
-    def _quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
-        scheme = self.known.scheme
-        how = scheme.down_value_bits, SERVER, self.known.round, scheme.down_quantizer
-        return Message.of(intended_K, own_K, *how)
+        return known.positions_of(mask, known.shared_D)
 
 
 class Server:
@@ -2172,13 +2144,14 @@ class Server:
         if not 0 <= number < limit:
             raise MessageError(number, f"add: has no weight, allowed: clients below {limit}")
         known.check_message(message, number)
-        if known.phase == AVERAGED:
+        if known.status == AVERAGED:
             raise MessageError(number, f"add: round {known.round} has been averaged without it")
-        is_stale = self.senders is not known.senders  # what came was of a round never finished
-        if number in self.heard and not is_stale:
+        is_first = self.senders is not known.senders  # of its round
+        if number in self.heard and not is_first:
             raise MessageError(number, f"add: a second message in round {known.round}")
-        if is_stale or not self.heard:
-            self.drop()
+        if is_first:
+            if self.heard:
+                self.drop()  # what came was of a round never finished
             self.senders = known.senders
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         weight = 1.0 if weights is None else weights[number]
@@ -2191,13 +2164,13 @@ class Server:
         """The average of what came, (D,), after which nobody is heard in this round. MessageError
         if nothing came, NotFiniteError for sums that overflow."""
         known = self.known
-        if not self.heard or self.senders is not known.senders or known.phase == CLOSED:
+        if not self.heard or self.senders is not known.senders or known.status == CLOSED:
             way = "allowed: finish after add"
             raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
             update_D = self.sum_D.div_(self.total)  # line 15
             self.average_D = known.finite_part(update_D, SERVER)
-            known.phase = AVERAGED
+            known.status = AVERAGED
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
@@ -2211,19 +2184,6 @@ class Server:
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
-    @property
-    def counts_reply(self) -> bool:
-        """Whether the length of `reply` follows from the number of its entries alone."""
-        return self.downlink is None and (self.known.dense or self.known.scheme.code == "block")
-
-    def reply_bits(self, explored: int) -> int:
-        """The length of `reply` in bits of its code, with so many entries that only some clients
-        sent: of a reply that need not be made, since everybody is in this process."""
-        known = self.known
-        if known.dense:
-            return 32 * known.dimension
-        return known.down.block_code_bits(len(known.shared_K) + explored, explored)
-
     def finish(self) -> tuple[Tensor, Message]:
         """What all sides have after the round, (D,), and the message that says it. `Known.observe`
         of the former ends the round. Who was averaged is forgotten: read `heard` before.
@@ -2231,7 +2191,7 @@ class Server:
         finite: then the round is lost, and `Known.lose` ends it."""
         update_D = self.average()
         try:
-            self.known.read_flags()
+            self.known.look()
         except NotFiniteError:
             self.drop()
             raise
@@ -2244,7 +2204,7 @@ class Server:
         """Forgets what came: the round is over, or failed."""
         if self.heard:
             self.explored_D.zero_()
-        self.heard, self.total, self.average_D = [], 0.0, None
+        self.heard, self.total, self.average_D, self.senders = [], 0.0, None, None
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
@@ -2280,13 +2240,11 @@ class Server:
 
 
 class Arrival(NamedTuple):
-    """A client, its message as the server has it (None: refused), and its length: bits of its
-    code, and bytes in all."""
+    """A client, its message as the server has it (None: refused), and the bits of its code."""
 
     client: int
     message: Message | None
     bits: int
-    bytes: int
 
 
 class Link:
@@ -2318,8 +2276,7 @@ class Link:
         for n in chosen:
             message = send(n)
             if self.channel is None:
-                bits = known.up.bits(message)
-                yield Arrival(n, message, bits, bytes_of(bits))
+                yield Arrival(n, message, message_bits(message, known.up))
             else:
                 yield self.accept(known, n, self.channel(n, known.to_bytes(message)))
 
@@ -2330,25 +2287,31 @@ class Link:
         except MessageError:
             if self.on_bad == "stop":
                 raise
-            return Arrival(n, None, 0, 0)
-        return Arrival(n, message, known.up.bits(message), len(data))
+            return Arrival(n, None, 0)
+        return Arrival(n, message, message_bits(message, known.up))
 
-    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, int, int]:
-        """What all clients have of the update, (D,), and the length of the message that says it,
-        in bits of its code and in bytes."""
+    def down(self, server: Server) -> tuple[Tensor, int]:
+        """The update that all clients have, (D,), and the bits of the message that says it.
+
+        Where the reply says all of the average, in code "block", and is not made into bytes, it
+        need not be made: its length follows from how many entries some clients explored.
+        """
         known = server.known
-        if self.channel is None and server.counts_reply:
-            bits = server.reply_bits(known.read_flags(None if known.dense else server.explored_D))
-            return update_D, bits, bytes_of(bits)
-        known.read_flags()
-        reply = server.reply(update_D)
-        if self.channel is None:
-            said_D = update_D if server.downlink is None else known.expanded(reply)
-            bits = known.down.bits(reply)
-            return said_D, bits, bytes_of(bits)
-        data = self.channel(SERVER, known.to_bytes(reply))
-        reply = known.from_bytes(data, SERVER)
-        return known.expanded(reply), known.down.bits(reply), len(data)
+        if self.channel is None and server.downlink is None and known.scheme.code == "block":
+            update_D = server.average()
+            if known.dense:
+                known.look()
+                return update_D, 32 * known.dimension
+            explored = known.look(server.explored_D)
+            values = len(known.shared_K) + explored
+            bits = block_code_bits(known.down.value_bits, values, explored, known.dimension)
+            return update_D, bits
+        update_D, reply = server.finish()
+        bits = message_bits(reply, known.down)
+        if self.channel is not None:
+            data = self.channel(SERVER, known.to_bytes(reply))
+            update_D = known.expanded(known.from_bytes(data, SERVER))
+        return update_D, bits
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
@@ -2421,64 +2384,66 @@ class Compressor:
         changed in this process, for deltas or clients that can't be used. (A GPU finds what is not
         finite at the end of the round: then that is lost, as `round` says.)
         """
-        self._check_may_begin()
+        self._check_usable(begins=True)
         expected = (len(self.own), self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
-        if deltas_ND.dtype != torch.float32:
-            raise ValueError(f"deltas_ND: got {deltas_ND.dtype}, allowed: torch.float32")
         chosen = self.checked_clients(clients)
-        rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
+        rows = dict(zip(self.own, deltas_ND, strict=True))
         for n in chosen:  # before any is changed
             if n in rows:
-                rows[n] = self.known.finite_part(rows[n], n)
-        return self._round(lambda n: self.clients[n].message_of(rows[n]), chosen, dense)
+                rows[n] = self.clients[n].checked(rows[n])
+        return self._round(rows.__getitem__, chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
+        theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
+        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,),
+        for the clients `chosen`, as `checked_clients` gives them.
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without
         errors lose what was sent, as they lose any message. If the very end of a round, when errors
         are updated, is interrupted, every later call raises until a state is loaded.
         """
-        self._check_may_begin()
-        send = lambda n: self.clients[n].send(difference(n))  # noqa: E731
-        return self._round(send, self.checked_clients(chosen), dense, theta_D, masks)
+        self._check_usable(begins=True)
+        checked = lambda n: self.clients[n].checked(difference(n))  # noqa: E731
+        return self._round(checked, chosen, dense, theta_D, mask_factor)
 
     def _round(
-        self, send: Callable[[int], Message], chosen: list[int], dense: bool,
-        theta_D: Tensor | None = None, masks: int = 1,
+        self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
+        theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """A round in which `send(n)` makes client n's message: lines 9 to 12."""
+        """A round in which `checked(n)` is client n's difference: lines 9 to 16."""
         known, server, t = self.known, self.server, self.known.round
         heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
-        asked: list[int] = []
+        asked: int | None = None
 
-        def send_next(n: int) -> Message:
-            asked.append(n)
-            return send(n)
+        def send(n: int) -> Message:
+            nonlocal asked
+            asked = n
+            return self.clients[n].message_of(checked(n))
 
         # what a round that fails puts back: the tensors in these are replaced, not changed
-        parts = [part for part in (known.rule, server, server.downlink) if part is not None]
-        before = [(part, vars(part).copy()) for part in parts]
+        before = list[tuple[Any, dict[str, Any]]]()
+        for part in (known.rule, server, server.downlink):
+            if part is not None:
+                before.append((part, vars(part).copy()))
         is_closing = False  # then too much has changed to put it back
         try:
             self._is_whole = False
-            known.begin(dense, theta_D, masks)
-            for n, message, bits, size in self.link.gather(known, chosen, send_next):
+            known.begin(dense, theta_D, mask_factor)
+            for n, message, bits in self.link.gather(known, chosen, send):
                 if message is None:
                     refused.append(n)
                     continue
                 server.add(n, message)
                 heard.append(n)
-                bits_up, bytes_up = bits_up + bits, bytes_up + size
+                bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
                 del message  # of a dense round it is as large as the model
-            asked.clear()  # from here on no client is named
-            update_D, bits_down, bytes_down = self.link.down(server, server.average())  # 15, 16
+            asked = None  # from here on no client is named
+            update_D, bits_down = self.link.down(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
             server.drop()
             is_closing = True
@@ -2493,8 +2458,7 @@ class Compressor:
             server.drop()
             for part, attributes in before:
                 part.__dict__ = attributes
-            known.round = t
-            known.lose()
+            known.lose(t)
             if isinstance(error, ClientError):
                 error.happened_in(t)
                 overflowed = server.downlink if error.client == SERVER else None
@@ -2505,24 +2469,24 @@ class Compressor:
             raise
         average_up = -(-bits_up // len(heard))
         who = tuple(heard), tuple(refused)
-        self.traffic = Traffic(average_up, bits_down, bytes_up, bytes_down, *who)
+        self.traffic = Traffic(average_up, bits_down, bytes_up, bytes_of(bits_down), *who)
         self._is_whole = True
         return update_D
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, begins: bool = False) -> None:
+        """ValueError inside a round or after one whose end was interrupted and, where a round
+        `begins`, while one is open in `known`."""
         if not self._is_whole:
             got = "a round is under way, or its end was interrupted"
             raise ValueError(f"Compressor: {got}; {_WAY_ON}")
-
-    def _check_may_begin(self) -> None:
-        self._check_usable()
-        if self.known.phase != CLOSED:
-            got = f"round {self.known.round} is {self.known.phase}"
+        if begins and self.known.status != CLOSED:
+            got = f"round {self.known.round} is {self.known.status}"
             raise ValueError(f"Compressor: {got}, allowed: after Known.observe, or Known.lose")
 
-    def _unheard(self, asked: list[int], t: int, error: BaseException) -> str:
+    def _unheard(self, asked: int | None, t: int, error: BaseException) -> str:
         """What a failed round means; a ClientError names its client itself."""
-        who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
+        is_named = asked is None or isinstance(error, ClientError)
+        who = "" if is_named else f"client {asked}, "
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
         return f"{who}round {t}: nobody was heard in it{lost}"
 
@@ -2621,7 +2585,7 @@ class Phase(NamedTuple):
 
     eta: float
     dense: bool = False
-    masks: int = 1  # of a scheme with a sparse warm-up alone: larger there
+    mask_factor: int = 1  # of a scheme with a sparse warm-up alone: larger there
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -2734,7 +2698,7 @@ class Federation:
         self.t += 1
         try:
             with self.trainer.lent():
-                update_D = self.exchange(chosen, t, phase.eta, phase.dense, phase.masks)
+                update_D = self.exchange(chosen, t, phase.eta, phase.dense, phase.mask_factor)
                 self.is_whole = False  # until all below is done
                 heard = list(self.compressor.traffic.heard)
                 weights = self.compressor.server.weights
@@ -2759,11 +2723,11 @@ class Federation:
         eta = _number(phase.eta)
         if not isinstance(eta, Real) or not 0 <= cast(float, eta) < math.inf:
             _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
-        return Phase(cast(float, eta), bool(phase.dense), _number(phase.masks))
+        return Phase(cast(float, eta), bool(phase.dense), phase.mask_factor)
 
     def exchange(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
-        masks: int = 1,
+        mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
         """The part of a round in which these clients train, send and receive: update_D (D,).
 
@@ -2778,7 +2742,7 @@ class Federation:
             return delta_D
 
         self.trainer.begin(chosen, t, eta)
-        return self.compressor.round(difference, chosen, dense, self.theta_D, masks)
+        return self.compressor.round(difference, chosen, dense, self.theta_D, mask_factor)
 
     def move(self, update_D: Tensor, eta: float | Tensor) -> None:
         """The step that ends a round, of theta and of the module."""
@@ -3800,7 +3764,7 @@ class TCSState:
         if names not in self._buckets:
             self._buckets[names] = self._assembled(names, sizes, buffer.device)
         client = self._buckets[names]
-        if client.known.phase != CLOSED:  # the last backward pass was abandoned
+        if client.known.status != CLOSED:  # the last backward pass was abandoned
             client.known.lose()
         client.known.begin(dense=self.iter < self.start_iter)
         self.iter += last

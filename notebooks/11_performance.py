@@ -95,7 +95,7 @@ print(f"{training.rounds_per_epoch} rounds an epoch, the first epoch dense")
 # again). It can't make the result wrong.
 
 # %%
-lab.show_code(tcs.Selection.__call__)
+lab.show_code(tcs.top_k_above)
 
 # %% [markdown]
 # The guess is the last threshold, a little lowered: for the global mask, that of the round
@@ -117,7 +117,7 @@ def plain(vector_D, k, taken_D):
 
 def by_core(vector_D, k, taken_D, floor):
     """S_top by the core, and the k-th magnitude."""
-    chosen_K = tcs.Selection(floor)(vector_D, k, taken_D)
+    chosen_K, _ = tcs.top_k_above(floor, vector_D, k, taken_D)
     return chosen_K, float(vector_D[chosen_K].abs().min())
 
 
@@ -155,7 +155,7 @@ for epoch in range(epochs):
     for update_D in training.rounds(epoch):
         seen += look(update_D)
         before_ND = compressor.errors_ND.clone()
-        floors = {whose: last.floor for whose, last in rule._selections.items()}
+        floors = dict(rule._floors)
         taken_D = tcs.positions_to_mask(rule.positions, D)
         assert abs(floors["shared"] / (lowered * seen[-1]["kth"]) - 1) < 1e-9
 seen = pd.DataFrame(seen)

@@ -142,7 +142,7 @@ class Node(Half):
             self.theta_D = torch.frombuffer(bytearray(order["theta"]), dtype=torch.float32)
             self.known.load_state_dict(unpacked(order["known"]))
         elif "reply" in order:
-            if self.known.phase == tcs.CLOSED:  # this object was made after the message was sent
+            if self.known.status == tcs.CLOSED:  # this object was made after the message was sent
                 self.known.begin(order["reply_dense"], self.theta_D)
             reply = self.known.from_bytes(order["reply"], tcs.SERVER)
             self.theta_D.add_(self.client.receive(reply, heard))

@@ -94,7 +94,7 @@ def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
     compressor = play(name).compressor
     compressor.known.flags += compressor.link.flags
     with pytest.raises(DataDependentOutputException):
-        compressor.known.read_flags()
+        compressor.known.look()
 
 
 @pytest.mark.parametrize("name", ["TCS-Q5", "top-K", "rand-K", "FedAvg"])
@@ -128,8 +128,10 @@ SPOILED = [(looks, DataDependentOutputException, "_local_scalar_dense"),
 
 
 def spoil_masks(monkeypatch, spoiled):
-    plain = tcs._of_largest
-    monkeypatch.setattr(tcs, "_of_largest", lambda *vector_and_k: spoiled(plain(*vector_and_k)))
+    plain = tcs._largest_by_topk
+    monkeypatch.setattr(
+        tcs, "_largest_by_topk", lambda *vector_and_k: spoiled(plain(*vector_and_k))
+    )
     return tcs.cross_entropy
 
 

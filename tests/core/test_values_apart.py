@@ -329,11 +329,11 @@ def test_an_update_of_zeros_keeps_the_mask(name, masks, looks, monkeypatch):
         monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
     known = tcs.Known(name, [150, 50])
     for update_D in (torch.linspace(-1, 1, 200), torch.linspace(3, 1, 200)):
-        known.begin(masks=masks)
+        known.begin(mask_factor=masks)
         known.observe(update_D)
     before = known.rule.positions.clone(), known.rule.magnitudes_K
     for zero_D in (torch.zeros(200), -torch.zeros(200)):
-        known.begin(masks=masks)
+        known.begin(mask_factor=masks)
         known.observe(zero_D)
         assert torch.equal(known.rule.positions, before[0])
         assert same_state(known.rule.magnitudes_K, before[1])
@@ -346,7 +346,7 @@ def test_masks_shrink_to_the_largest_entries_of_the_last_update(factors):
     known, generator = tcs.Known("TCS-W10", [200]), torch.Generator().manual_seed(0)
     last_D = None
     for factor in factors:
-        known.begin(masks=factor)
+        known.begin(mask_factor=factor)
         if last_D is not None and factor <= before:  # noqa: F821
             wanted_K = tcs.top_k_positions(last_D, 2 * factor)
             assert torch.equal(known.shared_K, wanted_K)
@@ -359,7 +359,7 @@ def test_masks_shrink_to_the_largest_entries_of_the_last_update(factors):
 def test_a_scheme_without_a_sparse_warm_up_has_masks_of_one_size(name, masks):
     known = tcs.Known(name, SIZES)
     sizes = known.rule.k_global, known.rule.k_local
-    known.begin(masks=masks)
+    known.begin(mask_factor=masks)
     assert (known.rule.k_global, known.rule.k_local) == sizes
 
 
