@@ -935,13 +935,15 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     edges, _ = interval_edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
-    parts_2K = torch.stack([magnitudes_K, (magnitudes_K > 0).double()])  # what is added up, counted
+    parts = magnitudes_K, (magnitudes_K > 0).double()  # what is added up, and what is counted
     if intervals <= 64 and magnitudes_K.is_cuda:
         # there, additions to one place wait for each other and come in any order
         is_of_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
-        sums_2P = torch.stack([torch.where(is_of_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
+        sums_2P = torch.stack([torch.where(is_of_PK, part_K, 0.0).sum(1) for part_K in parts])
     else:
-        sums_2P = magnitudes_K.new_zeros(2, intervals).index_add_(1, interval_K, parts_2K)
+        sums_2P = magnitudes_K.new_zeros(2, intervals)
+        for sums_P, part_K in zip(sums_2P, parts, strict=True):
+            sums_P.index_add_(0, interval_K, part_K)
     means_P = (sums_2P[0] / sums_2P[1].clamp(min=1)).float()
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
