@@ -69,6 +69,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import operator
 import re
 import struct
 import zlib
@@ -2670,9 +2671,6 @@ class Federation:
     # What the trainer has, and a federation shows.
     model = property(lambda self: self.trainer.model)
     flat = property(lambda self: self.trainer.flat)
-    loss = property(lambda self: self.trainer.loss)
-    local_optimizer = property(lambda self: self.trainer.local_optimizer)
-    optimizers = property(lambda self: self.trainer.optimizers)
     theta_D = property(lambda self: self.trainer.theta_D)
     statistics_NS = property(lambda self: self.trainer.statistics_NS)
     losses_N = property(lambda self: self.trainer.losses_N)
@@ -2709,7 +2707,7 @@ class Federation:
                 self.trainer.left_S = average_S
         except BaseException as error:
             if isinstance(error, NotFiniteError):
-                self.optimizers.pop(error.client, None)  # its moments are not finite either
+                self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
             if not self.is_whole:
                 error.add_note(f"round {t} is half done: load a state, or make a new Federation")
             raise
@@ -2744,20 +2742,21 @@ class Federation:
             return delta_D
 
         self.trainer.begin(chosen, t, eta)
-        return self.compressor.round(difference, chosen, dense, self.theta_D, mask_factor)
+        return self.compressor.round(difference, chosen, dense, self.trainer.theta_D, mask_factor)
 
     def move(self, update_D: Tensor, eta: float | Tensor) -> None:
         """The step that ends a round, of theta and of the module."""
+        theta_D = self.trainer.theta_D
         if self.server_optimizer is not None:
-            self.server_theta.data.copy_(self.theta_D)
+            self.server_theta.data.copy_(theta_D)
             self.server_theta.grad = -update_D
             self.server_optimizer.step()
-            self.theta_D.copy_(self.server_theta.detach())
+            theta_D.copy_(self.server_theta.detach())
         elif self.momentum_D is None:
-            self.theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
+            theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
         else:
             self.momentum_D.mul_(self.scheme.momentum).add_(update_D)  # Alg. 3, line 7
-            _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
+            _descend(theta_D, self.momentum_D, eta, out=theta_D)  # Alg. 3, line 8
         self.trainer.put_theta()
 
     def _check_not_interrupted(self, what: str) -> None:
@@ -2816,7 +2815,7 @@ class Federation:
             "t": int(self.t),
             "active": self.active,
             "feed": self.feed.state_dict() if hasattr(self.feed, "state_dict") else None,
-            "optimizers": {n: _optimizer_state(o) for n, o in self.optimizers.items()},
+            "optimizers": {n: _optimizer_state(o) for n, o in self.trainer.optimizers.items()},
             "server_optimizer": None if server is None else _optimizer_state(server),
         }
         return _saved(state) | {"compressor": self.compressor.state_dict()}
@@ -2886,9 +2885,9 @@ class Federation:
             _check_optimizer_state("state: server_optimizer", state["server_optimizer"], server)
         if not isinstance(state["optimizers"], dict):
             _refuse("state: optimizers", state["optimizers"], "a dictionary, by client")
-        if state["optimizers"] and self.local_optimizer is None:
+        if state["optimizers"] and self.trainer.local_optimizer is None:
             raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
-        made = dict(self.optimizers)
+        made = dict(self.trainer.optimizers)
         for n, saved in state["optimizers"].items():
             if type(n) is not int or n not in self.own:
                 _refuse("state: optimizers: client", n, "one of this process's")
@@ -3015,7 +3014,7 @@ class LocalTrainer:
         if isinstance(t, int):
             _reseed(random_seed(self.seed, t, n), self.flat.device)
         for tau in range(self.scheme.local_steps):
-            versions = [p._version for p in self.flat.parameters]
+            versions = list(map(_VERSION, self.flat.parameters))
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
             if not isinstance(loss, Tensor) or loss.dim():
                 kind = type(loss).__name__
@@ -3029,16 +3028,19 @@ class LocalTrainer:
     def _check_step(self, versions: list[int]) -> None:
         """ValueError after a forward and backward pass that plain SGD can't go on from."""
         parameters = self.flat.parameters
-        if all(p.grad is None for p in parameters):
+        for p in parameters:
+            if p.grad is not None:
+                break
+        else:
             what = "got one that gives no trained parameter of the model a gradient"
             raise ValueError(f"loss: {what}, allowed: a loss of the module it is called with")
-        if self.local_optimizer is not None:
+        now = list(map(_VERSION, parameters))
+        if self.local_optimizer is not None or now == versions:
             return
-        for name, p, version in zip(self.flat.names, parameters, versions, strict=True):
-            if p._version != version:  # such as an embedding with max_norm
-                what = "changes in the forward pass"
-                way = "with local_optimizer=torch.optim.SGD, which goes on from there"
-                raise ValueError(f"model: {name}: {what}, allowed: {way}")
+        at = next(i for i, version in enumerate(versions) if now[i] != version)
+        what = f"{self.flat.names[at]}: changes in the forward pass"  # an embedding with max_norm
+        way = "with local_optimizer=torch.optim.SGD, which goes on from there"
+        raise ValueError(f"model: {what}, allowed: {way}")
 
     # The module, lent for a round.
 
@@ -3067,41 +3069,46 @@ class LocalTrainer:
         `left_S`. If anything is raised, theta is put into it and the clients' statistics are those
         from before."""
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
-        modes = [m.training for m in modules]
+        modes = list(map(_TRAINING, modules))
         if self.model.training:
             self._modes = modes
         elif len(self._modes) != len(modes):
             self._modes = [True] * len(modes)
-        gradients = [p.grad for p in self.flat.parameters]
-        drawn = _random_state(self.flat.device)
+        gradients = list(map(_GRADIENT, self.flat.parameters))
+        devices = [self.flat.device] if self.flat.device.type == "cuda" else []
         before_NS = self.statistics_NS.clone()
         try:
-            _set_modes(modules, self._modes)
+            if modes != self._modes:
+                _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
-            yield
+            with torch.random.fork_rng(devices):  # what clients draw
+                yield
         except BaseException:
             self.statistics_NS.copy_(before_NS)
             self.put_theta()
             raise
         finally:
             self.flat.lend(buffers)
-            self.flat.put_statistics(self.left_S)
-            self.left_S = self.flat.statistics()
-            _put_random_state(self.flat.device, drawn)
+            if buffers:
+                torch._foreach_copy_(buffers, list(self.left_S.split(self.flat.norm_sizes)))
+                self.left_S = self.flat.statistics()
             for p, gradient in zip(self.flat.parameters, gradients, strict=True):
                 p.grad = gradient
             _set_modes(modules, modes)
 
     def averaged_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
         """The norms' statistics of these clients (of this process), by their weights: (S,)."""
-        mine = [n for n in clients if n in self.own]
-        if not mine:
+        rows, shares = list[int](), list[float]()
+        for n in clients:
+            if n in self.own:
+                rows.append(self.own.index(n))
+                shares.append(1.0 if weights is None else weights[n])
+        if not rows:
             return self.left_S
-        rows_NS = self.statistics_NS[[self.own.index(n) for n in mine]]
+        rows_NS = self.statistics_NS[rows]
         if weights is None:
             return rows_NS.mean(0)
-        shares = [weights[n] for n in mine]
         weights_N = torch.tensor(shares, dtype=torch.float32, device=rows_NS.device)
         return (weights_N / weights_N.sum()) @ rows_NS
 
@@ -3110,8 +3117,14 @@ class LocalTrainer:
         self.theta_D.copy_(theta_D)
         self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
-        self.flat.put_statistics(left_S.to(self.flat.device))
+        if buffers := self.flat.statistics_buffers():
+            parts = left_S.to(self.flat.device).split(self.flat.norm_sizes)
+            torch._foreach_copy_(buffers, list(parts))
         self.left_S = self.flat.statistics()
+
+
+# Of parameters and modules, in lists: their version, gradient, mode.
+_VERSION, _GRADIENT, _TRAINING = map(operator.attrgetter, ("_version", "grad", "training"))
 
 
 class FlatView:
@@ -3182,24 +3195,30 @@ class FlatView:
     def add_gradients_(self, views: list[Tensor]) -> None:
         """Adds the gradients that a backward pass left, and takes them away. A parameter that was
         not used has none."""
-        used = [(v, p) for v, p in zip(views, self.parameters, strict=True) if p.grad is not None]
-        gradients = [cast(Tensor, p.grad) for _, p in used]
-        gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
+        used, gradients = [], []
+        for view, p in zip(views, self.parameters, strict=True):
+            if p.grad is not None:
+                used.append(view)
+                gradients.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
         if gradients:
-            torch._foreach_add_([view for view, _ in used], gradients)
+            torch._foreach_add_(used, gradients)
         for p in self.parameters:
             p.grad = None
 
     def check_unchanged(self) -> None:
         """ValueError, which names the parameter, unless the module trains the same tensors as when
         this was made, of the same kind, and has the same norms."""
-        found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
-        now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
-        pairs = chain(
-            zip_longest(now, self.parameters), zip_longest(_norms(self.model), self.norms)
-        )
-        same = all(new is old for new, old in pairs)
-        if same and [(p.shape, p.stride(), p.dtype, p.device) for p in now] == self.kinds:
+        now, kinds, norms = dict[Any, None](), [], []
+        for module in self.model.modules():  # in one walk, since this is asked in every round
+            for p in module._parameters.values():
+                if p is not None and p.requires_grad and p.numel():
+                    now[p] = None  # a tied one counts once
+            if isinstance(module, _NORMS) and module._buffers.get("running_mean") is not None:
+                norms.append(module)
+        for p in now:
+            kinds.append((p.shape, p.stride(), p.dtype, p.device))
+        same = all(map(operator.is_, chain(now, norms), chain(self.parameters, self.norms)))
+        if same and kinds == self.kinds and len(norms) == len(self.norms):
             return
         name, got, allowed = self._change()
         way = "to train on with others, make a new Federation of the module"
@@ -3238,16 +3257,13 @@ class FlatView:
     def statistics(self) -> Tensor:
         """Those that the module has."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
-        return torch.cat([empty, *(b.detach() for b in self.statistics_buffers())])
+        return torch.cat([empty, *self.statistics_buffers()])
 
     def statistics_buffers(self) -> list[Tensor]:
-        both = (b for m in self.norms for b in (m.running_mean, m.running_var))
-        return [b for b in both if b is not None]
-
-    def put_statistics(self, statistics_S: Tensor) -> None:
-        if self.norms:
-            parts = statistics_S.split(self.norm_sizes)
-            torch._foreach_copy_(self.statistics_buffers(), list(parts))
+        buffers = list[Tensor]()
+        for norm in self.norms:
+            buffers += [norm._buffers["running_mean"], norm._buffers["running_var"]]
+        return buffers
 
     def lend(self, views: list[Tensor]) -> None:
         """From here on the norms' statistics live in these tensors."""
@@ -3468,17 +3484,6 @@ def _reseed(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    state = [torch.get_rng_state()]
-    return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
-
-
-def _put_random_state(device: torch.device, state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
 
 
 def _check_optimizers(

@@ -77,8 +77,12 @@ class GraphRounds:
     def __init__(
         self, federation: Federation, most: int, watch: UpdateWatch | MaskWatch | None = None
     ):
-        for name in ("local_optimizer", "server_optimizer"):
-            if getattr(federation, name) is not None:
+        used = {
+            "local_optimizer": federation.trainer.local_optimizer,
+            "server_optimizer": federation.server_optimizer,
+        }
+        for name, optimizer in used.items():
+            if optimizer is not None:
                 raise ValueError(f"{name}: allowed in static rounds: none")
         device = federation.theta_D.device
         self.federation = weakref.proxy(federation)  # which may hold this

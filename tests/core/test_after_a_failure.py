@@ -66,10 +66,10 @@ def test_the_module_has_the_statistics_of_those_who_were_active_before_it():
 def test_a_client_whose_difference_was_not_finite_trains_on_with_a_new_optimizer(optimizer):
     torch.manual_seed(0)
     federation = with_one_bad_round(nn.Linear(6, 3), local_optimizer=optimizer)
-    assert sorted(federation.optimizers) == [1, 2]
+    assert sorted(federation.trainer.optimizers) == [1, 2]
     for _ in range(2):
         assert federation.round().isfinite().all()
-    assert sorted(federation.optimizers) == [0, 1, 2]
+    assert sorted(federation.trainer.optimizers) == [0, 1, 2]
 
 
 class Interrupted(tcs.TCS):

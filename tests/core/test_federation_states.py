@@ -46,8 +46,8 @@ def federation(kind="SGD", scheme="TCS-L2", rounds=0, **more):
 def everything(made):
     """All that loading could change."""
     module = {key: value.clone() for key, value in made.model.state_dict().items()}
-    objects = [id(made.compressor), *map(id, made.optimizers.values())]
-    return [made.state_dict(), module, list(made.optimizers), objects]
+    objects = [id(made.compressor), *map(id, made.trainer.optimizers.values())]
+    return [made.state_dict(), module, list(made.trainer.optimizers), objects]
 
 
 def wrong(value):
@@ -349,7 +349,7 @@ def test_rates_that_differ_by_layer_are_refused_beside_a_schedule_and_kept_witho
 def test_groups_of_one_rate_have_that_of_the_schedule():
     made = federation(schedule=0.3, weight_decay=0.0, local_optimizer=by_layer(0.1, 0.1, 0.1))
     made.round()
-    assert {group["lr"] for group in made.optimizers[1].param_groups} == {0.3}
+    assert {group["lr"] for group in made.trainer.optimizers[1].param_groups} == {0.3}
 
 
 # Seeds ────────────────────────────────────────────────────────────────────────────────────────────

@@ -240,7 +240,7 @@ def test_a_schedule_is_the_rate_of_a_local_optimizer_and_without_one_its_own_is(
         seen = []
         for _ in range(3):
             made.round()
-            seen.append([o.param_groups[0]["lr"] for o in made.optimizers.values()])
+            seen.append([o.param_groups[0]["lr"] for o in made.trainer.optimizers.values()])
         return seen
 
     assert rates(lambda t: 0.1 / (1 + t)) == [[0.1] * 2, [0.05] * 2, [0.1 / 3] * 2]
@@ -297,7 +297,7 @@ def test_settings_that_contradict_each_other(settings, text):
 def test_a_failed_round_leaves_the_module_where_it_was_with_a_local_optimizer_too():
     made = federation("TCS-L2", 0, None, local_optimizer=OPTIMIZERS["AdamW"])
     made.round()
-    theta_D, plain, calls = made.theta_D.clone(), made.loss, []
+    theta_D, plain, calls = made.theta_D.clone(), made.trainer.loss, []
 
     def breaks(model, batch):
         calls.append(1)
