@@ -648,9 +648,8 @@ def top_k_above(
             break
     else:
         _check_k(k, len(near))
-    magnitudes = abs(values_D[near])
-    chosen = _largest_by_numpy(magnitudes, k)
-    return torch.from_numpy(near[chosen]), 0.85 * float(magnitudes[chosen].min())
+    chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
+    return torch.from_numpy(near[chosen]), 0.85 * kth
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
@@ -681,8 +680,8 @@ def _first(mask_D: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
 
 
-def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> np.ndarray:
-    """Positions of the k >= 1 largest numbers, ascending."""
+def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Positions of the k >= 1 largest numbers, ascending, and the k-th largest itself."""
     near, width = numbers_D, max(8 * k, 512)
     if len(near) > 4 * width:
         # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
@@ -698,7 +697,7 @@ def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> np.ndarray:
         tied = numbers_D[chosen] == kth
         room = k - (len(chosen) - int(tied.sum()))
         chosen = chosen[~(tied & (tied.cumsum() > room))]
-    return chosen
+    return chosen, float(kth)
 
 
 _NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
@@ -790,7 +789,7 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
     values = magnitudes_D.numpy()
     if k == 1:  # argmax is the first of equals
         return torch.from_numpy(values.argmax(0, keepdims=True))
-    return torch.from_numpy(_largest_by_numpy(values, k))
+    return torch.from_numpy(_largest_by_numpy(values, k)[0])
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
@@ -1792,7 +1791,9 @@ class Known:
             check_positions(positions, self.dimension, None if self.dense else self.shared_D)
         except ValueError as error:
             raise MessageError(sender, f"message: {error}") from error
-        if (sender == SERVER or not self.dense) and not values.isfinite().all():
+        if sender != SERVER and self.dense:
+            return
+        if not math.isfinite(values.sum().item()) and not values.isfinite().all():
             raise MessageError(sender, "message: a value is NaN or infinity")
 
     @property
@@ -2268,7 +2269,7 @@ class Link:
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
         self.channel, self.on_bad = channel, on_bad
 
-    def own(self, clients: int) -> range:
+    def clients_here(self, clients: int) -> range:
         """Which of so many clients are of this process."""
         return range(clients)
 
@@ -2347,8 +2348,9 @@ class Compressor:
 
     Arguments as those of `Known` and `Server`; `clients` is N, `link` how messages travel.
     `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors. N
-    counts the clients of this process, `own`, as `link` has them; most often all. `traffic` is that
-    of the last round. ValueError for a scheme that needs more than compression: a `Federation`.
+    counts the clients of this process, `here`, as `link` has them; most often all. `traffic` is
+    that of the last round. ValueError for a scheme that needs more than compression, a
+    `Federation`.
     """
 
     def __init__(
@@ -2363,14 +2365,14 @@ class Compressor:
             raise ValueError(f"clients: got {clients}, allowed: 1 ({name} is centralized)")
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
-        self.own = self.link.own(clients)
-        rows = len(self.own) if self.scheme.keeps_errors else 0
+        self.here = self.link.clients_here(clients)
+        rows = len(self.here) if self.scheme.keeps_errors else 0
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
-        errors = list(self.errors_ND) if rows else [None] * len(self.own)
+        errors = list(self.errors_ND) if rows else [None] * len(self.here)
         client_type = self.rule.client_type or Client
         server_type = self.rule.server_type or Server
-        pairs = zip(self.own, errors, strict=True)
+        pairs = zip(self.here, errors, strict=True)
         self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
@@ -2388,11 +2390,11 @@ class Compressor:
         finite at the end of the round: then that is lost, as `round` says.)
         """
         self._check_usable(begins=True)
-        expected = (len(self.own), self.known.dimension)
+        expected = (len(self.here), self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        rows = dict(zip(self.own, deltas_ND, strict=True))
+        rows = dict(zip(self.here, deltas_ND, strict=True))
         for n in chosen:  # before any is changed
             if n in rows:
                 rows[n] = self.clients[n].checked(rows[n])
@@ -2402,8 +2404,7 @@ class Compressor:
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,),
-        for the clients `chosen`, as `checked_clients` gives them.
+        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without
@@ -2412,7 +2413,7 @@ class Compressor:
         """
         self._check_usable(begins=True)
         checked = lambda n: self.clients[n].checked(difference(n))  # noqa: E731
-        return self._round(checked, chosen, dense, theta_D, mask_factor)
+        return self._round(checked, self.checked_clients(chosen), dense, theta_D, mask_factor)
 
     def _round(
         self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
@@ -2497,9 +2498,9 @@ class Compressor:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
         if chosen is None:
             return list(range(self.client_count))
-        numbers = [_number(n) for n in chosen]
-        whole = all(type(n) is int and 0 <= n < self.client_count for n in numbers)
-        if not numbers or not whole or len(set(numbers)) < len(numbers):
+        numbers = list(map(_number, chosen))
+        whole = set(map(type, numbers)) == {int}  # no bool; and none where there is no client
+        if not whole or len({*numbers} & {*range(self.client_count)}) < len(numbers):
             allowed = f"one or more of 0 to {self.client_count - 1}, each once"
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
         return numbers
@@ -2648,14 +2649,14 @@ class Federation:
         link = link or Link()
         self.trainer = (trainer or LocalTrainer)(
             model, self.feed, self.scheme, loss=loss, weight_decay=weight_decay,
-            local_optimizer=local_optimizer, seed=seed, own=link.own(self.clients),
+            local_optimizer=local_optimizer, seed=seed, here=link.clients_here(self.clients),
         )  # fmt: skip
         plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
         self.compressor = Compressor(
             plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,
             link=link, weights=weights, order=self.flat.order,
         )  # fmt: skip
-        self.own = self.compressor.own
+        self.here = self.compressor.here
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
@@ -2889,7 +2890,7 @@ class Federation:
             raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
         made = dict(self.trainer.optimizers)
         for n, saved in state["optimizers"].items():
-            if type(n) is not int or n not in self.own:
+            if type(n) is not int or n not in self.here:
                 _refuse("state: optimizers: client", n, "one of this process's")
             key = f"state: optimizer of client {n}"
             _check_optimizer_state(key, saved, self.trainer.optimizer_of(n, made))
@@ -2900,7 +2901,7 @@ class LocalTrainer:
     """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
 
     Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
-    start. Each of this process's clients, `own`, has a row of the norms' running statistics,
+    start. Each of this process's clients, `here`, has a row of the norms' running statistics,
     `statistics_NS`, a sum of its losses, `losses_N`, and an optimizer where `local_optimizer` makes
     one. The other arguments are those of `Federation`. A class derived from this one may train
     several clients at the same time: `begin` says which are to come.
@@ -2910,18 +2911,18 @@ class LocalTrainer:
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
         loss: Callable[[nn.Module, Any], Tensor], weight_decay: float,
         local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-        seed: int, own: range,
+        seed: int, here: range,
     ):  # fmt: skip
         self.feed, self.scheme, self.loss, self.weight_decay = feed, scheme, loss, weight_decay
-        self.local_optimizer, self.seed, self.own = local_optimizer, seed, own
+        self.local_optimizer, self.seed, self.here = local_optimizer, seed, here
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
         modes = [m.training for m in model.modules()]
         self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
         self.use(model)
         self.theta_D = torch.empty_like(self.gradient_D)
         self.left_S = self.flat.statistics()  # those that the module has between two rounds
-        self.statistics_NS = self.left_S.repeat(len(own), 1)
-        self.losses_N = torch.zeros(len(own), dtype=torch.float32, device=self.flat.device)
+        self.statistics_NS = self.left_S.repeat(len(here), 1)
+        self.losses_N = torch.zeros(len(here), dtype=torch.float32, device=self.flat.device)
         self.make_views()
         self.flat.read_(self.theta_views)
 
@@ -3009,7 +3010,7 @@ class LocalTrainer:
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
         """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
-        row = self.own.index(n)
+        row = self.here.index(n)
         self.flat.lend(self.statistics_views[row])
         if isinstance(t, int):
             _reseed(random_seed(self.seed, t, n), self.flat.device)
@@ -3101,8 +3102,8 @@ class LocalTrainer:
         """The norms' statistics of these clients (of this process), by their weights: (S,)."""
         rows, shares = list[int](), list[float]()
         for n in clients:
-            if n in self.own:
-                rows.append(self.own.index(n))
+            if n in self.here:
+                rows.append(self.here.index(n))
                 shares.append(1.0 if weights is None else weights[n])
         if not rows:
             return self.left_S

@@ -157,7 +157,7 @@ class ProcessLink(Link):
         self.exchange, self.process, self.processes = exchange, process, processes
         self.client_count = 0
 
-    def own(self, clients: int) -> range:
+    def clients_here(self, clients: int) -> range:
         self.client_count = clients
         return self._of(self.process)
 

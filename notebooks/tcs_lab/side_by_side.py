@@ -193,7 +193,7 @@ class SideBySide(LocalTrainer):
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
         """All of them train."""
-        mine = [n for n in chosen if n in self.own]
+        mine = [n for n in chosen if n in self.here]
         sums_ND = self._train(mine, t, eta)
         self._rows = dict(zip(mine, sums_ND, strict=True))
 
@@ -209,7 +209,7 @@ class SideBySide(LocalTrainer):
 
     def _train(self, mine: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Alg. 1, l. 3 to 6, of all these clients: their summed gradients, (N, D)."""
-        rows = slice(None) if mine == list(self.own) else [self.own.index(n) for n in mine]
+        rows = slice(None) if mine == list(self.here) else [self.here.index(n) for n in mine]
         theta, decay = self.theta_D, self.weight_decay
         sums_ND = theta[:0]
         for tau in range(self.scheme.local_steps):

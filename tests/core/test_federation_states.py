@@ -342,7 +342,7 @@ def test_rates_that_differ_by_layer_are_refused_beside_a_schedule_and_kept_witho
         federation(schedule=0.1, weight_decay=0.0, local_optimizer=by_layer(*rates)).round()
     kept = federation(schedule=None, weight_decay=0.0, local_optimizer=by_layer(*rates))
     kept.round()
-    found = [group["lr"] for group in kept.optimizers[0].param_groups]
+    found = [group["lr"] for group in kept.trainer.optimizers[0].param_groups]
     assert found == list(rates)
 
 

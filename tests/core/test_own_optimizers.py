@@ -82,7 +82,7 @@ def test_a_clients_own_optimizer_resumes_to_the_same_bits(local):
         return federation("TCS-L2-Q5", 0.5, None, local_optimizer=OPTIMIZERS[local])
 
     one, two = resumes_to_the_same_bits(make)
-    assert one.optimizers.keys() == two.optimizers.keys() == {0, 1}
+    assert one.trainer.optimizers.keys() == two.trainer.optimizers.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("server", SERVERS)

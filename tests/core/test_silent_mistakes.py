@@ -251,10 +251,10 @@ def test_an_average_is_taken_once():
 class Part(tcs.Link):
     """A process with some of the clients."""
 
-    def __init__(self, own):
-        self.numbers = own
+    def __init__(self, numbers):
+        self.numbers = numbers
 
-    def own(self, clients):
+    def clients_here(self, clients):
         return self.numbers
 
 

@@ -252,8 +252,8 @@ def test_a_server_whose_errors_overflow_is_named_and_recovers(name, looks, monke
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_average_that_was_not_finite_is_not_given_a_second_time(times, monkeypatch):
     """On a GPU what is not finite counts as 0 until the end of the round, which is then lost."""
-    known, server, clients = halves("TCS")
     monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    known, server, clients = halves("TCS")
     known.begin()
     bad_D = torch.ones(200)
     bad_D[:times] = torch.nan

@@ -178,9 +178,11 @@ def overflowing(ranks, folder):
     """Clients 1 and 2 pile up errors that, with finite deltas, overflow."""
     compressor = tcs.Compressor(tcs.Scheme.named("TCS"), [50], 3, link=link(ranks))
     generator = torch.Generator().manual_seed(0)
-    deltas_ND = torch.randn(3, 50, generator=generator)[compressor.own.start : compressor.own.stop]
+    deltas_ND = torch.randn(3, 50, generator=generator)[
+        compressor.here.start : compressor.here.stop
+    ]
     compressor.step(deltas_ND)
-    for row, n in enumerate(compressor.own):
+    for row, n in enumerate(compressor.here):
         compressor.errors_ND[row] = 3e38 if n else 0.0
     compressor.step(deltas_ND.sign() * 0 + 3e38)
 
@@ -199,7 +201,7 @@ def mistaken(ranks, folder, what):
         ranks.check_same(torch.full((3,), float(ranks.rank)), "theta_D")
     elif what == "bug" and ranks.rank == 1:
         compressor.clients[1].message_of = lambda *_: [][1]
-    compressor.step(torch.ones(len(compressor.own), 50))
+    compressor.step(torch.ones(len(compressor.here), 50))
 
 
 @pytest.mark.parametrize(
