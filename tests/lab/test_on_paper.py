@@ -4,7 +4,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import config
-from tcs_lab import on_paper
+from tcs_lab.studies import on_paper
 from torch.utils.flop_counter import FlopCounterMode
 
 import tcs_core as tcs

@@ -41,7 +41,7 @@ SCHEMES = ["TCS", "TCS-L4-Q5", "top-K", "TCS-L2-M2-E3-W5++", "FedAvg-Global Mome
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_record_is_the_same_for_any_number_of_processes(tmp_path, size, small_synthetic):
     """Four ranks for three clients: one has none."""
-    alone = [numbers(r) for r in records(lab.ranks.Ranks(), tmp_path, SCHEMES)]
+    alone = [numbers(r) for r in records(lab.training.ranks.Ranks(), tmp_path, SCHEMES)]
     for made in start(size, tmp_path, records, SCHEMES):
         assert [numbers(r) for r in made] == alone
         assert all(r["provenance"]["ranks"] == size for r in made)
@@ -52,7 +52,7 @@ def test_the_record_is_the_same_for_any_number_of_processes(tmp_path, size, smal
 def small_synthetic(monkeypatch):
     """The images of the ranks."""
     small = lab.synthetic_dataset(60, 40).resized(16)
-    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: small)
+    monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda: small)
     lab.load_dataset.cache_clear()
     yield
     lab.load_dataset.cache_clear()
@@ -64,7 +64,7 @@ def drawn(ranks, folder):
 
 def test_absent_clients_make_no_difference(tmp_path, small_synthetic):
     """Two of five clients a round: now and then all of them are one rank's."""
-    (alone,) = drawn(lab.ranks.Ranks(), tmp_path)
+    (alone,) = drawn(lab.training.ranks.Ranks(), tmp_path)
     for (made,) in start(3, tmp_path, drawn):
         assert numbers(made) == numbers(alone)
 
@@ -90,9 +90,9 @@ def stopped(ranks, folder, resumed=False):
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, monkeypatch, small_synthetic):
-    monkeypatch.setattr(lab.checkpoints.Pace, "due", lambda self: True)
-    undisturbed, _ = stopped(lab.ranks.Ranks(), tmp_path / "alone", True)
-    assert stopped(lab.ranks.Ranks(), tmp_path) == (
+    monkeypatch.setattr(lab.runs.checkpoints.Pace, "due", lambda self: True)
+    undisturbed, _ = stopped(lab.training.ranks.Ranks(), tmp_path / "alone", True)
+    assert stopped(lab.training.ranks.Ranks(), tmp_path) == (
         None,
         [1, 2],
     )  # one rank stops after two epochs,
@@ -100,7 +100,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, monkeypatch
     (path,) = (tmp_path / "cache" / "checkpoints").iterdir()
     rows = json.loads(torch.load(path, weights_only=True)["rows"])
     assert len(rows) in (1, 2)
-    made, epochs = stopped(lab.ranks.Ranks(), tmp_path, True)  # and one finishes
+    made, epochs = stopped(lab.training.ranks.Ranks(), tmp_path, True)  # and one finishes
     assert epochs in ([2, 3], [3]) and numbers(made) == numbers(undisturbed)
 
 
@@ -164,14 +164,14 @@ def poisoned(ranks, folder):
 
 
 def test_a_client_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path, small_synthetic):
-    alone = poisoned(lab.ranks.Ranks(), tmp_path)
+    alone = poisoned(lab.training.ranks.Ranks(), tmp_path)
     assert alone["reason"].startswith("client 2: ") and "epoch 2, round 2 of 5" in alone["reason"]
     for made in start(3, tmp_path, poisoned):
         assert numbers(made) == numbers(alone)
 
 
 def link(ranks):
-    return lab.ranks.ProcessLink(ranks.exchange, ranks.rank, ranks.size)
+    return lab.training.ranks.ProcessLink(ranks.exchange, ranks.rank, ranks.size)
 
 
 def overflowing(ranks, folder):

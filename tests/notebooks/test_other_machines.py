@@ -9,15 +9,18 @@ import nbformat
 import papermill
 import pytest
 import tcs_lab as lab
-from tcs_lab.cells import literals
-from tcs_lab.twins import check_twin
+from tcs_lab.runs.twins import check_twin
+from tcs_lab.teaching.cells import literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
 ROOMS = {room: path.glob("*.py") for room, path in {
-    "notebooks": NOTEBOOKS, "lab": NOTEBOOKS / "tcs_lab", "tests": lab.ROOT / "tests",
+    "notebooks": NOTEBOOKS, "tests": lab.ROOT / "tests",
     "tests/lab": lab.ROOT / "tests/lab", "tests/notebooks": lab.ROOT / "tests/notebooks"}.items()}  # fmt: skip
-CODE = [path for files in ROOMS.values() for path in files if path.name != "runs.py"]  # ASCII only
+LAB = (NOTEBOOKS / "tcs_lab").rglob("*.py")
+CODE = [
+    path for files in (*ROOMS.values(), LAB) for path in files if path.name != "runs.py"
+]  # ASCII only
 by_name = {"ids": lambda path: path.stem}
 
 
@@ -124,7 +127,7 @@ def test_a_notebook_that_is_run_asks_for_its_py(pair, monkeypatch):
     (pair.parent / "notebooks").mkdir()
     for part in (pair, pair.with_suffix(".ipynb")):
         part.rename(pair.parent / "notebooks" / part.name)
-    monkeypatch.setattr(lab.settings, "ROOT", pair.parent)
+    monkeypatch.setattr(lab.runs.parameters, "ROOT", pair.parent)
     cells = ["", "a = 0", "# Parameters\na = 7\n", "a = 1"]
     for check in (lab.notebook_params, lab.given_notebook_params, lab.check_notebook_params):
         with pytest.raises(ValueError, match=r"^a\.ipynb: a\.py "):
