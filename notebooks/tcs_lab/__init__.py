@@ -102,7 +102,6 @@ from tcs_lab.figures import (
 from tcs_lab.files import cache_folder
 from tcs_lab.planned import made_of, planned_runs, read_plan, searches_of
 from tcs_lab.progress import followed
-from tcs_lab.ranks import joined_ranks
 from tcs_lab.records import (
     config_of,
     core_sha256,

@@ -25,7 +25,6 @@ from tcs_lab.checkpoints import epochs_kept
 from tcs_lab.errors import cut, one_line
 from tcs_lab.files import write_whole
 from tcs_lab.progress import Progress, rows_shown
-from tcs_lab.ranks import Ranks
 from tcs_lab.records import read_record, record_path, results_folder
 from tcs_lab.runs import _check_folder, _end_with_parent, _interrupts_held, _run
 from tcs_lab.settings import RunConfig
@@ -263,7 +262,7 @@ def _made_here(config: RunConfig, results: str | Path | None, told: Path, parent
             file.write(json.dumps([config.digest, row]) + "\n")
 
     try:
-        _run(config, results, tell, Ranks())
+        _run(config, results, tell)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         name = f"{config.scheme.name}, seed {config.seed}"
         sys.exit(f"error: {name}: {cut(one_line(error))}")

@@ -23,7 +23,6 @@ import tcs_lab.rivals
 import tcs_lab.variants  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
 from tcs_lab.errors import cut, one_line, reject_unknown, short_errors, shown, text_hint
-from tcs_lab.twins import check_twin
 
 _CODE = Path(__file__).resolve().parents[2]
 IS_CLONE = (_CODE / "tcs_core.py").is_file() and (_CODE / "params").is_dir()
@@ -435,12 +434,9 @@ def check_notebook_params(namespace: dict[str, Any]) -> None:
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """What papermill assigned, and what the cell before it did: the notebook's own parameters.
-
-    ValueError if the notebook that runs is older than its .py."""
+    """What papermill assigned, and what the cell before it did: the notebook's own parameters."""
     injected, own = set[str](), set[str]()
     run = namespace.get("In", [])
-    check_twin([c for c in run[1:] if not c.startswith("# Parameters\n")], ROOT / "notebooks")
     for before, cell in itertools.pairwise(["", *run]):
         if cell.startswith("# Parameters\n"):
             injected, own = injected | _assigned(cell), own | _assigned(before)
