@@ -27,11 +27,11 @@ from tcs_lab.bench import (
     run_benches,
 )
 from tcs_lab.cells import (
-    Claims,
     Count,
     Listening,
     Positive,
     Share,
+    Statements,
     bold,
     check_values,
     decided,

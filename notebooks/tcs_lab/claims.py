@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, PositiveInt,
 
 from tcs_core import Scheme, kept
 from tcs_lab.analysis import Comparison, Estimate, holm, minus
-from tcs_lab.cells import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
 from tcs_lab.errors import reject_unknown, validated
 from tcs_lab.settings import ROOT, RUN_KEYS, _record_file, checked, plan, read_params
 from tcs_lab.tables import Record, bits_per_parameter, mean_interval, recorded, with_interval
 from tcs_lab.training import outcomes
+from tcs_lab.verdicts import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))

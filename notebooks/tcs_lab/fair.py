@@ -20,7 +20,6 @@ import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat
 
 from tcs_lab.analysis import Comparison, Estimate, holm
-from tcs_lab.cells import NOT_MEASURED
 from tcs_lab.claims import (
     Claim,
     Claims,
@@ -37,6 +36,7 @@ from tcs_lab.records import read_record, record_path, results_folder
 from tcs_lab.settings import ROOT, _record_file, read_params
 from tcs_lab.tables import Record, number, recorded, traffic, with_interval
 from tcs_lab.training import accuracy_on, outcomes
+from tcs_lab.verdicts import NOT_MEASURED
 
 # Methods at tuned rates ───────────────────────────────────────────────────────────────────────────
 

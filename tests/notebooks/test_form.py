@@ -13,7 +13,7 @@ import papermill
 import pytest
 import tcs_lab as lab
 from jupytext.config import load_jupytext_config
-from tcs_lab.cells import literals, parameter_digest
+from tcs_lab.cells import literals
 
 import tcs_core as tcs
 
@@ -140,13 +140,15 @@ def test_markdown_has_no_codes_of_terminals(path):
 
 
 @pytest.mark.parametrize("path", IPYNB, **by_name)
-def test_claims_are_asserted_at_the_notebooks_own_parameters(path):
+def test_statements_are_asserted_at_the_notebooks_own_parameters(path):
+    """Else execute the notebook again (tests/execute_notebooks.py)."""
     notebook = nbformat.read(path, 4)
-    found = re.findall(
-        r'lab\.Claims\(globals\(\), "(\w*)"\)', "\n".join(c.source for c in code_of(notebook))
-    )
-    digest = parameter_digest(literals(parameters_of(notebook)))
-    assert not found or found == [digest], f'write: lab.Claims(globals(), "{digest}")'
+    code = "\n".join(cell.source for cell in code_of(notebook))
+    names = re.findall(r'lab\.Statements\(globals\(\), "(\w*)"\)', code)
+    assert names in ([], [path.stem])
+    if names:
+        kept = lab.verdicts.read_verdicts(path.stem)
+        assert kept.parameters == literals(parameters_of(notebook)) and kept.verdicts
 
 
 @pytest.mark.parametrize("path", IPYNB, **by_name)
