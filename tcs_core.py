@@ -224,6 +224,19 @@ def check_same_state(key: str, given: Any, own: Any) -> None:
         raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
 
 
+def _by_value(value: Any) -> Any:
+    """A copy for a state, which nobody else changes: tensors cloned, numpy's numbers as Python's, at
+    any depth."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {_number(key): _by_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        inside = [_by_value(inner) for inner in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
+
+
 def scheme_state(scheme: Scheme) -> dict[str, Any]:
     """The fields of a scheme that differ from their defaults, for a state. What a later version
     adds, with a default that means "as before", is not among them until somebody uses it."""
@@ -1507,13 +1520,6 @@ def kept_names(kept: Any) -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(named)))
 
 
-def _by_value(value: Any) -> Any:
-    """A copy that nobody else changes, of plain Python numbers."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
-
-
 class Dense(MaskRule):
     """Everything travels (FedAvg); with -Q<bits>, quantized."""
 
@@ -2032,7 +2038,7 @@ class Client:
         """By value: errors, and a message that nobody has acknowledged yet."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
         parts = {"number": self.number, "in_flight": flight} | self._kept()
-        return {"version": STATE_VERSION} | {k: _values(part) for k, part in parts.items()}
+        return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for another client's state, for errors of another size, or one that is not
@@ -2074,11 +2080,6 @@ class Client:
             return
         moved = {key: flight[key].to(device, copy=True) for key in InFlight._fields[1:4]}
         self.in_flight = InFlight(round=flight["round"], dense=flight["dense"], **moved)
-
-
-def _values(part: Any) -> Any:
-    """`_by_value` of a value, or of all in a dictionary."""
-    return {k: _by_value(v) for k, v in part.items()} if isinstance(part, dict) else _by_value(part)
 
 
 class Downlink(Client):
@@ -2154,8 +2155,7 @@ class Server:
         if number in self.heard and not is_first:
             raise MessageError(number, f"add: a second message in round {known.round}")
         if is_first:
-            if self.heard:
-                self.drop()  # what came was of a round never finished
+            self.drop()  # what came in a round that was never finished
             self.senders = known.senders
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         weight = 1.0 if weights is None else weights[number]
@@ -2269,10 +2269,6 @@ class Link:
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
         self.channel, self.on_bad = channel, on_bad
 
-    def clients_here(self, clients: int) -> range:
-        """Which of so many clients are of this process."""
-        return range(clients)
-
     def gather(
         self, known: Known, chosen: list[int], send: Callable[[int], Message]
     ) -> Iterator[Arrival]:
@@ -2347,9 +2343,8 @@ class Compressor:
     """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
 
     Arguments as those of `Known` and `Server`; `clients` is N, `link` how messages travel.
-    `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors. N
-    counts the clients of this process, `here`, as `link` has them; most often all. `traffic` is
-    that of the last round. ValueError for a scheme that needs more than compression, a
+    `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors.
+    `traffic` is that of the last round. ValueError for a scheme that needs more than compression, a
     `Federation`.
     """
 
@@ -2365,15 +2360,14 @@ class Compressor:
             raise ValueError(f"clients: got {clients}, allowed: 1 ({name} is centralized)")
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
-        self.here = self.link.clients_here(clients)
-        rows = len(self.here) if self.scheme.keeps_errors else 0
+        rows = clients if self.scheme.keeps_errors else 0
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
-        errors = list(self.errors_ND) if rows else [None] * len(self.here)
+        errors = list(self.errors_ND) if rows else [None] * clients
         client_type = self.rule.client_type or Client
         server_type = self.rule.server_type or Server
-        pairs = zip(self.here, errors, strict=True)
-        self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
+        made = [client_type(self.known, n, errors_D) for n, errors_D in enumerate(errors)]
+        self.clients = dict(enumerate(made))
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
         self._is_whole = True  # False in a round, and after one whose end was interrupted
@@ -2390,15 +2384,14 @@ class Compressor:
         finite at the end of the round: then that is lost, as `round` says.)
         """
         self._check_usable(begins=True)
-        expected = (len(self.here), self.known.dimension)
+        expected = (self.client_count, self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.checked_clients(clients)
-        rows = dict(zip(self.here, deltas_ND, strict=True))
+        deltas = dict[int, Tensor]()
         for n in chosen:  # before any is changed
-            if n in rows:
-                rows[n] = self.clients[n].checked(rows[n])
-        return self._round(rows.__getitem__, chosen, dense)
+            deltas[n] = self.clients[n].checked(deltas_ND[n])
+        return self._round(deltas.__getitem__, chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
@@ -2452,8 +2445,7 @@ class Compressor:
             server.drop()
             is_closing = True
             for n in heard:
-                if n in self.clients:
-                    self.clients[n].arrived()  # line 13
+                self.clients[n].arrived()  # line 13
         except BaseException as error:
             if is_closing:
                 error.add_note(f"round {t}: its end was interrupted; {_WAY_ON}")
@@ -2465,10 +2457,9 @@ class Compressor:
             known.lose(t)
             if isinstance(error, ClientError):
                 error.happened_in(t)
-                overflowed = server.downlink if error.client == SERVER else None
-                overflowed = self.clients.get(error.client, overflowed)
-                if isinstance(error, NotFiniteError) and overflowed is not None:
-                    overflowed.forget_overflow()
+                sender = (self.clients | {SERVER: server.downlink}).get(error.client)
+                if isinstance(error, NotFiniteError) and sender is not None:
+                    sender.forget_overflow()
             self._is_whole = True
             raise
         average_up = -(-bits_up // len(heard))
@@ -2622,7 +2613,7 @@ class Federation:
 
     State: `theta_D` (D,), which every round and `state_dict` first read from the module and which
     `load_state_dict` puts into it, so that writing to it has no effect; `statistics_NS`, the norms'
-    running means and variances, a row for each client of this process; `momentum_D`; `compressor`;
+    running means and variances, a row for each client; `momentum_D`; `compressor`;
     `active`, the clients that the last round averaged; and `t`, the number of rounds begun.
     `losses_N` sums each client's losses over local steps, those of failed rounds too, until its
     owner sets it to zero (`losses_N.zero_()`); it is not saved. ValueError for a model, feed or
@@ -2646,17 +2637,15 @@ class Federation:
         self.clients = self.feed.clients
         _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
-        link = link or Link()
         self.trainer = (trainer or LocalTrainer)(
             model, self.feed, self.scheme, loss=loss, weight_decay=weight_decay,
-            local_optimizer=local_optimizer, seed=seed, here=link.clients_here(self.clients),
+            local_optimizer=local_optimizer, seed=seed,
         )  # fmt: skip
         plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
         self.compressor = Compressor(
             plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,
             link=link, weights=weights, order=self.flat.order,
         )  # fmt: skip
-        self.here = self.compressor.here
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
@@ -2799,7 +2788,7 @@ class Federation:
     def averaged_state_dict(self) -> dict[str, Any]:
         """What one saves: the module's state, by value, norms with averaged statistics."""
         with self.evaluated() as model:
-            return {key: _saved(value) for key, value in model.state_dict().items()}
+            return {key: _by_value(value) for key, value in model.state_dict().items()}
 
     # What a resumed run needs.
 
@@ -2819,7 +2808,7 @@ class Federation:
             "optimizers": {n: _optimizer_state(o) for n, o in self.trainer.optimizers.items()},
             "server_optimizer": None if server is None else _optimizer_state(server),
         }
-        return _saved(state) | {"compressor": self.compressor.state_dict()}
+        return _by_value(state) | {"compressor": self.compressor.state_dict()}
 
     def _tensors(self) -> dict[str, Any]:
         """Those of a state that have a fixed shape; loading copies into them."""
@@ -2846,7 +2835,7 @@ class Federation:
                 self.feed.load_state_dict(state["feed"])
             for optimizer, saved in pairs:
                 undo.callback(optimizer.load_state_dict, optimizer.state_dict())
-                optimizer.load_state_dict(_saved(saved["state"]))  # else it shares tensors
+                optimizer.load_state_dict(_by_value(saved["state"]))  # else it shares tensors
             self.compressor.load_state_dict(state["compressor"])
             undo.pop_all()
         self.is_whole = False  # until all below is done
@@ -2890,8 +2879,8 @@ class Federation:
             raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
         made = dict(self.trainer.optimizers)
         for n, saved in state["optimizers"].items():
-            if type(n) is not int or n not in self.here:
-                _refuse("state: optimizers: client", n, "one of this process's")
+            if type(n) is not int or not 0 <= n < self.clients:
+                _refuse("state: optimizers: client", n, f"0 to {self.clients - 1}")
             key = f"state: optimizer of client {n}"
             _check_optimizer_state(key, saved, self.trainer.optimizer_of(n, made))
         return {n: made[n] for n in state["optimizers"]}
@@ -2901,7 +2890,7 @@ class LocalTrainer:
     """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
 
     Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
-    start. Each of this process's clients, `here`, has a row of the norms' running statistics,
+    start. Each client has a row of the norms' running statistics,
     `statistics_NS`, a sum of its losses, `losses_N`, and an optimizer where `local_optimizer` makes
     one. The other arguments are those of `Federation`. A class derived from this one may train
     several clients at the same time: `begin` says which are to come.
@@ -2911,18 +2900,18 @@ class LocalTrainer:
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
         loss: Callable[[nn.Module, Any], Tensor], weight_decay: float,
         local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-        seed: int, here: range,
+        seed: int,
     ):  # fmt: skip
         self.feed, self.scheme, self.loss, self.weight_decay = feed, scheme, loss, weight_decay
-        self.local_optimizer, self.seed, self.here = local_optimizer, seed, here
+        self.local_optimizer, self.seed = local_optimizer, seed
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
         modes = [m.training for m in model.modules()]
         self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
         self.use(model)
         self.theta_D = torch.empty_like(self.gradient_D)
         self.left_S = self.flat.statistics()  # those that the module has between two rounds
-        self.statistics_NS = self.left_S.repeat(len(here), 1)
-        self.losses_N = torch.zeros(len(here), dtype=torch.float32, device=self.flat.device)
+        self.statistics_NS = self.left_S.repeat(feed.clients, 1)
+        self.losses_N = torch.zeros(feed.clients, dtype=torch.float32, device=self.flat.device)
         self.make_views()
         self.flat.read_(self.theta_views)
 
@@ -3010,8 +2999,7 @@ class LocalTrainer:
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
         """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
-        row = self.here.index(n)
-        self.flat.lend(self.statistics_views[row])
+        self.flat.lend(self.statistics_views[n])
         if isinstance(t, int):
             _reseed(random_seed(self.seed, t, n), self.flat.device)
         for tau in range(self.scheme.local_steps):
@@ -3023,7 +3011,7 @@ class LocalTrainer:
                 raise ValueError(f"loss: got {got}, allowed: a scalar tensor")
             loss.backward()
             self._check_step(versions)
-            self.losses_N[row].add_(loss.detach())
+            self.losses_N[n].add_(loss.detach())
             yield tau
 
     def _check_step(self, versions: list[int]) -> None:
@@ -3099,17 +3087,11 @@ class LocalTrainer:
             _set_modes(modules, modes)
 
     def averaged_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
-        """The norms' statistics of these clients (of this process), by their weights: (S,)."""
-        rows, shares = list[int](), list[float]()
-        for n in clients:
-            if n in self.here:
-                rows.append(self.here.index(n))
-                shares.append(1.0 if weights is None else weights[n])
-        if not rows:
-            return self.left_S
-        rows_NS = self.statistics_NS[rows]
+        """The norms' statistics of these clients, by their weights: (S,)."""
+        rows_NS = self.statistics_NS[clients]
         if weights is None:
             return rows_NS.mean(0)
+        shares = [weights[n] for n in clients]
         weights_N = torch.tensor(shares, dtype=torch.float32, device=rows_NS.device)
         return (weights_N / weights_N.sum()) @ rows_NS
 
@@ -3425,18 +3407,6 @@ def _generators(source: Any) -> list[torch.Generator]:
 def random_seed(*numbers: int) -> int:
     """One seed of several numbers."""
     return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
-
-
-def _saved(value: Any) -> Any:
-    """By value, for a state: tensors cloned, numpy's numbers as Python's, at any depth."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {_number(key): _saved(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        inside = [_saved(inner) for inner in value]
-        return inside if isinstance(value, list) else tuple(inside)
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
