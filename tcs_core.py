@@ -102,9 +102,9 @@ __all__ = [  # noqa: RUF022
 
 # Names that are gone, and what has taken their place.
 _SUCCESSORS = {
-    "Agreement": "Known", "ByteLink": "Link(unchanged)", "Checks": "Known.finite_part",
-    "Code": "BlockCode", "DOWNLINKS": "Server.downlink", "Hub": "Server",
-    "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
+    "Agreement": "Known", "Arrival": "Link.up", "ByteLink": "Link(unchanged)",
+    "Checks": "Known.finite_part", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
+    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
     "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
     "Size": "bytes_of", "register_code": "CODES[name] = BlockCode()",
     "register_downlink": "Server.downlink",
@@ -225,8 +225,8 @@ def check_same_state(key: str, given: Any, own: Any) -> None:
 
 
 def _by_value(value: Any) -> Any:
-    """A copy for a state, which nobody else changes: tensors cloned, numpy's numbers as Python's, at
-    any depth."""
+    """A copy for a state, which nobody else changes: at any depth, tensors are cloned, and numpy's
+    numbers become Python's."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -2243,14 +2243,6 @@ class Server:
 # How messages travel ──────────────────────────────────────────────────────────────────────────────
 
 
-class Arrival(NamedTuple):
-    """A client, its message as the server has it (None: refused), and the bits of its code."""
-
-    client: int
-    message: Message | None
-    bits: int
-
-
 class Link:
     """How messages travel between a server and its clients in a `Compressor`.
 
@@ -2269,26 +2261,17 @@ class Link:
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
         self.channel, self.on_bad = channel, on_bad
 
-    def gather(
-        self, known: Known, chosen: list[int], send: Callable[[int], Message]
-    ) -> Iterator[Arrival]:
-        """The chosen clients' messages, in their order; `send(n)` makes client n's."""
-        for n in chosen:
-            message = send(n)
-            if self.channel is None:
-                yield Arrival(n, message, message_bits(message, known.up))
-            else:
-                yield self.accept(known, n, self.channel(n, known.to_bytes(message)))
-
-    def accept(self, known: Known, n: int, data: bytes) -> Arrival:
-        """Client n's message from bytes; one that can't be accepted is None, or an error."""
-        try:
-            message = known.from_bytes(data, n)
-        except MessageError:
-            if self.on_bad == "stop":
-                raise
-            return Arrival(n, None, 0)
-        return Arrival(n, message, message_bits(message, known.up))
+    def up(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
+        """Client n's message as the server has it (None: refused), and the bits of its code."""
+        if self.channel is not None:
+            data = self.channel(n, known.to_bytes(message))
+            try:
+                message = known.from_bytes(data, n)
+            except MessageError:
+                if self.on_bad == "stop":
+                    raise
+                return None, 0
+        return message, message_bits(message, known.up)
 
     def down(self, server: Server) -> tuple[Tensor, int]:
         """The update that all clients have, (D,), and the bits of the message that says it.
@@ -2414,14 +2397,8 @@ class Compressor:
     ) -> Tensor:  # fmt: skip
         """A round in which `checked(n)` is client n's difference: lines 9 to 16."""
         known, server, t = self.known, self.server, self.known.round
-        heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
-        asked: int | None = None
-
-        def send(n: int) -> Message:
-            nonlocal asked
-            asked = n
-            return self.clients[n].message_of(checked(n))
-
+        refused, bits_up, bytes_up = list[int](), 0, 0
+        asked: int | None = None  # the client whose message is being made
         # what a round that fails puts back: the tensors in these are replaced, not changed
         before = list[tuple[Any, dict[str, Any]]]()
         for part in (known.rule, server, server.downlink):
@@ -2431,15 +2408,16 @@ class Compressor:
         try:
             self._is_whole = False
             known.begin(dense, theta_D, mask_factor)
-            for n, message, bits in self.link.gather(known, chosen, send):
+            for n in chosen:
+                asked = n
+                message, bits = self.link.up(known, n, self.clients[n].message_of(checked(n)))
                 if message is None:
                     refused.append(n)
                     continue
                 server.add(n, message)
-                heard.append(n)
                 bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
                 del message  # of a dense round it is as large as the model
-            asked = None  # from here on no client is named
+            asked, heard = None, tuple(server.heard)
             update_D, bits_down = self.link.down(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
             server.drop()
@@ -2450,23 +2428,34 @@ class Compressor:
             if is_closing:
                 error.add_note(f"round {t}: its end was interrupted; {_WAY_ON}")
                 raise
-            error.add_note(self._unheard(asked, t, error))
-            server.drop()
-            for part, attributes in before:
-                part.__dict__ = attributes
-            known.lose(t)
-            if isinstance(error, ClientError):
-                error.happened_in(t)
-                sender = (self.clients | {SERVER: server.downlink}).get(error.client)
-                if isinstance(error, NotFiniteError) and sender is not None:
-                    sender.forget_overflow()
-            self._is_whole = True
+            self._put_back(before, t, asked, error)
             raise
         average_up = -(-bits_up // len(heard))
-        who = tuple(heard), tuple(refused)
-        self.traffic = Traffic(average_up, bits_down, bytes_up, bytes_of(bits_down), *who)
+        sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
+        self.traffic = Traffic(*sizes, heard, tuple(refused))
         self._is_whole = True
         return update_D
+
+    def _put_back(
+        self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
+        error: BaseException,
+    ) -> None:  # fmt: skip
+        """After an error in round t, in which nobody was heard then: all is as it was `before`, but
+        that clients' errors hold what they meant to send."""
+        is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
+        who = "" if is_named else f"client {asked}, "
+        lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
+        error.add_note(f"{who}round {t}: nobody was heard in it{lost}")
+        self.server.drop()
+        for part, attributes in before:
+            part.__dict__ = attributes
+        self.known.lose(t)
+        if isinstance(error, ClientError):
+            error.happened_in(t)
+            sender = (self.clients | {SERVER: self.server.downlink}).get(error.client)
+            if isinstance(error, NotFiniteError) and sender is not None:
+                sender.forget_overflow()
+        self._is_whole = True
 
     def _check_usable(self, begins: bool = False) -> None:
         """ValueError inside a round or after one whose end was interrupted and, where a round
@@ -2477,13 +2466,6 @@ class Compressor:
         if begins and self.known.status != CLOSED:
             got = f"round {self.known.round} is {self.known.status}"
             raise ValueError(f"Compressor: {got}, allowed: after Known.observe, or Known.lose")
-
-    def _unheard(self, asked: int | None, t: int, error: BaseException) -> str:
-        """What a failed round means; a ClientError names its client itself."""
-        is_named = asked is None or isinstance(error, ClientError)
-        who = "" if is_named else f"client {asked}, "
-        lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
-        return f"{who}round {t}: nobody was heard in it{lost}"
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""

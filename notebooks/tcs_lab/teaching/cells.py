@@ -7,7 +7,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any
 
@@ -48,16 +48,17 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
 class Listening(tcs.Link):
     """Keeps the clients' messages of a round."""
 
-    messages: list[tcs.Message]
+    def __init__(self, channel: Callable[[int, bytes], bytes] | None = None):
+        super().__init__(channel)
+        self.round, self.messages = -1, list[tcs.Message]()
 
-    def gather(
-        self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
-    ) -> Iterator[tcs.Arrival]:
-        self.messages = []
-        for arrival in super().gather(known, chosen, send):
-            if arrival.message is not None:
-                self.messages.append(arrival.message)
-            yield arrival
+    def up(self, known: tcs.Known, n: int, message: tcs.Message) -> tuple[tcs.Message | None, int]:
+        if known.round != self.round:
+            self.round, self.messages = known.round, []
+        arrived, bits = super().up(known, n, message)
+        if arrived is not None:
+            self.messages.append(arrived)
+        return arrived, bits
 
 
 def show_code(*things: Any) -> None:
