@@ -155,13 +155,6 @@ def _check_whole(key: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def _check_share(key: str, value: Any) -> None:
-    if value is None:
-        return
-    if type(value) not in (int, float) or not 1e-12 <= value <= 1:
-        _refuse(key, value, "a share from 1e-12 to 1, or null")
-
-
 def _check_bits(key: str, value: Any) -> None:
     if type(value) is not int or not (1 <= value <= 16 or value == 32):
         _refuse(key, value, "1 to 16, or 32 for float32")
@@ -323,8 +316,11 @@ class Scheme:
         object.__setattr__(self, "momentum", float(self.momentum))
         for key in _SHARES:
             share = getattr(self, key)
-            _check_share(key, share)
-            object.__setattr__(self, key, None if share is None else float(share))
+            if share is None:
+                continue
+            if type(share) not in (int, float) or not 1e-12 <= share <= 1:
+                _refuse(key, share, "a share from 1e-12 to 1, or null")
+            object.__setattr__(self, key, float(share))
         if self.phi_global is None and self.phi_local is None:
             raise ValueError(f"{self.name}: phi_global and phi_local are null: nothing is sent")
 
@@ -1403,12 +1399,17 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
 
 
 # ══ 6. Alg. 2: which entries travel, what all know, a client, the server ══════════════════════════
-#    A round of sides that have a `Known` each, in processes of their own: `begin` on all of them;
-#    client.send -> server.add for every client; server.finish gives the update and the reply;
-#    server.known.observe(update), and client.receive(reply), which ends the round there.
-#    In one process, all sides share one `Known`, and `Compressor` plays the whole round.
-#    Read `Known`, `Client` and `Server` first. The mask rules stand before them; links, and N
-#    clients in one process, behind them.
+#    The path of one message, and who is asked on it:
+#      1. known.begin(): the rule says which mask all sides share in this round.
+#      2. client.send(delta): lines 9 to 12; the rule chooses the client's own mask (line 10).
+#      3. server.add(n, message) looks at the message and adds it to the sum.
+#      4. server.finish() gives the average and the reply that says it: lines 15 and 16.
+#      5. client.receive(reply), where a client has a `Known` of its own, ends the round there. Line
+#         13, `arrived`, takes out of its errors what it has sent.
+#      6. known.observe(update), at the server: the rule takes the next round's mask from it.
+#    In between, `Known.to_bytes` and `from_bytes` make bytes of a message and read them.
+#    In one process all sides share one `Known`. There `Compressor` plays the whole round, and calls
+#    `arrived` itself. A `Link` says how messages travel, and what they weigh.
 
 
 class MaskRule:
@@ -2491,11 +2492,6 @@ class Compressor:
         for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
             client.errors_D = errors_D
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
-        self.__dict__ |= state
-        self.keep_errors_in(self.errors_ND)
-
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
         self._check_usable()
@@ -2534,6 +2530,11 @@ class Compressor:
             client.load_state_dict(own_state)
         self.server.load_state_dict(state["server"])
         self._is_whole = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.keep_errors_in(self.errors_ND)
 
 
 _WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
@@ -2913,11 +2914,6 @@ class LocalTrainer:
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
-        self.__dict__ |= state
-        self.make_views()
-
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
         """These clients' differences of round t will be asked for, in this order. Here each is made
         when it is asked for."""
@@ -3086,6 +3082,11 @@ class LocalTrainer:
             parts = left_S.to(self.flat.device).split(self.flat.norm_sizes)
             torch._foreach_copy_(buffers, list(parts))
         self.left_S = self.flat.statistics()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.make_views()
 
 
 # Of parameters and modules, in lists: their version, gradient, mode.
