@@ -2659,8 +2659,7 @@ class Federation:
         federation then refuses every call until a state is loaded.
         """
         chosen = self.compressor.checked_clients(clients)
-        self._check_not_shown("round")
-        self._check_not_interrupted("round")
+        self._check_usable("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
@@ -2732,15 +2731,15 @@ class Federation:
             _descend(theta_D, self.momentum_D, eta, out=theta_D)  # Alg. 3, line 8
         self.trainer.put_theta()
 
-    def _check_not_interrupted(self, what: str) -> None:
+    def _check_usable(self, what: str, shown: bool = False) -> None:
+        """ValueError after an interrupted round and, but for what may be `shown`, inside of
+        `evaluated`."""
         if not self.is_whole:
             got = f"{what}: got called after round {self.t - 1} was interrupted while theta moved"
             raise ValueError(
                 f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
             )
-
-    def _check_not_shown(self, what: str) -> None:
-        if self._is_shown:
+        if self._is_shown and not shown:
             raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
 
     # Evaluation.
@@ -2753,7 +2752,7 @@ class Federation:
         statistics are put back. (A process with some of the clients has only their statistics.)
         Inside, `round` and `load_state_dict` raise ValueError.
         """
-        self._check_not_interrupted("evaluated")
+        self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
@@ -2779,7 +2778,7 @@ class Federation:
         """By value, all that a resumed run needs, the feed's place and optimizers too, and what
         the owner has changed in the module since the last round. Not in it: what a module's own
         `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
-        self._check_not_interrupted("state_dict")
+        self._check_usable("state_dict", shown=True)
         self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
         server = self.server_optimizer
         state = self._tensors() | {
@@ -2806,7 +2805,8 @@ class Federation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
         that of another scheme, seed or model."""
-        self._check_not_shown("load_state_dict")
+        if self._is_shown:
+            raise ValueError("load_state_dict: got called inside `evaluated`, allowed: after it")
         self.flat.check_unchanged()
         made = self._check_state(state)
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
@@ -2978,8 +2978,11 @@ class LocalTrainer:
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
         """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
         self.flat.lend(self.statistics_views[n])
-        if isinstance(t, int):
-            _reseed(random_seed(self.seed, t, n), self.flat.device)
+        if isinstance(t, int):  # what this client draws from here on
+            seed = random_seed(self.seed, t, n)
+            torch.default_generator.manual_seed(seed)
+            if self.flat.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
         for tau in range(self.scheme.local_steps):
             versions = list(map(_VERSION, self.flat.parameters))
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
@@ -3431,13 +3434,6 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
     for module, mode in zip(modules, modes, strict=True):
         if module.training != mode:
             module.training = mode
-
-
-def _reseed(seed: int, device: torch.device) -> None:
-    """Random numbers of torch from here on, on the CPU and the device."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def _check_optimizers(

@@ -48,7 +48,6 @@ def play(name, loss=tcs.cross_entropy):
 
 def leave_random_numbers(monkeypatch):
     """Only a device that is there has a random state, and a fake tensor holds none."""
-    monkeypatch.setattr(tcs, "_reseed", lambda *_: None)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
 
 
