@@ -2139,7 +2139,6 @@ class Server:
         self.heard: list[int] = []  # whose messages are in the sum
         self.senders: set[int] | None = None  # `Known.senders` of the round of these messages
         self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
-        self.total = 0.0  # their weights
         self.average_D: Tensor | None = None  # once it was taken
 
     def add(self, number: int, message: Message) -> None:
@@ -2162,7 +2161,6 @@ class Server:
         weight = 1.0 if weights is None else weights[number]
         message.add_to_(self.sum_D, known.shared_K, weight)
         self.heard.append(number)
-        self.total += weight
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
@@ -2173,7 +2171,9 @@ class Server:
             way = "allowed: finish after add"
             raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
-            update_D = self.sum_D.div_(self.total)  # line 15
+            shares = self.weights
+            total = len(self.heard) if shares is None else sum(shares[n] for n in self.heard)
+            update_D = self.sum_D.div_(total)  # line 15
             self.average_D = known.finite_part(update_D, SERVER)
             known.status = AVERAGED
         return self.average_D
@@ -2209,7 +2209,7 @@ class Server:
         """Forgets what came: the round is over, or failed."""
         if self.heard:
             self.explored_D.zero_()
-        self.heard, self.total, self.average_D, self.senders = [], 0.0, None, None
+        self.heard, self.average_D, self.senders = [], None, None
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:

@@ -78,6 +78,23 @@ def test_what_only_a_variant_can_do_is_refused_where_none_is_registered(monkeypa
         tcs.Scheme.named("rand-K", shared_from="weights")
 
 
+def test_a_source_of_the_shared_mask_of_ones_own(monkeypatch):
+    """What is registered can be asked for; what is not is refused, and the error lists it."""
+
+    class FirstEntries(tcs.TCS):
+        def shared_mask(self):
+            return torch.arange(self.k_global)
+
+    with pytest.raises(ValueError, match=r"^shared_from: got 'first' .*allowed: update, stale"):
+        tcs.Scheme.named("TCS", shared_from="first")
+    monkeypatch.setitem(tcs.SHARED_FROM, "first", FirstEntries)
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS", shared_from="first"), [300], 1)
+    compressor.step(torch.ones(1, 300))
+    assert compressor.known.shared_K.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"^shared_from: got 'last' .*allowed: .*, first$"):
+        tcs.Scheme.named("TCS", shared_from="last")
+
+
 @pytest.mark.parametrize("name", sorted(tcs._SUCCESSORS))
 def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
     with pytest.raises(AttributeError, match=f"^tcs_core.{name} is gone, allowed: "):
