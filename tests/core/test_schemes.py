@@ -1,6 +1,7 @@
 """Schemes by name, and what their suffixes mean."""
 
 import pytest
+import torch
 
 import tcs_core as tcs
 
