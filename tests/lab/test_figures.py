@@ -152,7 +152,7 @@ def test_a_scheme_has_one_look_and_no_other_has_it():
 
 def test_text_can_be_read_on_white():
     """By WCAG 2: black has 21, white 1, and text needs 4.5."""
-    figures = lab.figures
+    figures = lab.tables.figures
     assert figures.contrast("#000000") == pytest.approx(21)
     assert figures.contrast("#FFFFFF") == pytest.approx(1)
     colours = {look[0] for look in figures._DRAWN.values()} | set(lab.COLOURS)
