@@ -405,9 +405,12 @@ print(f"the runs themselves, on one machine: {took}")
 # loss at equal steps, the selection, and memory. The errors are one copy of the gradients; the peaks above are
 # higher by up to 13 copies in the small net, by 3.5 in the large one. Where bytes cost nothing, as on one machine, there is nothing to gain.
 #
-# The federation of the other notebooks runs on real processes too: `uv run torchrun --nproc-per-node 4 -m
-# tcs_lab run …` gives the same records: bit for bit if one process lets its clients take turns, too (`--set side_by_side=false`; large
-# nets always do), else to rounding. Next: [13_evidence](13_evidence.ipynb), what of the
+# A federation runs on real processes too. In `notebooks/examples/federation.py` every process is a client and the server, and
+# nothing but encoded messages passes between them:
+#
+#     uv run torchrun --nproc-per-node 4 notebooks/examples/federation.py 50
+#
+# Next: [13_evidence](13_evidence.ipynb), what of the
 # paper holds.
 
 # %%

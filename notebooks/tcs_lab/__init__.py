@@ -39,7 +39,6 @@ __getattr__, __dir__ = lazily(
         "training.configuration": "RUN_KEYS RunConfig Seed digest_of",
         "training.training": "Training load_data outcomes",
         "training.watching": "UpdateWatch",
-        "training.ranks": "joined_ranks",
         "runs.parameters": (
             "PARAMETERS check_notebook_params given_notebook_params notebook_params plan "
             "read_params"

@@ -172,7 +172,7 @@ def documented(_, folder):
 
 
 def test_the_docstrings_example_runs_as_printed(tmp_path):
-    for (failed, attempted), said in start(2, tmp_path, documented, timeout=None):
+    for (failed, attempted), said in start(2, tmp_path, documented, joined=False):
         assert failed == 0 and attempted >= 9, said
 
 

@@ -22,6 +22,5 @@ __getattr__, __dir__ = lazily(
         "checkpoints": "checkpoint_path epochs_kept",
         "progress": "Progress followed",
         "deadline": "Deadline",
-        "twins": "check_twin",
     },
 )

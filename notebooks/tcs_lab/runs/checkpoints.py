@@ -1,5 +1,4 @@
-"""Checkpoints: where a run stopped, in the cache folder until it ends; one file whatever the number
-of ranks."""
+"""Checkpoints: where a run stopped, in the cache folder until it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from tcs_lab.runs.records import Rows
 from tcs_lab.support.errors import cut, one_line, validated
 from tcs_lab.support.files import cache_folder, write_whole
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.ranks import RankError
 from tcs_lab.training.training import Row, Training
 
 # To be raised by hand whenever a training that goes on from an older checkpoint would not end in
@@ -39,9 +37,8 @@ def save_checkpoint(
 ) -> None:
     """`ways` are those in which the rows were made."""
     state = _made_for(config, training) | {"rows": json.dumps(rows), "ways": json.dumps(ways)}
-    state["training"] = training.ranks.merged(training.state_dict())
-    path = checkpoint_path(config)
-    training.ranks.first(lambda: write_whole(path, lambda file: _torch_save(state, file)))
+    state["training"] = training.state_dict()
+    write_whole(checkpoint_path(config), lambda file: _torch_save(state, file))
 
 
 def _torch_save(state: dict[str, Any], file: Any) -> None:
@@ -61,16 +58,15 @@ def load_checkpoint(
     A checkpoint that is there but not for this run is not used, and stderr says why.
     Raises ValueError for one that is damaged.
     """
-    path, ranks, state = checkpoint_path(config), training.ranks, dict[str, Any]()
+    path = checkpoint_path(config)
     try:
-        rows, ways = ranks.first(lambda: _read_checkpoint(config, training, state))
+        rows, ways, state = _read_checkpoint(config, training)
         if rows:
-            whole, clients = state.get("training", {}), config.client_count  # rank 0's
-            training.load_state_dict(ranks.split(whole, clients, training.device))
+            training.load_state_dict(state)
         if sum(row["rounds"] for row in rows) != training.compressor.known.round:
             raise ValueError("rows and state are of different rounds")
         return rows, ways
-    except (RankError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(
@@ -79,26 +75,26 @@ def load_checkpoint(
 
 
 def _read_checkpoint(
-    config: RunConfig, training: Training, state: dict[str, Any]
-) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Rows and ways of a checkpoint that this run can go on from, if any; fills `state`."""
+    config: RunConfig, training: Training
+) -> tuple[list[Row], list[dict[str, Any]], dict[str, Any]]:
+    """Rows, ways and state of a checkpoint that this run can go on from, or three times nothing."""
     path = checkpoint_path(config)
     if not path.exists():
-        return [], []
+        return [], [], {}
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():  # torch.load does not look at the checksums
             raise ValueError(f"{damaged} is not what was written")
-    state.update(torch.load(path, map_location=training.device, weights_only=True))
+    state = torch.load(path, map_location=training.device, weights_only=True)
     for what, wanted in _made_for(config, training).items():
         if (found := state.get(what)) != wanted:
             why = f"its {what} is {found!r}, this run's {wanted!r}"
             print(f"{path}: checkpoint not used, {why}", file=sys.stderr, flush=True)
-            return [], []
+            return [], [], {}
     rows = json.loads(state["rows"])
     validated(Rows, rows, "its rows")
     if not rows:
         raise ValueError("it has no rows")
-    return rows, json.loads(state["ways"])
+    return rows, json.loads(state["ways"]), state["training"]
 
 
 def epochs_kept(config: RunConfig) -> int:

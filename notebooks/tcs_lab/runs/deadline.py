@@ -28,7 +28,6 @@ from tcs_lab.runs.runs import _check_folder, _end_with_parent, _interrupts_held,
 from tcs_lab.support.errors import cut, one_line
 from tcs_lab.support.files import write_whole
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.ranks import Ranks
 from tcs_lab.training.training import Row
 
 _POLL_SECONDS = 0.1  # how often it looks whether a run has ended
@@ -263,7 +262,7 @@ def _made_here(config: RunConfig, results: str | Path | None, told: Path, parent
             file.write(json.dumps([config.digest, row]) + "\n")
 
     try:
-        _run(config, results, tell, Ranks())
+        _run(config, results, tell)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         name = f"{config.scheme.name}, seed {config.seed}"
         sys.exit(f"error: {name}: {cut(one_line(error))}")

@@ -13,9 +13,7 @@ import yaml
 from pydantic import Field
 
 from tcs_core import Scheme
-from tcs_lab.runs.twins import check_twin
 from tcs_lab.support.errors import cut, one_line, reject_unknown, short_errors
-from tcs_lab.support.places import ROOT
 from tcs_lab.training.configuration import (
     RUN_CHECKS,
     RUN_KEYS,
@@ -104,12 +102,9 @@ def check_notebook_params(namespace: dict[str, Any]) -> None:
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """What papermill assigned, and what the cell before it did: the notebook's own parameters.
-
-    ValueError if the notebook that runs is older than its .py."""
+    """What papermill assigned, and what the cell before it did: the notebook's own parameters."""
     injected, own = set[str](), set[str]()
     run = namespace.get("In", [])
-    check_twin([c for c in run[1:] if not c.startswith("# Parameters\n")], ROOT / "notebooks")
     for before, cell in itertools.pairwise(["", *run]):
         if cell.startswith("# Parameters\n"):
             injected, own = injected | _assigned(cell), own | _assigned(before)

@@ -47,7 +47,7 @@ def made_record(
     ways: list[dict[str, Any]], status: str, reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of a run that ended; its rows were made in these `ways` (see `rounding`)."""
-    made = provenance(config, training.ranks.size)
+    made = provenance(config)
     made |= {"dataset": data.label, "fingerprint": data.fingerprint}
     if len(ways) > 1:
         made |= {"repeats": _REPEATS["mixed"], "ways": ways}
@@ -81,17 +81,16 @@ _REPEATS = {
 }
 
 
-def rounding(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
+def rounding(config: RunConfig) -> dict[str, Any]:
     """What decides how sums are rounded, beside the code."""
     device, one_core = config.torch_device, goes_a_client_a_thread(config)
-    in_one = ranks == 1 and not config.wire
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         **({} if one_core else _threads(config)),
-        "graph": in_one and goes_static(config, Link()),
-        "side_by_side": goes_side_by_side(config) and ranks == 1,
+        "graph": not config.wire and goes_static(config, Link()),
+        "side_by_side": goes_side_by_side(config),
         "client_threads": one_core,
         "compiled": goes_compiled(config),
     }
@@ -101,7 +100,7 @@ def _threads(config: RunConfig) -> dict[str, int]:
     return {"threads": config.threads or torch.get_num_threads()}
 
 
-def provenance(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
+def provenance(config: RunConfig) -> dict[str, Any]:
     """Which code, on which machine, when."""
     return {
         "core_sha256": _CORE_SHA256,
@@ -109,8 +108,7 @@ def provenance(config: RunConfig, ranks: int = 1) -> dict[str, Any]:
         **git_state(),
         "python": platform.python_version(),
         **_threads(config),
-        **rounding(config, ranks),
-        "ranks": ranks,
+        **rounding(config),
         "repeats": _REPEATS["compiled" if goes_compiled(config) else config.torch_device.type],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -272,7 +270,7 @@ def _refuse_constant(name: str) -> None:
 # What a record must be ────────────────────────────────────────────────────────────────────────────
 
 Count = Annotated[int, Field(strict=True, ge=0)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 class _Row(BaseModel):
@@ -283,8 +281,8 @@ class _Row(BaseModel):
     bits_down: Count
     bytes_up: Count
     bytes_down: Count
-    accuracy: Share
-    mask_overlap: Share | None = None
+    accuracy: Fraction
+    mask_overlap: Fraction | None = None
 
 
 def _in_order(rows: list[_Row]) -> list[_Row]:

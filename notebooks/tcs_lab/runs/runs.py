@@ -40,7 +40,6 @@ from tcs_lab.runs.records import (
 from tcs_lab.support.files import alone, say_waiting, write_json
 from tcs_lab.tasks.images import _user_path
 from tcs_lab.training.configuration import RunConfig, from_outside
-from tcs_lab.training.ranks import Ranks
 from tcs_lab.training.training import Data, Row, Training, load_data
 
 OnEpoch = Callable[[Row], None] | None
@@ -48,43 +47,39 @@ _POLL_SECONDS = 0.2  # how often a waiting process looks again
 
 
 def run(
-    config: RunConfig, results: str | Path | None = None, on_epoch: OnEpoch = None,
-    ranks: Ranks | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    config: RunConfig, results: str | Path | None = None, on_epoch: OnEpoch = None
+) -> dict[str, Any]:
     """Train one configuration and return its record; a record or checkpoint that exists is used.
 
     `results` is the results folder (default: the project's). `on_epoch` is called with every row
     as it is made. An update that is not finite ends the run: its record has status "diverged", says
     at which client and round, and holds the epochs before. If another process makes the same run,
-    this one waits for it (and says so on stderr) and takes its record. With several `ranks`
-    (`joined_ranks`) all of them call this; rank 0 writes, all return the record.
+    this one waits for it (and says so on stderr) and takes its record.
     Raises ValueError or FileNotFoundError for data or files that can't be used.
     """
-    ranks, said = ranks or Ranks(), False
-    while (record := _run(config, results, on_epoch, ranks)) is None:
-        if not said and ranks.rank == 0:
+    said = False
+    while (record := _run(config, results, on_epoch)) is None:
+        if not said:
             say_waiting(config.record_name.removesuffix(".json"))
         said = True
-        time.sleep(_POLL_SECONDS)  # of several ranks none may wait alone
+        time.sleep(_POLL_SECONDS)
     return record
 
 
-def _run(
-    config: RunConfig, results: str | Path | None, on_epoch: OnEpoch, ranks: Ranks
-) -> dict[str, Any] | None:
+def _run(config: RunConfig, results: str | Path | None, on_epoch: OnEpoch) -> dict[str, Any] | None:
     """`run`, but None at once if another process makes it."""
     path = record_path(config, results)
     with contextlib.ExitStack() as until:
-        lock = alone(checkpoint_path(config))
-        if not ranks.first(lambda: path.exists() or until.enter_context(lock)):
+        if not path.exists() and not until.enter_context(alone(checkpoint_path(config))):
             return None
-        if ranks.first(path.exists):  # perhaps made a moment ago
-            return ranks.first(lambda: _reused(path, config))
-        ranks.first(lambda: _check_folder(path.parent))
-        data = ranks.in_turn(lambda: load_data(config))
+        if path.exists():  # perhaps made a moment ago
+            return _reused(path, config)
+        _check_folder(path.parent)
+        data = load_data(config)
         with _arithmetic(config.threads), _memory_kept():
-            record = _train(config, data, on_epoch, ranks)
-        ranks.first(lambda: _keep_record(path, record, config))
+            record = _train(config, data, on_epoch)
+        write_json(path, record)
+        checkpoint_path(config).unlink(missing_ok=True)
         return record
 
 
@@ -109,16 +104,11 @@ def _check_folder(path: Path) -> None:
         raise ValueError(f"results: got {there}, allowed: a folder that can be written")
 
 
-def _keep_record(path: Path, record: dict[str, Any], config: RunConfig) -> None:
-    write_json(path, record)
-    checkpoint_path(config).unlink(missing_ok=True)
-
-
-def _train(config: RunConfig, data: Data, on_epoch: OnEpoch, ranks: Ranks) -> dict[str, Any]:
+def _train(config: RunConfig, data: Data, on_epoch: OnEpoch) -> dict[str, Any]:
     git_state()  # now: the code may be edited while this runs
-    training = ranks.together(lambda: Training(config, data, ranks))
+    training = Training(config, data)
     rows, ways = load_checkpoint(config, training)
-    ways += [way for way in [rounding(config, ranks.size)] if way not in ways]
+    ways += [way for way in [rounding(config)] if way not in ways]
     reason, pace = None, Pace()
     for epoch in range(len(rows), config.epochs):
         start = time.perf_counter()
@@ -133,7 +123,7 @@ def _train(config: RunConfig, data: Data, on_epoch: OnEpoch, ranks: Ranks) -> di
         rows.append(row | {"seconds": round(time.perf_counter() - start, 3)})
         if on_epoch:
             on_epoch(rows[-1])
-        if epoch + 1 < config.epochs and ranks.first(pace.due):
+        if epoch + 1 < config.epochs and pace.due():
             with pace:
                 save_checkpoint(config, training, rows, ways)
     status = "diverged" if reason else "finished"
@@ -190,7 +180,7 @@ def _memory_kept() -> Iterator[None]:
 
 def run_all(
     configs: Iterable[RunConfig], results: str | Path | None = None, jobs: int = 1,
-    progress: bool = True, ranks: Ranks | None = None,
+    progress: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every configuration's record, in order; made once where it is asked for twice.
 
@@ -199,32 +189,28 @@ def run_all(
     folder. (Rules that were registered elsewhere than in core and lab run in this process.) A run that a process
     started elsewhere is making comes last, and its record is taken. The first run that fails ends
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
-    left. With several `ranks` all walk the list together, whatever `jobs` says.
+    left.
     """
     checked("jobs", jobs)
-    configs, ranks = list(configs), ranks or Ranks()
-    if jobs == 1 and ranks.size == 1:
+    configs = list(configs)
+    if jobs == 1:
         backend, asked = get_active_backend()  # under parallel_config
         jobs = asked or backend.default_n_jobs  # without it: 1
     wanted = {record_path(c, results): c for c in configs}
-    missing = ranks.first(lambda: [not path.exists() for path in wanted])
-    todo = [c for c, new in zip(wanted.values(), missing, strict=True) if new]
+    todo = [c for path, c in wanted.items() if not path.exists()]
     if todo:  # before hours of work: are those that are there of other data?
-        there = {path: c for path, c in wanted.items() if c not in todo}
-        ranks.first(lambda: _records_of(there))
-    with Progress(todo, enabled=progress and not ranks.rank) as bar:
+        _records_of({path: c for path, c in wanted.items() if c not in todo})
+    with Progress(todo, enabled=progress) as bar:
         for wait in (False, True):
-            several = jobs != 1 and ranks.size == 1
             # what was registered in a notebook, a worker does not know
-            apart = [c for c in todo if several and not from_outside(c.scheme)]
+            apart = [c for c in todo if jobs != 1 and not from_outside(c.scheme)]
             here = [c for c in todo if c not in apart]
             for config in [
                 *_run_apart(apart, results, jobs, wait, bar),
-                *_run_here(here, results, wait, bar, ranks),
+                *_run_here(here, results, wait, bar),
             ]:
                 todo.remove(config)
-    records = ranks.first(lambda: _records_of(wanted))
-    done = dict(zip(wanted, records, strict=True))
+    done = dict(zip(wanted, _records_of(wanted), strict=True))
     return [done[record_path(c, results)] for c in configs]
 
 
@@ -247,7 +233,7 @@ def run_queue(
             made = False
             for config in missing:
                 on_epoch = partial(bar.epoch, config.digest)
-                if made := _run(config, results, on_epoch, Ranks()) is not None:
+                if made := _run(config, results, on_epoch) is not None:
                     bar.ended(config.digest)
                     break
             if not made:  # all of them are being made: to look at a plan takes a moment
@@ -268,14 +254,14 @@ def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:
 
 
 def _run_here(
-    configs: list[RunConfig], results: str | Path | None, wait: bool, bar: Progress, ranks: Ranks
+    configs: list[RunConfig], results: str | Path | None, wait: bool, bar: Progress
 ) -> list[RunConfig]:
     """The runs in this process, one by one, but for those that another process is making, unless
     told to `wait`; those that were made."""
     made = []
     for config in configs:
         make = run if wait else _run
-        if make(config, results, partial(bar.epoch, config.digest), ranks):
+        if make(config, results, partial(bar.epoch, config.digest)):
             bar.ended(config.digest)
             made.append(config)
     return made
@@ -325,7 +311,7 @@ def _work(
     if current_process().name.startswith("LokyProcess"):
         _end_with_parent(parent)
     with _ONE_RUN:
-        record = (run if wait else _run)(config, results, tell, Ranks())
+        record = (run if wait else _run)(config, results, tell)
     return config.digest if record else None
 
 

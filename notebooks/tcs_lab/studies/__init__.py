@@ -20,6 +20,5 @@ __getattr__, __dir__ = lazily(
         "links": "",
         "ddp_example": "",
         "flower": "",
-        "on_paper": "",
     },
 )

@@ -47,13 +47,13 @@ class Stand(NamedTuple):
     checksum: int
 
 
-def packed(state: dict[str, Any]) -> bytes:
+def state_to_bytes(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
+def state_from_bytes(data: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
@@ -140,7 +140,7 @@ class Node(Half):
             if heard:
                 self.client.arrived()
             self.theta_D = torch.frombuffer(bytearray(order["theta"]), dtype=torch.float32)
-            self.known.load_state_dict(unpacked(order["known"]))
+            self.known.load_state_dict(state_from_bytes(order["known"]))
         elif "reply" in order:
             if self.known.phase == tcs.CLOSED:  # this object was made after the message was sent
                 self.known.begin(order["reply_dense"], self.theta_D)
@@ -206,7 +206,7 @@ class Rounds(Half):
             order |= {"reply": self.reply, "reply_dense": self.reply_dense}
         elif stand != self.here:
             theta = self.theta_D.numpy().tobytes()
-            order |= {"theta": theta, "known": packed(self.known.state_dict())}
+            order |= {"theta": theta, "known": state_to_bytes(self.known.state_dict())}
         return order
 
     def take(self, node: int, answer: Mapping[str, Any]) -> None:

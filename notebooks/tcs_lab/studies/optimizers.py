@@ -202,7 +202,7 @@ def folder_of(results: Path | None = None) -> Path:
     return results_folder("hook", results) / "optimizers"
 
 
-def recorded(path: Path, plan: dict[str, Any], **run: Any) -> dict[str, Any] | None:
+def read_run(path: Path, plan: dict[str, Any], **run: Any) -> dict[str, Any] | None:
     """A run's record; None if it is not made yet. ValueError if it is another plan's, or has
     another value of what is known of the run."""
     if not path.exists():
@@ -219,7 +219,7 @@ def made(
 ) -> dict[str, Any]:
     """A run's record, made if it is not there: test losses on the way, None once it diverged."""
     shares = plan["schemes"][cell.scheme]
-    record = recorded(path, plan, shares=shares, rate=rate, steps=steps)
+    record = read_run(path, plan, shares=shares, rate=rate, steps=steps)
     if record is not None:
         return record
     windows, losses, begun = Windows(plan, seed), list[list[Any]](), time.perf_counter()
@@ -315,7 +315,7 @@ class Judged:
         for cell, seed, path in runs(plan, results):
             self.planned += 1
             shares, steps = plan["schemes"][cell.scheme], plan["dense_steps"] + plan["sparse_steps"]
-            if (record := recorded(path, plan, shares=shares, steps=steps)) is not None:
+            if (record := read_run(path, plan, shares=shares, steps=steps)) is not None:
                 self.records[cell, seed] = record
         losses = {run: final_loss(record) for run, record in self.records.items()}
         self.diverged = {str(cell) for (cell, _), loss in losses.items() if loss == math.inf}

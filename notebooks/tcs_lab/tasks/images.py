@@ -528,12 +528,6 @@ class Batches:
         numbers = torch.tensor(colours, dtype=torch.float32, device=device)
         return numbers.expand(data.train_images.shape[1:]).contiguous()
 
-    def keep(self, samples_NM: Tensor) -> Tensor:
-        """Drops all training samples but these; where each is from now on, (N, M) int64."""
-        places = samples_NM.reshape(-1).to(self.padded.device)
-        self.padded, self.train_labels = self.padded[places], self.train_labels[places]
-        return torch.arange(len(places)).view_as(samples_NM)
-
     def normalized(self, pixels: Tensor) -> Tensor:
         """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
         return pixels.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)

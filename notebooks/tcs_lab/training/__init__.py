@@ -22,6 +22,5 @@ __getattr__, __dir__ = lazily(
         "side_by_side": "SideBySide goes_side_by_side",
         "compiled": "goes_compiled passes",
         "cuda_graph": "DeferredLink GraphRounds goes_static",
-        "ranks": "ProcessLink RankError Ranks joined_ranks",
     },
 )

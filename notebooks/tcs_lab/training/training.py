@@ -34,7 +34,6 @@ from tcs_lab.training.client_threads import ClientThreads, goes_a_client_a_threa
 from tcs_lab.training.compiled import passes
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.cuda_graph import GraphRounds, goes_static
-from tcs_lab.training.ranks import ProcessLink, Ranks
 from tcs_lab.training.side_by_side import SideBySide, goes_side_by_side
 from tcs_lab.training.text_feed import TextFeed
 from tcs_lab.training.watching import MaskWatch, Row, UpdateWatch
@@ -65,8 +64,8 @@ class ImageFeed:
 
     weights = None  # clients have equally many samples
 
-    def __init__(self, batches: Batches, samples_NM: Tensor, config: RunConfig, own: range):
-        self.batches, self.samples_NM, self.config, self.own = batches, samples_NM, config, own
+    def __init__(self, batches: Batches, samples_NM: Tensor, config: RunConfig):
+        self.batches, self.samples_NM, self.config = batches, samples_NM, config
         self.clients, self.size = config.client_count, config.batch
         self.steps = config.scheme.local_steps
         self.rounds = samples_NM.shape[1] // self.size // self.steps  # an epoch
@@ -76,12 +75,10 @@ class ImageFeed:
         self._ahead: dict[int, tuple[Draws, dict[int, tuple[Tensor, Tensor]]]] = {}
 
     @staticmethod
-    def of(config: RunConfig, data: Dataset, ranks: Ranks, own: range) -> ImageFeed:
-        """The feed of a configuration; over several ranks each keeps its own clients' images."""
-        samples_NM = _client_samples(config, data)[own.start : own.stop]
+    def of(config: RunConfig, data: Dataset) -> ImageFeed:
+        """The feed of a configuration."""
         batches = Batches(data, config.torch_device, config.crop_padding)
-        samples_NM = batches.keep(samples_NM) if ranks.size > 1 else samples_NM
-        return ImageFeed(batches, samples_NM, config, own)
+        return ImageFeed(batches, _client_samples(config, data), config)
 
     def test_count(self, last: bool) -> int:
         """How many images are tested after an epoch; after the last one, those unused too."""
@@ -91,19 +88,19 @@ class ImageFeed:
         return self.batches.test(part)
 
     def draws(self, epoch: int) -> list[Draws]:
-        """Every own client's order of samples, crops and flips for one epoch."""
-        return [self._draws_of(row, epoch) for row in range(len(self.own))]
+        """Every client's order of samples, crops and flips for one epoch."""
+        return [self._draws_of(n, epoch) for n in range(self.clients)]
 
-    def _draws_of(self, row: int, epoch: int) -> Draws:
+    def _draws_of(self, n: int, epoch: int) -> Draws:
         """One client's: those who take no part cost nothing."""
         if epoch != self._epoch:
             self._epoch, self._draws = epoch, {}
-        if row not in self._draws:
+        if n not in self._draws:
             need = self.rounds * self.steps * self.size
-            generator = generator_for(self.config.seed, _SAMPLING, epoch, self.own[row])
-            found = Draws.of(self.samples_NM[row], need, generator, self.batches.padding)
-            self._draws[row] = found.to(self.offsets.device)
-        return self._draws[row]
+            generator = generator_for(self.config.seed, _SAMPLING, epoch, n)
+            found = Draws.of(self.samples_NM[n], need, generator, self.batches.padding)
+            self._draws[n] = found.to(self.offsets.device)
+        return self._draws[n]
 
     def hold(self, rounds: range) -> None:
         """From here on a tensor in the place of a round counts from the first of these, an epoch's.
@@ -117,12 +114,11 @@ class ImageFeed:
 
     def batch(self, n: int, round: int | Tensor, tau: int) -> tuple[Tensor, Tensor]:
         """Images (B, 3, h, w) float32 and labels (B,) of client n's local step tau."""
-        row = self.own.index(n)
         if isinstance(round, Tensor):
             first = (round * self.steps + tau) * self.size
-            return self.batches.augmented(cast(Draws, self._held)[row][first + self.offsets])
+            return self.batches.augmented(cast(Draws, self._held)[n][first + self.offsets])
         epoch, index = divmod(round, self.rounds)
-        return self._staged(row, self._draws_of(row, epoch), (index * self.steps + tau) * self.size)
+        return self._staged(n, self._draws_of(n, epoch), (index * self.steps + tau) * self.size)
 
     def together(self, round: Tensor, tau: int) -> tuple[Tensor, Tensor]:
         """All clients' batches of a static round, augmented at once: (N, B, 3, h, w) and (N, B)."""
@@ -131,42 +127,40 @@ class ImageFeed:
         images, labels = self.batches.augmented(draws.flat())
         return images.unflatten(0, draws.flips.shape), labels.view(draws.flips.shape)
 
-    def _staged(self, row: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
+    def _staged(self, n: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
         """The batch from `first` on; many of them are augmented at a time."""
-        known, found = self._ahead.get(row, (None, {}))
+        known, found = self._ahead.get(n, (None, {}))
         if known is not draws or first not in found:
             ahead = max(1, _STAGED_SAMPLES // len(self.samples_NM) // self.size) * self.size
             images, labels = self.batches.augmented(draws[first : first + ahead])
             pairs = zip(images.split(self.size), labels.split(self.size), strict=True)
             found = dict(zip(range(first, first + len(labels), self.size), pairs, strict=True))
-            self._ahead[row] = (draws, found)
+            self._ahead[n] = (draws, found)
         return found[first]
 
 
 class Training:
     """The federation that a RunConfig describes, on a data set, `epoch` by `epoch`.
 
-    Over several `ranks`, N is the number of this rank's `own` clients. With `keep_deltas`,
-    `deltas_ND` holds the last round's model differences; `link` is one of your own. Raises
-    ValueError if the data can't feed the configured clients, batches or local steps.
+    With `keep_deltas`, `deltas_ND` holds the last round's model differences; `link` is one of your
+    own. Raises ValueError if the data can't feed the configured clients, batches or local steps.
     """
 
     def __init__(
-        self, config: RunConfig, data: Data, ranks: Ranks | None = None,
-        keep_deltas: bool = False, link: Link | None = None,
-    ):  # fmt: skip
+        self, config: RunConfig, data: Data, keep_deltas: bool = False, link: Link | None = None
+    ):
         self.config, self.device, self.fingerprint = config, config.torch_device, data.fingerprint
-        self.ranks, scheme = ranks or Ranks(), config.scheme
-        self.own = self.ranks.own(config.client_count)
+        scheme = config.scheme
         self.feed: Any = (
             TextFeed(data, config, (_PARTITION, _SAMPLING))
             if isinstance(data, Text)
-            else ImageFeed.of(config, data, self.ranks, self.own)
+            else ImageFeed.of(config, data)
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
             model = _model(config, data.classes)
-        link = link or _link(config, self.ranks)
+        if link is None:
+            link = Link(unchanged, config.bad_message) if config.wire else Link()
         static = goes_static(config, link)
         self.federation = Federation(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
@@ -187,17 +181,20 @@ class Training:
         if static:
             self.graph = GraphRounds(self.federation, self.rounds_per_epoch, self.watch)
         if keep_deltas:
-            self.deltas_ND = torch.zeros(len(self.own), len(self.theta_D), device=self.device)
-            rows = dict(zip(self.own, self.deltas_ND, strict=True))
-            self.federation.on_delta = lambda n, delta_D: rows[n].copy_(delta_D)
+            shape = config.client_count, len(self.theta_D)
+            self.deltas_ND = torch.zeros(shape, device=self.device)
+            self.federation.on_delta = self._keep_delta
 
     def _kind(self, static: bool) -> type[LocalTrainer]:
         """How clients train: one after another, or several at a time."""
         if goes_a_client_a_thread(self.config):
             return ClientThreads
-        if goes_side_by_side(self.config) and self.ranks.size == 1:
+        if goes_side_by_side(self.config):
             return SideBySide
         return ClientStreams if static and goes_a_client_a_stream(self.config) else LocalTrainer
+
+    def _keep_delta(self, n: int, delta_D: Tensor) -> None:
+        self.deltas_ND[n] = delta_D
 
     # What the federation has, by the names that notebooks use.
     theta_D = property(lambda self: self.federation.theta_D)
@@ -212,7 +209,7 @@ class Training:
     @property
     def loss_sum(self) -> Tensor:
         """All local steps' losses in this epoch so far: the clients' own sums, added up."""
-        return self.ranks.rows(self.federation.losses_N).sum()
+        return self.federation.losses_N.sum()
 
     def rounds(self, epoch: int) -> Iterator[Tensor]:
         """The rounds of one epoch (counted from 0), each as the update_D (D,) that it sent to all.
@@ -269,7 +266,6 @@ class Training:
             if self.config.bad_message == "skip":  # messages left out
                 row["refused"] = row.get("refused", 0) + len(traffic.refused)
         steps = count * scheme.local_steps * self.config.participants
-        self.ranks.check_same(self.theta_D, f"theta_D after epoch {epoch + 1}")
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
         row |= {"train_loss": float(self.loss_sum) / steps}
         return row | self.watch.row()
@@ -284,20 +280,18 @@ class Training:
     @torch.no_grad()
     def evaluate(self, last: bool = False) -> Row:
         """Accuracy (0..1) and mean loss on the test samples (of a text, their characters); the
-        clients' statistics averaged. Sums are over batches, which ranks share out. After the `last`
-        epoch with `test_unused`: on the unused training images too, and "right" says which of all
-        these were right (`packed`)."""
-        average_S = self.ranks.rows(self.statistics_NS)[self.active].mean(0)
+        clients' statistics averaged. After the `last` epoch with `test_unused`: on the unused training
+        images too, and "right" says which of all these were right (`packed`)."""
+        average_S = self.statistics_NS[self.active].mean(0)
         starts = range(0, self.feed.test_count(last), _JUDGED)
-        parts = [slice(starts[i], starts[i] + _JUDGED) for i in self.ranks.own(len(starts))]
+        parts = [slice(start, start + _JUDGED) for start in starts]
         trainer = self.federation.trainer
         each = trainer.each if isinstance(trainer, ClientThreads) else map
         with self.federation.evaluated(average_S):
             found = list(each(self._judged, parts))
-        losses = self.ranks.rows(torch.tensor([f[0] for f in found], dtype=torch.float64))
-        none = torch.empty(0, dtype=torch.bool, device=self.device)  # of a rank without a part
-        right = self.ranks.rows(torch.cat([none, *(f[1] for f in found)])).cpu()
-        row = {"accuracy": int(right.sum()) / len(right), "loss": sum(losses.tolist()) / len(right)}
+        right = torch.cat([right for _, right in found]).cpu()
+        loss = sum(loss for loss, _ in found) / len(right)
+        row = {"accuracy": int(right.sum()) / len(right), "loss": loss}
         return row | ({"right": packed(right)} if last and self.config.test_unused else {})
 
     @torch.no_grad()
@@ -398,12 +392,6 @@ def _model(config: RunConfig, classes: int) -> nn.Module:
     if config.dataset == "text":
         return GPT(classes, config.width, config.context)
     return tcs_core.build_model(config.model, config.width, classes)
-
-
-def _link(config: RunConfig, ranks: Ranks) -> Link:
-    if ranks.size > 1:
-        return ProcessLink(ranks.exchange, ranks.rank, ranks.size, config.bad_message)
-    return Link(unchanged, config.bad_message) if config.wire else Link()
 
 
 def errors_in_file(compressor: Compressor) -> None:
