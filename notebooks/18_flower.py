@@ -56,7 +56,7 @@ patience = 600  # seconds that a run may take
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "5464bf")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "18_flower")
 counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.Count)
 positive = dict.fromkeys(["learning_rate", "patience"], lab.Positive)
 lab.check_values(globals(), **counts, **positive, seed=lab.Seed)

@@ -198,7 +198,7 @@ def downlink_share(found: Iterable[Record]) -> str:
 
 
 @cache
-def judged_records() -> tuple[lab.Claims, dict[str, Record]]:
+def judged_records() -> tuple[lab.evidence.claims.Claims, dict[str, Record]]:
     """The claims' file and the records that it judges."""
     return lab.planned_records(PROFILE)
 
