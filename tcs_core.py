@@ -2873,10 +2873,10 @@ class LocalTrainer:
     """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
 
     Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
-    start. Each client has a row of the norms' running statistics,
-    `statistics_NS`, a sum of its losses, `losses_N`, and an optimizer where `local_optimizer` makes
-    one. The other arguments are those of `Federation`. A class derived from this one may train
-    several clients at the same time: `begin` says which are to come.
+    start. Each client has a row of the norms' running statistics, `statistics_NS`, a sum of its
+    losses, `losses_N`, and an optimizer where `local_optimizer` makes one. The other arguments are
+    those of `Federation`. A class derived from this one may train several clients at the same time:
+    `begin` says which are to come.
     """
 
     def __init__(
