@@ -16,7 +16,7 @@ Contents, and the names that each gives
     2 masks            top_k_mask, top_k_positions, layerwise_top_k_positions (S_top)
     3 positions        encode_positions, decode_positions (Alg. 4)
     4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
-    5 messages         Message, encode_message, decode_message, bit_budget
+    5 messages         Message, encode_message, decode_message, message_bits, bit_budget
     6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, Compressor
     7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
@@ -95,9 +95,9 @@ __all__ = [  # noqa: RUF022
     "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
     "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
-    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask",
-    "random_positions", "register_quantizer", "register_scheme", "register_suffix", "resnet18",
-    "scaled_sign", "tcs_hook", "top_k_above", "top_k_mask", "top_k_positions", "unchanged",
+    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "message_bits",
+    "positions_to_mask", "random_positions", "register_quantizer", "register_scheme",
+    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above", "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # Names that are gone, and what has taken their place.
