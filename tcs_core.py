@@ -97,7 +97,8 @@ __all__ = [  # noqa: RUF022
     "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
     "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "message_bits",
     "positions_to_mask", "random_positions", "register_quantizer", "register_scheme",
-    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above", "top_k_mask", "top_k_positions", "unchanged",
+    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above",
+    "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # Names that are gone, and what has taken their place.
