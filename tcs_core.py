@@ -184,37 +184,37 @@ def check_state_version(key: str, given: Any) -> None:
         )
 
 
-def check_same_state(key: str, given: Any, own: Any) -> None:
-    """ValueError unless `given` can take the place of `own`, a state of the object that loads it.
+def check_same_state(key: str, given: Any, like: Any) -> None:
+    """ValueError unless `given` can take the place of `like`, a state of the object that loads it.
 
     Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
     all else the same type (a whole number may stand for a float). Values are not compared. `key`
     says what the state is of; the error names the place inside it, what it is and what is allowed.
     """
-    if isinstance(own, dict):
+    if isinstance(like, dict):
         if not isinstance(given, dict):
             raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-        missing, unknown = own.keys() - given.keys(), given.keys() - own.keys()
+        missing, unknown = like.keys() - given.keys(), given.keys() - like.keys()
         if missing or unknown:
             names = "is missing" if missing else "is not known"
             raise ValueError(f"{key}: {', '.join(sorted(map(str, missing or unknown)))} {names}")
-        for name, value in own.items():
+        for name, value in like.items():
             check_same_state(f"{key}: {name}", given[name], value)
-    elif isinstance(own, list | tuple):
-        if not isinstance(given, list | tuple) or len(given) != len(own):
+    elif isinstance(like, list | tuple):
+        if not isinstance(given, list | tuple) or len(given) != len(like):
             got = len(given) if isinstance(given, list | tuple) else f"a {type(given).__name__}"
-            raise ValueError(f"{key}: got {got}, allowed: {len(own)} entries")
-        for place, value in enumerate(own):
+            raise ValueError(f"{key}: got {got}, allowed: {len(like)} entries")
+        for place, value in enumerate(like):
             check_same_state(f"{key}: {place}", given[place], value)
-    elif isinstance(own, Tensor):
-        wanted = f"{tuple(own.shape)} {own.dtype}"
+    elif isinstance(like, Tensor):
+        wanted = f"{tuple(like.shape)} {like.dtype}"
         if not isinstance(given, Tensor):
             raise ValueError(f"{key}: got {shorten(given)}, allowed: a tensor {wanted}")
-        if given.shape != own.shape or given.dtype != own.dtype:
+        if given.shape != like.shape or given.dtype != like.dtype:
             got = f"{tuple(given.shape)} {given.dtype}"
             raise ValueError(f"{key}: got shape {got}, allowed: {wanted}")
-    elif type(given) is not type(own) and not (type(own) is float and type(given) is int):
-        wanted = "none" if own is None else f"a {type(own).__name__}"
+    elif type(given) is not type(like) and not (type(like) is float and type(given) is int):
+        wanted = "none" if like is None else f"a {type(like).__name__}"
         raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
 
 
@@ -238,7 +238,7 @@ def scheme_state(scheme: Scheme) -> dict[str, Any]:
     return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
 
 
-def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
+def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
     """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
     one. A field that the state lacks has its default."""
     if not isinstance(given, dict):
@@ -248,7 +248,7 @@ def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
     if unknown := given.keys() - defaults.keys():
         raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
     said = []
-    for field, allowed in dataclasses.asdict(own).items():
+    for field, allowed in dataclasses.asdict(like).items():
         got = given.get(field, defaults[field])
         if type(got) is not type(allowed) or got != allowed:
             said.append(f"{field}: got {shorten(got)}, allowed: {allowed!r}")
@@ -1494,10 +1494,10 @@ class MaskRule:
         rule that knows more of what it keeps extends this."""
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
-        own = {key: getattr(self, key) for key in kept_names(self)}
-        check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(own))
+        wanted = {key: getattr(self, key) for key in kept_names(self)}
+        check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
-            mine, numbers = own[key], (Tensor, int, float, type(None))
+            mine, numbers = wanted[key], (Tensor, int, float, type(None))
             if not isinstance(given, numbers if isinstance(mine, numbers) else type(mine)):
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
@@ -1512,8 +1512,8 @@ class MaskRule:
         self.check_state(state)
         for key, value in state.items():
             is_tensor = isinstance(value, Tensor)
-            own = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
-            setattr(self, key, own)
+            copied = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
+            setattr(self, key, copied)
 
 
 def kept_names(kept: Any) -> list[str]:
@@ -1845,13 +1845,13 @@ class Known:
         """ValueError for a state of another scheme, seed or model, of one whose parameters lie
         otherwise in memory, or one that is not whole."""
         check_state_version("state of Known", state)
-        own = self._identity()
-        check_same_state("state", dict.fromkeys(state), dict.fromkeys([*own, "round", "rule"]))
+        wanted = self._identity()
+        check_same_state("state", dict.fromkeys(state), dict.fromkeys([*wanted, "round", "rule"]))
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key in ("seed", "layer_sizes", "order"):
-            if repr(state[key]) != repr(own[key]):  # so that 1, 1.0 and True differ
+            if repr(state[key]) != repr(wanted[key]):  # so that 1, 1.0 and True differ
                 got = shorten(state[key])
-                raise ValueError(f"state: {key}: got {got}, allowed: {shorten(own[key])}")
+                raise ValueError(f"state: {key}: got {got}, allowed: {shorten(wanted[key])}")
         if type(state["round"]) is not int or state["round"] < 0:
             _refuse("state: round", state["round"], "a whole number >= 0")
         self.rule.check_state(state["rule"])
@@ -2046,9 +2046,9 @@ class Client:
         """ValueError for another client's state, for errors of another size, or one that is not
         whole."""
         check_state_version("state of Client", state)
-        own = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
+        wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
         flight = state.get("in_flight")
-        check_same_state("state", state | ({} if flight is None else {"in_flight": None}), own)
+        check_same_state("state", state | ({} if flight is None else {"in_flight": None}), wanted)
         if state["number"] != self.number:
             raise ValueError(f"state: client: got {state['number']}, allowed: {self.number}")
         if flight is None:
@@ -2226,8 +2226,8 @@ class Server:
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for a state that is not whole, or of another scheme."""
         check_state_version("state of Server", state)
-        own = dict.fromkeys(self.state_dict())
-        check_same_state("state of Server", dict.fromkeys(state), own)
+        wanted = dict.fromkeys(self.state_dict())
+        check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
             got = "none" if state["downlink"] is None else "one"
             raise ValueError(f"state of Server: downlink: got {got}, allowed: as the scheme says")
@@ -2512,8 +2512,8 @@ class Compressor:
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for the state of another scheme, seed or model, or one that is not whole."""
         check_state_version("state of Compressor", state)
-        own = dict.fromkeys(("version", "known", "clients", "server"))
-        check_same_state("state of Compressor", dict.fromkeys(state), own)
+        wanted = dict.fromkeys(("version", "known", "clients", "server"))
+        check_same_state("state of Compressor", dict.fromkeys(state), wanted)
         if not isinstance(state["clients"], list) or len(state["clients"]) != len(self.clients):
             got = len(state["clients"]) if isinstance(state["clients"], list) else "no list"
             raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
@@ -2841,8 +2841,8 @@ class Federation:
         keys = (*others, *tensors, "compressor")
         check_same_state("state", state, {key: state.get(key) for key in keys})  # all, no others
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
-        for key, own in tensors.items():
-            check_same_state(f"state: {key}", state[key], own)
+        for key, like in tensors.items():
+            check_same_state(f"state: {key}", state[key], like)
         _check_whole("state: t", state["t"], 0, 2**63 - 1)
         active = state["active"]
         known = isinstance(active, list) and all(type(n) is int for n in active)
@@ -3402,10 +3402,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
     """ValueError for a state that is of another kind of optimizer, or of other parameters."""
-    own, kind = optimizer.state_dict(), type(optimizer).__name__
+    like, kind = optimizer.state_dict(), type(optimizer).__name__
     parts: Any = saved.get("state") if isinstance(saved, dict) else None
     whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
-    if not whole or parts.keys() != own.keys():
+    if not whole or parts.keys() != like.keys():
         _refuse(key, saved, "the kind and the state of an optimizer, as state_dict gives them")
     if saved["kind"] != kind:
         raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {kind}")
@@ -3416,10 +3416,10 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             _refuse(f"{key}: group", group, "a dictionary with a list of `params`")
         sizes.append(len(group["params"]))
-    wanted = [len(group["params"]) for group in own["param_groups"]]
+    wanted = [len(group["params"]) for group in like["param_groups"]]
     if sizes != wanted:
         raise ValueError(f"{key}: got groups of {sizes} parameters, allowed: {wanted}")
-    for group, of_own in zip(groups, own["param_groups"], strict=True):
+    for group, of_own in zip(groups, like["param_groups"], strict=True):
         for name, value in of_own.items():
             kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
             if kinds and not isinstance(group.get(name), kinds):  # flags are torch's own affair
@@ -3427,8 +3427,8 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
     for place, given in entries.items():
         if place not in range(sum(wanted)) or not isinstance(given, dict):
             _refuse(f"{key}: parameter {place}", given, f"a dictionary, 0 to {sum(wanted) - 1}")
-        if place in own["state"]:
-            check_same_state(f"{key}: parameter {place}", given, own["state"][place])
+        if place in like["state"]:
+            check_same_state(f"{key}: parameter {place}", given, like["state"][place])
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
