@@ -512,8 +512,8 @@ def dequantize(codes, means):
     return [signed[code] for code in codes]
 
 
-assert lab.exercises.verdict("interval_of", interval_of) == "right"
-assert lab.exercises.verdict("dequantize", dequantize) == "right"
+assert lab.teaching.verdict("interval_of", interval_of) == "right"
+assert lab.teaching.verdict("dequantize", dequantize) == "right"
 
 # %% [markdown]
 # ## What we saw

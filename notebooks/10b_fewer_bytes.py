@@ -44,8 +44,8 @@ import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from matplotlib.ticker import LogLocator
-from tcs_lab import shorter_codes, variants
-from tcs_lab.paper_size import PaperSize
+from tcs_lab.schemes import shorter_codes, variants
+from tcs_lab.studies.paper_size import PaperSize
 
 import tcs_core as tcs
 
@@ -444,7 +444,7 @@ for axis in (ax.xaxis, top.xaxis):
 top.set_xlabel(f"seconds on a link of {links[0]:g} Mbit/s, communication only")
 ax.grid(alpha=0.25)
 ax.margins(0.12, 0.12)
-lab.figures.label_points(ax, ends)
+lab.tables.label_points(ax, ends)
 plt.show()
 
 # %% [markdown]

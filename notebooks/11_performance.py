@@ -166,7 +166,7 @@ for name, rows in (("server", server), ("clients", client)):
 
 # %% jupyter={"source_hidden": true}
 def line(i, dash=0):
-    return {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[dash], "linewidth": 1.5}
+    return {"color": lab.COLOURS[i], "linestyle": lab.tables.DASHES[dash], "linewidth": 1.5}
 
 
 figure, axes = plt.subplots(figsize=(7.6, 3.6))
@@ -229,7 +229,7 @@ print(f"{sum(case['same'] for case in cases + jumps)} of {len(cases + jumps)} id
 # behind `uv run tcs bench` at small sizes:
 
 # %%
-lab.bench.BENCHES["small"] = [
+lab.studies.BENCHES["small"] = [
     lambda b: lab.bench_step(b, step_dimension, clients),
     lambda b: lab.bench_round(b, "TCS", "resnet8", round_width, 2 * batch_size),
 ]

@@ -37,7 +37,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
-from tcs_lab import ddp_example, links, optimizers
+from tcs_lab.studies import ddp_example, links, optimizers
 
 import tcs_core as tcs
 
@@ -285,7 +285,7 @@ plt.show()
 # ## The link, measured
 #
 # Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
-# of its own, with root; `uv run python -m tcs_lab.links` measures again). All traffic, both ways, shares the rate. Nets are
+# of its own, with root; `uv run python -m tcs_lab.studies.links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, PowerSGD at the rank that sends about as many bytes as TCS at 1 %, in one
 # bucket. Seconds a step, medians of five steps or nine, of fewer where n says so (of two or four, the upper); in brackets, measured over
 # calculated. `results/hook/links.json` has the machine and its load:
@@ -340,7 +340,7 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 #
 # AdamW, autocast, accumulation, clipping, checkpoint and resume. Every rank saves a file of its own, since its errors are its own:
 #
-#     uv run torchrun --nproc-per-node 2 -m tcs_lab.ddp_example 300 checkpoints
+#     uv run torchrun --nproc-per-node 2 -m tcs_lab.studies.ddp_example 300 checkpoints
 
 # %%
 lab.show_code(ddp_example.main)

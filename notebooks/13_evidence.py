@@ -439,7 +439,7 @@ shown = pd.DataFrame({
     "Where": found["where"],
     "The paper says": found["says"],
     "Verdict": "**" + found["verdict"] + "**",
-    "Shown in": found["shown"].map(lambda places: "; ".join(map(lab.sentences.link, places)) or "–"),
+    "Shown in": found["shown"].map(lambda places: "; ".join(map(lab.evidence.link, places)) or "–"),
     "Beside it": found["because"].replace("", "–"),
 }).map(lambda text: text.replace("|", "/"))  # fmt: skip
 print(

@@ -26,7 +26,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
-from tcs_lab import links as links_of
+from tcs_lab.studies import links as links_of
 
 import tcs_core as tcs
 
@@ -236,7 +236,7 @@ names = [
     (r.scheme, r.both, r.mean, lab.curve_style(r.scheme, table["scheme"])["color"])
     for r in table.itertuples()
 ]
-lab.figures.label_points(axes, names)
+lab.tables.label_points(axes, names)
 plt.show()
 
 # %% [markdown]
@@ -246,7 +246,7 @@ plt.show()
 # new is in one file of the lab, with its sources, where it departs from them, and who was left out:
 
 # %%
-print(lab.rivals.__doc__)
+print(lab.schemes.rivals.__doc__)
 
 # %% [markdown]
 # ## The bits of one message

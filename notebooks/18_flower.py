@@ -35,8 +35,8 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
-from tcs_lab import loopback
-from tcs_lab.nodes import Half, Node, Rounds
+from tcs_lab.studies import loopback
+from tcs_lab.studies.nodes import Half, Node, Rounds
 
 import tcs_core as tcs
 

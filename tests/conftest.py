@@ -131,7 +131,7 @@ def small(monkeypatch):
     import tcs_lab as lab
 
     images = lab.synthetic_dataset(120, 40).resized(16)
-    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: images)
+    monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)
     lab.load_dataset.cache_clear()
     yield
     lab.load_dataset.cache_clear()

@@ -12,7 +12,7 @@ import tcs_lab as lab
 import torch
 import torch.distributed as dist
 from tcs_lab.__main__ import main
-from tcs_lab.loopback import free_port
+from tcs_lab.studies.loopback import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
 FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest", "hypothesis"])
@@ -21,7 +21,7 @@ FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest"
 def few_images(train=120):
     """In this process: so many synthetic images of 16 x 16 instead of 10,000."""
     images = lab.synthetic_dataset(train, 40).resized(16)
-    lab.data.synthetic_dataset = lambda: images
+    lab.tasks.images.synthetic_dataset = lambda: images
 
 
 class Ranks(NamedTuple):
@@ -86,7 +86,7 @@ def as_command(words, folder, name, disturb):
 
 def log_runs(folder, name):
     """In this process: the schemes it trains and the epochs it makes, in folder/trained, /epochs."""
-    train = lab.runs._train
+    train = lab.runs.runs._train
 
     def log(file, what):
         with (folder / file).open("a", encoding="utf-8") as lines:
@@ -100,7 +100,7 @@ def log_runs(folder, name):
         log("trained", config.scheme.name)
         return train(config, data, told)
 
-    lab.runs._train = logged
+    lab.runs.runs._train = logged
 
 
 def logged(path):

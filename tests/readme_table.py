@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import tcs_lab as lab
-from tcs_lab import links, optimizers
+from tcs_lab.studies import links, optimizers
 
 import tcs_core as tcs
 

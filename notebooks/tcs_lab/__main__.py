@@ -19,21 +19,23 @@ from typing import Any
 import pandas as pd
 import torch
 
-from tcs_lab.bench import BENCHES, USUAL, bench_table, run_benches
-from tcs_lab.checkpoints import checkpoint_path
-from tcs_lab.deadline import Deadline
-from tcs_lab.errors import cut, one_line, reject_unknown, shown
-from tcs_lab.planned import minutes_of, planned_runs, read_plan
-from tcs_lab.records import config_of, differences, read_record, record_path
-from tcs_lab.runs import run_all, run_queue
-from tcs_lab.sensitivity import (
+from tcs_lab.evidence.sensitivity import (
     read_sensitivity,
     readable_sensitivity,
     sensitivity_plan,
     sensitivity_table,
 )
-from tcs_lab.settings import ROOT, WHERE_KEYS, RunConfig, plan, read_params, read_yaml
-from tcs_lab.tables import plain_markdown, readable, summary
+from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.deadline import Deadline
+from tcs_lab.runs.parameters import plan, read_params, read_yaml
+from tcs_lab.runs.plans import minutes_of, planned_runs, read_plan
+from tcs_lab.runs.records import config_of, differences, read_record, record_path
+from tcs_lab.runs.runs import run_all, run_queue
+from tcs_lab.studies.bench import BENCHES, USUAL, bench_table, run_benches
+from tcs_lab.support.errors import cut, one_line, reject_unknown, shown
+from tcs_lab.support.places import ROOT
+from tcs_lab.tables.tables import plain_markdown, readable, summary
+from tcs_lab.training.configuration import WHERE_KEYS, RunConfig
 
 # Words ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hooked import SHARES, D, L, Recorded, flat, small_net
 from processes import start
-from tcs_lab.loopback import free_port
+from tcs_lab.studies.loopback import free_port
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 

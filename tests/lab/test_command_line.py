@@ -94,7 +94,7 @@ def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, small,
 
 def test_a_stopped_command_says_whether_it_goes_on(tmp_path, capsys, monkeypatch):
     path = next((lab.ROOT / "results/small/runs").glob("TCS-0.5-0-*.json"))
-    left = lab.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
+    left = lab.runs.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
 
     def stop(*_, **__):
         left.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def test_again_starts_from_nothing(tmp_path, capsys, monkeypatch, small):
     """Not from a checkpoint that other code may have left."""
     lab.run(config(), tmp_path)
     path = lab.record_path(config(), tmp_path)
-    left = lab.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
+    left = lab.runs.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"of other code")
     assert main(["again", str(path)]) == 0

@@ -4,8 +4,8 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import config
-from tcs_lab.data import Batches, Draws
-from tcs_lab.training import ImageFeed
+from tcs_lab.tasks.images import Batches, Draws
+from tcs_lab.training.training import ImageFeed
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 

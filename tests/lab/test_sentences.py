@@ -4,7 +4,7 @@ import nbformat
 import pandas as pd
 import pytest
 import tcs_lab as lab
-from tcs_lab.sentences import EVIDENCE, beside, link, printed, read_sentences, together
+from tcs_lab.evidence.sentences import EVIDENCE, beside, link, printed, read_sentences, together
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 SENTENCES = read_sentences(lab.ROOT / "params/sentences.yaml")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tcs_lab as lab
-from tcs_lab.cells import literals, parameter_digest
+from tcs_lab.teaching.cells import literals, parameter_digest
 
 import tcs_core as tcs
 
@@ -104,7 +104,7 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
 def test_a_slow_loop_has_a_line_that_is_gone_at_the_end(pause, lines, monkeypatch, capsys):
     """A quick one leaves alone what the cell has put out."""
     cleared = []
-    monkeypatch.setattr(lab.progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(lab.runs.progress, "_in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.clear_output", lambda wait=False: cleared.append(wait))
     for _ in lab.followed(range(4), "rounds"):
         time.sleep(pause)

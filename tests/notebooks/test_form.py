@@ -13,7 +13,7 @@ import papermill
 import pytest
 import tcs_lab as lab
 from jupytext.config import load_jupytext_config
-from tcs_lab.cells import literals, parameter_digest
+from tcs_lab.teaching.cells import literals, parameter_digest
 
 import tcs_core as tcs
 
@@ -163,7 +163,7 @@ def test_ways_to_other_notebooks_are_links_and_commands_can_be_copied(path):
 @pytest.mark.parametrize("path", IPYNB, **by_name)
 def test_the_code_it_shows_is_the_code_it_runs(path):
     """Execute a notebook again when a function that it prints has changed."""
-    files = [Path(tcs.__file__), *Path(lab.__file__).parent.glob("*.py")]
+    files = [Path(tcs.__file__), *Path(lab.__file__).parent.rglob("*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     there = {line.strip() for text in texts for line in text.splitlines()}
     for cell in code_of(nbformat.read(path, 4)):

@@ -6,14 +6,17 @@ import nbformat
 import papermill
 import pytest
 import tcs_lab as lab
-from tcs_lab.cells import literals
+from tcs_lab.teaching.cells import literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
 ROOMS = {room: path.glob("*.py") for room, path in {
-    "notebooks": NOTEBOOKS, "lab": NOTEBOOKS / "tcs_lab", "tests": lab.ROOT / "tests",
+    "notebooks": NOTEBOOKS, "tests": lab.ROOT / "tests",
     "tests/lab": lab.ROOT / "tests/lab", "tests/notebooks": lab.ROOT / "tests/notebooks"}.items()}  # fmt: skip
-CODE = [path for files in ROOMS.values() for path in files if path.name != "runs.py"]  # ASCII only
+LAB = (NOTEBOOKS / "tcs_lab").rglob("*.py")
+CODE = [
+    path for files in (*ROOMS.values(), LAB) for path in files if path.name != "runs.py"
+]  # ASCII only
 by_name = {"ids": lambda path: path.stem}
 
 

@@ -14,7 +14,7 @@ CELLS = {
     "in a list": "lab.check_values(globals(), steps=list[lab.Count])",
     "none given": "lab.check_values(globals(), seeds=lab.Count)",
     "the core's": "tcs.Scheme.named(schemes[0])",
-    "a claim": "lab.Claims({'In': ['a = 1'], 'a': 1}, lab.cells.parameter_digest({'a': 1}))('so', False)",
+    "a claim": "lab.Claims({'In': ['a = 1'], 'a': 1}, lab.teaching.cells.parameter_digest({'a': 1}))('so', False)",
     "a name": "print(data)",
     "their own": "def mine(x):\n    raise ValueError(f'mine: {x}')\n\nmine(3)",
     "a name of theirs": "def theirs():\n    return dato\n\ntheirs()",
