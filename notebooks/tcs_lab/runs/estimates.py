@@ -71,7 +71,7 @@ def _seconds_an_epoch(config: RunConfig, results: str | Path | None) -> float | 
         paces = [
             pace
             for folder in folders
-            for kinds, pace in _paces(folder)
+            for kinds, pace in _paces(folder, _changed(folder))
             if kinds[kind] == like[kind]
         ]
         if paces:
@@ -82,12 +82,19 @@ def _seconds_an_epoch(config: RunConfig, results: str | Path | None) -> float | 
 def _kinds(identity: Mapping[str, Any]) -> tuple[Any, Any]:
     """What runs have in common that take about as long: their scheme, or only its local steps."""
     scheme = identity["scheme"]
-    size = tuple(identity.get(key) for key in _SIZE)
+    # a record that is older than a field was made with the field's default
+    size = tuple(identity.get(key, getattr(RunConfig, key)) for key in _SIZE)
     return (size, scheme["name"]), (size, scheme["centralized"], scheme["local_steps"])
 
 
+def _changed(folder: Path) -> int:
+    """When a record came last, in nanoseconds; 0 without any."""
+    runs = folder / "runs"
+    return runs.stat().st_mtime_ns if runs.exists() else 0
+
+
 @cache
-def _paces(folder: Path) -> list[tuple[tuple[Any, Any], float]]:
+def _paces(folder: Path, changed: int) -> list[tuple[tuple[Any, Any], float]]:
     """Of each record in a profile's folder: what it is like, and how long an epoch took."""
     paces = []
     for path in sorted((folder / "runs").glob("*.json")):
