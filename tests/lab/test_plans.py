@@ -307,9 +307,17 @@ def test_how_long_runs_take_is_what_such_runs_took(tmp_path):
     for wanted, hours in (([same], 6), ([twice], 12), ([config("TCS-L4-Q5")], 12), (there, 0)):
         left = expected(missing_runs(wanted, tmp_path), tmp_path)
         assert left == (1 if hours else 0, pytest.approx(hours), 0)
-    other = config("TCS-L2")
-    assert expected([same, other], tmp_path) == (2, pytest.approx(6), 1)
-    assert expected([other], tmp_path, {other.digest: 90.0}) == (1, pytest.approx(1.5), 0)
+    assert expected([same], tmp_path, {same.digest: 90.0}) == (1, pytest.approx(1.5), 0)
+
+
+def test_of_runs_like_no_other_a_round_is_timed(tmp_path):
+    """Unless it would take long, or nobody knows how many samples there are."""
+    short, long = (expected([config("TCS-L2", epochs=n)], tmp_path) for n in (10, 30))
+    assert long == (1, pytest.approx(3 * short.hours), 0) and 0 < short.hours < 1
+    assert not (tmp_path / "ci").exists()
+    large = {"model": "resnet18", "width": 64, "batch_size": 64}
+    unknown = [config(**large, clients=10), config(dataset="folder", train_samples=None)]
+    assert expected(unknown, tmp_path) == (2, 0.0, 2)
 
 
 def test_of_a_run_that_was_stopped_the_rest_is_left(tmp_path, small):
