@@ -66,7 +66,7 @@ seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "6ad7a4")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
 lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)], seed=lab.Seed)
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}

@@ -79,7 +79,7 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "c5180f")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "05_global_momentum")
 lab.check_values(globals(), momentum=Annotated[float, Gt(0), Lt(1)])
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"device": "cpu"}
 trials = range(seeds) if isinstance(seeds, int) else seeds

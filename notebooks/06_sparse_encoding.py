@@ -49,7 +49,7 @@ seed = 0  # of the random positions
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "ad2c29")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "06_sparse_encoding")
 counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Share, Lt(1)])
 kinds = {"phi": lab.Share, "dimension": lab.Count} | counted
 kinds |= {"measured_dimension": Annotated[int, Ge(1000)], "phi_steps": Annotated[int, Ge(2)]}

@@ -76,7 +76,7 @@ paper_steps = 78  # local steps an epoch: 50,000 images, 10 clients, batches of 
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "ba9c38")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "10_bits_on_the_wire")
 own = ("message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
        "paper_steps")  # fmt: skip
 lab.check_values(globals(), **dict.fromkeys(own, lab.Count))

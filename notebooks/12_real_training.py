@@ -66,7 +66,7 @@ seed = 0  # of the model and the batches
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "e30283")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "12_real_training")
 counts = ("processes", "steps", "batch_size", "train_samples", "test_samples", "image_size",
           "width")  # fmt: skip
 kinds = dict.fromkeys(counts, lab.Count) | dict.fromkeys(("phi_global", "phi_local"), lab.Share)

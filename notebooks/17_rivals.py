@@ -43,7 +43,7 @@ data_root = None  # make: the folder or tar of the data; None: the profile's
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "5c47d9")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "17_rivals")
 numbers = Annotated[list[lab.Positive], Len(1)]
 lab.check_values(globals(), seeds=lab.Count, below=lab.Positive, links=numbers, latencies=numbers)
 sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"]) | {"seeds": seeds}

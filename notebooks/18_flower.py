@@ -56,7 +56,7 @@ patience = 600  # seconds that a run may take
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "5464bf")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "18_flower")
 counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.Count)
 positive = dict.fromkeys(["learning_rate", "patience"], lab.Positive)
 lab.check_values(globals(), **counts, **positive, seed=lab.Seed)
@@ -85,7 +85,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from tcs_lab.nodes import Job
+from tcs_lab.studies import Job
 
 torch.set_num_threads(1)
 
@@ -123,7 +123,7 @@ def job(config):
 APPS = (
     TASK
     + """
-from tcs_lab import flower
+from tcs_lab.studies import flower
 
 def sized(message, context, call_next):
     reply = call_next(message, context)

@@ -20,7 +20,7 @@ from tcs_lab.support.errors import reject_unknown, validated
 from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm, minus
 from tcs_lab.tables.tables import Record, bits_per_parameter, mean_interval, with_interval
-from tcs_lab.tables.words import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
+from tcs_lab.tables.verdicts import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
 from tcs_lab.training.configuration import RUN_KEYS, _record_file
 from tcs_lab.training.training import outcomes
 

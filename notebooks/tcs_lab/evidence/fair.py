@@ -36,7 +36,7 @@ from tcs_lab.support.errors import reject_unknown, validated
 from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
 from tcs_lab.tables.tables import Record, number, traffic, with_interval
-from tcs_lab.tables.words import NOT_MEASURED
+from tcs_lab.tables.verdicts import NOT_MEASURED
 from tcs_lab.training.configuration import _record_file
 from tcs_lab.training.training import accuracy_on, outcomes
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import nbformat
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from tcs_lab.evidence.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged, other_by_bootstrap
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.support.errors import reject_unknown, validated
-from tcs_lab.support.places import LAB
 from tcs_lab.tables.tables import Record
-from tcs_lab.tables.words import NOT_MEASURED, WORDS
+from tcs_lab.tables.verdicts import verdict_on
 
 OUT_OF_SCOPE = "out of scope"
-EVIDENCE = "13_evidence"  # it has the table
-NOTEBOOKS = LAB.parent
 
 
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
@@ -45,16 +40,16 @@ class Sentence(BaseModel, extra="forbid"):
     says: str
     claims: list[str] = []
     judged: list[Beside] = []
-    lines: dict[str, list[str]] = {}
+    statements: dict[str, list[str]] = {}
     word: Literal["by construction", "contradicted", "out of scope", "open"] | None = None
     because: str = ""
     shown: list[str]
 
     @model_validator(mode="after")
     def _has_a_verdict(self) -> Sentence:
-        found = bool(self.claims or self.judged or self.lines)
+        found = bool(self.claims or self.judged or self.statements)
         if found == bool(self.word):
-            raise ValueError("allowed: a word, or claims, judged and lines that say it")
+            raise ValueError("allowed: a word, or claims, judged and statements that decide it")
         if self.word not in (None, BY_CONSTRUCTION) and not self.because:
             raise ValueError(f"because: missing; allowed: why it is {self.word}")
         if self.word != OUT_OF_SCOPE and not self.shown:
@@ -85,20 +80,6 @@ def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
     return Claims(confidence=read.confidence, claims=extra) if extra else None
 
 
-def printed(notebook: str, text: str, folder: Path = NOTEBOOKS) -> str:
-    """The verdict before `text` in what an executed notebook printed; not measured: it is not there."""
-    path = folder / f"{notebook}.ipynb"
-    if not path.is_file():
-        raise ValueError(f"lines: got {notebook!r}, allowed: a notebook in {folder}")
-    for cell in nbformat.read(path, 4).cells:
-        for output in cell.get("outputs", []):
-            for line in output.get("text", "").splitlines():
-                word, _, said = re.sub(r"\x1b\[\d*m", "", line).partition(": ")  # without bold
-                if word in WORDS and re.fullmatch(re.escape(text) + r"( \(.*\))?", said):
-                    return word
-    return NOT_MEASURED
-
-
 def together(words: Iterable[str]) -> str:
     """Several verdicts as one: the word of all, or each word with how often it came."""
     found = list(words)
@@ -109,14 +90,13 @@ def together(words: Iterable[str]) -> str:
 
 
 def sentences_table(
-    sentences: Iterable[Sentence], claims: pd.DataFrame, read: Claims, records: Mapping[str, Record],
-    own: Mapping[str, str],
-) -> pd.DataFrame:  # fmt: skip
+    sentences: Iterable[Sentence], claims: pd.DataFrame, read: Claims, records: Mapping[str, Record]
+) -> pd.DataFrame:
     """One row a sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
-    `claims` is what `judged` gives for the claims `read` and the `records`; `own` are the verdicts
-    that notebook 13 has found by itself, by what it prints after them. `because` also names the
-    differences for which the bootstrap's interval says another word.
+    `claims` is what `judged` gives for the claims `read` and the `records`. Verdicts on statements
+    of notebooks are those that the notebooks have written (tcs_lab/verdicts.py). `because` also
+    names the differences for which the bootstrap's interval says another word.
     """
     sentences = list(sentences)
     found = claims.to_dict("records")
@@ -129,11 +109,8 @@ def sentences_table(
         names = [*s.claims, *(f"{s.where}, {s.says}, {n}" for n in range(len(s.judged)))]
         reject_unknown(names, word_of, f"claim ({s.where}: {s.says})")
         words = [word_of[name] for name in names]
-        for notebook, texts in s.lines.items():
-            here = notebook == EVIDENCE
-            words += [
-                own.get(text, NOT_MEASURED) if here else printed(notebook, text) for text in texts
-            ]
+        for notebook, texts in s.statements.items():
+            words += [verdict_on(notebook, text) for text in texts]
         flags = [flag_of[name] for name in names if flag_of[name]]
         because = "; ".join([s.because.rstrip(".") if flags else s.because, *flags]).lstrip("; ")
         rows.append({"where": s.where, "says": s.says, "verdict": s.word or together(words),

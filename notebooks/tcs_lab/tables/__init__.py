@@ -19,6 +19,8 @@ __getattr__, __dir__ = lazily(
             "megabytes_figure name_pair plain_log save_figure series_style text_colour"
         ),
         "analysis": "Comparison Estimate holm minus",
-        "words": "CONTRADICTED NOT_MEASURED OPEN SUPPORTED WORDS",
+        "verdicts": (
+            "CONTRADICTED NOT_MEASURED OPEN SUPPORTED WORDS read_verdicts verdict_on write_verdicts"
+        ),
     },
 )

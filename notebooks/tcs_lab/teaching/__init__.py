@@ -10,8 +10,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "cells": (
-            "Claims Count Listening Positive Share bold check_values decided literals paired_gain "
-            "parameter_digest show_code"
+            "Count Listening Positive Share Statements bold check_values decided literals paired_gain "
+            "show_code"
         ),
         "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise verdict",
     },

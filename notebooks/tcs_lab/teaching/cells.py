@@ -4,9 +4,7 @@ seed by seed."""
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +17,14 @@ from pydantic import Field
 import tcs_core as tcs
 from tcs_lab.support.errors import text_hint, validated
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
-from tcs_lab.tables.words import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
+from tcs_lab.tables.verdicts import (
+    CONTRADICTED,
+    NOT_MEASURED,
+    OPEN,
+    SUPPORTED,
+    read_verdicts,
+    write_verdicts,
+)
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -69,11 +74,6 @@ def bold(word: str) -> str:
     return f"\x1b[1m{word}\x1b[0m"
 
 
-def parameter_digest(values: dict[str, Any]) -> str:
-    """Six letters that stand for a notebook's parameters and their values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
-
-
 def literals(cell: str) -> dict[str, Any] | None:
     """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
     try:
@@ -84,29 +84,37 @@ def literals(cell: str) -> dict[str, Any] | None:
     return values or None
 
 
-class Claims:
-    """Says of each claim whether it is supported; at the notebook's own parameters each must be.
+class Statements:
+    """Checks the statements of a notebook, prints a verdict on each and keeps the verdicts.
 
-    Make it in the cell after the parameters, with globals() and the digest of the values for which
-    the claims are asserted (a test says when it is not that of the committed cell).
+    Make it in the cell after the parameters, with globals() and the notebook's name. If the
+    parameters are those of results/verdicts/<notebook>.json, every statement must be supported;
+    with other parameters the verdict is only printed.
     """
 
-    def __init__(self, namespace: dict[str, Any], own: str):
-        found = (literals(cell) for cell in namespace.get("In", []))
-        names = next((list(values) for values in found if values), [])
-        self.asserted = own == parameter_digest({name: namespace.get(name) for name in names})
+    def __init__(self, namespace: dict[str, Any], notebook: str):
+        cells = (literals(cell) for cell in namespace.get("In", []))
+        names = next((list(values) for values in cells if values), [])
+        self.notebook = notebook
+        self.parameters = {name: namespace.get(name) for name in names}
+        kept = read_verdicts(notebook)
+        self.asserted = kept is not None and kept.parameters == self.parameters
         self.words: dict[str, str] = {}
 
     def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> None:
-        """Prints the word: for True, False or None (not measured), or a word itself.
+        """Prints the verdict on a statement: True, False, None (not measured), or a verdict itself.
 
-        Raises AssertionError, at the notebook's own parameters, unless the claim is supported.
+        Raises AssertionError, at the notebook's own parameters, unless it is "supported".
         """
         word = self._word(ok)
-        rest = f": {text}" + (f" ({numbers})" if numbers else "")
-        assert word == SUPPORTED or not self.asserted, word + rest
+        line = f"{text} ({numbers})" if numbers else text
+        assert word == SUPPORTED or not self.asserted, f"{word}: {line}"
+        self.judge(text, word, numbers)
+
+    def judge(self, text: str, word: str, numbers: str = "") -> None:
+        """Prints and keeps a verdict that may come out either way, such as one on the paper."""
         self.words[text] = word
-        print(bold(word) + rest)
+        print(f"{bold(word)}: {text}" + (f" ({numbers})" if numbers else ""))
 
     @staticmethod
     def _word(ok: bool | str | None) -> str:
@@ -117,13 +125,20 @@ class Claims:
         return SUPPORTED if ok else CONTRADICTED
 
     def summary(self, strong: str = "\x1b[1m{}\x1b[0m") -> str:
-        """How many of the page's own statements hold, and which word the others came to; to be
-        printed, or as Markdown with `strong` "**{}**"."""
+        """How many of the page's own statements hold, and the verdict on each of the others; to be
+        printed, or as Markdown with `strong` "**{}**". Saves the verdicts, too, if the parameters
+        are the notebook's own."""
+        self.save()
         held = list(self.words.values()).count(SUPPORTED)
         count = f"{held} of {len(self.words)} statements checked on this page"
         others = {text: word for text, word in self.words.items() if word != SUPPORTED}
         rest = [f"\n{strong.format(word)}: {text}" for text, word in others.items()]
         return f"{strong.format(SUPPORTED)}: {count}" + "".join(rest)
+
+    def save(self) -> None:
+        """Writes the verdicts to results/verdicts, if the parameters are the notebook's own."""
+        if self.asserted:
+            write_verdicts(self.notebook, self.parameters, self.words)
 
 
 def decided(mean: float, half: float, least: float = 0.0) -> str:
