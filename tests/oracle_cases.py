@@ -842,6 +842,7 @@ def lab_training(log, name, **changes):
     """Two epochs of the lab, on a few small images."""
     settings = config(name, **changes)
     torch.set_num_threads(2 if settings.client_threads else 1)
+    images()  # made while `lab.synthetic_dataset` is still the lab's own
     with pytest.MonkeyPatch.context() as patch:
         home = sys.modules[lab.load_dataset.__module__]  # another one in older checkouts
         patch.setattr(home, "synthetic_dataset", images)
