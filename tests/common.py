@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 with contextlib.suppress(ModuleNotFoundError):  # an older checkout, asked by the oracle, has none
-    import tcs_lab.commands  # noqa: F401
+    import tcs_lab.commands
 
 # A run of a tenth of a second.
 TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 3, "train_samples": 60,
