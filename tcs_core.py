@@ -68,6 +68,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 import re
 import struct
@@ -335,8 +336,8 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
         `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
-        Raises ValueError for an unknown name, a suffix that makes no sense, or the share of a mask
-        that a family of the paper's does not have.
+        Raises ValueError for an unknown name, a suffix that makes no sense, the share of a mask
+        that a family of the paper's does not have, or a change that contradicts what the name says.
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
@@ -349,6 +350,13 @@ class Scheme:
             if said & sets.keys() and not suffix.last:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
+            for field in sets.keys() & changes.keys():
+                is_said = number or type(sets[field]) is bool  # others are defaults: beta, phi_min
+                if is_said and changes[field] != sets[field]:
+                    got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
+                    raise ValueError(
+                        f"scheme {shorten(name)}: {field}: {got}, allowed: one of them"
+                    )
             said |= sets.keys()
             fields |= sets
         spelt = "".join(_spelt(part, suffix, fields) for part, suffix, _ in found)
@@ -586,10 +594,9 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 #    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
 
 
-@lru_cache
 def kept(phi: float, dimension: int) -> int:
     """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
-    return max(1, math.ceil(round(phi * dimension, 9)))
+    return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
 def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
@@ -599,6 +606,7 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
     value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
+    k = _number(k)
     magnitudes_D = vector_D.detach().abs()
     eligible = len(vector_D)
     if excluded is not None:
@@ -662,14 +670,14 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
     Whoever knows the seed draws the same positions, so that they need not be sent.
     """
-    generator = np.random.default_rng(seed)
-    chosen = generator.choice(dimension, k, replace=False, shuffle=False)
+    generator = np.random.default_rng([_number(number) for number in seed])
+    chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
     return torch.from_numpy(np.sort(chosen))
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     """(D,) bool mask with ones at the positions."""
-    mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
+    mask_D = torch.zeros(_number(dimension), dtype=torch.bool, device=positions_K.device)
     return mask_D.index_fill_(0, positions_K, True)
 
 
@@ -690,10 +698,10 @@ class Selection:
     """S_top of one kind of vector, round after round: what `top_k_positions` gives."""
 
     def __init__(self, floor: float = 0.0):
-        self.floor = floor  # the last threshold, a little lowered
+        self.floor = _number(floor)  # the last threshold, a little lowered
 
     def __call__(self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None) -> Tensor:
-        is_mask = excluded_D is None or excluded_D.dtype == torch.bool
+        k, is_mask = _number(k), excluded_D is None or excluded_D.dtype == torch.bool
         if k <= 0 or not is_mask or not may_look(vector_D) or vector_D.dtype != torch.float32:
             return top_k_positions(vector_D, k, excluded_D)
         values_D = vector_D.detach().numpy()
@@ -758,6 +766,7 @@ def layerwise_top_k_positions(
     of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
     ValueError for sizes or a k that do not fit, or for a NaN.
     """
+    k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
         got = f"layer_sizes: got {sum(layer_sizes)} in all"
         raise ValueError(f"{got}, allowed: {len(vector_D)}")
@@ -815,9 +824,11 @@ def block_for(count: int, dimension: int) -> int:
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
 
-def _check_code(dimension: int, block: int) -> None:
+def _checked_code(dimension: int, block: int) -> tuple[int, int]:
+    dimension, block = _number(dimension), _number(block)
     if dimension < 1 or not block >= 1:
         raise ValueError(f"dimension, block: got {dimension}, {block}, allowed: >= 1")
+    return dimension, block
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
@@ -827,7 +838,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
     Raises ValueError for positions out of range or out of order.
     """
-    _check_code(dimension, block)
+    dimension, block = _checked_code(dimension, block)
     check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
@@ -862,7 +873,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     entry, over all block ends between two of them at once; what it finds is read side by side.
     Raises ValueError for anything that is not the code of some set of positions.
     """
-    _check_code(dimension, block)
+    dimension, block = _checked_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
@@ -918,6 +929,7 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
     intervals have mean 0. ValueError for no value, one that is not finite, or intervals < 1.
     """
+    intervals = _number(intervals)
     if intervals < 1:
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
     if not len(values_K) or not values_K.isfinite().all():
@@ -981,7 +993,7 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
     nan for centralized training: nothing is sent.
     """
-    scheme = _scheme(scheme)
+    scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
@@ -1048,12 +1060,17 @@ class Message:
     means: Tensor | None = None
     dense: bool = False
 
+    def __post_init__(self) -> None:
+        for key in ("sender", "round"):
+            object.__setattr__(self, key, _number(getattr(self, key)))
+
     @staticmethod
     def of(
         intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0,
         quantizer: str = "fractional",
     ) -> Message:  # fmt: skip
         """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
+        value_bits = _number(value_bits)
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         intervals = _intervals(value_bits)
@@ -1078,7 +1095,7 @@ class Message:
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
         """Adds the values, `weight` times, where they belong in (D,)."""
-        values_K = self.values.detach()
+        values_K, weight = self.values.detach(), _number(weight)
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
         else:
@@ -1521,7 +1538,7 @@ def _by_value(value: Any) -> Any:
     """A copy that nobody else changes, of plain Python numbers."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
+    return copy.deepcopy(_number(value))
 
 
 class Dense(MaskRule):
@@ -2558,6 +2575,7 @@ class Compressor:
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
         self._check_usable()
+        factor = _number(factor)
         self._is_whole = False
         for client in self.clients.values():
             client.scale_(factor)
@@ -2644,8 +2662,10 @@ class Federation:
     Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
     `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
     `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
-    whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
-    function, steps by the average update (its gradient is minus that). `weights` are the clients'
+    whose rate is the schedule's, or its own if `schedule` is None. (An optimizer that was given
+    another rate than the schedule begins with, or several, is refused beside a schedule.)
+    `server_optimizer`, such another function, steps by the average update (its gradient is minus
+    that). `weights` are the clients'
     shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
     what clients draw in torch; `link` says how messages travel. `trainer` makes the `LocalTrainer`
     from its arguments: a class derived from it, for another way to run the same local steps.
@@ -2688,6 +2708,8 @@ class Federation:
             plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,
             link=link, weights=weights, order=self.flat.order,
         )  # fmt: skip
+        if local_optimizer is not None and schedule is not None:
+            self.trainer.first_eta = float(self.schedule(0).eta)
         self.own = self.compressor.own
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
@@ -2700,6 +2722,10 @@ class Federation:
         if server_optimizer is not None:
             self.server_optimizer = server_optimizer([self.server_theta])
             _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
+            decays = [group.get("weight_decay") for group in self.server_optimizer.param_groups]
+            if weight_decay and any(decays):
+                got = f"got {weight_decay}, and the server_optimizer has {decays[0]}"
+                raise ValueError(f"weight_decay: {got}, allowed: one of the two")
 
     # What the trainer has, and a federation shows.
     model = property(lambda self: self.trainer.model)
@@ -2941,6 +2967,8 @@ class LocalTrainer:
     several clients at the same time: `begin` says which are to come.
     """
 
+    first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
+
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
         loss: Callable[[nn.Module, Any], Tensor], weight_decay: float,
@@ -3039,6 +3067,8 @@ class LocalTrainer:
             _check_made("local_optimizer", found, self.flat.parameters)
             if any(found is other for other in made.values()):
                 raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+            if self.first_eta is not None:
+                _check_rate(found, self.first_eta)
             made[n] = found
         return made[n]
 
@@ -3453,7 +3483,7 @@ def _saved(value: Any) -> Any:
     if isinstance(value, list | tuple):
         inside = [_saved(inner) for inner in value]
         return inside if isinstance(value, list) else tuple(inside)
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
+    return copy.deepcopy(_number(value))
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -3543,6 +3573,18 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
     steps = {id(p) for group in made.param_groups for p in group["params"]}
     if steps.isdisjoint(map(id, given)):
         raise ValueError(f"{key}: gave one of other parameters, allowed: {allowed}")
+
+
+def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
+    """ValueError if somebody gave the optimizer another rate than its schedule begins with."""
+    given, *others = {float(group["lr"]) for group in optimizer.param_groups}
+    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
+    usual = None if parameter is None else parameter.default  # no number where it must be given
+    is_given = not others and isinstance(usual, Real) and given != usual
+    if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
+        got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
+        way = "no rate in the optimizer, or schedule=None, which keeps the optimizer's own"
+        raise ValueError(f"local_optimizer: {got}, allowed: {way}")
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
@@ -3741,6 +3783,7 @@ class TCSState:
         phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
         model: nn.parallel.DistributedDataParallel | None = None,
     ):  # fmt: skip
+        start_iter = _number(start_iter)
         if type(start_iter) is not int or start_iter < 1:
             raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
         self.start_iter, self.iter = start_iter, 0

@@ -162,6 +162,10 @@ class RunConfig:
         for key in of_images if text else ():
             if value := getattr(self, key):
                 raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
+        other = "crop_padding" if text else "context"  # has no meaning for this data
+        if (value := getattr(self, other)) != (usual := getattr(RunConfig, other)):
+            allowed = f"allowed with dataset {self.dataset}: {usual}, which has no effect there"
+            raise ValueError(f"{other}: got {value!r}, {allowed}")
 
     # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
     # no warm-up, whatever the federated settings beside it say (Sec. III-B).

@@ -310,3 +310,20 @@ def test_a_rules_source_is_that_of_the_start_and_its_sets_have_an_order(tmp_path
     assert settings._member_source("observe", observe) == before
     words = settings._member_source("kinds", {"weight", "bias", "norm"})
     assert words == "kinds = [\"'bias'\", \"'norm'\", \"'weight'\"]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"context": 32}, "context"),
+        ({"context": 128, "dataset": "folder"}, "context"),
+        ({"crop_padding": 2, "dataset": "text", "model": "gpt"}, "crop_padding"),
+        ({"crop_padding": 0, "dataset": "text", "model": "gpt"}, "crop_padding"),
+    ],
+)
+def test_a_setting_without_a_meaning_for_the_data_is_refused(changes, key):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{key}: got .*, allowed with dataset {changes.get('dataset', 'synthetic')}",
+    ):
+        lab.RunConfig("TCS", **changes)
