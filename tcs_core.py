@@ -1498,7 +1498,7 @@ class MaskRule:
         return self._selections[whose](vector_D, k, excluded_D)
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
+        return {key: _saved(getattr(self, key)) for key in kept_names(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for a state that this rule can't load. A kept value may begin as None or as a
@@ -1510,7 +1510,10 @@ class MaskRule:
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(own))
         for key, given in state.items():
             mine, numbers = own[key], (Tensor, int, float, type(None))
-            if not isinstance(given, numbers if isinstance(mine, numbers) else type(mine)):
+            is_number = isinstance(
+                mine, (*numbers, np.generic, np.ndarray)
+            )  # these are saved plain
+            if not isinstance(given, numbers if is_number else type(mine)):
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
                 other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
@@ -1532,13 +1535,6 @@ def kept_names(kept: Any) -> list[str]:
     """What `keeps` names, of an object's class and its base classes."""
     named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
     return list(dict.fromkeys(chain.from_iterable(named)))
-
-
-def _by_value(value: Any) -> Any:
-    """A copy that nobody else changes, of plain Python numbers."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(_number(value))
 
 
 class Dense(MaskRule):
@@ -2069,7 +2065,7 @@ class Client:
         """By value: errors, and a message that nobody has acknowledged yet."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
         parts = {"number": self.number, "in_flight": flight} | self._kept()
-        return {"version": STATE_VERSION} | {k: _values(part) for k, part in parts.items()}
+        return _saved({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for another client's state, for errors of another size, or one that is not
@@ -2111,11 +2107,6 @@ class Client:
             return
         moved = {key: flight[key].to(device, copy=True) for key in InFlight._fields[1:4]}
         self.in_flight = InFlight(round=flight["round"], dense=flight["dense"], **moved)
-
-
-def _values(part: Any) -> Any:
-    """`_by_value` of a value, or of all in a dictionary."""
-    return {k: _by_value(v) for k, v in part.items()} if isinstance(part, dict) else _by_value(part)
 
 
 class Downlink(Client):
@@ -3373,9 +3364,12 @@ class Feed:
 
     Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
     a loader which shuffles does so again when a run is resumed; its own `generator` and those of
-    its samplers are seeded, too. What is drawn later in a pass (a shuffle buffer) or by numpy is
-    another after a resume. A feed of your own needs `clients` and `batch`. Raises ValueError for
-    anything but a list of iterables, or a client with no batch.
+    its samplers are seeded, too. Whatever has a `set_epoch` (the iterable, its data set, its
+    samplers, and what these are made of) is told the number of the pass first, counted from 0. (A
+    data set that several clients share hears it from each of them.) What is drawn later in a pass
+    (a shuffle buffer) or by numpy is another after a resume. A feed of your own needs `clients` and
+    `batch`. Raises ValueError for anything but a list of iterables, for a client with no batch, and
+    for workers that persist and would not hear the number of the pass.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
@@ -3398,6 +3392,8 @@ class Feed:
             if one_pass and any(source is other for other in sources[:n]):
                 what = "iterator" if isinstance(source, Iterator) else "persistent loader"
                 raise ValueError(f"feed: client {n}: got another's {what}, allowed: its own")
+            if getattr(source, "persistent_workers", False):
+                _check_workers_hear(n, source)
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
         self.passes = [0] * self.clients  # that each client has begun
@@ -3423,12 +3419,17 @@ class Feed:
         """A pass over client n's batches, without the first ones."""
         # the last number keeps a pass from drawing what a client draws in the round of its number
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
+        parts = _parts_of(source)
+        for part in parts:
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(self.passes[n] - 1)
         if self._running[n] is None and getattr(source, "persistent_workers", False):
             iter(source)  # the first iterator of such a loader draws one number more than others
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            for generator in _generators(source):
-                generator.manual_seed(seed)
+            for part in parts:
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(seed)
             running = iter(source)
             first = next(running, _END)  # a loader draws its order with it: here, under the seed
             for _ in range(skip - 1):  # `first` was one of those to skip
@@ -3461,12 +3462,38 @@ class Feed:
 _END: Any = object()  # no batch is this
 
 
-def _generators(source: Any) -> list[torch.Generator]:
-    """Those from which a loader and its samplers draw."""
-    batches = getattr(source, "batch_sampler", None)
-    places = [source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)]
-    found = [getattr(place, "generator", None) for place in places]
-    return [one for one in found if isinstance(one, torch.Generator)]
+_INNER = ("sampler", "batch_sampler", "dataset", "datasets", "data_source")
+
+
+def _parts_of(source: Any) -> list[Any]:
+    """A loader, its samplers and data sets, and those that these are made of, each once."""
+    found, seen, todo = list[Any](), set[int](), [source]
+    while todo:
+        part = todo.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        found.append(part)
+        for name in _INNER:
+            inner = getattr(part, name, None)
+            inner = list(inner.values()) if isinstance(inner, dict) else inner
+            todo += inner if isinstance(inner, list | tuple) else [inner]
+    return found
+
+
+def _check_workers_hear(n: int, source: Any) -> None:
+    """ValueError for a data set whose `set_epoch` would not reach workers that persist: they have a
+    copy of it. (What it keeps in shared memory reaches them.)"""
+    for part in _parts_of(source.dataset):
+        kept_values = list(getattr(part, "__dict__", {}).values())
+        shared = [value for value in kept_values if hasattr(value, "get_lock")]
+        shared += [
+            value for value in kept_values if isinstance(value, Tensor) and value.is_shared()
+        ]
+        if callable(getattr(part, "set_epoch", None)) and not shared:
+            got = f"got persistent workers with a {type(part).__name__} that has set_epoch"
+            way = "persistent_workers=False, or an epoch in shared memory (a tensor, a Value)"
+            raise ValueError(f"feed: client {n}: {got}, which they would not hear, allowed: {way}")
 
 
 def random_seed(*numbers: int) -> int:
@@ -3992,7 +4019,7 @@ class TCSState:
         self._saved_by = {key: state[key] for key in self._saved_by}
         self._buckets, self._agreed = {}, False
         parts = state["parameters"].items()
-        self._loose = {name: {key: _by_value(part[key]) for key in _KEPT} for name, part in parts}
+        self._loose = {name: {key: _saved(part[key]) for key in _KEPT} for name, part in parts}
         if self._by_name:
             return
         self._layouts = {name: {key: list(part[key]) for key in _LAYOUT} for name, part in parts}

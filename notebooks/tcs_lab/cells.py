@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
-from tcs_lab.errors import text_hint, validated
+from tcs_lab.errors import plain, text_hint, validated
 from tcs_lab.tables import CONFIDENCE, half_interval
 
 # The one vocabulary of verdicts; tcs_lab/claims.py adds one word for what is counted.
@@ -41,10 +41,11 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
         raise ValueError(f"{', '.join(missing)}: missing in the cell of parameters")
     for name, kind in kinds.items():
         check = partial(validated, kind, source=name, strict=True)
+        given = plain(namespace[name])
         try:
-            check(namespace[name])
+            check(given)
         except ValueError as error:
-            raise ValueError(f"{error}{text_hint(name, namespace[name], check)}") from None
+            raise ValueError(f"{error}{text_hint(name, given, check)}") from None
 
 
 class Listening(tcs.Link):

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
@@ -44,6 +46,17 @@ def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> Non
     if unknown:
         found = ", ".join(map(cut, unknown[:20]))
         raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
+
+
+def plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's, alone or in lists, tuples, arrays and dictionaries."""
+    if isinstance(value, np.generic | np.ndarray | torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
 
 
 def validated(kind: Any, given: Any, source: object, strict: bool | None = None) -> Any:

@@ -199,7 +199,7 @@ def run_all(
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
     left. With several `ranks` all walk the list together, whatever `jobs` says.
     """
-    checked("jobs", jobs)
+    jobs = checked("jobs", jobs)
     configs, ranks = list(configs), ranks or Ranks()
     if jobs == 1 and ranks.size == 1:
         backend, asked = get_active_backend()  # under parallel_config

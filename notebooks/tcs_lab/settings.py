@@ -22,7 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 import tcs_lab.rivals
 import tcs_lab.variants  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
-from tcs_lab.errors import cut, one_line, reject_unknown, short_errors, shown, text_hint
+from tcs_lab.errors import cut, one_line, plain, reject_unknown, short_errors, shown, text_hint
 from tcs_lab.twins import check_twin
 
 _CODE = Path(__file__).resolve().parents[2]
@@ -370,6 +370,7 @@ def checked(key: str, value: Any) -> Any:
 
     Raises ValueError naming the key, the value and what is allowed.
     """
+    value = plain(value)
     try:
         return _CHECKS[key].validate_python(value)
     except ValidationError:
@@ -467,6 +468,7 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     Raises ValueError naming the key, the value and what is allowed.
     """
     reject_unknown(params, PARAMETERS, "parameter")
+    params = plain(params)
     for key in sorted(params.keys() - RUN_KEYS):
         checked(key, params[key])
     names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)

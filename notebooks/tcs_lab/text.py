@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tcs_lab.data import generator_for
+from tcs_lab.errors import plain
 from tcs_lab.settings import RunConfig
 
 _HELD_OUT = 10  # the last tenth of every topic is the test
@@ -140,6 +141,7 @@ class GPT(nn.Module):
 
     def __init__(self, classes: int, width: int, context: int):
         super().__init__()
+        classes, width, context = plain((classes, width, context))
         if width % (heads := max(1, width // 16)):
             raise ValueError(
                 f"width: got {width}, allowed of a gpt: a multiple of its {heads} heads"
