@@ -11,7 +11,8 @@ import pytest
 import tcs_lab as lab
 import torch
 import yaml
-from tcs_lab import nodes, settings
+from tcs_lab.studies import nodes
+from tcs_lab.training import configuration as settings
 
 import tcs_core as tcs
 
