@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
@@ -51,7 +49,7 @@ def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> Non
 
 def plain(value: Any) -> Any:
     """Numbers of numpy and torch as Python's, alone or in lists, tuples, arrays and dictionaries."""
-    if isinstance(value, np.generic | np.ndarray | torch.Tensor):
+    if hasattr(value, "tolist") and hasattr(value, "ndim"):  # neither is imported for this
         return value.tolist()
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
