@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,8 @@ import yaml
 from pydantic import Field
 
 from tcs_core import Scheme
-from tcs_lab.support.errors import cut, one_line, plain, reject_unknown, short_errors
+from tcs_lab.support.errors import cut, one_line, plain, reject_unknown, short_errors, shown
+from tcs_lab.support.places import ROOT
 from tcs_lab.training.configuration import (
     RUN_CHECKS,
     RUN_KEYS,
@@ -61,6 +63,29 @@ def checked(key: str, value: Any) -> Any:
     return check_value(key, value, _CHECKS[key])
 
 
+def params_file(key: str, value: Any) -> Path:
+    """The file under params/ that a notebook's parameter names: a `table` by its number, a profile
+    by its name. ValueError names the parameter, what was given and which there are."""
+    value = plain(value)
+    path = ROOT / "params" / f"{'table' if key.startswith('table') else ''}{value}.yaml"
+    known = sorted(_named_files("table" if key.startswith("table") else "profile"))
+    if type(value) not in (str, int) or str(value) not in known:
+        way = f"{', '.join(known)} (files params/{path.name.replace(str(value), '…')})"
+        raise ValueError(f"{key}: got {shown(value)}, allowed: {way}")
+    return path
+
+
+@cache
+def _named_files(kind: str) -> list[str]:
+    """Of the files under params/ that say of which table or profile they are: these names."""
+    found = []
+    for path in (ROOT / "params").glob("*.yaml"):
+        said = read_params([path]).get(kind)
+        if said is not None and path.stem == ("table" if kind == "table" else "") + str(said):
+            found.append(str(said))
+    return found
+
+
 def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
     """The known parameters among a notebook's variables; call it with globals().
 
@@ -87,9 +112,16 @@ def _check_default(key: str, params: dict[str, Any]) -> None:
         )
 
 
-def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Of a notebook in which None means "as the files say": what its reader or papermill set."""
+def given_notebook_params(namespace: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """Of a notebook in which None means "as the files say": what its reader or papermill set.
+
+    `own` are the notebook's parameters that are none of runs. ValueError for any other name that
+    the reader has assigned in the cell of parameters, or in one between that and this."""
     params = notebook_params(namespace, complete=False)
+    for cell in namespace.get("In", [])[-2::-1]:
+        if (assigned := literals(cell)) is None:
+            break
+        reject_unknown(assigned, PARAMETERS | set(own), "parameter")
     injected, _ = _papermill_names(namespace)
     return {key: value for key, value in params.items() if value is not None or key in injected}
 
@@ -115,6 +147,16 @@ def _assigned(cell: str) -> set[str]:
     nodes = ast.parse(cell).body
     targets = [t for n in nodes for t in getattr(n, "targets", [getattr(n, "target", None)])]
     return {t.id for t in targets if isinstance(t, ast.Name)}
+
+
+def literals(cell: str) -> dict[str, Any] | None:
+    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
+    try:
+        nodes: list[Any] = ast.parse(cell).body
+        values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
+    except (SyntaxError, ValueError, AttributeError):
+        return None
+    return values or None
 
 
 def plan(params: dict[str, Any]) -> list[RunConfig]:

@@ -3,7 +3,6 @@ seed by seed."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import textwrap
@@ -15,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
+from tcs_lab.runs.parameters import literals
 from tcs_lab.support.errors import plain, text_hint, validated
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
 from tcs_lab.tables.verdicts import (
@@ -73,16 +73,6 @@ def show_code(*things: Any) -> None:
 def bold(word: str) -> str:
     """For print, in a notebook or on a terminal."""
     return f"\x1b[1m{word}\x1b[0m"
-
-
-def literals(cell: str) -> dict[str, Any] | None:
-    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
-    try:
-        nodes: list[Any] = ast.parse(cell).body
-        values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
-    except (SyntaxError, ValueError, AttributeError):
-        return None
-    return values or None
 
 
 class Statements:
