@@ -75,6 +75,15 @@ def params_file(key: str, value: Any) -> Path:
     return path
 
 
+def profile_params(key: str, name: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What the file of a profile says. ValueError for a profile that has none, unless the reader's
+    own settings, `given`, say how long it trains: then nothing."""
+    exists = isinstance(name, str) and (ROOT / "params" / f"{name}.yaml").is_file()
+    if "epochs" in given and not exists and key == "profile":
+        return {}
+    return read_params([params_file(key, name)])
+
+
 @cache
 def _named_files(kind: str) -> list[str]:
     """Of the files under params/ that say of which table or profile they are: these names."""
