@@ -10,61 +10,76 @@ from nbclient import NotebookClient
 NOTEBOOKS = lab.ROOT / "notebooks"
 
 
-def first_cells(notebook, last, **changes):
-    """The code cells up to the one that contains `last`, the parameters as a reader changes them."""
-    read = nbformat.read(next(NOTEBOOKS.glob(f"{notebook}_*.ipynb")), 4)
-    cells = [cell for cell in read.cells if cell.cell_type == "code"]
-    for cell in cells:
-        if "parameters" in cell.metadata.get("tags", []):
-            for name, value in changes.items():
-                line = f"{name} = {value!r}"
-                cell.source, found = re.subn(rf"(?m)^{name} = .*$", line, cell.source)
-                cell.source += "" if found else f"\n{line}"
-    return cells[: next(i for i, cell in enumerate(cells) if last in cell.source) + 1]
+def changed(cell, changes):
+    """The cell of parameters as a reader changes it."""
+    source = cell.source
+    for name, value in changes.items():
+        line = f"{name} = {value!r}"
+        source, found = re.subn(rf"(?m)^{name} = .*$", line, source)
+        source += "" if found else f"\n{line}"
+    return nbformat.v4.new_code_cell(source)
 
 
 def told(cells):
-    """The last cell's error, without colours; None if there is none."""
+    """Each cell's error, without colours; None where there is none. All in one kernel."""
     notebook = nbformat.v4.new_notebook(cells=cells)
-    client = NotebookClient(notebook, allow_errors=True, kernel_name="python3", timeout=120)
+    client = NotebookClient(notebook, allow_errors=True, kernel_name="python3", timeout=300)
     client.execute(cwd=str(NOTEBOOKS))
-    errors = [out for cell in cells for out in cell.outputs if out.output_type == "error"]
-    lines = ["\n".join(error.traceback) for error in errors]
-    return re.sub(r"\x1b\[[0-9;]*m", "", lines[0]) if lines else None
+    errors = [[out for out in cell.outputs if out.output_type == "error"] for cell in cells]
+    texts = ["\n".join(found[0].traceback) if found else None for found in errors]
+    return [text and re.sub(r"\x1b\[[0-9;]*m", "", text) for text in texts]
+
+
+def told_of(notebook, last, variants):
+    """What a notebook says of each variant of its parameters, up to the cell that contains `last`."""
+    read = nbformat.read(next(NOTEBOOKS.glob(f"{notebook}_*.ipynb")), 4)
+    code = [cell for cell in read.cells if cell.cell_type == "code"]
+    imports, parameters, *after = code[
+        : next(i for i, c in enumerate(code) if last in c.source) + 1
+    ]
+    cells = [imports]
+    for changes in variants:
+        cells += [
+            changed(parameters, changes),
+            *(nbformat.v4.new_code_cell(c.source) for c in after),
+        ]
+    lines = told(cells)[1:]
+    step = 1 + len(after)
+    return [next(filter(None, lines[i : i + step]), None) for i in range(0, len(lines), step)]
 
 
 WRONG = {
-    "profile: got 'quik', allowed: ci,": ("08", {"profile": "quik"}),
-    "profile: got 'table1', allowed: ci,": ("08", {"profile": "table1"}),
-    "table: got 7, allowed: 1, 2, 3": ("08", {"table": 7}),
-    "table: got '1b', allowed: 1, 2, 3": ("08", {"table": "1b"}),
-    "evidence: got 'evidense', allowed: ci,": ("08", {"evidence": "evidense"}),
-    "unknown parameter: seed; allowed:": ("08", {"seed": 3}),
-    "unknown parameter: epoch; allowed:": ("08", {"epoch": 3, "profile": "quick"}),
-    "tables: got 4, allowed: 1, 2, 3": ("00", {"tables": [4]}),
-    "profile: got 'paper2', allowed: ci,": ("00", {"profile": "paper2"}),
-    "unknown parameter: tabels; allowed:": ("00", {"tabels": [1]}),
-    "evidence: got 'quck', allowed: ci,": ("14", {"evidence": "quck"}),
-    "profile: got 'smal', allowed: ci,": ("17", {"profile": "smal"}),
+    "08": {
+        "profile: got 'quik', allowed: ci,": {"profile": "quik"},
+        "profile: got 'table1', allowed: ci,": {"profile": "table1"},
+        "table: got 7, allowed: 1, 2, 3": {"table": 7},
+        "table: got '1b', allowed: 1, 2, 3": {"table": "1b"},
+        "evidence: got 'evidense', allowed: ci,": {"evidence": "evidense"},
+        "unknown parameter: seed; allowed:": {"seed": 3},
+        "unknown parameter: epoch; allowed:": {"epoch": 3, "profile": "quick"},
+    },
+    "00": {
+        "tables: got 4, allowed: 1, 2, 3": {"tables": [4]},
+        "profile: got 'paper2', allowed: ci,": {"profile": "paper2"},
+        "unknown parameter: tabels; allowed:": {"tabels": [1]},
+    },
+    "14": {"evidence: got 'quck', allowed: ci,": {"evidence": "quck"}},
+    "17": {"profile: got 'smal', allowed: ci,": {"profile": "smal"}},
 }
-
-CHECKED = {
-    "00": "given_notebook_params",
-    "08": "given_notebook_params",
-    "14": "params_file",
-    "17": "params_file",
-}
+RIGHT = {"00": {"tables": [2]}, "08": {"profile": "mine", "epochs": 2}, "14": {}, "17": {}}
+CHECKED = {"00": "given_notebook_params", "08": "given_notebook_params"}
 
 
-@pytest.mark.parametrize("says", WRONG)
-def test_a_wrong_parameter_is_one_line_that_names_it(says):
-    notebook, changes = WRONG[says]
-    line = told(first_cells(notebook, CHECKED[notebook], **changes))
-    assert line and line.startswith(says) and "\n" not in line, line
+@pytest.mark.parametrize("notebook", WRONG)
+def test_a_wrong_parameter_is_one_line_that_names_it(notebook):
+    variants = [*WRONG[notebook].values(), RIGHT[notebook]]
+    *lines, nothing = told_of(notebook, CHECKED.get(notebook, "params_file"), variants)
+    assert nothing is None
+    for says, line in zip(WRONG[notebook], lines, strict=True):
+        assert line and line.startswith(says) and "\n" not in line, (says, line)
 
 
 def test_a_profile_of_ones_own_says_its_epochs():
-    assert told(first_cells("08", "given_notebook_params", profile="mine", epochs=2)) is None
     given = {"epochs": 3}
     assert lab.profile_params("profile", "quick", given)["epochs"] == 100
     assert lab.profile_params("profile", "mine", given) == {}
@@ -94,15 +109,14 @@ LOOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_what_a_reader_interrupts_ends_in_one_line(loop, tmp_path, monkeypatch):
+def test_what_a_reader_interrupts_ends_in_one_line(tmp_path, monkeypatch):
+    """But a loop of the reader's own keeps its traceback."""
     monkeypatch.setenv("TCS_CACHE", str(tmp_path))
-    cell = nbformat.v4.new_code_cell(INTERRUPTED + LOOPS[loop])
-    line = told([cell])
-    assert line and line.startswith("interrupted") and "\n" not in line, line
-    assert ("it goes on" in line) == (loop == "runs")
-
-
-def test_an_interrupted_loop_of_ones_own_keeps_its_traceback():
-    cell = nbformat.v4.new_code_cell(INTERRUPTED + "import time\nwhile True:\n    time.sleep(0.1)")
-    assert "Traceback" in told([cell])
+    loops = LOOPS | {"own": "import time\nwhile True:\n    time.sleep(0.1)"}
+    lines = told([nbformat.v4.new_code_cell(INTERRUPTED + loop) for loop in loops.values()])
+    for loop, line in zip(loops, lines, strict=True):
+        if loop == "own":
+            assert "Traceback" in line
+        else:
+            assert line.startswith("interrupted") and "\n" not in line, line
+            assert ("it goes on" in line) == (loop == "runs")

@@ -18,13 +18,17 @@ from tqdm import tqdm
 
 
 def cache_folder() -> Path:
-    """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache."""
+    """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache.
+
+    ValueError that names the variable, for a file or where there is no home folder."""
+    name = next((key for key in ("TCS_CACHE", "XDG_CACHE_HOME") if os.environ.get(key)), None)
     try:
-        if given := os.environ.get("TCS_CACHE"):
-            return Path(given).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tcs-core"
+        folder = Path(os.environ[name]).expanduser() if name else Path.home() / ".cache"
     except RuntimeError as error:  # no home folder
         raise ValueError(f"the cache folder: {error} Set $TCS_CACHE to a folder") from error
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"${name}: got {folder}, which is a file, allowed: a folder")
+    return folder if name == "TCS_CACHE" else folder / "tcs-core"
 
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
