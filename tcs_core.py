@@ -2663,6 +2663,11 @@ class Federation:
     `on_delta(n, delta_D)`, if set, sees every difference before it is compressed; the next one
     takes its memory.
 
+    All parameters that are trained are averaged, also those of a head or of a norm. A head that is
+    to stay a client's own has to stand outside the module that is given here, and `loss` applies it
+    (notebook 15 shows how). A batch norm of a client's own, whose weights lie inside, is not
+    possible; only its running statistics are a client's own, until the model is evaluated.
+
     State: `theta_D` (D,), which every round and `state_dict` first read from the module and which
     `load_state_dict` puts into it, so that writing to it has no effect; `statistics_NS`, the norms'
     running means and variances, a row for each client of this process; `momentum_D`; `compressor`;
