@@ -3330,7 +3330,11 @@ class FlatView:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
-    named = model.named_parameters()
+    named = list(model.named_parameters())
+    for name, p in named:
+        if nn.parameter.is_lazy(p):
+            way = "after one batch has passed through the model, which gives it its shape"
+            raise ValueError(f"model: {name}: got a parameter without a shape, allowed: {way}")
     return {name: p for name, p in named if p.requires_grad and p.numel()}
 
 
