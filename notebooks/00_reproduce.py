@@ -22,17 +22,14 @@
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
 #
-# There it calls [08_tables_and_curves](08_tables_and_curves.ipynb) through papermill once for each table. The whole result is shown on one page.
+# The whole result is shown on one page. [08_tables_and_curves](08_tables_and_curves.ipynb) explains one of the tables, column by column.
 #
 # *Run time*: seconds as it stands, three to seven minutes in `quick` on two cores. *Read before*: README.
 # *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
 
 # %% jupyter={"source_hidden": true}
 import io
-import os
-from concurrent.futures import ThreadPoolExecutor
 
-import papermill
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
@@ -104,7 +101,7 @@ asked = {t: lab.read_params([lab.params_file("tables", t)]) | base | given for t
 plans = asked if profile or seeds else {t: lab.with_every_seed(asked[t]) for t in tables}
 configs = {config.record_name: config for params in plans.values() for config in lab.plan(params)}
 if profile:
-    print(lab.forecast(configs.values(), given.get("jobs", base.get("jobs", 1))))
+    print(lab.forecast(configs.values(), given.get("jobs", 1)))
 
 # %% jupyter={"source_hidden": true}
 if profile:
@@ -117,9 +114,9 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # %% [markdown]
 # ## All tables and figures
 #
-# Where runs are made, the executed notebooks stay beside what they made, in `results/<profile>/`. Records drawn with settings
-# that are not the profile's leave its tables alone, and a profile whose schemes are not all there yet has none: then they are
-# shown here and not saved. The same is true where the folder cannot be written.
+# The files lie in `results/<profile>/`. If you draw records with settings that are not the profile's, or before all schemes of the
+# profile have a record, the tables and figures are only shown here, and those of the profile stay as they are. They are also only
+# shown where that folder cannot be written.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
@@ -127,20 +124,6 @@ there = {record["config"]["scheme"]["name"] for record in records}
 lacking = {name for params in plans.values() for name in params["schemes"]} - there
 begun = not lacking or (lab.results_folder(shown) / "table1.md").exists()
 folder = lab.results_folder(shown) if begun and not changed else None
-source = str(lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
-
-
-def executed(t: int) -> None:
-    """Notebook 08 with one table, beside what it draws."""
-    output = str(folder / f"table{t}.ipynb")
-    # else a warning of the kernel's lands here
-    quiet = {"progress_bar": False, "extra_arguments": ["--log-level=CRITICAL"]}
-    papermill.execute_notebook(source, output, given | {"table": t}, cwd=str(lab.ROOT), **quiet)
-
-
-if profile and folder and os.access(folder, os.W_OK):
-    with ThreadPoolExecutor(given.get("jobs", 1)) as pool:
-        list(pool.map(executed, plans))
 drawn = {}
 for t, params in plans.items():
     runs = lab.plan(params)
