@@ -68,6 +68,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 import operator
 import re
@@ -228,7 +229,7 @@ def _by_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         inside = [_by_value(inner) for inner in value]
         return inside if isinstance(value, list) else tuple(inside)
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
+    return copy.deepcopy(_number(value))
 
 
 def scheme_state(scheme: Scheme) -> dict[str, Any]:
@@ -351,8 +352,8 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
         `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
-        Raises ValueError for an unknown name, a suffix that makes no sense, or the share of a mask
-        that a family of the paper's does not have.
+        Raises ValueError for an unknown name, a suffix that makes no sense, the share of a mask
+        that a family of the paper's does not have, or a change that contradicts what the name says.
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
@@ -365,6 +366,13 @@ class Scheme:
             if said & sets.keys() and not suffix.last:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
+            for field in sets.keys() & changes.keys():
+                is_said = number or type(sets[field]) is bool  # others are defaults: beta, phi_min
+                if is_said and changes[field] != sets[field]:
+                    got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
+                    raise ValueError(
+                        f"scheme {shorten(name)}: {field}: {got}, allowed: one of them"
+                    )
             said |= sets.keys()
             fields |= sets
         spelt = "".join(_spelt(part, suffix, fields) for part, suffix, _ in found)
@@ -602,10 +610,9 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 #    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
 
 
-@lru_cache
 def kept(phi: float, dimension: int) -> int:
     """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
-    return max(1, math.ceil(round(phi * dimension, 9)))
+    return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
 def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
@@ -615,7 +622,7 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
     value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
-    return top_k_above(0.0, vector_D, k, excluded)[0]
+    return top_k_above(0.0, vector_D, _number(k), excluded)[0]
 
 
 def top_k_above(
@@ -735,14 +742,14 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
     Whoever knows the seed draws the same positions, so that they need not be sent.
     """
-    generator = np.random.default_rng(seed)
-    chosen = generator.choice(dimension, k, replace=False, shuffle=False)
+    generator = np.random.default_rng([_number(number) for number in seed])
+    chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
     return torch.from_numpy(np.sort(chosen))
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     """(D,) bool mask with ones at the positions."""
-    mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
+    mask_D = torch.zeros(_number(dimension), dtype=torch.bool, device=positions_K.device)
     return mask_D.index_fill_(0, positions_K, True)
 
 
@@ -765,6 +772,7 @@ def layerwise_top_k_positions(
     of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
     ValueError for sizes or a k that do not fit, or for a NaN.
     """
+    k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
         got = f"layer_sizes: got {sum(layer_sizes)} in all"
         raise ValueError(f"{got}, allowed: {len(vector_D)}")
@@ -824,9 +832,11 @@ def block_for(count: int, dimension: int) -> int:
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
 
-def _check_code(dimension: int, block: int) -> None:
+def _checked_code(dimension: int, block: int) -> tuple[int, int]:
+    dimension, block = _number(dimension), _number(block)
     if dimension < 1 or not block >= 1:
         raise ValueError(f"dimension, block: got {dimension}, {block}, allowed: >= 1")
+    return dimension, block
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
@@ -836,7 +846,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
     Raises ValueError for positions out of range or out of order.
     """
-    _check_code(dimension, block)
+    dimension, block = _checked_code(dimension, block)
     check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
@@ -874,7 +884,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     entry, over all block ends between two of them at once; what it finds is read side by side.
     Raises ValueError for anything that is not the code of some set of positions.
     """
-    _check_code(dimension, block)
+    dimension, block = _checked_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
@@ -930,6 +940,7 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
     intervals have mean 0. ValueError for no value, one that is not finite, or intervals < 1.
     """
+    intervals = _number(intervals)
     if intervals < 1:
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
     if not len(values_K) or not values_K.isfinite().all():
@@ -985,7 +996,7 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
     nan for centralized training: nothing is sent.
     """
-    scheme = _scheme(scheme)
+    scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
@@ -1052,12 +1063,17 @@ class Message:
     means: Tensor | None = None
     dense: bool = False
 
+    def __post_init__(self) -> None:
+        for key in ("sender", "round"):
+            object.__setattr__(self, key, _number(getattr(self, key)))
+
     @staticmethod
     def of(
         intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0,
         quantizer: str = "fractional",
     ) -> Message:  # fmt: skip
         """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
+        value_bits = _number(value_bits)
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
         intervals = 2 ** (value_bits - 1)
@@ -1078,7 +1094,7 @@ class Message:
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
         """Adds the values, `weight` times, where they belong in (D,)."""
-        values_K = self.values.detach()
+        values_K, weight = self.values.detach(), _number(weight)
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
             return
@@ -1498,7 +1514,8 @@ class MaskRule:
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
             mine, numbers = wanted[key], (Tensor, int, float, type(None))
-            if not isinstance(given, numbers if isinstance(mine, numbers) else type(mine)):
+            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))  # saved as Python's
+            if not isinstance(given, numbers if is_number else type(mine)):
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
                 other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
@@ -2496,6 +2513,7 @@ class Compressor:
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
         self._check_usable()
+        factor = _number(factor)
         self._is_whole = False
         for client in self.clients.values():
             client.scale_(factor)
@@ -2587,13 +2605,20 @@ class Federation:
     Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
     `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
     `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
-    whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
-    function, steps by the average update (its gradient is minus that). `weights` are the clients'
+    whose rate is the schedule's, or its own if `schedule` is None. (An optimizer that was given
+    another rate than the schedule begins with, or several, is refused beside a schedule.)
+    `server_optimizer`, such another function, steps by the average update (its gradient is minus
+    that). `weights` are the clients'
     shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
     what clients draw in torch; `link` says how messages travel. `trainer` makes the `LocalTrainer`
     from its arguments: a class derived from it, for another way to run the same local steps.
     `on_delta(n, delta_D)`, if set, sees every difference before it is compressed; the next one
     takes its memory.
+
+    All parameters that are trained are averaged, also those of a head or of a norm. A head that is
+    to stay a client's own has to stand outside the module that is given here, and `loss` applies it
+    (notebook 15 shows how). A batch norm of a client's own, whose weights lie inside, is not
+    possible; only its running statistics are a client's own, until the model is evaluated.
 
     State: `theta_D` (D,), which every round and `state_dict` first read from the module and which
     `load_state_dict` puts into it, so that writing to it has no effect; `statistics_NS`, the norms'
@@ -2630,6 +2655,8 @@ class Federation:
             plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,
             link=link, weights=weights, order=self.flat.order,
         )  # fmt: skip
+        if local_optimizer is not None and schedule is not None:
+            self.trainer.first_eta = float(self.schedule(0).eta)
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
@@ -2641,6 +2668,10 @@ class Federation:
         if server_optimizer is not None:
             self.server_optimizer = server_optimizer([self.server_theta])
             _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
+            decays = [group.get("weight_decay") for group in self.server_optimizer.param_groups]
+            if weight_decay and any(decays):
+                got = f"got {weight_decay}, and the server_optimizer has {decays[0]}"
+                raise ValueError(f"weight_decay: {got}, allowed: one of the two")
 
     # What the trainer has, and a federation shows.
     model = property(lambda self: self.trainer.model)
@@ -2880,6 +2911,8 @@ class LocalTrainer:
     `begin` says which are to come.
     """
 
+    first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
+
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
         loss: Callable[[nn.Module, Any], Tensor], weight_decay: float,
@@ -2973,6 +3006,8 @@ class LocalTrainer:
             _check_made("local_optimizer", found, self.flat.parameters)
             if any(found is other for other in made.values()):
                 raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+            if self.first_eta is not None:
+                _check_rate(found, self.first_eta)
             made[n] = found
         return made[n]
 
@@ -3256,7 +3291,11 @@ class FlatView:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
-    named = model.named_parameters()
+    named = list(model.named_parameters())
+    for name, p in named:
+        if nn.parameter.is_lazy(p):
+            way = "after one batch has passed through the model, which gives it its shape"
+            raise ValueError(f"model: {name}: got a parameter without a shape, allowed: {way}")
     return {name: p for name, p in named if p.requires_grad and p.numel()}
 
 
@@ -3295,9 +3334,12 @@ class Feed:
 
     Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
     a loader which shuffles does so again when a run is resumed; its own `generator` and those of
-    its samplers are seeded, too. What is drawn later in a pass (a shuffle buffer) or by numpy is
-    another after a resume. A feed of your own needs `clients` and `batch`. Raises ValueError for
-    anything but a list of iterables, or a client with no batch.
+    its samplers are seeded, too. Whatever has a `set_epoch` (the iterable, its data set, its
+    samplers, and what these are made of) is told the number of the pass first, counted from 0. (A
+    data set that several clients share hears it from each of them.) What is drawn later in a pass
+    (a shuffle buffer) or by numpy is another after a resume. A feed of your own needs `clients` and
+    `batch`. Raises ValueError for anything but a list of iterables, for a client with no batch, and
+    for workers that persist and would not hear the number of the pass.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
@@ -3320,6 +3362,8 @@ class Feed:
             if one_pass and any(source is other for other in sources[:n]):
                 what = "iterator" if isinstance(source, Iterator) else "persistent loader"
                 raise ValueError(f"feed: client {n}: got another's {what}, allowed: its own")
+            if getattr(source, "persistent_workers", False):
+                _check_workers_hear(n, source)
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
         self.passes = [0] * self.clients  # that each client has begun
@@ -3345,12 +3389,17 @@ class Feed:
         """A pass over client n's batches, without the first ones."""
         # the last number keeps a pass from drawing what a client draws in the round of its number
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
+        parts = _parts_of(source)
+        for part in parts:
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(self.passes[n] - 1)
         if self._running[n] is None and getattr(source, "persistent_workers", False):
             iter(source)  # the first iterator of such a loader draws one number more than others
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            for generator in _generators(source):
-                generator.manual_seed(seed)
+            for part in parts:
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(seed)
             running = iter(source)
             first = next(running, _END)  # a loader draws its order with it: here, under the seed
             for _ in range(skip - 1):  # `first` was one of those to skip
@@ -3383,12 +3432,38 @@ class Feed:
 _END: Any = object()  # no batch is this
 
 
-def _generators(source: Any) -> list[torch.Generator]:
-    """Those from which a loader and its samplers draw."""
-    batches = getattr(source, "batch_sampler", None)
-    places = [source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)]
-    found = [getattr(place, "generator", None) for place in places]
-    return [one for one in found if isinstance(one, torch.Generator)]
+_INNER = ("sampler", "batch_sampler", "dataset", "datasets", "data_source")
+
+
+def _parts_of(source: Any) -> list[Any]:
+    """A loader, its samplers and data sets, and those that these are made of, each once."""
+    found, seen, todo = list[Any](), set[int](), [source]
+    while todo:
+        part = todo.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        found.append(part)
+        for name in _INNER:
+            inner = getattr(part, name, None)
+            inner = list(inner.values()) if isinstance(inner, dict) else inner
+            todo += inner if isinstance(inner, list | tuple) else [inner]
+    return found
+
+
+def _check_workers_hear(n: int, source: Any) -> None:
+    """ValueError for a data set whose `set_epoch` would not reach workers that persist: they have a
+    copy of it. (What it keeps in shared memory reaches them.)"""
+    for part in _parts_of(source.dataset):
+        kept_values = list(getattr(part, "__dict__", {}).values())
+        shared = [value for value in kept_values if hasattr(value, "get_lock")]
+        shared += [
+            value for value in kept_values if isinstance(value, Tensor) and value.is_shared()
+        ]
+        if callable(getattr(part, "set_epoch", None)) and not shared:
+            got = f"got persistent workers with a {type(part).__name__} that has set_epoch"
+            way = "persistent_workers=False, or an epoch in shared memory (a tensor, a Value)"
+            raise ValueError(f"feed: client {n}: {got}, which they would not hear, allowed: {way}")
 
 
 def random_seed(*numbers: int) -> int:
@@ -3465,6 +3540,18 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
     steps = {id(p) for group in made.param_groups for p in group["params"]}
     if steps.isdisjoint(map(id, given)):
         raise ValueError(f"{key}: gave one of other parameters, allowed: {allowed}")
+
+
+def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
+    """ValueError if somebody gave the optimizer another rate than its schedule begins with."""
+    given, *others = {float(group["lr"]) for group in optimizer.param_groups}
+    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
+    usual = None if parameter is None else parameter.default  # no number where it must be given
+    is_given = not others and isinstance(usual, Real) and given != usual
+    if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
+        got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
+        way = "no rate in the optimizer, or schedule=None, which keeps the optimizer's own"
+        raise ValueError(f"local_optimizer: {got}, allowed: {way}")
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
@@ -3663,6 +3750,7 @@ class TCSState:
         phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
         model: nn.parallel.DistributedDataParallel | None = None,
     ):  # fmt: skip
+        start_iter = _number(start_iter)
         if type(start_iter) is not int or start_iter < 1:
             raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
         self.start_iter, self.iter = start_iter, 0

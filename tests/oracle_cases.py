@@ -521,11 +521,12 @@ def federate(log, name, rounds=ROUNDS, chosen=None, resumed=None, touched=None, 
 
 
 def sgd(parameters):
+    # the rate with which `phases` begin: another would be refused beside them
     return torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def adamw(parameters):
-    return torch.optim.AdamW(parameters, 0.01)
+    return torch.optim.AdamW(parameters, 0.05)
 
 
 def adam(parameters):

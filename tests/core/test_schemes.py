@@ -106,3 +106,22 @@ def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
 def test_a_compressor_refuses_what_only_a_federation_can_do(changes):
     with pytest.raises(ValueError, match=r"^TCS: .* is a federation's: use tcs_core\.Federation$"):
         tcs.Compressor(tcs.Scheme.named("TCS", **changes), [10], 2)
+
+
+CONTRADICTIONS = [
+    ("TCS-L4", "local_steps", 2), ("TCS-L4-Q5", "value_bits", 3), ("top-K-Q5", "quantizer", "sign"),
+    ("FedAvg-L2-Global Momentum", "local_steps", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field", "value"), CONTRADICTIONS)
+def test_a_change_that_contradicts_the_name_is_refused(name, field, value):
+    with pytest.raises(ValueError, match=rf"^scheme '{name}': {field}: got .*allowed: one of"):
+        tcs.Scheme.named(name, **{field: value})
+    same = getattr(tcs.Scheme.named(name), field)
+    assert tcs.Scheme.named(name, **{field: same}) == tcs.Scheme.named(name)
+
+
+def test_a_change_of_what_a_suffix_leaves_open_is_taken():
+    assert tcs.Scheme.named("TCS-Global Momentum", momentum=0.5).momentum == 0.5
+    assert tcs.Scheme.named("TCS-LF", phi_min_global=0.01).phi_min_global == 0.01
