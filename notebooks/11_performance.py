@@ -55,7 +55,7 @@ seed = 0  # of everything random
 lowered = 0.85  # the core's guess, this share of the last threshold; checked below
 step_dimension = 300_000  # D of the small measurement of compression
 round_width = 8  # channels of the net in the small measurement of a round
-repeat = 5  # turns of the small measurements
+repeat = 3  # turns of the small measurements
 records = None  # folder that holds bench/*.json; None: results/
 round_targets = {"resnet18 width 64": 0.97, "resnet18 width 16": 0.72,  # over plain top-K, a CPU
                  "resnet8 width 8": 0.65, "resnet8 width 4": 0.45}  # over the passes  # fmt: skip
