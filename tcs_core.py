@@ -1614,7 +1614,7 @@ class TCS(MaskRule):
         before_K, fair = self.positions, self.scheme.phi_min_global
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
-        magnitudes_K = update_D[chosen_K].abs()
+        magnitudes_K = update_D.index_select(0, chosen_K).abs()
         # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
         is_update = magnitudes_K.any()
         if may_look(is_update):
@@ -1700,7 +1700,8 @@ class Known:
         self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
         self.dense = True  # in this round everything travels
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
-        self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
+        none = torch.zeros(1, dtype=torch.bool, device=device)
+        self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
         self._mask_tag: int | None = 0  # None: not worked out yet in this round
 
@@ -3848,6 +3849,8 @@ class TCSState:
         if self._watches:
             self._watch(client, parameters)
         client.counted = None
+        if self.iter >= self.start_iter:
+            client.hold_errors()
         if self.can_undo:
             client.remember(self.iter, sparse=self.iter >= self.start_iter)
         client.known.begin(dense=self.iter < self.start_iter)
@@ -3866,7 +3869,7 @@ class TCSState:
         self._versions_tell |= bool(before) and before != client.versions
         client.sums = None
         if not self._versions_tell:
-            client.sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in parameters])
+            client.sums = torch.stack([p.detach().float().sum() for p in parameters])
         if client.counted is None or before != client.versions or not _host_reads(client.counted):
             return
         self._watches = False
@@ -3962,8 +3965,10 @@ class TCSState:
             self._loose |= _parts(other, self._buckets.pop(other))
         parts = [self._loose.pop(name, {}) for name in names]
         client = BucketClient(Known(self.scheme, sizes, device=device))
-        if client.errors_D is not None:
-            for own, part in zip(client.errors_D.split(sizes), parts, strict=True):
+        if self.iter >= self.start_iter:  # until then errors are 0
+            client.hold_errors()
+            own_parts = [] if client.errors_D is None else client.errors_D.split(sizes)
+            for own, part in zip(own_parts, parts, strict=False):
                 if part.get("errors") is not None:
                     own.copy_(part["errors"])
         masks = [part.get("mask") for part in parts]
@@ -4102,6 +4107,16 @@ class BucketClient(Client):
     versions: list[int] | None = None  # of the parameters, when the last gradients came
     sums: Tensor | None = None  # and their sums, while versions are not known to tell
 
+    def __init__(self, known: Known):
+        super().__init__(known, errors_D=torch.zeros(1, dtype=torch.float32, device=known.device))
+        keeps = known.scheme.keeps_errors
+        self.errors_D = cast(Tensor, self.errors_D).expand(known.dimension) if keeps else None
+
+    def hold_errors(self) -> None:
+        """Memory for errors. In dense steps they are 0, and have none."""
+        if self.errors_D is not None and not self.errors_D.is_contiguous():
+            self.errors_D = self.errors_D.contiguous()
+
     def remember(self, iter: int, sparse: bool) -> None:
         """What `go_back` will need. A mask is replaced by the next one, errors change in place."""
         copy_D = None if self.before is None else self.before.errors_D
@@ -4191,7 +4206,13 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
 def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
     """Step 1: the average, which gives the first shared mask if it is finite."""
     numbers_D = update_D.float()
-    if gives_mask and _host_reads(numbers_D.isfinite().all()):
+    if not gives_mask:
+        is_finite = False
+    elif may_look(numbers_D):
+        is_finite = _is_finite(numbers_D)  # without a temporary vector
+    else:
+        is_finite = _host_reads(numbers_D.isfinite().all())
+    if is_finite:
         known.observe(numbers_D)
     else:
         known.lose()
@@ -4320,7 +4341,8 @@ def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
         return None
     if not explored:
         return shared_K
-    own_K = np.unique(np.concatenate([places_K.numpy() for places_K in explored]))
+    own_K = np.sort(np.concatenate([places_K.numpy() for places_K in explored]), kind="stable")
+    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # ranks may have sent the same
     places = np.searchsorted(shared_K.numpy(), own_K)
     return torch.from_numpy(np.insert(shared_K.numpy(), places, own_K))
 

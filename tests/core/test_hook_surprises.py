@@ -238,7 +238,7 @@ def warned(ranks, folder):
 
 def test_the_state_warns_once_where_gradients_are_thrown_away_and_nowhere_else(tmp_path):
     wanted = {case: count for case, (*_, count) in LOOPS.items()}
-    for counts in start(2, tmp_path, warned, timeout=120):
+    for counts in start(2, tmp_path, warned):
         assert counts == wanted
 
 
