@@ -1,6 +1,6 @@
 """Seconds and memory of a DDP step over links of a given speed: plain, and by four hooks.
 
-    uv run python -m tcs_lab.studies.links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
+    uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
 
 measures in a network namespace of its own, which needs root on Linux: the loopback is limited, and
 all ranks' traffic, in both directions, shares its rate. Rows go to results/hook/links.json.
@@ -313,7 +313,8 @@ def longest(
     return 10 * seconds
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str]) -> int:
+    """Measures in new processes, and in each of these: torchrun starts this module there."""
     if "RANK" in os.environ:
         _as_rank(*_asked_for(words))
     ranks, *given = words
@@ -323,8 +324,10 @@ def main(words: list[str]) -> None:
     try:
         run_within(seconds, command, show=True, cwd=ROOT, OMP_NUM_THREADS="1")
     except (RuntimeError, TimeoutError) as error:
-        raise SystemExit(str(error)) from None
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
