@@ -726,14 +726,18 @@ _PIECE = 1 << 17  # entries that stay in a core's cache
 
 def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
     """Positions, outside of a mask, of magnitudes >= floor and of NaN, ascending. Each entry is
-    read once, piece by piece."""
+    read once, piece by piece, without another copy of a piece."""
     found = []
+    below, above = (np.empty(min(len(values_D), _PIECE), dtype=bool) for _ in range(2))
     for start in range(0, len(values_D), _PIECE):
-        piece = slice(start, start + _PIECE)
-        near = (~(abs(values_D[piece]) < floor)).nonzero()[0]
+        piece = values_D[start : start + _PIECE]
+        is_left_out = np.less(piece, floor, out=below[: len(piece)])
+        is_left_out &= np.greater(piece, -floor, out=above[: len(piece)])
         if excluded_D is not None:
-            near = near[~excluded_D[piece][near]]
-        found.append(near + start)
+            is_left_out |= excluded_D[start : start + _PIECE]
+        near = np.logical_not(is_left_out, out=is_left_out).nonzero()[0]
+        near += start
+        found.append(near)
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
@@ -1614,13 +1618,17 @@ class TCS(MaskRule):
         before_K, fair = self.positions, self.scheme.phi_min_global
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
-        magnitudes_K = update_D.index_select(0, chosen_K).abs()
         # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
-        is_update = magnitudes_K.any()
-        if may_look(is_update):
-            if not is_update:
+        if may_look(update_D):
+            first = chosen_K[:1]  # says it most often; to read all, far apart, takes long
+            if not update_D[first].any() and not update_D[chosen_K].any():
                 return
-        elif before_K is not None and len(before_K) == len(chosen_K):
+            self.positions = chosen_K
+            self.magnitudes_K = update_D[chosen_K].abs() if self.masks != 1 else None
+            return
+        magnitudes_K = update_D[chosen_K].abs()
+        is_update = magnitudes_K.any()
+        if before_K is not None and len(before_K) == len(chosen_K):
             chosen_K = torch.where(is_update, chosen_K, before_K)
             if self.magnitudes_K is not None:
                 magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
