@@ -73,6 +73,8 @@ import math
 import operator
 import re
 import struct
+import sys
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -626,14 +628,16 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
 
 
 def top_k_above(
-    floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None
-) -> tuple[Tensor, float]:
+    floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
+    among_K: Tensor | None = None,
+) -> tuple[Tensor, float]:  # fmt: skip
     """`top_k_positions`, and a floor that speeds up the call for the next vector of this kind.
 
     Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
     few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
-    the floor is tried, and then 0, which leaves all entries. Whatever the floor, the positions are
-    the same.
+    the floor is tried, and then 0, which leaves all entries. Without a floor, a sample of a long
+    vector gives one. `among_K` are ascending positions outside of which the vector is 0, if they
+    are known: then no other entry is read. Whatever these two are, the positions are the same.
 
     This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
     would have to wait to learn how many candidates there are: there, and for other types, `topk`
@@ -652,15 +656,15 @@ def top_k_above(
         _check_k(k, eligible)
         return _largest_by_topk(magnitudes_D, k), floor
     values_D = numbers_D.numpy()
-    for lowest in (floor, floor / 2, 0.0):
-        # positions of magnitudes >= lowest, and of NaN; piece by piece, each read once
-        found = []
-        for start in range(0, len(values_D), _PIECE):
-            piece = values_D[start : start + _PIECE]
-            found.append((~(abs(piece) < lowest)).nonzero()[0] + start)
-        near = found[0] if len(found) == 1 else np.concatenate(found)
-        if taken_D is not None:
-            near = near[~taken_D.numpy()[near]]
+    if among_K is not None and len(among_K) >= k:
+        near = among_K.numpy()
+        chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
+        if kth > 0:  # else zeros are chosen, and the first of all of them count
+            return torch.from_numpy(near[chosen]), floor
+    excluded_D = None if taken_D is None else taken_D.numpy()
+    first = floor or _first_floor(values_D, k, excluded_D)
+    for lowest in (first, first / 2, 0.0):
+        near = _not_below(lowest, values_D, excluded_D)
         if len(near) >= k:
             break
     else:
@@ -670,6 +674,38 @@ def top_k_above(
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
+
+
+def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
+    """Positions, outside of a mask, of magnitudes >= floor and of NaN, ascending. Each entry is
+    read once, piece by piece, without another copy of a piece."""
+    found = []
+    below, above = (np.empty(min(len(values_D), _PIECE), dtype=bool) for _ in range(2))
+    for start in range(0, len(values_D), _PIECE):
+        piece = values_D[start : start + _PIECE]
+        is_left_out = np.less(piece, floor, out=below[: len(piece)])
+        is_left_out &= np.greater(piece, -floor, out=above[: len(piece)])
+        if excluded_D is not None:
+            is_left_out |= excluded_D[start : start + _PIECE]
+        near = np.logical_not(is_left_out, out=is_left_out).nonzero()[0]
+        near += start
+        found.append(near)
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) -> float:
+    """About the k-th largest magnitude, rather lower, from a sample of a long vector. With no floor
+    at all, every entry would be a candidate, which takes several times the vector's memory."""
+    step = len(values_D) >> 14 | 1
+    if step < 64:
+        return 0.0
+    sample = abs(values_D[::step])
+    if excluded_D is not None:
+        sample = sample[~excluded_D[::step]]
+    wanted = int(1.2 * k / step + 4 * math.sqrt(k / step)) + 1
+    if wanted >= len(sample):
+        return 0.0
+    return float(np.partition(sample, len(sample) - wanted)[len(sample) - wanted])
 
 
 def may_look(tensor: Tensor) -> bool:
@@ -1489,16 +1525,17 @@ class MaskRule:
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
-        whose: str = "shared",
+        whose: str = "shared", among_K: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """S_top outside a mask (D,), layer-wise fair if `phi_min` says so: positions (k,). The
-        threshold of last time, for the same `whose`, speeds it up."""
+        """S_top outside a mask (D,), layer-wise fair if `phi_min` says so: positions (k,). Two
+        things speed it up: the threshold of last time, for the same `whose`, and ascending
+        positions outside of which the vector is 0, `among_K`."""
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
         floor = self._floors[whose]
-        chosen_K, self._floors[whose] = top_k_above(floor, vector_D, k, excluded_D)
+        chosen_K, self._floors[whose] = top_k_above(floor, vector_D, k, excluded_D, among_K)
         return chosen_K
 
     def state_dict(self) -> dict[str, Any]:
@@ -1573,6 +1610,7 @@ class TCS(MaskRule):
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
     positions: Tensor | None = None  # of the shared mask, once there was an update
     magnitudes_K: Tensor | None = None  # of the last update there, after a round of larger masks
+    among_K: Tensor | None = None  # ascending positions outside of which the next update is 0
 
     def shared_mask(self) -> Tensor | None:
         if not self.k_global:
@@ -1590,14 +1628,19 @@ class TCS(MaskRule):
         if not self.k_global:
             return
         before_K, fair = self.positions, self.scheme.phi_min_global
-        chosen_K = self.select(update_D, self.k_global, fair)  # line 5
-        magnitudes_K = update_D[chosen_K].abs()
+        among_K, self.among_K = self.among_K, None
+        chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
         # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
-        is_update = magnitudes_K.any()
-        if may_look(is_update):
-            if not is_update:
+        if may_look(update_D):
+            first = chosen_K[:1]  # says it most often; to read all, far apart, takes long
+            if not update_D[first].any() and not update_D[chosen_K].any():
                 return
-        elif before_K is not None and len(before_K) == len(chosen_K):
+            self.positions = chosen_K
+            self.magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
+            return
+        magnitudes_K = update_D[chosen_K].abs()
+        is_update = magnitudes_K.any()
+        if before_K is not None and len(before_K) == len(chosen_K):
             chosen_K = torch.where(is_update, chosen_K, before_K)
             if self.magnitudes_K is not None:
                 magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
@@ -1672,7 +1715,8 @@ class Known:
         self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
         self.dense = True  # in this round everything travels
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
-        self.shared_D = torch.zeros(self.dimension, dtype=torch.bool, device=device)
+        none = torch.zeros(1, dtype=torch.bool, device=device)
+        self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
         self._mask_tag: int | None = 0  # None: not worked out yet in this round
         self.may_look = may_look(self.shared_D)
@@ -3617,8 +3661,10 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
 #    step everything stays on its device, as tensors.
 
 
-def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: gradients averaged over ranks by TCS, with error accumulation.
+def tcs_hook(
+    state: TCSState, bucket: dist.GradBucket, *others: Any
+) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: gradients averaged by TCS over all ranks, or over the model's group.
 
     1. The first `start_iter` steps are DDP's plain all-reduce. The last of them gives the first
        shared mask.
@@ -3629,17 +3675,53 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
     4. Shares on the ranks' own masks are exchanged by an all_gather. Each is 8 bytes: a position
        and a float32 value.
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
-       13 takes what this rank's shares contributed out of its errors, so that what rounding lost is
-       sent later.
+       13 takes what this rank's shares contributed out of its errors.
 
-    On a GPU the host waits for values in two steps only: in the first, where the ranks compare what
-    they begin with, and in the last dense one, whose average has to be finite. (A loaded state, or
-    buckets that DDP has packed anew, may need another look.)
+    `TCSState` has an example. ValueError, on all ranks, if they begin with different states; for
+    sparse or complex gradients; for parameters of a second model; and if not DDP is the caller.
+    """
+    _check_caller(state, bucket, others)
+    gives_mask = state.iter + 1 >= state.start_iter
+    client = state.begin(bucket)
+    buffer, known, ranks = bucket.buffer(), client.known, state.group.size()
+
+    # 1. A dense step.
+    if known.dense:
+        done = state.summed(buffer.div_(ranks), "dense")
+        return done.then(lambda sums: _dense_average(known, sums.value()[0], gives_mask))
+
+    # 2. What this rank sends. Where its gradient is not finite, it sends only errors, and says so.
+    used_L = _used(buffer, known.layer_sizes)
+    message, is_finite = _message_of(client, buffer)
+    shares_K = _shares(message.values, ranks, buffer.dtype)
+    shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
+
+    # 3. Flags travel with the shares: which parameters have a gradient, and whether all is void.
+    flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
+    summed = torch.cat([shared_K, flags])
+    # 4. All ranks have as many entries of their own.
+    packed = torch.cat([message.positions.int(), own_K.float().view(torch.int32)])
+    gathered = [torch.empty_like(packed) for _ in range(ranks)]
+    futures = [state.summed(summed, "shared"), *state.gathered(gathered, packed)]
+
+    # 5. What this names stays in memory while the collectives run: little. What was meant to be
+    # sent is in the errors, too, and the mask has served.
+    client.in_flight, known.shared_D = None, known.shared_D.new_empty(0)
+    step = UnderWay(client, buffer, is_finite, summed, packed, gathered)
+    return torch.futures.collect_all(futures).then(lambda done: _average(step, done.value()))
+
+
+# DDP compares annotations with the types themselves; here they are text (PEP 563).
+tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+class TCSState:
+    """Settings and memory of `tcs_hook`, which averages over all ranks if no `model` is given.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
         >>> model = DistributedDataParallel(torch.nn.Linear(1000, 10))
-        >>> state = tcs_core.TCSState(phi_global=1e-2, phi_local=1e-3, start_iter=2)
+        >>> state = tcs_core.TCSState(phi_global=1e-2, phi_local=1e-3, start_iter=2, model=model)
         >>> model.register_comm_hook(state, tcs_core.tcs_hook)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> for step in range(5):
@@ -3651,57 +3733,7 @@ def tcs_hook(state: TCSState, bucket: dist.GradBucket) -> torch.futures.Future[T
         >>> state.bytes_sent
         {'dense': 80080, 'shared': 1248, 'explored': 264}
 
-    Raises ValueError, on all ranks, if they begin with different states; for sparse or complex
-    gradients; and for parameters of a second model.
-    """
-    buffer, group = bucket.buffer(), state.group
-    ranks, gives_mask = group.size(), state.iter + 1 >= state.start_iter
-    client = state.begin(bucket)
-
-    # 1. A dense step.
-    if client.known.dense:
-        state.bytes_sent["dense"] += buffer.nbytes
-        work = dist.all_reduce(buffer.div_(ranks), group=group, async_op=True)
-        return work.get_future().then(
-            lambda done: _dense_average(client.known, done.value()[0], gives_mask)
-        )
-
-    # 2. What this rank sends. Where its gradient is not finite, it sends only errors, and says so.
-    used_L = _used(buffer, client.known.layer_sizes)
-    message, is_finite = _message_of(client, buffer)
-    shares_K = _shares(message.values, ranks, buffer.dtype)
-    shared = len(client.known.shared_K)
-
-    # 3. Flags travel with the shares: which parameters have a gradient, and whether all is void.
-    flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
-    summed = torch.cat([shares_K[:shared], flags])
-    state.bytes_sent["shared"] += summed.nbytes
-    futures = [dist.all_reduce(summed, group=group, async_op=True).get_future()]
-
-    # 4. All ranks have as many entries of their own; a collective of none would be refused.
-    values = shares_K[shared:].float().view(torch.int32)
-    packed = torch.cat([message.positions.int(), values])
-    gathered = [torch.empty_like(packed) for _ in range(ranks if len(packed) else 0)]
-    if gathered:
-        state.bytes_sent["explored"] += packed.nbytes
-        work = dist.all_gather(gathered, packed, group=group, async_op=True)
-        futures.append(work.get_future())
-
-    # 5. What this names stays in memory while the collectives are under way: little.
-    def averaged(done: torch.futures.Future[list[torch.futures.Future]]) -> Tensor:
-        for future in done.value():
-            future.wait()
-        return _average(client, buffer, summed, gathered, is_finite, ranks)
-
-    return torch.futures.collect_all(futures).then(averaged)
-
-
-# DDP compares annotations with the types themselves; here they are text (PEP 563).
-tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-
-
-class TCSState:
-    """The settings of `tcs_hook`, and what it keeps between steps. Make one per model and rank.
+    Make one state per model and rank.
 
     1. `phi_global` and `phi_local` are the fractions of a bucket's entries that are sent: on the
        mask that all ranks share, and on each rank's own. None means that there is no such mask;
@@ -3709,27 +3741,41 @@ class TCSState:
     2. The first `start_iter` (at least 1) steps are a plain all-reduce. 10 % of all steps is a good
        start; a warm-up of the learning rate belongs there.
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
-    4. `model`, the module under DDP, is needed if a state is to be loaded after the model's
-       parameters were reordered or, with find_unused_parameters, under another bucket_cap_mb. With
-       it, errors and masks are kept by parameter name, and the process group is the model's.
-       Without it, they are kept in the order in which parameters come in the first step. A state
-       is then refused if parameters come in other shapes, another order or other buckets; but two
-       parameters of equal shape that have changed places cannot be told apart.
+    4. `model` is the module under DDP. With it, the process group is the model's, and errors and
+       masks are kept by parameter name, so that a state can be loaded after the parameters were
+       reordered or, with find_unused_parameters, under another bucket_cap_mb. Without it, the
+       process group is `process_group`, or else all ranks, even if the model is on some of them
+       only. Errors and masks are then kept in the order in which parameters come in the first step.
+       A state is refused if parameters come in other shapes, another order or other buckets; but
+       two parameters of equal shape that have changed places cannot be told apart.
+    5. `can_undo` lets `undo` take the last step back. It costs one float32 copy of the gradients.
+
+    Each backward pass is a step. What it does not send stays in the errors and comes back in later
+    steps, even if you throw the gradients away. Therefore run a pass whose gradients no optimizer
+    will use under `model.no_sync()`: for instance a GAN's generator pass through its discriminator,
+    the first of sharpness-aware minimization's two passes, or a look at gradients. Gradients that
+    are added up over several passes need it for all but the last one. If you skip a step because of
+    what its averaged gradients are, take it back with `undo`. The state warns once when it sees
+    a second backward pass with the same parameters.
 
     Masks are chosen per bucket, so that buckets travel while the backward pass still runs. A
     `bucket_cap_mb` large enough for the model gives one bucket, and the selection of Alg. 2.
 
     `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
-    "dense" and "shared" to all_reduce, "explored" to all_gather.
+    "dense" and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values
+    in two steps only: in the first, where the ranks compare what they begin with, and in the last
+    dense one, whose average has to be finite. (A loaded state, buckets that DDP has packed anew, or
+    a second pass with the same parameters may need another look.)
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
-    same settings. No error is lost. But DDP packs its buckets anew after its first step, and a
-    resumed run begins with the first packing again: one bucket, unless find_unused_parameters is
-    set. Where the later packing has several, the first step after loading therefore selects each
-    rank's own entries, and the next shared mask, within other buckets than a run without a stop
-    would (and sends a few bytes more or less). Where it has one, only the order of the entries
-    differs: it decides which of two equal magnitudes is chosen and, with more than two ranks, how a
-    sum is rounded.
+    same settings. No error is lost. Other ranks than those that saved, or another number of them,
+    can take the masks alone: see `load_state_dict`. But DDP packs its buckets anew after its first
+    step, and a resumed run begins with the first packing again: one bucket, unless
+    find_unused_parameters is set. Where the later packing has several, the first step after loading
+    therefore selects each rank's own entries, and the next shared mask, within other buckets than a
+    run without a stop would (and sends a few bytes more or less). Where it has one, only the order
+    of the entries differs: it decides which of two equal magnitudes is chosen and, with more than
+    two ranks, how a sum is rounded.
 
     Values are not quantized, since an all-reduce adds them up on the way. PyTorch's own
     bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". What rounding to 16
@@ -3741,14 +3787,15 @@ class TCSState:
     in the errors. Errors are in the units of the gradients that DDP hands over: when a GradScaler
     changes its scale, they still count by the old one.
 
-    Raises ValueError for a fraction or a start_iter that is not allowed, or for a model that is not
-    under DDP or has another process group. A state cannot be copied or pickled.
+    Raises ValueError for a fraction or a start_iter that is not allowed, for a group that this rank
+    is not in, or for a model that is not under DDP or has another process group. A state cannot be
+    copied or pickled.
     """
 
     def __init__(
         self, process_group: Any = None, phi_global: float | None = 1e-2,
         phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
-        model: nn.parallel.DistributedDataParallel | None = None,
+        model: nn.parallel.DistributedDataParallel | None = None, can_undo: bool = False,
     ):  # fmt: skip
         start_iter = _number(start_iter)
         if type(start_iter) is not int or start_iter < 1:
@@ -3757,11 +3804,14 @@ class TCSState:
         self.scheme = Scheme(
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("process_group: got one without this rank, allowed: one with it")
         self.process_group = process_group
+        self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
-        # Each bucket has one Client, by the names of the bucket's parameters. When DDP packs its
+        # Each bucket has one client, by the names of the bucket's parameters. When DDP packs its
         # buckets anew, or a state is loaded, errors and masks are loose in between, by name.
-        self._buckets: dict[tuple[Name, ...], Client] = {}
+        self._buckets: dict[tuple[Name, ...], BucketClient] = {}
         self._loose: dict[Name, dict[str, Tensor | None]] = {}
         # A parameter's name in the model or, without the model, its number in the first step. In
         # which buckets these came: the numbers of parameters in them.
@@ -3773,6 +3823,8 @@ class TCSState:
         self._expects = False  # until it is, a loaded state says which parameters come
         self._agreed = False  # the ranks have compared what they begin with
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
+        self._watches = error_accumulation  # for gradients that are thrown away
+        self._versions_tell = False  # whether parameters change: seen at least once
         self._by_name = model is not None
         if model is None:
             return
@@ -3790,7 +3842,7 @@ class TCSState:
     def group(self) -> Any:
         return dist.group.WORLD if self.process_group is None else self.process_group
 
-    def begin(self, bucket: dist.GradBucket) -> Client:
+    def begin(self, bucket: dist.GradBucket) -> BucketClient:
         """This rank's side of Alg. 2 for a bucket, whose next round has begun; with the last bucket
         the step is counted. ValueError for gradients or parameters that are not allowed."""
         buffer, last = bucket.buffer(), bucket.is_last()
@@ -3812,9 +3864,66 @@ class TCSState:
         client = self._buckets[names]
         if client.known.status != CLOSED:  # the last backward pass was abandoned
             client.known.lose()
+        if self._watches:
+            self._watch(client, parameters)
+        client.counted = None
+        if self.iter >= self.start_iter:
+            client.hold_errors()
+        if self.can_undo:
+            client.remember(self.iter, sparse=self.iter >= self.start_iter)
         client.known.begin(dense=self.iter < self.start_iter)
         self.iter += last
         return client
+
+    def _watch(self, client: BucketClient, parameters: list[Tensor]) -> None:
+        """Warns, once, if parameters are what they were when the bucket's last gradients, of which
+        some counted, were averaged. Then no optimizer has used these gradients.
+
+        Parameters are the same if their version counters are. An optimizer that writes to `p.data`
+        does not count there. Therefore sums are compared, too, until a counter has changed.
+        """
+        before, sums_before = client.versions, client.sums
+        client.versions = [p._version for p in parameters]
+        self._versions_tell |= bool(before) and before != client.versions
+        client.sums = None
+        if not self._versions_tell:
+            client.sums = torch.stack([p.detach().float().sum() for p in parameters])
+        if client.counted is None or before != client.versions or not _host_reads(client.counted):
+            return
+        self._watches = False
+        sums = client.sums
+        if sums is None or sums_before is None or torch.equal(sums, sums_before):
+            warnings.warn(_THROWN_AWAY, stacklevel=2)
+
+    def undo(self) -> None:
+        """Takes the last step back, between two steps and on all ranks: errors, masks and `iter`
+        are as before it, to the bit. `bytes_sent` stays, since these bytes were sent. After an
+        exception in a backward pass, it takes back what that pass had done.
+
+        ValueError without `can_undo`, or if there is no step to take back: before the first one,
+        right after `load_state_dict`, and after `undo`.
+        """
+        if not self.can_undo:
+            raise ValueError("undo: got can_undo=False, allowed: TCSState(can_undo=True)")
+        made = [client for client in self._buckets.values() if client.before is not None]
+        if not made:
+            what = "no step that could be taken back"
+            raise ValueError(f"undo: got {what}, allowed: once after a step")
+        self.iter = max(cast(Before, client.before).iter for client in made)
+        for client in made:
+            client.go_back(self.iter)
+
+    def summed(self, tensor: Tensor, kind: str) -> torch.futures.Future[list[Tensor]]:
+        """A tensor, given to an all_reduce and counted."""
+        self.bytes_sent[kind] += tensor.nbytes
+        return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
+
+    def gathered(self, tensors: list[Tensor], tensor: Tensor) -> list[torch.futures.Future]:
+        """A tensor, given to an all_gather and counted; if it is empty, there is none."""
+        if not len(tensor):
+            return []
+        self.bytes_sent["explored"] += tensor.nbytes
+        return [dist.all_gather(tensors, tensor, group=self.group, async_op=True).get_future()]
 
     def _agree(self, device: Any) -> None:
         """Before the first step all ranks compare what they begin with. ValueError, on all of
@@ -3842,7 +3951,7 @@ class TCSState:
         for other in range(ranks):
             for name, got, allowed in zip([*alike, *zero], said[other], wanted, strict=True):
                 if got != allowed:
-                    what = "as rank 0" if name in alike else "its own state_dict"
+                    what = "as rank 0" if name in alike else _OWN_STATE
                     raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
         self._agreed = True
 
@@ -3867,15 +3976,17 @@ class TCSState:
             self._settled, self._expects, self._packing = True, False, list(self._came)
         return tuple(self._names[p] for p in parameters)
 
-    def _assembled(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> Client:
+    def _assembled(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
         """A client for a bucket that was not there before, with the errors and the shared mask
         that its parameters had in other buckets, or in a loaded state."""
         for other in [key for key in self._buckets if not set(key).isdisjoint(names)]:
             self._loose |= _parts(other, self._buckets.pop(other))
         parts = [self._loose.pop(name, {}) for name in names]
-        client = Client(Known(self.scheme, sizes, device=device))
-        if client.errors_D is not None:
-            for own, part in zip(client.errors_D.split(sizes), parts, strict=True):
+        client = BucketClient(Known(self.scheme, sizes, device=device))
+        if self.iter >= self.start_iter:  # until then errors are 0
+            client.hold_errors()
+            own_parts = [] if client.errors_D is None else client.errors_D.split(sizes)
+            for own, part in zip(own_parts, parts, strict=False):
                 if part.get("errors") is not None:
                     own.copy_(part["errors"])
         masks = [part.get("mask") for part in parts]
@@ -3950,16 +4061,26 @@ class TCSState:
             if got != own:
                 raise ValueError(f"TCSState: state: parameters: {name}: got {got}, allowed: {own}")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], errors: bool = True) -> None:
         """Goes on from a state; between two steps. ValueError, with nothing changed, for what
         `check_state` refuses. Without a model, parameters of a new one are compared with the state
-        as they come, in the first step after this one."""
+        as they come, in the first step after this one.
+
+        Each rank's errors are its own, and together they are what is still to be sent. So the first
+        step refuses the state of another rank, or of another number of ranks. After an elastic
+        restart with more or fewer ranks, give `errors=False` on all of them: masks and counters go
+        on, and errors begin at 0. All ranks may then load the same file.
+        """
         self.check_state(state)
         self.iter, self.bytes_sent = state["iter"], dict(state["bytes_sent"])
-        self._saved_by = {key: state[key] for key in self._saved_by}
+        has_own = errors and self.scheme.keeps_errors  # else all ranks' states are alike
+        self._saved_by = {key: state[key] if has_own else None for key in self._saved_by}
         self._buckets, self._agreed = {}, False
         parts = state["parameters"].items()
         self._loose = {name: {key: _by_value(part[key]) for key in _KEPT} for name, part in parts}
+        for part in self._loose.values():
+            if part["errors"] is not None and not errors:
+                part["errors"].zero_()
         if self._by_name:
             return
         self._layouts = {name: {key: list(part[key]) for key in _LAYOUT} for name, part in parts}
@@ -3977,6 +4098,90 @@ class TCSState:
 Name = str | int  # of a parameter
 _LAYOUT = ("shape", "order")  # of a parameter in a state: by these it is known again
 _KEPT = ("errors", "mask")  # and what is kept for it
+_OWN_STATE = ("its own state_dict (load_state_dict(state, errors=False) on all ranks keeps the "
+              "masks and gives up the errors)")  # fmt: skip
+_THROWN_AWAY = (
+    "TCSState: two backward passes with the same parameters. What the first of them did not send "
+    "comes back in later steps, even if its gradients were thrown away. Run a pass whose gradients "
+    "no optimizer uses under model.no_sync(), and so all but the last pass of a step. To skip a "
+    "step after its backward pass, use TCSState(can_undo=True) and state.undo()."
+)
+
+
+class Before(NamedTuple):
+    """What a step changes, as it was before the step `iter`."""
+
+    iter: int
+    round: int
+    positions_K: Tensor | None  # the shared mask
+    errors_D: Tensor | None  # None where the step leaves them alone
+
+
+class BucketClient(Client):
+    """This rank's side of Alg. 2 for a bucket, and what the state must know of its last step."""
+
+    before: Before | None = None  # with `can_undo`, the last step
+    counted: Tensor | None = None  # of a sparse step, bool (): whether some gradient counted
+    versions: list[int] | None = None  # of the parameters, when the last gradients came
+    sums: Tensor | None = None  # and their sums, while versions are not known to tell
+
+    def __init__(self, known: Known):
+        super().__init__(known, errors_D=torch.zeros(1, dtype=torch.float32, device=known.device))
+        keeps = known.scheme.keeps_errors
+        self.errors_D = cast(Tensor, self.errors_D).expand(known.dimension) if keeps else None
+
+    def hold_errors(self) -> None:
+        """Memory for errors. In dense steps they are 0, and have none."""
+        if self.errors_D is not None and not self.errors_D.is_contiguous():
+            self.errors_D = self.errors_D.contiguous()
+
+    def remember(self, iter: int, sparse: bool) -> None:
+        """What `go_back` will need. A mask is replaced by the next one, errors change in place."""
+        copy_D = None if self.before is None else self.before.errors_D
+        if sparse and self.errors_D is not None:
+            copy_D = self.errors_D.clone() if copy_D is None else copy_D.copy_(self.errors_D)
+        else:
+            copy_D = None
+        positions_K = cast(TCS, self.known.rule).positions
+        self.before = Before(iter, self.known.round, positions_K, copy_D)
+
+    def go_back(self, iter: int) -> None:
+        """To before a step, if the bucket came in it."""
+        before, self.before, self.counted = self.before, None, None
+        if before is None or before.iter != iter:
+            return
+        known = self.known
+        known.status, known.round, known.rule.round = CLOSED, before.round, before.round
+        cast(TCS, known.rule).positions = before.positions_K
+        if before.errors_D is not None:
+            self.errors_D = before.errors_D
+        self.in_flight = None
+
+
+class UnderWay(NamedTuple):
+    """A bucket's sparse step while its collectives run."""
+
+    client: BucketClient
+    buffer: Tensor
+    is_finite: Tensor  # this rank's gradient, bool ()
+    summed: Tensor  # on the shared mask, and flags
+    packed: Tensor  # int32, this rank's own positions, then the bits of its values
+    gathered: list[Tensor]  # all ranks'
+
+
+def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
+    """ValueError unless it is DDP that hands over a bucket, and no optimizer steps meanwhile."""
+    allowed = "DistributedDataParallel.register_comm_hook(state, tcs_hook)"
+    if others or isinstance(bucket, Tensor):
+        got = "gradients from FSDP, which has no buckets and may shard them"
+        raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}")
+    frame = None if state._agreed else sys._getframe(1)  # a look before the first step
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith("ddp_comm_hooks.ddp_zero_hook"):
+            got = "a call from hook_with_zero_step, which steps before all buckets are averaged"
+            also = "ZeroRedundancyOptimizer(overlap_with_ddp=False)"
+            raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}, with {also}")
+        frame = frame.f_back
 
 
 def _layout(parameter: Tensor) -> dict[str, list[int]]:
@@ -4019,7 +4224,15 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
 def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
     """Step 1: the average, which gives the first shared mask if it is finite."""
     numbers_D = update_D.float()
-    if gives_mask and _host_reads(numbers_D.isfinite().all()):
+    if not gives_mask:
+        is_finite = False
+    elif may_look(numbers_D):
+        # a sum takes no temporary vector, but it can overflow
+        total = numbers_D.sum().item()
+        is_finite = math.isfinite(total) or bool(numbers_D.isfinite().all())
+    else:
+        is_finite = _host_reads(numbers_D.isfinite().all())
+    if is_finite:
         known.observe(numbers_D)
     else:
         known.lose()
@@ -4065,38 +4278,30 @@ def _shares(values_K: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
     return values_K.clamp(-most, most).div_(ranks).to(dtype)
 
 
-def _average(
-    client: Client, buffer: Tensor, summed: Tensor, gathered: list[Tensor], is_finite: Tensor,
-    ranks: int,
-) -> Tensor:  # fmt: skip
+def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     """Step 5: the average of all ranks, in the bucket's buffer."""
-    known, shared_K = client.known, client.known.shared_K
-    sums, flags = summed[: len(shared_K)], summed[len(shared_K) :]
-    halves = [part.view(2, -1) for part in gathered]
+    for future in done:
+        future.wait()
+    client, buffer, known = step.client, step.buffer, step.client.known
+    shared_K = known.shared_K
+    sums_K, flags = step.summed.split([len(shared_K), len(step.summed) - len(shared_K)])
+    halves = [part.view(2, -1) for part in step.gathered] if len(step.packed) else []
     explored = [(places.long(), values.view(torch.float32)) for places, values in halves]
 
     # 5.1. If something was not finite on some rank, the step is void on all of them, and nothing
     # counts. Else all counts but what belongs to a parameter that no rank has used.
-    finite = torch.stack([part.isfinite().all() for part in (sums, *(v for _, v in explored))])
-    void = (flags[-1] > 0) | ~finite.all()
+    finite = [part.isfinite().all() for part in (sums_K, *(values_K for _, values_K in explored))]
+    void = (flags[-1] > 0) | ~torch.stack(finite).all()
     counts_L = (flags[:-1] > 0) & ~void
-    all_count = may_look(counts_L) and bool(counts_L.all())  # a CPU can leave out what follows
-    may_be_void = not may_look(void) or bool(void)
+    client.counted = counts_L.any()
+    may_be_void = not may_look(void) or bool(void)  # a CPU can leave out what need not be done
+    counted = _everything if may_look(void) and bool(counts_L.all()) else _counting(known, counts_L)
 
-    def counted(values_K: Tensor, places_K: Tensor) -> Tensor:
-        """The values, with 0 where they do not count."""
-        if all_count:
-            return values_K
-        parameters_K = _parameters_at(places_K, known.layer_sizes)
-        return torch.where(counts_L[parameters_K], values_K, 0.0)
-
-    # 5.2. Line 13, with what this rank's shares have contributed. After a void step the gradient is
-    # taken back, too: errors are as before it, but for rounding.
-    _, positions_K, _, values_K, _ = cast(InFlight, client.in_flight)
-    received_K = _shares(values_K, ranks, buffer.dtype).float() * ranks
-    client.arrived(Message(counted(received_K, positions_K), positions_K[len(shared_K) :]))
+    # 5.2. Line 13. After a void step the gradient is taken back, too: errors are as before it, but
+    # for rounding.
+    _take_out_of_errors(step, counted)
     if may_be_void:
-        client.withdraw(torch.where(void & is_finite, buffer.float(), 0.0))
+        client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
         _forget_overflow_if(void, client.errors_D)
 
     # 5.3. The average. The ranks' own places lie outside the shared mask.
@@ -4104,17 +4309,62 @@ def _average(
     update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
     for places_K, values_K in explored:
         update_D.index_add_(0, places_K, counted(values_K, places_K))
-    update_D.index_copy_(0, shared_K, counted(sums.float(), shared_K))
+    update_D.index_copy_(0, shared_K, counted(sums_K.float(), shared_K))
 
     # 5.4. The next shared mask. A void step's average is all zero, from which no mask follows. On a
     # GPU this holds for a mask of the usual size only; other buckets may have left another one.
-    if len(shared_K) != known.rule.k_global and _host_reads(void):
+    looks = may_look(void) or len(shared_K) != known.rule.k_global
+    if looks and _host_reads(void):
         known.lose()
     else:
+        rule = cast(TCS, known.rule)
+        rule.among_K = _merged(shared_K, [places_K for places_K, _ in explored])
         known.observe(update_D)
     if may_be_void:
         update_D.masked_fill_(void, math.nan)
     return buffer if fits else buffer.copy_(update_D)
+
+
+def _everything(values_K: Tensor, places_K: Tensor) -> Tensor:
+    """Of a bucket whose parameters all count: the values."""
+    return values_K
+
+
+def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of values and places: the values, with 0 where a parameter does not count."""
+
+    def counted(values_K: Tensor, places_K: Tensor) -> Tensor:
+        parameters_K = _parameters_at(places_K, known.layer_sizes)
+        return torch.where(counts_L[parameters_K], values_K, 0.0)
+
+    return counted
+
+
+def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Line 13, with what this rank's shares have contributed: what rounding lost is sent later."""
+    client, shared_K = step.client, step.client.known.shared_K
+    if client.errors_D is None:
+        return
+    own_K = step.packed[: len(step.packed) // 2].long()
+    positions_K = torch.cat([shared_K, own_K])
+    meant_K = client.errors_D.index_select(0, positions_K)
+    ranks = len(step.gathered)
+    received_K = _shares(meant_K, ranks, step.buffer.dtype).float() * ranks
+    client.in_flight = InFlight(client.known.round, positions_K, meant_K, meant_K, False)
+    client.arrived(Message(counted(received_K, positions_K), own_K))
+
+
+def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
+    """All places of a bucket at which something was sent, ascending. None on a GPU, where nobody
+    can say how many these are without waiting."""
+    if not may_look(shared_K):
+        return None
+    if not explored:
+        return shared_K
+    own_K = np.sort(np.concatenate([places_K.numpy() for places_K in explored]), kind="stable")
+    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # ranks may have sent the same
+    places = np.searchsorted(shared_K.numpy(), own_K)
+    return torch.from_numpy(np.insert(shared_K.numpy(), places, own_K))
 
 
 def _parameters_at(places_K: Tensor, sizes: list[int]) -> Tensor:

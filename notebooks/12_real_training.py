@@ -23,9 +23,6 @@
 
 # %% jupyter={"source_hidden": true}
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -38,6 +35,7 @@ import torch
 from annotated_types import Len
 from IPython.display import Code, Markdown, display
 from tcs_lab.studies import links, optimizers
+from tcs_lab.support.processes import run_within, torchrun_command
 
 import tcs_core as tcs
 
@@ -111,7 +109,12 @@ display(Markdown("\n".join([*answer, "", lab.markdown(pd.DataFrame(lines))])))
 # ## A training script, and two lines for the hook
 #
 # An ordinary DDP script trains the same network from the same start twice, without the hook and with it. The
-# hook needs two of its lines: the one that makes `state`, and the one that registers `tcs_hook`.
+# hook needs two of its lines: the one that makes `state`, and the one that registers `tcs_hook`. `model=model`
+# gives the state the model's process group and the names of its parameters, so that a saved state
+# also fits a model whose parameters come in another order.
+#
+# Each backward pass is a step for the hook: what it does not send comes back in later steps. A pass whose gradients
+# no optimizer uses therefore belongs under `model.no_sync()`; `TCSState` says more.
 
 # %%
 SCRIPT = """
@@ -132,7 +135,7 @@ def train(hooked):
     torch.manual_seed(given["seed"])
     model = DistributedDataParallel(tcs_core.build_model("resnet8", given["width"]))
     shares = {key: given[key] for key in ("phi_global", "phi_local", "start_iter")}
-    state = tcs_core.TCSState(**shares)
+    state = tcs_core.TCSState(**shares, model=model)
     if hooked:
         model.register_comm_hook(state, tcs_core.tcs_hook)
     optimizer = torch.optim.SGD(model.parameters(), given["learning_rate"])
@@ -167,6 +170,8 @@ os._exit(0)  # a thread of gloo may outlive Python and abort
 # %% [markdown]
 # `torchrun` starts the processes, tells each which rank it is, and ends all of them if one fails. On
 # several machines it is started once on each, with `--nnodes` and the address of one of them.
+# On this machine the ranks meet at the local address, 127.0.0.1, so that it works where the machine's
+# own name does not resolve.
 
 # %%
 names = ["phi_global", "phi_local", "start_iter", "steps", "batch_size", "learning_rate"]
@@ -174,13 +179,11 @@ names += ["train_samples", "test_samples", "image_size", "width", "seed"]
 with tempfile.TemporaryDirectory() as folder:
     script, target = Path(folder) / "train.py", Path(folder) / "results.json"
     script.write_text(SCRIPT, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     own = [str(script), json.dumps({name: globals()[name] for name in names}), str(target)]
-    done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={processes}", *own], capture_output=True, encoding="utf-8",
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{lab.ROOT}:{lab.ROOT / 'notebooks'}"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    path = f"{lab.ROOT}:{lab.ROOT / 'notebooks'}"
+    run_within(
+        60 + 10 * steps, torchrun_command(processes, *own), OMP_NUM_THREADS="1", PYTHONPATH=path
+    )
     results = json.loads(target.read_text(encoding="utf-8"))
 D = results["plain"]["parameters"]
 print(f"{processes} processes, {D:,} parameters, {steps} steps, twice")

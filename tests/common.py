@@ -209,6 +209,8 @@ class Bucket:
 
     def __init__(self, gradient_D, parameters, last=True):
         self.gradient_D, self._parameters, self.last = gradient_D, parameters, last
+        for p in parameters:
+            torch.autograd.graph.increment_version(p)  # as after an optimizer's step
 
     def buffer(self):
         return self.gradient_D

@@ -46,6 +46,8 @@ class Recorded:
         gradients."""
         generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
         self.seen.append({})
+        for p in self.model.parameters():
+            torch.autograd.graph.increment_version(p)  # as after an optimizer's step
         self.model.zero_grad()
         x = torch.randn(8, 20, generator=generator).to(device, self.dtype)
         (self.model(x).float().square().mean() * times).backward()

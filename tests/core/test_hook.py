@@ -166,7 +166,7 @@ def test_settings_that_are_none(given, text):
 
 def documented(_, folder):
     names = {"torch": torch, "tcs_core": tcs}
-    (example,) = doctest.DocTestFinder(recurse=False).find(tcs.tcs_hook, globs=names)
+    (example,) = doctest.DocTestFinder(recurse=False).find(tcs.TCSState, globs=names)
     said = io.StringIO()
     return tuple(doctest.DocTestRunner().run(example, out=said.write)), said.getvalue()
 

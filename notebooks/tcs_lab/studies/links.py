@@ -31,11 +31,13 @@ from tcs_lab.runs.records import core_sha256, cpu_name, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.support.files import write_whole
 from tcs_lab.support.places import ROOT
+from tcs_lab.support.processes import run_within, torchrun_command
 
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 WAYS = ("passes", "plain", "bf16", "PowerSGD", *SHARES)  # the first exchanges nothing
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
 _FRAME, _PAYLOAD = 1514, 1448  # bytes of a full packet, as the limit counts it
+_SOON = 60.0  # seconds, within which what should take none is over
 
 
 def parameters(layers: int, width: int) -> int:
@@ -97,11 +99,12 @@ def _model(way: str, layers: int, width: int) -> DistributedDataParallel:
 
 def _limit(mbit: float | None) -> None:
     """Of the loopback of this network namespace; None: none."""
-    subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], capture_output=True)
+    no_limit = ["tc", "qdisc", "del", "dev", "lo", "root"]
+    subprocess.run(no_limit, capture_output=True, timeout=_SOON)
     if mbit is not None:
         burst = f"{max(16, int(mbit / 2))}kb"  # what passes at once after a pause: little
         words = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst {burst} latency 100ms"
-        subprocess.run(words.split(), check=True)
+        run_within(_SOON, words.split())
 
 
 def _measure(way: str, layers: int, width: int, links: list[float | None]) -> list[dict[str, Any]]:
@@ -289,19 +292,41 @@ class Links:
         return max(rates)
 
 
+def _asked_for(words: list[str]) -> tuple[int, int, list[float | None], list[str]]:
+    """Layers, width, links and ways, as the command line says them."""
+    given = [word for word in words[2:] if word not in WAYS]
+    ways = [word for word in words if word in WAYS] or list(WAYS)
+    links = [None if word == "none" else float(word) for word in given]
+    return int(words[0]), int(words[1]), links, ways
+
+
+def longest(
+    ranks: int, layers: int, width: int, links: list[float | None], ways: list[str]
+) -> float:
+    """Seconds after which a measurement has certainly hung: ten times what it should take."""
+    seconds = 0.0
+    for way in ways:
+        seconds += _SOON * (1 + parameters(layers, width) / 1e7)  # the model, and steps to warm up
+        for mbit in links:
+            wire = calculated(way, layers, width, ranks, mbit, 0.0) if mbit else 0.0
+            seconds += SECONDS + wire
+    return 10 * seconds
+
+
 def main(words: list[str]) -> int:
     """Measures in new processes, and in each of these: torchrun starts this module there."""
     if "RANK" in os.environ:
-        layers, width = int(words[0]), int(words[1])
-        given = [word for word in words[2:] if word not in WAYS]
-        ways = [word for word in words if word in WAYS] or list(WAYS)
-        _as_rank(layers, width, [None if word == "none" else float(word) for word in given], ways)
+        _as_rank(*_asked_for(words))
     ranks, *given = words
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    inside = shlex.join([*torchrun, "-m", "tcs_lab.studies.links", *given])
+    inside = shlex.join(torchrun_command(int(ranks), "-m", "tcs_lab.studies.links", *given))
     command = ["unshare", "-n", "bash", "-c", f"ip link set lo mtu 1500 up; {inside}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, cwd=ROOT).returncode
+    seconds = longest(int(ranks), *_asked_for(given))
+    try:
+        run_within(seconds, command, show=True, cwd=ROOT, OMP_NUM_THREADS="1")
+    except (RuntimeError, TimeoutError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

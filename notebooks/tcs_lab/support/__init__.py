@@ -11,6 +11,7 @@ __getattr__, __dir__ = lazily(
         "errors": "cut one_line reject_unknown short_errors shown text_hint validated",
         "files": "alone cache_folder say_waiting write_json write_whole",
         "places": "IS_CLONE LAB ROOT",
+        "processes": "run_within torchrun_command",
         "lazy": "lazily",
     },
 )

@@ -1,0 +1,80 @@
+"""Processes: a command within a time limit, and torchrun on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+_LAST_LINES = 30  # of the output, in an error
+_GRACE = 10.0  # seconds between asking a process to end and killing it
+
+
+def torchrun_command(ranks: int, *words: str) -> list[str]:
+    """The command that starts so many ranks of a script on this machine.
+
+    torchrun gives its ranks this machine's name to meet at. Where that name does not resolve, they
+    would wait for each other until they time out; the local address always works.
+    """
+    here = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={ranks}"]
+    return [sys.executable, "-m", "torch.distributed.run", *here, *words]
+
+
+def run_within(
+    seconds: float, command: Sequence[str], show: bool = False, cwd: Path | None = None,
+    **variables: str,
+) -> None:  # fmt: skip
+    """Runs a command to its end, with environment variables beside those of this process. `show`
+    prints its output as it comes.
+
+    TimeoutError if it takes longer: it is then ended, with all processes of its group. RuntimeError
+    if it fails. Both have the last lines of its output.
+    """
+    process = subprocess.Popen(
+        command, cwd=cwd, env=os.environ | variables, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    lines = deque[str](maxlen=_LAST_LINES)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if show:
+                print(line, end="", flush=True)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        _end(process)
+        reader.join(_GRACE)
+        raise TimeoutError(_said(f"was not done in {seconds:g} s", command, lines)) from error
+    except BaseException:  # Ctrl-C
+        _end(process)
+        raise
+    reader.join(_GRACE)  # a process that it left behind may keep the output open
+    if process.returncode:
+        raise RuntimeError(_said(f"ended with {process.returncode}", command, lines))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Asks a process and its group to end, as torchrun then does with its ranks; kills what is left."""
+    for by in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, by)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_GRACE)
+
+
+def _said(what: str, command: Sequence[str], lines: deque[str]) -> str:
+    name = " ".join(command[:3])
+    return f"{name} … {what}; the last lines of its output:\n{''.join(lines)}"

@@ -1,0 +1,99 @@
+"""Commands end in time, and say what went wrong; ranks meet where the machine's name does not resolve."""
+
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+from tcs_lab.studies import links
+from tcs_lab.support.processes import run_within, torchrun_command
+
+
+def python(text):
+    return [sys.executable, "-c", text]
+
+
+def test_a_command_that_ends_well_says_nothing(capfd):
+    run_within(60, python("print('as it comes')"))
+    assert capfd.readouterr().out == ""
+    run_within(60, python("import os; print(os.environ['OWN'])"), show=True, OWN="shown")
+    assert capfd.readouterr().out == "shown\n"
+
+
+@pytest.mark.parametrize("last", ["raise SystemExit('the reason')", "import os; os.abort()",
+                                  "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])  # fmt: skip
+def test_a_command_that_fails_says_its_last_lines(last):
+    text = f"for n in range(1000): print('line', n, flush=True)\n{last}"
+    with pytest.raises(RuntimeError, match="ended with") as raised:
+        run_within(60, python(text))
+    said = str(raised.value)
+    assert "line 999\n" in said and "line 100\n" not in said
+    assert "the reason" in said or "SystemExit" not in last
+
+
+def is_alive(pid):
+    told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return told.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_command_that_hangs_is_ended_with_what_it_has_started(tmp_path, stubborn):
+    """Also where it does not end when it is asked to; its last lines are in the error."""
+    child = "import time; time.sleep(600)"
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if stubborn else ""
+    text = f"""{ignores}
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", {child!r}])
+Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
+print("waits for", "nobody", flush=True)
+time.sleep(600)"""
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"was not done in 8 s(.|\n)*waits for nobody"):
+        run_within(8, python(text))
+    assert time.monotonic() - begun < 60
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+RANKS = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+one = [None] * dist.get_world_size()
+dist.all_gather_object(one, dist.get_rank())
+print("met", one, flush=True)
+os._exit(0)
+"""
+
+
+def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path):
+    """In a namespace of its own, which needs root on Linux."""
+    renamed = ["unshare", "--uts", "bash", "-c", "hostname nowhere.invalid && exec true"]
+    try:
+        subprocess.run(renamed, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("cannot give a name to a namespace of its own")
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    inside = shlex.join(torchrun_command(2, str(script)))
+    renamed[-1] = f"hostname nowhere.invalid && exec {inside} > {tmp_path / 'said'} 2>&1"
+    run_within(120, renamed, OMP_NUM_THREADS="1")
+    assert (tmp_path / "said").read_text().count("met [0, 1]") == 2
+
+
+def test_a_measurement_of_links_has_a_limit_beyond_what_it_takes():
+    """At least ten times the wire's part of it, and never none."""
+    wire = links.calculated("plain", 10, 1000, 2, 10.0, 0.0)
+    assert links.longest(2, 10, 1000, [10.0], ["plain"]) > 10 * wire
+    assert links.longest(2, 10, 1000, [], []) >= 0 < links.longest(2, 1, 10, [None], ["plain"])
+
+
+def test_a_measurement_that_fails_says_its_last_lines(monkeypatch, capsys):
+    def failing(seconds, command, **rest):
+        run_within(seconds, python("print('no link'); raise SystemExit(3)"))
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(links, "run_within", failing)
+    assert links.main(["2", "10", "1000", "none", "plain"]) == 1
+    said = capsys.readouterr().err
+    assert "ended with 3" in said and "no link" in said
