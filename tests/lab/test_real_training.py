@@ -64,7 +64,7 @@ def test_corrected_sgd_is_sgd_with_momentum_while_all_is_dense():
     known.begin()
     sent = client.send(torch.ones(100))
     assert sent.values.tolist() == [3.0] * len(sent.values)  # 0.5 * 4 + 1
-    places_K = sent.places(known.shared_K)
+    places_K = torch.cat([known.shared_K, sent.positions])
     client.arrived()
     left = torch.full((100,), 3.0).index_fill_(0, places_K, 0.0)
     assert torch.equal(client.momentum_D, left) and torch.equal(client.errors_D, left)
