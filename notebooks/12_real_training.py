@@ -33,7 +33,7 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from annotated_types import Len
-from IPython.display import Code, Markdown, display
+from IPython.display import Markdown, display
 from tcs_lab.studies import links, optimizers
 from tcs_lab.support.processes import run_within, torchrun_command
 
@@ -346,7 +346,8 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 #     uv run torchrun --nproc-per-node 2 notebooks/examples/ddp_training.py 300 checkpoints
 
 # %%
-display(Code(filename=lab.ROOT / "notebooks/examples/ddp_training.py", language="python"))
+example = lab.ROOT / "notebooks/examples/ddp_training.py"
+display(Markdown(f"```python\n{example.read_text(encoding='utf-8')}```"))
 
 # %% [markdown]
 # *Accelerate* (1.15, tried on two CPU ranks): after `model = accelerator.prepare(model)`, `model.register_comm_hook(state, tcs.tcs_hook)`.
