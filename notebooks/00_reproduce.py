@@ -107,7 +107,7 @@ configs = {config.record_name: config for params in plans.values() for config in
 if profile:
     records = lab.run_all(configs.values(), jobs=given.get("jobs", 1))
 else:
-    records = list(lab.recorded(configs.values()).values())
+    records = list(lab.load_records(configs.values()).values())
 shown = profile or evidence
 print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs/")
 
@@ -136,7 +136,7 @@ def draw(t: int) -> None:
         papermill.execute_notebook(source, output, given | {"table": t}, cwd=str(lab.ROOT), **quiet)
     else:
         runs = lab.plan(plans[t])
-        lab.draw_table(plans[t], list(lab.recorded(runs).values()), runs, folder)
+        lab.draw_table(plans[t], list(lab.load_records(runs).values()), runs, folder)
 
 
 with ThreadPoolExecutor(given.get("jobs", 1)) as pool:
@@ -167,7 +167,7 @@ for t, params in plans.items():
 
 # %%
 params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
-traffic = lab.summary(lab.recorded(lab.plan(params)).values())
+traffic = lab.summary(lab.load_records(lab.plan(params)).values())
 if len(traffic):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
@@ -197,7 +197,7 @@ print(
 for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
 for t, params in plans.items():
-    rows = lab.summary(lab.recorded(lab.plan(params)).values(), planned=lab.plan(params))
+    rows = lab.summary(lab.load_records(lab.plan(params)).values(), planned=lab.plan(params))
     lacking = ", ".join(rows[rows["n"] == 0]["scheme"]) or "none"
     measured = f"{(rows['n'] > 0).sum()} of {len(rows)} schemes"
     print(f"table {t}: {rows['n'].sum()} runs of {measured}; not measured yet (n = 0): {lacking}")

@@ -71,7 +71,7 @@ if make:
 records = {}
 for name in sweep.settings:
     for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
-        records |= lab.recorded(configs)
+        records |= lab.load_records(configs)
 print(f"{len(records)} records in results/{evidence}/runs/")
 
 # %%

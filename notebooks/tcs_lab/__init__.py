@@ -39,10 +39,11 @@ __getattr__, __dir__ = lazily(
             "PARAMETERS check_notebook_params given_notebook_params notebook_params plan "
             "read_params"
         ),
-        "runs.plans": "made_of planned_runs searches_of",
+        "runs.index": "find_records",
+        "runs.plans": "count_made find_searches plan_runs",
         "runs.progress": "Progress followed",
         "runs.records": (
-            "config_of core_sha256 differences made_with read_record record_path recorded "
+            "config_of core_sha256 differences load_records made_with read_record record_path "
             "results_folder"
         ),
         "runs.runs": "run run_all",

@@ -377,7 +377,7 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
 
 
 def test_a_plan_beside_what_is_made(tmp_path):
-    table = lab.made_of(lab.planned_runs(PLAN), tmp_path)
+    table = lab.count_made(lab.plan_runs(PLAN), tmp_path)
     assert table.planned[0] == 35 and table.stage[0] == "1"
     assert not table[["made", "diverged", "hours"]].to_numpy().any()
 

@@ -96,7 +96,7 @@ def test_six_claims_are_the_main_ones():
 def test_every_scheme_that_is_judged_is_planned():
     """With equal clients, and in every setting of unequal ones."""
     read, own = lab.read_claims(CLAIMS), lab.read_params([CLAIMS.with_stem("evidence")])
-    plans = lab.planned_runs(CLAIMS.with_stem("evidence_plan"))
+    plans = lab.plan_runs(CLAIMS.with_stem("evidence_plan"))
     planned = {run.digest for runs in plans.values() for run in runs}
     asked = [{"schemes": [name], "learning_rate": eta} for name, eta in read.sides]
     asked += [

@@ -79,7 +79,7 @@ def images(choosing, scoring):
 def searches(folder):
     return {
         s.scheme: s
-        for of in lab.searches_of(folder / "fair.yaml", results=folder).values()
+        for of in lab.find_searches(folder / "fair.yaml", results=folder).values()
         for s in of
     }
 
@@ -281,7 +281,7 @@ def test_a_verdict_that_the_bootstrap_does_not_share_is_named(folder):
 
 
 def control_runs(folder, stage):
-    return lab.planned_runs(folder / "controls.yaml", results=folder)[stage]
+    return lab.plan_runs(folder / "controls.yaml", results=folder)[stage]
 
 
 def control(folder, stage, **counts):

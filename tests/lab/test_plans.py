@@ -8,6 +8,7 @@ import tcs_lab as lab
 import torch
 from common import TINY, config, numbers
 from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import alone, write_json
 from tcs_lab.training.training import accuracy_on, packed
 
@@ -74,7 +75,7 @@ def tuned(plan, accuracies, seed=11):
 
 def asked(plan, stage="tuned"):
     """The runs of a stage, as far as it is known: scheme, factor and seed."""
-    configs = lab.planned_runs(plan, results=plan.parent)[stage]
+    configs = lab.plan_runs(plan, results=plan.parent)[stage]
     usual = {True: 0.1, False: 0.5}
     return [(c.scheme.name, c.eta / usual[c.scheme.centralized], c.seed) for c in configs]
 
@@ -119,14 +120,14 @@ def test_a_choice_is_scored_once_it_stands_and_seed_by_seed(plan):
     tuned(plan, {"Baseline": {0.5: 9, 1: 12, 2: 11}})
     scored = [(name, 1, seed) for seed in (1, 2) for name in ("TCS", "Baseline")]
     assert asked(plan) == [*FIRST, *scored]
-    baseline = lab.planned_runs(plan, results=plan.parent)["tuned"][-1]
+    baseline = lab.plan_runs(plan, results=plan.parent)["tuned"][-1]
     assert baseline.eta == 0.1 and baseline.learning_rate_at(0) == 0.1
 
 
 def test_only_the_images_that_choose_choose(plan):
     """`tuned` makes all scoring images right where fewer than ten of the others are."""
     tuned(plan, {"TCS": {0.5: 9, 1: 12, 2: 9}, "Baseline": {0.5: 0, 1: 10, 2: 0}})
-    (searches,) = lab.searches_of(plan, results=plan.parent).values()
+    (searches,) = lab.find_searches(plan, results=plan.parent).values()
     assert [search.chosen for search in searches] == [1, 1]
     assert searches[0].tried() == {0.5: 9 / 20, 1: 12 / 20, 2: 9 / 20}
 
@@ -144,13 +145,13 @@ def test_the_grid_goes_on_at_both_ends_while_the_best_is_there(plan):
 
 def test_of_two_rates_that_are_equally_good_the_smaller_one_is_taken(plan):
     tuned(plan, {"TCS": {0.5: 9, 1: 12, 2: 12}})
-    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    (tcs, _) = lab.find_searches(plan, results=plan.parent)["tuned"]
     assert tcs.chosen == 1 and list(tcs.tried()) == [0.5, 1, 2]
 
 
 def test_a_run_that_diverged_is_the_worst(plan):
     tuned(plan, {"TCS": {0.5: 0, 1: "diverged", 2: "diverged"}})
-    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    (tcs, _) = lab.find_searches(plan, results=plan.parent)["tuned"]
     assert list(tcs.tried()) == [0.25, 0.5, 1, 2] and tcs.chosen is None  # none right is better
     tuned(plan, {"TCS": {0.25: "diverged"}})
     assert tcs.chosen == 0.5
@@ -158,7 +159,7 @@ def test_a_run_that_diverged_is_the_worst(plan):
 
 def test_a_scheme_that_always_diverges_is_not_scored(plan):
     tuned(plan, {"TCS": dict.fromkeys((0.5, 1, 2, 0.25, 0.125), "diverged")})
-    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    (tcs, _) = lab.find_searches(plan, results=plan.parent)["tuned"]
     assert tcs.chosen is None
     assert {seed for name, _, seed in asked(plan) if name == "TCS"} == {11}
 
@@ -180,14 +181,14 @@ def test_a_plan_that_would_not_be_fair_is_refused(plan, was, now, says):
     assert was in PLAN
     plan.write_text(PLAN.replace(was, now, 1), encoding="utf-8")
     with pytest.raises(ValueError, match=rf"(?s)plan\.yaml.*{says}"):
-        lab.planned_runs(plan, results=plan.parent)
+        lab.plan_runs(plan, results=plan.parent)
 
 
 def test_the_plans_that_are_there_can_be_read():
     for name in ("fair_plan", "controls_plan", "evidence_plan"):
-        planned = lab.planned_runs(lab.ROOT / "params" / f"{name}.yaml")
+        planned = lab.plan_runs(lab.ROOT / "params" / f"{name}.yaml")
         assert planned and all(configs for configs in planned.values())
-    (main, _) = lab.searches_of(lab.ROOT / "params" / "fair_plan.yaml").values()
+    (main, _) = lab.find_searches(lab.ROOT / "params" / "fair_plan.yaml").values()
     assert [search.scheme for search in main] == ["Baseline", "FedAvg", "TCS", "top-K"]
 
 
@@ -201,17 +202,19 @@ def test_a_queue_asks_its_plan_anew_after_each_run(tmp_path, small):
     def planned():
         first, second = config(epochs=1), config("top-K", epochs=1)
         asked_for.append(lab.record_path(first, tmp_path).exists())
-        return [first, second] if asked_for[-1] else [first]
+        return [Run(first), Run(second)] if asked_for[-1] else [Run(first)]
 
-    records = lab.runs.runs.run_queue(planned, tmp_path)
+    records = lab.runs.run_queue(planned, tmp_path)
     assert [record["config"]["scheme"]["name"] for record in records] == ["TCS-L2-Q5", "top-K"]
     assert asked_for == [False, True, True]
-    assert [numbers(r) for r in records] == [numbers(lab.run(c, tmp_path / "x")) for c in planned()]
+    assert [numbers(r) for r in records] == [
+        numbers(lab.run(run.config, tmp_path / "x")) for run in planned()
+    ]
 
 
 def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monkeypatch):
     """The second one comes first, and the first one's record is taken when it is there."""
-    monkeypatch.setattr(lab.runs.runs, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lab.runs.queue, "_LOOK_SECONDS", 0.1)
     first, second = config(epochs=1), config("top-K", epochs=1)
     elsewhere = lab.run(first, tmp_path / "elsewhere")
     order, train = [], lab.runs.runs._train
@@ -234,8 +237,8 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
     def planned():
         if lab.record_path(second, tmp_path).exists():
             made.set()
-        return [first, second]
+        return [Run(first), Run(second)]
 
-    records = lab.runs.runs.run_queue(planned, tmp_path)
+    records = lab.runs.run_queue(planned, tmp_path)
     thread.join()
     assert order == ["top-K"] and records[0] == elsewhere
