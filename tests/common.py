@@ -7,6 +7,7 @@ import tarfile
 import weakref
 
 import tcs_lab as lab
+import tcs_lab.commands
 import torch
 import torch.distributed as dist
 from PIL import Image

@@ -259,20 +259,20 @@ def _in_words(planned: int, left: Expected, jobs: int) -> str:
     """How many runs are planned and left, and the hours that these take."""
     text = f"{planned} runs, {planned - left.jobs} of them made, {left.jobs} left"
     if left.jobs > left.unknown:
-        text += f": about {_hours(left)} hours one after the other"
+        text += f": about {_number(left.hours)} hours one after the other"
         if jobs > 1:
-            text += f", at best {left.hours / jobs:.1f} with {jobs} at once"
-    if left.unknown:
-        text += f"; of {left.unknown} there is no record yet that tells how long they take"
-    return text
+            text += f", at best {_number(left.hours / jobs)} with {jobs} at once"
+    return text + (f"; how long {left.unknown} take is not known" if left.unknown else "")
 
 
 def _hours(left: Expected) -> str:
-    """Two digits of them; "?" behind what is not all."""
-    if left.unknown == left.jobs > 0:
-        return "?"
-    digits = f"{left.hours:.1f}" if left.hours >= 1 or not left.hours else f"{left.hours:.2g}"
-    return digits + (" + ?" if left.unknown else "")
+    """A cell of a table; a question mark stands for what is not known."""
+    known = [_number(left.hours)] if left.jobs > left.unknown or not left.jobs else []
+    return " + ".join(known + (["?"] if left.unknown else []))
+
+
+def _number(hours: float) -> str:
+    return f"{hours:.1f}" if hours >= 1 or not hours else f"{hours:.2g}"
 
 
 def _whole(option: str, value: int | None) -> Any:

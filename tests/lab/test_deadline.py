@@ -223,6 +223,7 @@ def test_minutes_that_are_none_are_refused(plan, minutes):
         (["--minutes", "0"], "--minutes: got 0, allowed: a number above 0"),
         (["--minutes", "nan"], "--minutes: got nan"),
         (["--minutes", "1", "--jobs", "0"], "--jobs: got 0"),
+        (["--jobs", "0"], "--jobs: got 0, allowed: a whole number >= 1"),
         (["--pack", "x.tar"], "--pack: got x.tar, allowed without --minutes: none"),
     ],
 )
