@@ -489,7 +489,7 @@ def ddp_numbers() -> dict[str, str]:
     measured, costs = links.Links(links.read_rows()), optimizers.Costs()
     ways = {"plain": "plain", "bf16": "bf16", "hook10": "TCS 10 %", "hook1": "TCS 1 %", "power": "PowerSGD"}  # fmt: skip
     seconds = {key: measured.row(way, 10, 1000, mbit=10)["seconds"] for key, way in ways.items()}
-    costs = {
+    losses = {
         f"loss{share}": costs.cost(optimizers.Setup("AdamW", f"TCS {share} %")) for share in (1, 10)
     }
     for way in ("TCS 10 %", "TCS 1 %"):  # on the fastest link, and without one, plain or bf16 win
@@ -498,7 +498,7 @@ def ddp_numbers() -> dict[str, str]:
             assert any(
                 measured.row(w, 4, 5000, mbit=mbit)["seconds"] < ours for w in ("plain", "bf16")
             )
-    said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in costs.items()}
+    said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in losses.items()}
     return seconds | said
 
 
