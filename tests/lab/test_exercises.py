@@ -7,7 +7,7 @@ import jupytext
 import pytest
 import tcs_lab as lab
 import torch
-from tcs_lab.teaching.exercises import EXERCISES, RIGHT, UNWRITTEN, verdict
+from tcs_lab.teaching.exercises import EXERCISES, RIGHT, UNWRITTEN, judge_solution
 
 import tcs_core as tcs
 
@@ -46,7 +46,7 @@ def test_the_folded_solution_is_the_one_that_is_executed_and_right(path):
         solved += re.findall(r"^def (\w+)", folded, re.M)
         assert asserts == folded.count("def ")
     assert len(solved) == 2
-    assert [verdict(name, namespace[name]) for name in solved] == [RIGHT, RIGHT]
+    assert [judge_solution(name, namespace[name]) for name in solved] == [RIGHT, RIGHT]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, **by_name)
@@ -76,7 +76,7 @@ def test_a_notebook_says_what_it_teaches_and_asks_before_it_measures(path):
 
 @pytest.mark.parametrize(("name", "mistaken", "hint"), MISTAKES)
 def test_a_typical_mistake_is_recognized(name, mistaken, hint):
-    said = verdict(name, mistaken)
+    said = judge_solution(name, mistaken)
     assert re.search(r"(got|is) .*, wanted .*\. " + re.escape(hint) + " Given: ", said)
     assert "\n" not in said
 
@@ -108,7 +108,7 @@ S_TOP = "positions: got [3], wanted [1] (counted from 0). Given: vector_D = [1, 
     ],
 )
 def test_what_is_off_is_said_in_one_line(name, function, says):
-    said = verdict(name, function)
+    said = judge_solution(name, function)
     assert says in said and "\n" not in said
 
 
@@ -123,7 +123,7 @@ def test_what_was_given_is_left_as_it_was():
         w_D.mul_(beta).add_(g_D)
         return theta_D - eta * w_D, w_D
 
-    said = verdict("momentum_step", in_place)
+    said = judge_solution("momentum_step", in_place)
     assert said == "it changes what it was given (w_D): make a new one instead"
 
 

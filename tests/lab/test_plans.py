@@ -14,7 +14,7 @@ from tcs_lab.runs.estimates import expect
 from tcs_lab.runs.jobs import missing_jobs
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import alone, write_json
-from tcs_lab.training.training import accuracy_on, packed
+from tcs_lab.training.training import accuracy_on, pack_flags
 
 IMAGES = 40  # tested after the last epoch of a hand-made record
 
@@ -52,7 +52,7 @@ def made_record(wanted, right, status="finished"):
     rows = [
         {"epoch": e + 1, "accuracy": accuracy} | dict.fromkeys(counted, 1) for e in range(count)
     ]
-    rows[-1]["right"] = packed(right)
+    rows[-1]["right"] = pack_flags(right)
     return {
         "version": 1, "digest": wanted.digest, "status": status, "reason": None,
         "config": wanted.identity(), "dimension": 1000, "rows": rows,

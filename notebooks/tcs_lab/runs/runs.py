@@ -95,6 +95,11 @@ class Run(Job):
         with _arithmetic(self.config.threads), _memory_kept():
             return _train(self.config, data, tell)
 
+    @property
+    def can_travel(self) -> bool:
+        """Whether a worker can make it: what was registered in a notebook, a worker does not know."""
+        return not from_outside(self.config.scheme)
+
     def with_threads(self, threads: int) -> Run:
         config = dataclasses.replace(self.config, threads=self.config.threads or threads)
         return dataclasses.replace(self, config=config)
@@ -256,10 +261,11 @@ def _memory_kept() -> Iterator[None]:
 
 
 def run_all(
-    configs: Iterable[RunConfig], results: str | Path | None = None, jobs: int = 1,
+    configs: Iterable[RunConfig | Run], results: str | Path | None = None, jobs: int = 1,
     progress: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every configuration's record, in order; made once where it is asked for twice.
+    """Every configuration's record, in order; made once where it is asked for twice. A `Run` of a
+    subclass may stand for a configuration.
 
     `jobs` processes work side by side, or the workers of the backend that surrounds the call, as in
     `with joblib.parallel_config(backend="dask"):`; those need this package and the same results
@@ -272,14 +278,13 @@ def run_all(
     if jobs == 1:
         backend, asked = get_active_backend()  # under parallel_config
         jobs = asked or backend.default_n_jobs  # without it: 1
-    wanted = [Run(config) for config in configs]
+    wanted = [one if isinstance(one, Run) else Run(one) for one in configs]
     todo = missing_jobs(wanted, results)
     if todo:  # before hours of work: are those that are there of other data?
         read_jobs({r.path(results): r for r in wanted if r.is_made(results)}.values(), results)
     with Progress(todo, enabled=progress) as bar:
         for wait in (False, True):
-            # what was registered in a notebook, a worker does not know
-            apart = [r for r in todo if jobs != 1 and not from_outside(r.config.scheme)]
+            apart = [r for r in todo if jobs != 1 and r.can_travel]
             here = [r for r in todo if r not in apart]
             for made in [
                 *_run_apart(apart, results, jobs, wait, bar),

@@ -45,7 +45,7 @@ from tcs_lab.runs.runs import _arithmetic, _memory_kept
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.training.compiled import goes_compiled
-from tcs_lab.training.configuration import RunConfig
+from tcs_lab.training.configuration import RunConfig, Whole
 from tcs_lab.training.side_by_side import goes_side_by_side
 from tcs_lab.training.training import Training
 
@@ -397,10 +397,10 @@ class BenchStage(Stage):
 
     kind: str = "studies.bench"
     parts: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(USUAL)
-    repeat: Annotated[int, Field(ge=1)] = 7
+    repeat: Whole = 7
     device: str = "auto"
     precision: str = "fp32"
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Whole | None = None
 
     def plan_jobs(self, planning: Planning | None = None) -> list[BenchRun]:
         how = self.repeat, self.device, self.precision, self.threads

@@ -39,7 +39,7 @@ from tcs_lab.runs.records import Record, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.support.places import ROOT
-from tcs_lab.training.configuration import Positive
+from tcs_lab.training.configuration import Positive, Whole
 
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 # the first exchanges nothing
@@ -175,8 +175,6 @@ def _measure_as_rank(
 
 # Measurements as jobs ─────────────────────────────────────────────────────────────────────────────
 
-Whole = Annotated[int, Field(ge=1)]
-
 
 def _check_ways(ways: tuple[str, ...]) -> tuple[str, ...]:
     reject_unknown(ways, WAYS, "way to exchange")
@@ -247,9 +245,10 @@ class LinkMeasurement(Job):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows"
             words = [str(file), str(self.layers), str(self.width), *rates, *self.ways]
-            torchrun = [sys.executable, "-m", "torch.distributed.run"]
-            ranks = [f"--nproc-per-node={self.ranks}", "-m", "tcs_lab.studies.links"]
-            inside = shlex.join([*torchrun, *ranks, *words])
+            # in a namespace of its own the machine's name does not resolve
+            here = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={self.ranks}"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *here]
+            inside = shlex.join([*torchrun, "-m", "tcs_lab.studies.links", *words])
             command = ["unshare", "-n", "bash", "-c", f"ip link set lo mtu 1500 up; {inside}"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environment, cwd=ROOT)

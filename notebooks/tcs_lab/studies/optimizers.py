@@ -27,7 +27,7 @@ from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tasks.images import generator_for
 from tcs_lab.tasks.text import GPT, load_text
-from tcs_lab.training.configuration import Positive, Seed
+from tcs_lab.training.configuration import Positive, Seed, Share, Whole
 
 PLAN = ROOT / "params" / "optimizers.yaml"
 _FIRST_WEIGHTS, _WINDOWS = 0, 1  # purposes of random numbers
@@ -49,9 +49,6 @@ class Setup:
 
 # The plan, and its trainings as jobs ──────────────────────────────────────────────────────────────
 
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-
 
 class Shares(BaseModel, extra="forbid", frozen=True):
     """A scheme of the hook: the fractions of its two masks."""
@@ -64,7 +61,7 @@ class Sweep(BaseModel, extra="forbid", frozen=True):
     """How each optimizer's rate is found: these rates first, then beyond, by the final test loss."""
 
     seed: Seed
-    steps: Count
+    steps: Whole
     rates: dict[str, Annotated[list[Positive], Field(min_length=1)]]
 
 
@@ -74,13 +71,13 @@ class HookStage(Stage):
 
     kind: str = "studies.optimizers"
     seeds: Annotated[list[Seed], Field(min_length=1)]
-    ranks: Count
-    width: Count
-    context: Count
-    batch_size: Count  # windows of a rank's step
-    dense_steps: Count
-    sparse_steps: Count
-    test_every: Count
+    ranks: Whole
+    width: Whole
+    context: Whole
+    batch_size: Whole  # windows of a rank's step
+    dense_steps: Whole
+    sparse_steps: Whole
+    test_every: Whole
     weight_decay: Annotated[float, Field(ge=0)]  # AdamW's alone
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta_2: Annotated[float, Field(ge=0, lt=1)]
