@@ -54,9 +54,12 @@ class Job(ABC):
     def make(self, tell: Tell = None) -> Record:
         """Does the work; returns the record, without its checksum."""
 
-    @abstractmethod
     def check(self, record: Record, path: Path) -> None:
-        """ValueError, naming the file, if the record is not one of this job."""
+        """ValueError, naming the file, if the record is not one of this job. By default a record
+        holds the identity of its job."""
+        for key, own in self.identity.items():
+            if record[key] != own:
+                raise ValueError(f"{path}: {key}: got {record[key]}, allowed: {own}")
 
     @property
     def digest(self) -> str:

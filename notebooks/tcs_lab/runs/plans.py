@@ -130,23 +130,16 @@ _STAGES: dict[str, type[Stage]] = {}
 
 def _read_stage(given: Any) -> Stage:
     """A stage as the class of its kind, whose module is imported if need be."""
-    usual = validated(_Kind, given, "stage")
-    name, kind = usual.stage, usual.kind
-    module = f"tcs_lab.{kind}"
+    kind = str(given.get("kind", "runs")) if isinstance(given, dict) else "runs"
     if kind not in _STAGES and re.fullmatch(r"[a-z]\w*\.[a-z]\w*", kind):
         with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(module)
+            importlib.import_module(f"tcs_lab.{kind}")
     if kind not in _STAGES:
         allowed = (
             "allowed: runs, or a module of the lab that has stages, such as studies.optimizers"
         )
-        raise ValueError(f"stage {cut(name)}: kind: got {shown(kind)}, {allowed}")
-    return validated(_STAGES[kind], given, f"stage {cut(name)}")
-
-
-class _Kind(BaseModel, extra="ignore"):
-    stage: str
-    kind: str = "runs"
+        raise ValueError(f"kind: got {shown(kind)}, {allowed}")
+    return validated(_STAGES[kind], given, "stage")
 
 
 class TrainingStage(Stage):

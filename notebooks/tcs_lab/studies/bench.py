@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from tcs_core import (
@@ -32,7 +31,6 @@ from tcs_core import (
     top_k_mask,
 )
 from tcs_lab.runs.jobs import Job, Tell, make_anew
-from tcs_lab.runs.plans import Planning, Stage
 from tcs_lab.runs.progress import Progress
 from tcs_lab.runs.records import (
     RECORD_VERSION,
@@ -45,7 +43,7 @@ from tcs_lab.runs.runs import _arithmetic, _memory_kept
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.training.compiled import goes_compiled
-from tcs_lab.training.configuration import RunConfig, Whole
+from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.side_by_side import goes_side_by_side
 from tcs_lab.training.training import Training
 
@@ -392,21 +390,6 @@ BENCHES: dict[str, list[Any]] = {
 USUAL = [part for part in BENCHES if part != "paper"]
 
 
-class BenchStage(Stage):
-    """Some parts, measured into one record."""
-
-    kind: str = "studies.bench"
-    parts: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(USUAL)
-    repeat: Whole = 7
-    device: str = "auto"
-    precision: str = "fp32"
-    threads: Whole | None = None
-
-    def plan_jobs(self, planning: Planning | None = None) -> list[BenchRun]:
-        how = self.repeat, self.device, self.precision, self.threads
-        return [BenchRun(self.parts, *how)]
-
-
 @dataclass(frozen=True)
 class BenchRun(Job):
     """Some parts of the bench. Its record is named after the device. ValueError for an unknown part."""
@@ -430,21 +413,20 @@ class BenchRun(Job):
 
     @property
     def identity(self) -> dict[str, Any]:
-        how = {"device": rounding(self.config)["device"], "precision": self.precision}
-        return how | {"parts": list(self.parts)}
+        device = rounding(self.config)["device"]
+        return {"device": device, "precision": self.precision, "parts": list(self.parts)}
 
     @property
     def name(self) -> str:
-        return f"bench: {', '.join(self.parts)}, {self.precision}"
+        device = re.sub(r"\W+", "-", self.identity["device"]).strip("-")
+        return f"{device}-{self.precision}-{'-'.join(self.parts)}"
 
     @property
     def length(self) -> int:  # type: ignore[override]
         return sum(len(BENCHES[part]) for part in self.parts)
 
     def path(self, results: str | Path | None = None) -> Path:
-        device = re.sub(r"\W+", "-", self.identity["device"]).strip("-")
-        name = f"{device}-{self.precision}-{'-'.join(self.parts)}.json"
-        return results_folder("bench", results) / name
+        return results_folder("bench", results) / f"{self.name}.json"
 
     def make(self, tell: Tell = None) -> Record:
         bench = Bench(self.repeat, self.device, self.precision)
@@ -459,13 +441,7 @@ class BenchRun(Job):
         return {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
 
     def check(self, record: Record, path: Path) -> None:
-        if record["provenance"]["device"] != self.identity["device"]:
-            raise ValueError(f"{path}: device: got {record['provenance']['device']}")
-
-    @classmethod
-    def facts(cls, record: Record, path: Path) -> dict[str, Any]:
-        """Its device, precision, and what else its provenance says."""
-        return record["provenance"]
+        """Its name says all."""
 
 
 def run_benches(

@@ -234,11 +234,6 @@ class LinkMeasurement(Job):
         net = self.layers, self.width, self.ranks
         return [old.row(way, *net, mbit) for way in self.ways for mbit in self.mbit]
 
-    def check(self, record: Record, path: Path) -> None:
-        for key, own in self.identity.items():
-            if record[key] != own:
-                raise ValueError(f"{path}: {key}: got {record[key]}, allowed: {own}")
-
     def make(self, tell: Tell = None) -> Record:
         load, began = round(os.getloadavg()[0], 1), time.perf_counter()
         rates = ["none" if mbit is None else f"{mbit:g}" for mbit in self.mbit]

@@ -98,27 +98,23 @@ class HookStage(Stage):
     @property
     def setups(self) -> list[Setup]:
         """All setups, in the order in which a seed's trainings are made."""
-        plain = [
-            Setup(optimizer, scheme) for scheme in self.schemes for optimizer in self.optimizers
-        ]
-        return plain + [
-            Setup(optimizer, scheme, True)
-            for optimizer, schemes in self.corrected.items()
-            for scheme in schemes
-        ]
+        plain = [Setup(o, scheme) for scheme in self.schemes for o in self.optimizers]
+        return plain + [Setup(o, s, True) for o, schemes in self.corrected.items() for s in schemes]
 
     def plan_jobs(self, planning: Planning) -> list[HookTraining]:
-        tried = {name: self.try_rates(name, planning.results) for name in self.optimizers}
+        tried = self._try_all(planning)
         sweeps = [self.sweep_job(name, rate) for name, rates in tried.items() for rate in rates]
-        if any(None in rates.values() for rates in tried.values()):
+        if not _are_known(tried):
             return sweeps
         return sweeps + self._trainings({name: _best_rate(rates) for name, rates in tried.items()})
 
     def jobs_to_follow(self, planning: Planning) -> list[HookTraining]:
-        tried = {name: self.try_rates(name, planning.results) for name in self.optimizers}
-        if any(None in rates.values() for rates in tried.values()):
-            return self._trainings({name: min(rates) for name, rates in tried.items()})
-        return []
+        if _are_known(self._try_all(planning)):
+            return []
+        return self._trainings({name: rates[0] for name, rates in self.sweep.rates.items()})
+
+    def _try_all(self, planning: Planning) -> dict[str, dict[float, float | None]]:
+        return {name: self.try_rates(name, planning.results) for name in self.optimizers}
 
     def _trainings(self, rates: dict[str, float]) -> list[HookTraining]:
         return [
@@ -144,6 +140,10 @@ class HookStage(Stage):
         return widen_search(
             self.sweep.rates[optimizer], score, lambda rate, side: next_rate(rate, 3.0**side)
         )
+
+
+def _are_known(tried: dict[str, dict[float, float | None]]) -> bool:
+    return not any(None in rates.values() for rates in tried.values())
 
 
 def _best_rate(tried: dict[float, Any]) -> float:
@@ -176,11 +176,6 @@ class HookTraining(Job):
         return f"{self.setup}, rate {self.rate:g}, seed {self.seed}"
 
     @property
-    def columns(self) -> dict[str, Any]:
-        return {"setup": str(self.setup), "sweep": self.is_sweep,
-                "eta": f"{self.rate:g}", "seed": self.seed, "steps": self.steps}  # fmt: skip
-
-    @property
     def length(self) -> int:  # type: ignore[override]
         return -(-self.steps // self.stage.test_every)
 
@@ -189,24 +184,17 @@ class HookTraining(Job):
 
     def path(self, results: str | Path | None = None) -> Path:
         corrected = "-corrected" if self.setup.corrected else ""
-        words = (
-            f"{self.setup.optimizer}{corrected}-{self.setup.scheme.replace(' %', '')}-{self.seed}"
-        )
+        scheme = self.setup.scheme.replace(" %", "").replace(" ", "-")
+        name = f"{self.setup.optimizer}{corrected}-{scheme}-{self.seed}.json"
         if self.is_sweep:
-            words = f"sweep-{self.setup.optimizer}-{self.rate:g}"
-        return (
-            results_folder("hook", results) / self.stage.stage / f"{words.replace(' ', '-')}.json"
-        )
+            name = f"sweep-{self.setup.optimizer}-{self.rate:g}.json"
+        return results_folder("hook", results) / self.stage.stage / name
 
     def make(self, tell: Tell = None) -> Record:
         """Test losses on the way, None once it diverged. On one thread."""
         git_state()  # now: the code may be edited while this runs
-        windows, losses, began = (
-            Windows(self.stage, self.seed),
-            list[list[Any]](),
-            time.perf_counter(),
-        )
-        ends = [began]
+        windows, losses = Windows(self.stage, self.seed), list[list[Any]]()
+        ends = [time.perf_counter()]
 
         def watch(step: int, model: nn.Module) -> None:
             if step == self.steps or step % self.stage.test_every == 0:
@@ -224,17 +212,12 @@ class HookTraining(Job):
         except NotFiniteError as error:
             diverged = str(error)
         finally:
-            seconds, made = round(time.perf_counter() - began, 1), provenance()
+            seconds, made = round(time.perf_counter() - ends[0], 1), provenance()
             torch.set_num_threads(threads)
         text = {"dataset": "text", "fingerprint": load_text().fingerprint}
         return self.identity | {
             "losses": losses, "diverged": diverged, "seconds": seconds, "provenance": made | text,
         }  # fmt: skip
-
-    def check(self, record: Record, path: Path) -> None:
-        for key, own in self.identity.items():
-            if record[key] != own:
-                raise ValueError(f"{path}: {key}: got {record[key]}, allowed: {own}")
 
     def seconds_alone(self, results: str | Path | None = None) -> float | None:
         """By the pace of the trainings that are made."""
