@@ -36,14 +36,15 @@ __getattr__, __dir__ = lazily(
         "training.training": "Training load_data outcomes",
         "training.watching": "UpdateWatch",
         "runs.parameters": (
-            "PARAMETERS check_notebook_params given_notebook_params notebook_params plan "
-            "read_params"
+            "PARAMETERS check_notebook_params given_notebook_params notebook_params params_file "
+            "plan profile_params read_params"
         ),
+        "runs.forecast": "forecast",
         "runs.index": "find_records",
         "runs.plans": "count_made find_searches plan_runs",
         "runs.progress": "Progress followed",
         "runs.records": (
-            "config_of core_sha256 differences load_records made_with read_record record_path "
+            "config_of core_sha256 differences lacking load_records made_with read_record record_path "
             "results_folder"
         ),
         "runs.runs": "run run_all",

@@ -40,7 +40,7 @@ def run_queue(
     another process is making is left to it, and this one takes the next. The first job that fails
     ends the queue; the same call goes on.
     """
-    checked("jobs", jobs)
+    jobs = checked("jobs", jobs)
     wanted = list(planned())
     missing = missing_jobs(wanted, results)
     # before hours of work: are the records that exist of the same data?

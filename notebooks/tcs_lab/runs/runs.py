@@ -274,7 +274,7 @@ def run_all(
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
     left.
     """
-    checked("jobs", jobs)
+    jobs = checked("jobs", jobs)
     if jobs == 1:
         backend, asked = get_active_backend()  # under parallel_config
         jobs = asked or backend.default_n_jobs  # without it: 1
