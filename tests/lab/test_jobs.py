@@ -153,6 +153,28 @@ def test_two_processes_share_a_queue(tmp_path):
     assert makers == {process.pid for process in both}
 
 
+def test_a_run_of_a_subclass_is_made_in_its_own_way(tmp_path, small):
+    """As a method from a file may be, which is registered around each of its runs."""
+    around = []
+
+    class Noted(Run):
+        def make(self, tell=None):
+            around.append("before")
+            record = super().make(tell)
+            around.append("after")
+            return record
+
+    one = Noted(config(epochs=1))
+    (record,) = lab.run_all([one], tmp_path)
+    assert around == ["before", "after"] and one.path(tmp_path).exists()
+    assert (
+        run_queue(lambda: [one], tmp_path, progress=False)
+        == [record]
+        == [lab.run(one.config, tmp_path)]
+    )
+    assert len(around) == 2
+
+
 # Records ──────────────────────────────────────────────────────────────────────────────────────────
 
 

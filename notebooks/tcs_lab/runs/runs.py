@@ -56,6 +56,9 @@ class Run(Job):
 
     An update that is not finite ends the run: its record has status "diverged", says at which
     client and round, and holds the epochs before.
+
+    `run_all` and `run_queue` take runs of a subclass, too, which may do something around `make`, such
+    as registering a rule that a worker does not know.
     """
 
     pattern = "{profile}/runs/*.json"
