@@ -42,6 +42,7 @@ from tcs_lab.tables import data_source, one_data
 from tcs_lab.training import Data, Row, Training, load_data
 
 OnEpoch = Callable[[Row], None] | None
+Around = Callable[[RunConfig], contextlib.AbstractContextManager[None]]  # it can be pickled
 _POLL_SECONDS = 0.2  # how often a waiting process looks again
 
 
@@ -188,13 +189,14 @@ def _memory_kept() -> Iterator[None]:
 
 def run_all(
     configs: Iterable[RunConfig], results: str | Path | None = None, jobs: int = 1,
-    progress: bool = True, ranks: Ranks | None = None,
+    progress: bool = True, ranks: Ranks | None = None, around: Around | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every configuration's record, in order; made once where it is asked for twice.
 
     `jobs` processes work side by side, or the workers of the backend that surrounds the call, as in
     `with joblib.parallel_config(backend="dask"):`; those need this package and the same results
-    folder. (Rules that were registered elsewhere than in core and lab run in this process.) A run that a process
+    folder. (Rules that were registered elsewhere than in core and lab run in this process, unless
+    `around(config)`, a context manager around every run, registers them, too.) A run that a process
     started elsewhere is making comes last, and its record is taken. The first run that fails ends
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
     left. With several `ranks` all walk the list together, whatever `jobs` says.
@@ -214,11 +216,11 @@ def run_all(
         for wait in (False, True):
             several = jobs != 1 and ranks.size == 1
             # what was registered in a notebook, a worker does not know
-            apart = [c for c in todo if several and not from_outside(c.scheme)]
+            apart = [c for c in todo if several and (around or not from_outside(c.scheme))]
             here = [c for c in todo if c not in apart]
             for config in [
-                *_run_apart(apart, results, jobs, wait, bar),
-                *_run_here(here, results, wait, bar, ranks),
+                *_run_apart(apart, results, jobs, wait, bar, around),
+                *_run_here(here, results, wait, bar, ranks, around),
             ]:
                 todo.remove(config)
     records = ranks.first(lambda: _records_of(wanted))
@@ -266,22 +268,26 @@ def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:
 
 
 def _run_here(
-    configs: list[RunConfig], results: str | Path | None, wait: bool, bar: Progress, ranks: Ranks
-) -> list[RunConfig]:
+    configs: list[RunConfig], results: str | Path | None, wait: bool, bar: Progress, ranks: Ranks,
+    around: Around | None = None,
+) -> list[RunConfig]:  # fmt: skip
     """The runs in this process, one by one, but for those that another process is making, unless
     told to `wait`; those that were made."""
     made = []
     for config in configs:
         make = run if wait else _run
-        if make(config, results, partial(bar.epoch, config.digest), ranks):
+        with around(config) if around else contextlib.nullcontext():
+            record = make(config, results, partial(bar.epoch, config.digest), ranks)
+        if record:
             bar.ended(config.digest)
             made.append(config)
     return made
 
 
 def _run_apart(
-    configs: list[RunConfig], results: str | Path | None, jobs: int, wait: bool, bar: Progress
-) -> list[RunConfig]:
+    configs: list[RunConfig], results: str | Path | None, jobs: int, wait: bool, bar: Progress,
+    around: Around | None = None,
+) -> list[RunConfig]:  # fmt: skip
     """`_run_here` in workers, on this machine each with its share of the threads: the same however
     many runs are left, so that a run that goes on has as many as before."""
     if not configs:
@@ -294,7 +300,9 @@ def _run_apart(
     made, pool = set(), joblib.Parallel(min(jobs, len(own)), return_as="generator_unordered")
     with rows_shown(bar) as told:
         with _interrupts_held():  # workers do not see Ctrl-C: it is for this process
-            ended = pool(joblib.delayed(_work)(c, results, wait, told, os.getpid()) for c in own)
+            ended = pool(
+                joblib.delayed(_work)(c, results, wait, told, os.getpid(), around) for c in own
+            )
         try:
             with contextlib.closing(ended):  # whatever is raised, kills the workers
                 for digest in filter(None, ended):
@@ -312,8 +320,9 @@ _ONE_RUN = threading.Lock()  # a process: threads of a backend would share torch
 
 
 def _work(
-    config: RunConfig, results: str | Path | None, wait: bool, told: Path, parent: int
-) -> str | None:
+    config: RunConfig, results: str | Path | None, wait: bool, told: Path, parent: int,
+    around: Around | None = None,
+) -> str | None:  # fmt: skip
     """In a worker: makes a run; its digest, or None if another process is making it."""
 
     def tell(row: Row) -> None:
@@ -322,7 +331,7 @@ def _work(
 
     if current_process().name.startswith("LokyProcess"):
         _end_with_parent(parent)
-    with _ONE_RUN:
+    with _ONE_RUN, around(config) if around else contextlib.nullcontext():
         record = (run if wait else _run)(config, results, tell, Ranks())
     return config.digest if record else None
 
