@@ -1609,7 +1609,7 @@ class TCS(MaskRule):
 
 
 # The shared mask of TCS from something else than the last update: by the field `shared_from` of a
-# scheme, the rule that stands in for TCS. tcs_lab.variants has some.
+# scheme, the rule that stands in for TCS. tcs_lab.schemes has some.
 SHARED_FROM: dict[str, type[TCS]] = {}
 
 
@@ -1618,7 +1618,7 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
     if scheme.shared_from == "update":
         return RULES[scheme.rule]
     if scheme.shared_from not in SHARED_FROM:
-        way = "import tcs_lab.variants, or put your rule into tcs_core.SHARED_FROM"
+        way = "import tcs_lab.schemes, or put your rule into tcs_core.SHARED_FROM"
         raise ValueError(f"{scheme.name}: shared_from {scheme.shared_from!r} is not known: {way}")
     return SHARED_FROM[scheme.shared_from]
 

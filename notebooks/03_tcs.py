@@ -66,7 +66,7 @@ seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "6ad7a4")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
 lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)], seed=lab.Seed)
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
@@ -292,7 +292,7 @@ print(f"overlap {measured:.2f}, {word} than half; chance {chance:.2f}; layers kn
 
 # %% jupyter={"source_hidden": true}
 def line(i, every=None, dash=0):
-    look = lab.series_style(i) | {"linestyle": lab.figures.DASHES[dash], "linewidth": 1.5}
+    look = lab.series_style(i) | {"linestyle": lab.tables.DASHES[dash], "linewidth": 1.5}
     return look | ({"markersize": 5, "markevery": every} if every else {"marker": ""})
 
 
@@ -572,8 +572,8 @@ def shared_mask(theta_D, delta_D, update_D, k_global):
     return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
 
 
-assert lab.exercises.verdict("client_lines", client_lines) == "right"
-assert lab.exercises.verdict("shared_mask", shared_mask) == "right"
+assert lab.teaching.verdict("client_lines", client_lines) == "right"
+assert lab.teaching.verdict("shared_mask", shared_mask) == "right"
 
 # %% [markdown]
 # ## What we saw

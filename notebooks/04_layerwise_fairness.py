@@ -70,7 +70,7 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
-claim = lab.Claims(globals(), "025cb8")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "04_layerwise_fairness")
 some = {"learning_rates": lab.Positive, "schemes": str}
 lab.check_values(globals(), **{name: Annotated[list[kind], Len(1)] for name, kind in some.items()})
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
@@ -447,7 +447,7 @@ def free_places(layer_sizes, k, phi_min):
     return max(0, k - bound)
 
 
-assert lab.exercises.verdict("free_places", free_places) == "right"
+assert lab.teaching.verdict("free_places", free_places) == "right"
 
 # %% [markdown]
 # **2. Fair top-K.** The positions, from 0 and ascending: first every layer's own largest entries, then
@@ -492,7 +492,7 @@ def fair_top_k(vector_D, k, layer_sizes, phi_min):
     return torch.cat([fair_K, rest_K]).sort().values
 
 
-assert lab.exercises.verdict("fair_top_k", fair_top_k) == "right"
+assert lab.teaching.verdict("fair_top_k", fair_top_k) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -79,7 +79,7 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "c5180f")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "05_global_momentum")
 lab.check_values(globals(), momentum=Annotated[float, Gt(0), Lt(1)])
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"device": "cpu"}
 trials = range(seeds) if isinstance(seeds, int) else seeds
@@ -251,7 +251,7 @@ start = federation.rounds_per_epoch * epochs - len(memory)
 rounds = range(start + 1, start + len(memory) + 1)
 axes.plot(rounds, memory, label="memory: step outside the update", color=lab.COLOURS[0])
 for i, name in enumerate(masks):
-    look = {"color": lab.COLOURS[i + 1], "linestyle": lab.figures.DASHES[i + 1], "marker": "s^"[i]}
+    look = {"color": lab.COLOURS[i + 1], "linestyle": lab.tables.DASHES[i + 1], "marker": "s^"[i]}
     label = f"S_top({name}) in common with the round before"
     axes.plot(rounds[1:], in_common(masks[name]), label=label, markevery=6, markersize=5, **look)
 axes.set(title="Momentum under TCS", xlabel="round", ylabel="share", ylim=(0, 1.45))
@@ -403,7 +403,7 @@ def momentum_step(theta_D, w_D, g_D, eta, beta):
     return theta_D - eta * w_D, w_D
 
 
-assert lab.exercises.verdict("momentum_step", momentum_step) == "right"
+assert lab.teaching.verdict("momentum_step", momentum_step) == "right"
 
 # %% [markdown]
 # **2. Where the sign slips.** The text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
@@ -436,7 +436,7 @@ def loss_changes(gradient_D, eta):
     return gradient_D @ step_D, gradient_D @ -step_D  # up by the plus, down by the minus
 
 
-assert lab.exercises.verdict("loss_changes", loss_changes) == "right"
+assert lab.teaching.verdict("loss_changes", loss_changes) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -49,7 +49,7 @@ seed = 0  # of the random positions
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "ad2c29")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "06_sparse_encoding")
 counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Share, Lt(1)])
 kinds = {"phi": lab.Share, "dimension": lab.Count} | counted
 kinds |= {"measured_dimension": Annotated[int, Ge(1000)], "phi_steps": Annotated[int, Ge(2)]}
@@ -483,8 +483,8 @@ def code_bits(count, dimension, block):
     return count * (1 + math.ceil(math.log2(block))) + blocks
 
 
-assert lab.exercises.verdict("decode", decode) == "right"
-assert lab.exercises.verdict("code_bits", code_bits) == "right"
+assert lab.teaching.verdict("decode", decode) == "right"
+assert lab.teaching.verdict("code_bits", code_bits) == "right"
 
 # %% [markdown]
 # ## What we saw

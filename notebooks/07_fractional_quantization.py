@@ -69,7 +69,7 @@ cut = 1e-3  # values below this share of the largest one are dropped in one expe
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "c0d6b2")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "07_fractional_quantization")
 bits_of = Annotated[int, Ge(1), Le(16)]
 kinds = {"value_bits": bits_of, "compared_bits": Annotated[list[bits_of], Len(1)], "cut": lab.Share}
 lab.check_values(globals(), **kinds, epochs=Annotated[int, Ge(2)])
@@ -512,8 +512,8 @@ def dequantize(codes, means):
     return [signed[code] for code in codes]
 
 
-assert lab.exercises.verdict("interval_of", interval_of) == "right"
-assert lab.exercises.verdict("dequantize", dequantize) == "right"
+assert lab.teaching.verdict("interval_of", interval_of) == "right"
+assert lab.teaching.verdict("dequantize", dequantize) == "right"
 
 # %% [markdown]
 # ## What we saw

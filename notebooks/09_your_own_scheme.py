@@ -60,7 +60,7 @@ jobs = 1  # runs side by side
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "40bb0a")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "09_your_own_scheme")
 names = Annotated[list[str], Len(1)]
 lab.check_values(globals(), own=names, beside=names, seeds=lab.Count, jobs=lab.Count)
 files = [lab.ROOT / "params/table1.yaml", lab.ROOT / f"params/{profile}.yaml"]

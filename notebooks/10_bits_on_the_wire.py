@@ -36,7 +36,7 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
-from tcs_lab.paper_size import PaperSize
+from tcs_lab.studies.paper_size import PaperSize
 
 import tcs_core as tcs
 
@@ -76,7 +76,7 @@ paper_steps = 78  # local steps an epoch: 50,000 images, 10 clients, batches of 
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "ba9c38")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "10_bits_on_the_wire")
 own = ("message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
        "paper_steps")  # fmt: skip
 lab.check_values(globals(), **dict.fromkeys(own, lab.Count))
@@ -259,7 +259,7 @@ for name, one in columns.iterrows():
     _ = ax.plot([one.min(), one.max()], [name, name], color="#CCCCCC", lw=1, zorder=0)
 for column, (label, i, size) in kinds.items():
     face = {"mfc": "none"} if i == 0 else {"mec": "white", "mew": 0.6}
-    style = {"ls": "", "marker": lab.figures.MARKERS[i], "color": lab.COLOURS[i], "ms": size} | face
+    style = {"ls": "", "marker": lab.tables.MARKERS[i], "color": lab.COLOURS[i], "ms": size} | face
     _ = ax.plot(columns[column], columns.index, **style, label=label)
 ax.set(xscale="log", xlabel="bits per parameter and local iteration (log scale)")
 ax.set(title=f"One formula, three measurements ({small_d:,} parameters)")

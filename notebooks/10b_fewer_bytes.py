@@ -44,8 +44,8 @@ import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from matplotlib.ticker import LogLocator
-from tcs_lab import shorter_codes, variants
-from tcs_lab.paper_size import PaperSize
+from tcs_lab.schemes import shorter_codes, variants
+from tcs_lab.studies.paper_size import PaperSize
 
 import tcs_core as tcs
 
@@ -84,7 +84,7 @@ links = [1, 10, 100]  # Mbit/s
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
-claim = lab.Claims(globals(), "250c22")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "10b_fewer_bytes")
 counts = ("paper_epochs", "paper_clients", "paper_warmup", "paper_steps")
 kinds = {"links": list[lab.Positive], "target": lab.Share, "no_loss": lab.Positive}
 lab.check_values(globals(), **dict.fromkeys(counts, lab.Count), **kinds)
@@ -444,7 +444,7 @@ for axis in (ax.xaxis, top.xaxis):
 top.set_xlabel(f"seconds on a link of {links[0]:g} Mbit/s, communication only")
 ax.grid(alpha=0.25)
 ax.margins(0.12, 0.12)
-lab.figures.label_points(ax, ends)
+lab.tables.label_points(ax, ends)
 plt.show()
 
 # %% [markdown]

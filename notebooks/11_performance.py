@@ -11,8 +11,8 @@
 #
 # **In short.** On two cores, with the paper's ResNet-18, a round of TCS took 1.07 of its passes' time, with clients in threads 0.98;
 # plain top-K took 1.16. A quarter as wide: 1.06, 0.91, 1.03. A client's compression took 21.6 ms, textbook code
-# 12.9 times as long. On one H200 a round took 19.98 ms, or 7.79 minutes for the paper's rounds; by calculation these
-# take at least 2.57. There textbook code is faster: 6.906 ms for ten clients, against 8.811. Of the targets 8 of 12 are met.
+# 12.9 times as long. On one H200 a round took 19.98 ms, or 7.79 minutes for the paper's rounds.
+# There textbook code is faster: 6.906 ms for ten clients, against 8.811. Of the targets 8 of 12 are met.
 #
 # **Claim (ours, on Sec. II-A's observation).** Because the size of the K-th entry changes slowly from
 # round to round, the last threshold leaves few candidates for the next exact top-K. A federated round can
@@ -36,7 +36,6 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
-from tcs_lab.on_paper import GPU, static_round
 
 import tcs_core as tcs
 
@@ -65,8 +64,6 @@ textbook_target = 8.0  # times faster than the textbook version
 positions_target_ms = 5.0  # encode and decode the positions of a message
 paper_samples = 50_000  # training images of the paper's data set
 paper_epochs = 300  # of the paper's runs
-paper_schemes = ["TCS", "TCS-L4"]  # of table 1, for what a GPU would take: an H of 1 and of 4
-gpus = {"H100 SXM": [3.35, 989, 67], "H200 SXM": [4.8, 989, 67]}  # TB/s; TFLOP/s: bf16, fp32
 run_target_minutes = 5.0  # one run of TCS on a GPU
 
 # %% jupyter={"source_hidden": true}
@@ -169,7 +166,7 @@ for name, rows in (("server", server), ("clients", client)):
 
 # %% jupyter={"source_hidden": true}
 def line(i, dash=0):
-    return {"color": lab.COLOURS[i], "linestyle": lab.figures.DASHES[dash], "linewidth": 1.5}
+    return {"color": lab.COLOURS[i], "linestyle": lab.tables.DASHES[dash], "linewidth": 1.5}
 
 
 figure, axes = plt.subplots(figsize=(7.6, 3.6))
@@ -232,7 +229,7 @@ print(f"{sum(case['same'] for case in cases + jumps)} of {len(cases + jumps)} id
 # behind `uv run tcs bench` at small sizes:
 
 # %%
-lab.bench.BENCHES["small"] = [
+lab.studies.BENCHES["small"] = [
     lambda b: lab.bench_step(b, step_dimension, clients),
     lambda b: lab.bench_round(b, "TCS", "resnet8", round_width, 2 * batch_size),
 ]
@@ -467,54 +464,7 @@ _ = report("growth", draw_growth)
 #
 # ## On a GPU
 #
-# **Calculated, not measured.** A round without a look at values (one CUDA graph) at the paper's size can be traced with no GPU, on *fake tensors*: they have shapes and
-# types and no values, so nothing is computed. The trace keeps every operation, its bytes $b_i$ and its arithmetic $f_i$. If each waits for
-# nothing but the memory or the tensor cores, the round takes
-#
-# $$t = \sum_i \max\left(\frac{b_i}{\text{bandwidth}}, \frac{f_i}{\text{peak}}\right)$$
-#
-# with the peaks that NVIDIA publishes (dense). Every operation counts as reading its inputs once and writing its outputs once; of a tensor that is
-# indexed, the named entries count.
-
-# %%
-files = [lab.ROOT / f"params/{name}.yaml" for name in ("table1", "paper")]
-plans = {config.scheme.name: config for config in lab.plan(lab.read_params(files))}
-images = lab.load_dataset("synthetic")
-cards = [GPU(name, tb * 1e12, bf16 * 1e12, fp32 * 1e12) for name, (tb, bf16, fp32) in gpus.items()]
-
-
-def works_on_paper(name):
-    """What a GPU does in a round and a run: operations, how often, ms in a unit, the target."""
-    config = plans[name]
-    N, H, B = config.client_count, config.scheme.local_steps, config.batch_size
-    client, server = static_round(config, images.first(N * H * B, None))
-    rounds = paper_epochs * (paper_samples // (N * H * B))
-    yield "all clients' passes, ms", [(client, N)], 1, None
-    yield "compression, ms", [(server, 1)], 1, N * step_targets_ms[1]
-    yield "a run, minutes", [(client, N * rounds), (server, rounds)], 60_000, run_target_minutes
-
-
-def on_paper(scheme, what, parts, unit, target):
-    """A row: the least time on every card, and which part of its peak would meet the target."""
-    row, every = {"scheme": scheme, "what": what}, [(n, op) for ops, n in parts for op in ops]
-    row["TB"] = lab.number(sum(n * op.bytes for n, op in every) / 1e12)
-    row["TFLOP"] = lab.number(sum(n * op.flops for n, op in every) / 1e12)
-    for card in cards:
-        least = 1e3 * sum(n * card.seconds(op) for n, op in every) / unit
-        needs = f" (needs {least / target:.0%} of the peak)" if target else ""
-        row[card.name] = lab.number(least) + needs
-    return row | {"target": f"≤ {target:g}" if target else ""}
-
-
-paper = [on_paper(name, *work) for name in paper_schemes for work in works_on_paper(name)]
-display(Markdown(f"**Calculated, not measured:**\n\n{lab.markdown(pd.DataFrame(paper))}"))
-
-# %% [markdown]
-# *Needs* is the part of the peak at which the target would just be met; above 100 % no kernel meets it with these operations.
-# The calculation leaves out what a kernel misses of its peak, that `topk` reads its input several times, gaps between kernels, evaluation and
-# the dense warm-up; and, on the other side, caches.
-#
-# **Measured** on a card that did nothing else, by `uv run tcs bench --part paper --device cuda --precision bf16`. *Graph* is a round as one CUDA
+# Measured on a card that did nothing else, by `uv run tcs bench --part paper --device cuda --precision bf16`. *Graph* is a round as one CUDA
 # graph, in which five clients train at a time; a run is so many sparse rounds, without warm-up and evaluation.
 
 
@@ -525,6 +475,8 @@ def judge_step(rows):
 
 
 def judge_gpu(rows):
+    files = [lab.ROOT / f"params/{name}.yaml" for name in ("table1", "paper")]
+    plans = {config.scheme.name: config for config in lab.plan(lab.read_params(files))}
     for case, ms in (1e3 * works(rows)["graph"]).items():
         run = plans[case.rpartition(", ")[2]]
         samples = run.client_count * run.batch_size * run.scheme.local_steps  # a round's

@@ -37,7 +37,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
-from tcs_lab import ddp_example, links, optimizers
+from tcs_lab.studies import ddp_example, links, optimizers
 
 import tcs_core as tcs
 
@@ -66,7 +66,7 @@ seed = 0  # of the model and the batches
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "e30283")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "12_real_training")
 counts = ("processes", "steps", "batch_size", "train_samples", "test_samples", "image_size",
           "width")  # fmt: skip
 kinds = dict.fromkeys(counts, lab.Count) | dict.fromkeys(("phi_global", "phi_local"), lab.Share)
@@ -285,7 +285,7 @@ plt.show()
 # ## The link, measured
 #
 # Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
-# of its own, with root; `uv run python -m tcs_lab.links` measures again). All traffic, both ways, shares the rate. Nets are
+# of its own, with root; `uv run python -m tcs_lab.studies.links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, PowerSGD at the rank that sends about as many bytes as TCS at 1 %, in one
 # bucket. Seconds a step, medians of five steps or nine, of fewer where n says so (of two or four, the upper); in brackets, measured over
 # calculated. `results/hook/links.json` has the machine and its load:
@@ -340,7 +340,7 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 #
 # AdamW, autocast, accumulation, clipping, checkpoint and resume. Every rank saves a file of its own, since its errors are its own:
 #
-#     uv run torchrun --nproc-per-node 2 -m tcs_lab.ddp_example 300 checkpoints
+#     uv run torchrun --nproc-per-node 2 -m tcs_lab.studies.ddp_example 300 checkpoints
 
 # %%
 lab.show_code(ddp_example.main)
@@ -405,9 +405,12 @@ print(f"the runs themselves, on one machine: {took}")
 # loss at equal steps, the selection, and memory. The errors are one copy of the gradients; the peaks above are
 # higher by up to 13 copies in the small net, by 3.5 in the large one. Where bytes cost nothing, as on one machine, there is nothing to gain.
 #
-# The federation of the other notebooks runs on real processes too: `uv run torchrun --nproc-per-node 4 -m
-# tcs_lab run …` gives the same records: bit for bit if one process lets its clients take turns, too (`--set side_by_side=false`; large
-# nets always do), else to rounding. Next: [13_evidence](13_evidence.ipynb), what of the
+# A federation runs on real processes too. In `notebooks/examples/federation.py` every process is a client and the server, and
+# nothing but encoded messages passes between them:
+#
+#     uv run torchrun --nproc-per-node 4 notebooks/examples/federation.py 50
+#
+# Next: [13_evidence](13_evidence.ipynb), what of the
 # paper holds.
 
 # %%

@@ -35,6 +35,7 @@ beside = [["small", 150], ["small", 300], ["cpu", 150], ["cpu", 300],
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 lab.check_values(globals(), evidence=str, beside=list[list])
+statements = lab.Statements(globals(), "13_evidence")
 
 
 def params_of(*names: str) -> dict:
@@ -299,7 +300,7 @@ else:
 # "changes gradually": half).
 
 # %% jupyter={"source_hidden": true}
-rows, of_tcs, own_words = [], [], {}
+rows, of_tcs = [], []
 for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
     for scheme in ("TCS", "top-K"):
         asked = params_of("table1", name) | {"schemes": [scheme], "seeds": 10}
@@ -316,8 +317,9 @@ SAID = {"all": "most of what clients send is at places where others send, in TCS
         "stay": "half of TCS's mask stays for the next round"}  # fmt: skip
 for key, text in SAID.items() if of_tcs else ():
     low, high, count = pd.concat(of_tcs)[key].agg(["min", "max", "count"])
-    own_words[text] = lab.decided((low + high) / 2, (high - low) / 2, 0.5)  # of every record
-    print(f"{own_words[text]}: {text} ({low:.0%} to {high:.0%} in n = {count:.0f} records)")
+    word = lab.decided((low + high) / 2, (high - low) / 2, 0.5)  # of every record
+    statements.judge(text, word, f"{low:.0%} to {high:.0%} in n = {count:.0f} records")
+statements.save()
 
 # %% [markdown]
 # ## Is one of them under-tuned?
@@ -429,17 +431,17 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # ## Sentence by sentence
 #
 # Every empirical sentence of the paper, in its order and in our words: `params/sentences.yaml`. A verdict from records is the one of the
-# claims above, preliminary while these are; one from a notebook is what that notebook printed when it was executed. Of several, drawn ones
+# claims above, preliminary while these are; one from a notebook is what that notebook wrote to `results/verdicts` when it was executed. Of several, drawn ones
 # alone count, in brackets how many. *By construction*: it follows from the algorithm, or from counting.
 
 # %%
 sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
-found = lab.sentences_table(sentences, judged, read, records, own_words)
+found = lab.sentences_table(sentences, judged, read, records)
 shown = pd.DataFrame({
     "Where": found["where"],
     "The paper says": found["says"],
     "Verdict": "**" + found["verdict"] + "**",
-    "Shown in": found["shown"].map(lambda places: "; ".join(map(lab.sentences.link, places)) or "–"),
+    "Shown in": found["shown"].map(lambda places: "; ".join(map(lab.evidence.link, places)) or "–"),
     "Beside it": found["because"].replace("", "–"),
 }).map(lambda text: text.replace("|", "/"))  # fmt: skip
 print(

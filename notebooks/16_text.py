@@ -52,7 +52,7 @@ seed = 0  # of first weights and windows of what is run here
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "9fc6e6")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "16_text")
 lab.check_values(globals(), rounds=lab.Count, phi_global=lab.Share, ddp_steps=lab.Count)
 lab.check_values(globals(), ddp_rank=lab.Count, seed=lab.Seed)
 files = [lab.ROOT / "params/table_text.yaml", lab.ROOT / f"params/{evidence}.yaml"]

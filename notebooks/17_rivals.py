@@ -26,7 +26,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
-from tcs_lab import links as links_of
+from tcs_lab.studies import links as links_of
 
 import tcs_core as tcs
 
@@ -43,7 +43,7 @@ data_root = None  # make: the folder or tar of the data; None: the profile's
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "5c47d9")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "17_rivals")
 numbers = Annotated[list[lab.Positive], Len(1)]
 lab.check_values(globals(), seeds=lab.Count, below=lab.Positive, links=numbers, latencies=numbers)
 sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"]) | {"seeds": seeds}
@@ -236,7 +236,7 @@ names = [
     (r.scheme, r.both, r.mean, lab.curve_style(r.scheme, table["scheme"])["color"])
     for r in table.itertuples()
 ]
-lab.figures.label_points(axes, names)
+lab.tables.label_points(axes, names)
 plt.show()
 
 # %% [markdown]
@@ -246,7 +246,7 @@ plt.show()
 # new is in one file of the lab, with its sources, where it departs from them, and who was left out:
 
 # %%
-print(lab.rivals.__doc__)
+print(lab.schemes.rivals.__doc__)
 
 # %% [markdown]
 # ## The bits of one message

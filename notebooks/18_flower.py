@@ -35,8 +35,8 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
-from tcs_lab import loopback
-from tcs_lab.nodes import Half, Node, Rounds
+from tcs_lab.studies import loopback
+from tcs_lab.studies.nodes import Half, Node, Rounds
 
 import tcs_core as tcs
 
@@ -56,7 +56,7 @@ patience = 600  # seconds that a run may take
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-claim = lab.Claims(globals(), "5464bf")  # asserted for the values above, said for others
+claim = lab.Statements(globals(), "18_flower")
 counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.Count)
 positive = dict.fromkeys(["learning_rate", "patience"], lab.Positive)
 lab.check_values(globals(), **counts, **positive, seed=lab.Seed)

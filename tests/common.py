@@ -10,6 +10,7 @@ import tcs_lab as lab
 import torch
 import torch.distributed as dist
 from PIL import Image
+from tcs_lab import RunConfig  # with all schemes, STC, -D2, + and others
 from torch import Tensor
 from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,7 @@ READERS = ("ci", "quick")  # profiles whose results a reader makes
 
 
 def config(scheme="TCS-L2-Q5", **changes):
-    return lab.RunConfig(scheme, **(TINY | changes))
+    return RunConfig(scheme, **(TINY | changes))
 
 
 def tiny_command(folder, **changes):

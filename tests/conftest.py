@@ -52,7 +52,7 @@ def patient(start, attempts: int = 3):
 
 LONG = [
     "04_", "10_", "03_", "05_", "02_", "test_resume", "test_many_runs", "test_determinism", "01_",
-    "12_", "11_", "00_", "test_ranks", "test_command_line",
+    "12_", "11_", "00_", "test_command_line",
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def small(monkeypatch):
     import tcs_lab as lab
 
     images = lab.synthetic_dataset(120, 40).resized(16)
-    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: images)
+    monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)
     lab.load_dataset.cache_clear()
     yield
     lab.load_dataset.cache_clear()

@@ -22,6 +22,9 @@ import tcs_lab as lab
 from jupytext.cli import jupytext as command
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
+from tcs_lab.support.files import write_json
+from tcs_lab.tables.verdicts import VERDICTS_FOLDER
+from tcs_lab.teaching.cells import literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 
@@ -92,10 +95,22 @@ def of_profile(name: str, params: dict, profile: str, target: str) -> None:
     print(path.relative_to(lab.ROOT), flush=True)
 
 
+def begin_verdicts(name: str, notebook: nbformat.NotebookNode) -> None:
+    """An empty file of verdicts for the parameters that the notebook now has: it fills the file."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    if any("lab.Statements(" in source for source in cells):
+        (parameters,) = [
+            c.source for c in notebook.cells if "parameters" in c.metadata.get("tags", [])
+        ]
+        content = {"parameters": literals(parameters), "verdicts": {}}
+        write_json(VERDICTS_FOLDER / f"{name}.json", content)
+
+
 def execute(py: Path) -> None:
     start = time.perf_counter()
     command(["--to", "ipynb", "--update", "--quiet", str(py)])  # else it would be the old one
     notebook = paired(py)
+    begin_verdicts(py.stem, notebook)
     client = NotebookClient(
         notebook,
         timeout=900,

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 import tcs_lab as lab
-import tcs_lab.rivals  # registers STC, DGC and others
-import tcs_lab.variants  # registers -D2, +, -NW and others
 import torch
 import torch.distributed as dist
 from common import Alone, Bucket, alone_in_a_group, config, deltas_like_training
@@ -845,7 +843,8 @@ def lab_training(log, name, **changes):
     settings = config(name, **changes)
     torch.set_num_threads(2 if settings.client_threads else 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab.data, "synthetic_dataset", images)
+        home = sys.modules[lab.load_dataset.__module__]  # another one in older checkouts
+        patch.setattr(home, "synthetic_dataset", images)
         lab.load_dataset.cache_clear()
         training = lab.Training(settings, lab.load_data(settings))
         for epoch in range(2):

@@ -1,16 +1,18 @@
 """Real processes for tests, ranks and commands: forked from one server that has imported all once."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from datetime import timedelta
+from typing import NamedTuple
 
 import tcs_lab as lab
 import torch
+import torch.distributed as dist
 from tcs_lab.__main__ import main
-from tcs_lab.loopback import free_port
+from tcs_lab.studies.loopback import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
 FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest", "hypothesis"])
@@ -19,35 +21,41 @@ FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest"
 def few_images(train=120):
     """In this process: so many synthetic images of 16 x 16 instead of 10,000."""
     images = lab.synthetic_dataset(train, 40).resized(16)
-    lab.data.synthetic_dataset = lambda: images
+    lab.tasks.images.synthetic_dataset = lambda: images
 
 
-def as_rank(rank, size, port, folder, timeout, work, arguments, answers):
-    """In a process of its own: what torchrun would set, then work(ranks, ...). With no timeout, the
-    work joins the ranks itself."""
+class Ranks(NamedTuple):
+    """The processes of a group: this one's number, and how many there are."""
+
+    rank: int
+    size: int
+
+
+def as_rank(rank, size, port, folder, joined, work, arguments, answers):
+    """In a process of its own: what torchrun would set, then work(ranks, ...)."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank), TCS_CACHE=str(folder / "cache"))
-    os.environ.pop("TCS_TIMEOUT", None)
     torch.set_num_threads(1)
     few_images(60)
     try:
-        join = lab.joined_ranks(timeout) if timeout else contextlib.nullcontext()
-        with join as ranks:
-            answers.put((rank, work(ranks, folder, *arguments)))
+        if joined:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        answers.put((rank, work(Ranks(rank, size), folder, *arguments)))
+        if joined:  # not after an error: it would wait for those who are gone
+            dist.destroy_process_group()
     except Exception as error:
         answers.put((rank, f"{type(error).__name__}: {error}"))
 
 
-def start(size, folder, work, *arguments, timeout=60, absent=()):
+def start(size, folder, work, *arguments, joined=True):
     """The answers of `size` ranks that each call work(ranks, folder, *arguments), by rank; an
-    exception is its text."""
+    exception is its text. Unless they are `joined`, the work has to initialize its process group."""
     answers, port = FORKSERVER.Queue(), free_port()
     processes = [
         FORKSERVER.Process(
-            target=as_rank, args=(rank, size, port, folder, timeout, work, arguments, answers)
+            target=as_rank, args=(rank, size, port, folder, joined, work, arguments, answers)
         )
         for rank in range(size)
-        if rank not in absent
     ]
     for process in processes:
         process.start()
@@ -78,21 +86,21 @@ def as_command(words, folder, name, disturb):
 
 def log_runs(folder, name):
     """In this process: the schemes it trains and the epochs it makes, in folder/trained, /epochs."""
-    train = lab.runs._train
+    train = lab.runs.runs._train
 
     def log(file, what):
         with (folder / file).open("a", encoding="utf-8") as lines:
             lines.write(f"{name} {what}\n")
 
-    def logged(config, data, on_epoch, ranks):
+    def logged(config, data, on_epoch):
         def told(row):
             log("epochs", row["epoch"])
             on_epoch(row)
 
         log("trained", config.scheme.name)
-        return train(config, data, told, ranks)
+        return train(config, data, told)
 
-    lab.runs._train = logged
+    lab.runs.runs._train = logged
 
 
 def logged(path):

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import tcs_lab as lab
-from tcs_lab import links, optimizers
+from tcs_lab.studies import links, optimizers
 
 import tcs_core as tcs
 
@@ -198,7 +198,7 @@ def downlink_share(found: Iterable[Record]) -> str:
 
 
 @cache
-def judged_records() -> tuple[lab.Claims, dict[str, Record]]:
+def judged_records() -> tuple[lab.evidence.claims.Claims, dict[str, Record]]:
     """The claims' file and the records that it judges."""
     return lab.planned_records(PROFILE)
 

@@ -1,7 +1,6 @@
 """README: what is generated is up to date, its numbers have one source, its commands, links and code
 are real."""
 
-import json
 import math
 import os
 import re
@@ -49,65 +48,6 @@ def test_its_other_numbers_have_a_source():
 # One source ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_verdicts_and_differences_are_those_of_notebook_13():
-    text = cells_of("13_evidence.ipynb")
-    for name, claim in {"TCS": "TCS loses no", "TCS-L4-Q5": "TCS-L4-Q5 loses no"}.items():
-        line = rf"^{claim} accuracy against centralized training: (.*); (.*)$"
-        ((word, said),) = re.findall(line, text, re.M)  # others name what makes a verdict weak
-        ends = said.partition("(")[2].strip(")")
-        (own,) = [row for row in TEXT.splitlines() if row.startswith(f"- **{name}: ")]
-        assert word.split(":")[0] in own and f"(interval {ends})" in own
-
-
-def test_a_difference_has_one_interval_on_all_pages():
-    """README, 08, 10b, 13 and the tables: that of the planned model."""
-    read, found = readme_table.judged_records()
-    dense = ("FedAvg", 0.5)
-    pages = {name: cells_of(name) for name in ("00_reproduce.ipynb", "08_tables_and_curves.ipynb",
-             "10b_fewer_bytes.ipynb", "13_evidence.ipynb")}  # fmt: skip
-    table = (lab.ROOT / "results/evidence/table1.md").read_text(encoding="utf-8")
-    for name in ("TCS", "TCS-L4-Q5"):
-        said = interval_of(read, found, (name, 0.5), ("Baseline", 0.1))
-        ends = said.partition("(")[2].strip(")")
-        assert ends in TEXT and said in table
-        others = [n for n in pages if not n.startswith("10b")]
-        assert [n for n in others if said not in pages[n]] == []
-        lines = pages["10b_fewer_bytes.ipynb"].splitlines()
-        rows = [line for line in lines if f" | {name} − FedAvg | " in line]  # in a second column
-        equal = interval_of(read, found, (name, 0.5), dense)
-        assert rows and [row for row in rows if equal not in row] == []
-
-
-def interval_of(read, found, *pair):
-    row = lab.difference(read, found, *pair)
-    return lab.with_interval(*(row[key] for key in readme_table.ENDS))
-
-
-def printed(notebook):
-    """All that a notebook's cells gave out."""
-    cells = lab.ROOT / notebook
-    text = cells.read_text(encoding="utf-8").replace("\\n", "\n").replace("\u00a0", " ")
-    return re.sub("</?nobr>", "", text)
-
-
-@pytest.mark.parametrize(
-    "profile, notebook, names",
-    [("small", "notebooks/17_rivals.ipynb", ("STC", "TCS")),
-     ("text", "results/text/17_rivals.ipynb", ("DGC", "TCS-Q5"))],
-)  # fmt: skip
-def test_rivals_are_those_of_notebook_17(profile, notebook, names):
-    found = readme_table.at_best_rates(profile)
-    lines = [line for line in printed(notebook).splitlines() if "|" in line]
-    for name in names:
-        n, _, points = readme_table.against_dense(found, name)
-        points = points.removeprefix(f"{name} ")
-        row = re.compile(rf"\| \**{re.escape(name)}\** \|")
-        (line,) = [line for line in lines if row.search(line) and points in line]
-        assert f"| {n.removeprefix('n = ')} |" in line
-    words = {9: "nine"}
-    assert f"compares {words[len(found)]} " in TEXT
-
-
 def test_the_papers_factors_are_those_of_the_claims():
     """The claims have them from the budgets that the paper prints, with fewer digits."""
     claims = lab.read_params([lab.ROOT / "params/claims.yaml"])["claims"]
@@ -115,59 +55,7 @@ def test_the_papers_factors_are_those_of_the_claims():
     assert f"by the paper's tables {plain} and {short} times" in TEXT
 
 
-def cells_of(notebook):
-    """The text of a notebook's prose and of what its cells put out, without marks of type."""
-    cells = json.loads((lab.ROOT / "notebooks" / notebook).read_text(encoding="utf-8"))["cells"]
-    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-    for output in (output for cell in cells for output in cell.get("outputs", [])):
-        data = output.get("data", {})
-        texts.append("".join(output.get("text", data.get("text/markdown", []))))
-    return re.sub(r"\x1b\[\d*m|</?nobr>", "", "\n".join(texts)).replace("\u00a0", " ")
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["08_tables_and_curves.ipynb", "10_bits_on_the_wire.ipynb", "10b_fewer_bytes.ipynb"],
-)
-def test_the_factor_of_the_shortest_scheme_is_one_number_everywhere(file):
-    factor = lab.times(lab.paper_factor("TCS-L4-Q5"))
-    said = set(re.findall(r"\b1,?9[01]\d\b", cells_of(file)))
-    assert said == {factor}
-
-
-def test_what_short_schemes_cost_is_one_number_in_both_places():
-    """10b's table, and its sentence about the paper's shortest scheme."""
-    text = cells_of("10b_fewer_bytes.ipynb")
-    name = "TCS-M2-E3-K4++"
-    mean, _, _ = readme_table.difference(
-        readme_table.records(name, "short"), readme_table.records("TCS-L4-Q5", "short")
-    )
-    assert f"{mean:.2f} points above TCS-L4-Q5" in text
-    rows = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-    assert [row for row in rows if f"+{mean:.2f} (" in row]
-
-
-@pytest.mark.parametrize("name", ["TCS", "TCS-L4-Q5"])
-def test_few_rounds_are_those_of_notebook_10b(name):
-    found, dense = (readme_table.records(one, "short", seeds=3) for one in (name, "FedAvg"))
-    points = lab.with_interval(*readme_table.difference(found, dense))
-    rows = cells_of("10b_fewer_bytes.ipynb").splitlines()
-    assert [row for row in rows if row.startswith(f"| {name} |") and points in row]
-    assert f"{name} {points}" in TEXT
-
-
-def test_minus_is_one_sign():
-    assert re.findall(r"(?<=[\s(|>])-\d", TEXT) == []
-
-
 # Its parts ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_it_has_one_table_of_five_situations_or_six():
-    assert len(re.findall(r"^\| ---", TEXT, re.M)) == 1
-    table = [line for line in TEXT.splitlines() if line.startswith("|")]
-    whole = readme_table.stands("unequal")
-    assert len(table) == 2 + 5 + whole and [line for line in table if "do not sparsify" in line]
 
 
 LATER = {"2, momentum": "momentum", "2, Table 1": "layer-wise fairness, two local steps",
@@ -178,14 +66,6 @@ def test_what_it_says_is_not_run_yet_is_not():
     said = re.findall(r"^- \*\*Not complete\*\* in `evidence`: (.*?)\.$", TEXT, re.M)
     missing = [words for stage, words in LATER.items() if not readme_table.stands(stage)]
     assert said == ([", ".join(missing)] if missing else [])
-
-
-def test_its_code_fits_the_narrowest_page():
-    """GitHub shows as few as 57 columns; a block that is wider is cut off."""
-    code = CODE + re.findall(r"^    (.+)$", re.sub(r"```.*?```", "", TEXT, flags=re.S), re.M)
-    lines = [line for block in code for line in block.splitlines()]
-    assert [line for line in lines if len(line) > 57] == []
-    assert [block for block in CODE if len(block.splitlines()) > 8] == []
 
 
 # Commands and links ───────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Command line: python -m tcs_lab run | queue | again | sensitivity | bench; also installed as `tcs`."""
+"""Command line: python -m tcs_lab run | queue | again | sensitivity | bench | compare; also installed as `tcs`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from typing import Any
 import pandas as pd
 import torch
 
-from tcs_lab.bench import BENCHES, USUAL, bench_table, run_benches
-from tcs_lab.checkpoints import checkpoint_path
-from tcs_lab.deadline import Deadline
-from tcs_lab.errors import cut, one_line, reject_unknown, shown
-from tcs_lab.planned import minutes_of, planned_runs, read_plan
-from tcs_lab.ranks import RankError, joined_ranks, world
-from tcs_lab.records import config_of, differences, read_record, record_path
-from tcs_lab.runs import run_all, run_queue
-from tcs_lab.sensitivity import (
+from tcs_lab.compare.command import add_arguments, compare_command
+from tcs_lab.evidence.sensitivity import (
     read_sensitivity,
     readable_sensitivity,
     sensitivity_plan,
     sensitivity_table,
 )
-from tcs_lab.settings import ROOT, WHERE_KEYS, RunConfig, plan, read_params, read_yaml
-from tcs_lab.tables import plain_markdown, readable, summary
+from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.deadline import Deadline
+from tcs_lab.runs.parameters import plan, read_params, read_yaml
+from tcs_lab.runs.plans import minutes_of, planned_runs, read_plan
+from tcs_lab.runs.records import config_of, differences, read_record, record_path
+from tcs_lab.runs.runs import run_all, run_queue
+from tcs_lab.studies.bench import BENCHES, USUAL, bench_table, run_benches
+from tcs_lab.support.errors import cut, one_line, reject_unknown, shown
+from tcs_lab.support.places import ROOT
+from tcs_lab.tables.tables import plain_markdown, readable, summary
+from tcs_lab.training.configuration import WHERE_KEYS, RunConfig
 
 # Words ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -58,13 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     vary = command(_sensitivity, "make the runs that vary one setting at a time; print the table")
     again = command(_again, "make a record's run again and compare the two")
     bench = command(_bench, "measure speed and memory; write results/bench/")
+    does = "tune and score a method from a file; print its row beside those of known methods"
+    compare = commands.add_parser("compare", help=does, description=does)
+    add_arguments(compare)
+    compare.set_defaults(main=compare_command)
     for add in (run, vary):
         add("--params", nargs="+", required=True, help="YAML files, later over earlier")
         add("--scheme", action="append", help="only this scheme (may be repeated)")
         add("--seed", action="append", type=int, help="only this seed (may be repeated)")
         add("--jobs", type=int, help="processes side by side")
-        add("--timeout", type=float, metavar="SECONDS",
-            help="under torchrun: wait for a rank (default: $TCS_TIMEOUT, or 600)")  # fmt: skip
     queue("plan", metavar="PLAN", nargs="+",
           help="files like params/evidence_plan.yaml, one after the other; FILE:STAGE is one stage")  # fmt: skip
     queue("--stage", action="append", help="only this stage (may be repeated)")
@@ -123,25 +127,23 @@ Planned = tuple[list[RunConfig], int, Callable[[list[dict[str, Any]]], pd.DataFr
 
 
 def _makes(planned: Callable[[argparse.Namespace], Planned]) -> Callable[[Any], int]:
-    """The command that makes the planned runs, so many side by side; rank 0 prints the table of
-    their records and what diverged."""
+    """The command that makes the planned runs, so many side by side; prints the table of their
+    records and what diverged."""
 
     @functools.wraps(planned)
     def make(arguments: argparse.Namespace) -> int:
-        with joined_ranks(arguments.timeout) as ranks:
-            configs, jobs, table = ranks.together(lambda: planned(arguments))
-            records = run_all(configs, arguments.results, jobs, ranks=ranks)
-        if ranks.rank == 0:
-            print(plain_markdown(table(records)))
-        return _ended(records, ranks.rank == 0)
+        configs, jobs, table = planned(arguments)
+        records = run_all(configs, arguments.results, jobs)
+        print(plain_markdown(table(records)))
+        return _ended(records)
 
     return make
 
 
-def _ended(records: list[dict[str, Any]], says: bool = True) -> int:
+def _ended(records: list[dict[str, Any]]) -> int:
     """The exit code of runs that are made; says which of them diverged."""
     diverged = [record for record in records if record["status"] == "diverged"]
-    for record in diverged if says else ():
+    for record in diverged:
         name = record["config"]["scheme"]["name"]
         print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
     return 1 if diverged else 0
@@ -259,11 +261,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0 if all went well, 1 if a run diverged, 2 for input that can't be used,
-    3 if another rank is late, gone or wrong, 130 after Ctrl-C, 141 if nobody reads what it prints,
-    143 after SIGTERM.
-
-    Under torchrun all ranks call it; what all of them know, rank 0 says.
-    """
+    130 after Ctrl-C, 141 if nobody reads what it prints, 143 after SIGTERM."""
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
@@ -276,12 +274,9 @@ def main(argv: list[str] | None = None) -> int:
             return code
     except BrokenPipeError:  # as after `| head`
         return 141
-    except (ValueError, OSError, RankError) as error:
-        lost = isinstance(error, RankError)
-        if world()[0] == 0 or not hasattr(error, "told_to_all"):
-            hint = f"; {_GOES_ON} from the last checkpoint" if lost else ""
-            print(f"error: {error}{hint}", file=sys.stderr, flush=True)
-        return 3 if lost else 2
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
     except (MemoryError, RuntimeError) as error:
         full = any(words in str(error) for words in ("out of memory", "allocate memory"))
         if not full and not isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -316,10 +311,8 @@ def _stopped_once() -> Iterator[None]:
             stopped = True
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    # SIGTERM for a rank, in a collective where Python sees no signal: just ends it
-    numbers = [signal.SIGINT] if world()[1] > 1 else [signal.SIGINT, signal.SIGTERM]
     if threading.current_thread() is threading.main_thread():
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 before[number] = signal.signal(number, stop)
     try:
@@ -341,7 +334,4 @@ def _flush_output() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    if code and world()[1] > 1:  # gloo's threads may abort an interpreter that ends
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(main())

@@ -6,7 +6,7 @@ of another scheme, seed, model or version are handed in."""
 import dataclasses
 
 import pytest
-import tcs_lab.rivals  # noqa: F401  (EF21, DGC, CocktailSGD; and the variants)
+import tcs_lab.schemes.rivals  # noqa: F401  (EF21, DGC, CocktailSGD; and the variants)
 import torch
 from common import deltas_like_training, same_state, whole_state
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tcs_lab.variants  # noqa: F401  (-D, +, ++)
+import tcs_lab.schemes.variants  # noqa: F401  (-D, +, ++)
 import torch
 
 import tcs_core as tcs
@@ -109,7 +109,7 @@ def test_errors_that_overflow_name_their_client(wire, dense):
 LARGE = """
 import json, re, sys
 from pathlib import Path
-import torch, tcs_core as tcs, tcs_lab.variants
+import torch, tcs_core as tcs, tcs_lab.schemes
 
 def kilobytes(key):
     return int(re.search(key + r":\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -6,7 +6,7 @@ Backward passes need a device that is there, so they are held to the second on a
 import pytest
 import torch
 from common import Alone, Bucket, HeldFeed, alone_in_a_group
-from tcs_lab.cuda_graph import DeferredLink
+from tcs_lab.training.cuda_graph import DeferredLink
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 

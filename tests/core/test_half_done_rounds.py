@@ -8,7 +8,7 @@ import dataclasses
 import sys
 
 import pytest
-import tcs_lab.rivals  # noqa: F401  (EF21, DGC; and the variants)
+import tcs_lab.schemes.rivals  # noqa: F401  (EF21, DGC; and the variants)
 import torch
 from common import deltas_like_training, same_state, whole_state
 

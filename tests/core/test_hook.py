@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hooked import SHARES, D, L, Recorded, flat, small_net
 from processes import start
-from tcs_lab.loopback import free_port
+from tcs_lab.studies.loopback import free_port
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -172,7 +172,7 @@ def documented(_, folder):
 
 
 def test_the_docstrings_example_runs_as_printed(tmp_path):
-    for (failed, attempted), said in start(2, tmp_path, documented, timeout=None):
+    for (failed, attempted), said in start(2, tmp_path, documented, joined=False):
         assert failed == 0 and attempted >= 9, said
 
 

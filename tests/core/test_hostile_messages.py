@@ -5,7 +5,7 @@ import tracemalloc
 import zlib
 
 import pytest
-import tcs_lab.variants  # noqa: F401  (+, ++)
+import tcs_lab.schemes.variants  # noqa: F401  (+, ++)
 import torch
 
 import tcs_core as tcs

@@ -1,7 +1,7 @@
 """What a round needs beside the errors does not grow with the number of clients."""
 
 import pytest
-import tcs_lab.variants  # noqa: F401  (-D)
+import tcs_lab.schemes.variants  # noqa: F401  (-D)
 import torch
 from common import Peak
 from torch import nn

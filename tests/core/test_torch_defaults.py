@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-import tcs_lab.rivals  # noqa: F401  (and the variants)
+import tcs_lab.schemes.rivals  # noqa: F401  (and the variants)
 import torch
 from common import deltas_like_training, same_state
 

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import pytest
-import tcs_lab.rivals  # noqa: F401  (DGC; and the variants)
+import tcs_lab.schemes.rivals  # noqa: F401  (DGC; and the variants)
 import torch
 from common import deltas_like_training, same_state, whole_state
 

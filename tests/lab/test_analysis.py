@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import tcs_lab as lab
-from tcs_lab.analysis import additive, images_variance, minus
+from tcs_lab.tables.analysis import additive, images_variance, minus
 
 GAP = {"a": 1, "b": -1}
 

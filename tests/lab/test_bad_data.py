@@ -174,7 +174,7 @@ def test_a_hostile_archive_is_named_before_it_is_read(tmp_path, case):
 
 
 def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab.data, "MAX_DATASET_BYTES", 1000)
+    monkeypatch.setattr(lab.tasks.images, "MAX_DATASET_BYTES", 1000)
     path = tmp_path / "images.tar"
     as_tar(path, IMAGES, "w")
     with pytest.raises(ValueError, match="at most 1000 bytes, decoded"):

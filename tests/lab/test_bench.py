@@ -20,7 +20,7 @@ def test_the_textbook_version_is_the_compressor():
     errors = [torch.zeros(4000) for _ in range(3)]
     for _ in range(30):
         deltas_ND = torch.randn(3, 4000, generator=generator)
-        plain = lab.bench._textbook_round(deltas_ND, errors, mask_D, 40, 4)
+        plain = lab.studies.bench._textbook_round(deltas_ND, errors, mask_D, 40, 4)
         torch.testing.assert_close(compressor.step(deltas_ND), plain, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(compressor.errors_ND, torch.stack(errors), rtol=0, atol=1e-6)
         assert torch.equal(tcs.positions_to_mask(compressor.rule.shared_mask(), 4000), mask_D)
@@ -29,12 +29,17 @@ def test_the_textbook_version_is_the_compressor():
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_the_plain_loop_is_top_k(layout):
     """Its model after two rounds, the second with errors, is that of the federation."""
-    training = lab.bench._bench_federation(lab.bench.Bench(device="cpu"), "top-K", "conv3", 2, 64)
+    training = lab.studies.bench._bench_federation(
+        lab.studies.bench.Bench(device="cpu"), "top-K", "conv3", 2, 64
+    )
     federation = training.federation
     federation.weight_decay = 0.0
     federation.compressor.errors_ND.zero_()
     model = copy.deepcopy(federation.model).train().to(memory_format=layout)
-    plain, rounds = lab.bench._plain_rounds(training, model), lab.bench._rounds(training)
+    plain, rounds = (
+        lab.studies.bench._plain_rounds(training, model),
+        lab.studies.bench._rounds(training),
+    )
     start_D = training.theta_D.clone()
     plain()
     rounds()
@@ -55,7 +60,7 @@ def tiny_benches(monkeypatch):
         "codecs": [lambda b: lab.bench_codecs(b, 5000)],
         "growth": [lambda b: lab.bench_step(b, 3000, 2, textbook=False)],
     }
-    monkeypatch.setattr(lab.bench, "BENCHES", cases)
+    monkeypatch.setattr(lab.studies.bench, "BENCHES", cases)
     monkeypatch.setenv("CXX", "no-such-compiler")  # compiling takes minutes
 
 
@@ -65,7 +70,7 @@ def test_the_command_writes_a_record_and_prints_a_table(tiny_benches, tmp_path, 
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record["provenance"]["threads"] == 1
     timed = [row for row in record["rows"] if "median" in row]
-    assert {row["part"] for row in timed} == set(lab.bench.BENCHES)
+    assert {row["part"] for row in timed} == set(lab.studies.bench.BENCHES)
     assert all(0 < row["low"] <= row["median"] <= row["high"] and row["n"] == 2 for row in timed)
     parts = {"passes", "round", "compression", "augmentation"}
     for case, more in {

@@ -7,7 +7,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from scipy.special import stdtrit
-from tcs_lab.training import packed
+from tcs_lab.training.training import packed
 
 PLAN = lab.ROOT / "params" / "evidence_plan.yaml"
 
@@ -61,7 +61,7 @@ def scored(name, seed, right):
 def claims(confidence=0.95, rest=None, **named):
     """What a file with these claims says."""
     filled = {n: {"says": n, "first": ["TCS", 0.5]} | claim for n, claim in named.items()}
-    return lab.claims.Claims(confidence=confidence, claims=filled, **(rest or {}))
+    return lab.evidence.claims.Claims(confidence=confidence, claims=filled, **(rest or {}))
 
 
 def files(*records):
@@ -364,8 +364,8 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     base = group("Baseline", 60, 70, 80, eta=0.1)
     runs = [one | {"digest": f"{n}"} for n, one in enumerate([*OURS, *THEIRS, *base])]
     read = claims(it=TOP_K | {"at_least": 0})
-    named = {lab.settings._record_file(one): one for one in runs}
-    monkeypatch.setattr(lab.claims, "planned_records", lambda profile: (read, named))
+    named = {lab.training.configuration._record_file(one): one for one in runs}
+    monkeypatch.setattr(lab.evidence.claims, "planned_records", lambda profile: (read, named))
     gaps = lab.planned_gaps("evidence", [*runs[:3], *runs[6:]])
     row = lab.difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))
     assert set(gaps) == {"TCS"} and gaps["TCS"]["difference_n"] == row["n"] == 3

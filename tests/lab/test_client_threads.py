@@ -10,8 +10,8 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import config, numbers
-from tcs_lab.checkpoints import checkpoint_path
-from tcs_lab.client_threads import ClientThreads
+from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.training.client_threads import ClientThreads
 
 import tcs_core as tcs
 
@@ -44,14 +44,14 @@ def test_any_number_of_threads_makes_the_record_of_clients_in_turns_on_one(
         assert numbers(record) == expected
         assert made["client_threads"] and made["threads"] == threads
         assert made["repeats"].startswith("bit for bit")
-        again = lab.records.config_of(record, device="cpu")
+        again = lab.runs.records.config_of(record, device="cpu")
         assert again.client_threads and again.threads == threads
 
 
 def test_a_run_that_goes_on_with_other_threads_ends_in_the_same_record(
     tmp_path, small, monkeypatch
 ):
-    monkeypatch.setattr(lab.checkpoints.Pace, "due", lambda self: True)
+    monkeypatch.setattr(lab.runs.checkpoints.Pace, "due", lambda self: True)
 
     def stop(row):
         if row["epoch"] == 2:
@@ -69,8 +69,8 @@ def test_a_run_that_goes_on_with_other_threads_ends_in_the_same_record(
 
 
 def test_a_single_client_has_all_threads_to_itself():
-    assert "threads" not in lab.records.rounding(threaded(2))
-    alone = lab.records.rounding(threaded(2, "Baseline"))
+    assert "threads" not in lab.runs.records.rounding(threaded(2))
+    alone = lab.runs.records.rounding(threaded(2, "Baseline"))
     assert not alone["client_threads"] and alone["threads"] == 2
 
 
@@ -198,7 +198,7 @@ def test_compiled_passes_are_the_passes(tmp_path, small, monkeypatch):
     """Without the C++ compiler's part, which takes minutes."""
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", functools.partial(plain, backend="aot_eager"))
-    monkeypatch.setattr(lab.compiled.shutil, "which", lambda name: name)
+    monkeypatch.setattr(lab.training.compiled.shutil, "which", lambda name: name)
     settings = {"epochs": 1, "model": "conv3", "threads": 2, "client_threads": True}
     eager, record = (
         lab.run(config("TCS-L2", **settings, compiled=way), tmp_path / str(way))

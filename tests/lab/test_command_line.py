@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import tcs_lab as lab
 from common import config, numbers, tiny_command
-from processes import start, start_command, until
+from processes import start_command, until
 from tcs_lab.__main__ import main
 
 
@@ -95,7 +94,7 @@ def test_a_record_is_all_it_takes_to_make_its_run_again(tmp_path, capsys, small,
 
 def test_a_stopped_command_says_whether_it_goes_on(tmp_path, capsys, monkeypatch):
     path = next((lab.ROOT / "results/small/runs").glob("TCS-0.5-0-*.json"))
-    left = lab.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
+    left = lab.runs.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
 
     def stop(*_, **__):
         left.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ def test_again_starts_from_nothing(tmp_path, capsys, monkeypatch, small):
     """Not from a checkpoint that other code may have left."""
     lab.run(config(), tmp_path)
     path = lab.record_path(config(), tmp_path)
-    left = lab.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
+    left = lab.runs.checkpoints.checkpoint_path(lab.config_of(lab.read_record(path)))
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"of other code")
     assert main(["again", str(path)]) == 0
@@ -211,18 +210,3 @@ def test_ctrl_c_while_it_imports_ends_it_without_a_word(tmp_path):
     until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"))
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == (None, b"") and process.returncode == -signal.SIGINT
-
-
-def said_by(ranks, folder, words):
-    """In a rank: the command's exit code and what it says."""
-    sys.stderr = io.StringIO()
-    return main(words), sys.stderr.getvalue()
-
-
-def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
-    """Before they join each other, and after."""
-    words = [*tiny_command(tmp_path, train_samples=60), "--scheme", "TCS"]
-    for more, message in ("epochs=x", "epochs: got 'x' (str)"), ("clients=90", "clients: got 90"):
-        (code, text), other = start(2, tmp_path, said_by, [*words, "--set", more], timeout=None)
-        assert code == 2 and other[0] in (2, 3) and other[1] == ""
-        assert text.startswith(f"error: {message}") and text.count("\n") == 1

@@ -9,8 +9,8 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import HeldFeed, Peak
-from tcs_lab.client_streams import STREAMS, ClientStreams
-from tcs_lab.cuda_graph import GraphRounds, suits
+from tcs_lab.training.client_streams import STREAMS, ClientStreams
+from tcs_lab.training.cuda_graph import GraphRounds, suits
 from torch import nn
 
 import tcs_core as tcs
@@ -196,7 +196,7 @@ def test_static_rounds_refuse_optimizers(which):
 
 def test_a_record_says_whether_its_rounds_were_static():
     said = {
-        name: lab.records.rounding(federations(name, **changes)[1].config)["graph"]
+        name: lab.runs.records.rounding(federations(name, **changes)[1].config)["graph"]
         for name, changes in {
             "TCS": {},
             "FedAvg": {},
@@ -206,7 +206,7 @@ def test_a_record_says_whether_its_rounds_were_static():
     }
     assert said == {"TCS": True, "FedAvg": True, "rand-K": False, "top-K": False}
     half = federations("TCS", participation=0.5)[1].config
-    assert not lab.records.rounding(half)["graph"]
+    assert not lab.runs.records.rounding(half)["graph"]
 
 
 def test_a_federation_with_static_rounds_is_freed_at_once():

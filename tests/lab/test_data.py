@@ -34,8 +34,10 @@ def test_a_tar_is_the_same_as_its_folder(tmp_path, mode):
 def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
     path = as_tar(tmp_path / "images.tar", IMAGES)
     first = load_images(path)
-    monkeypatch.setattr(lab.data, "_decode_files", lambda *_: pytest.fail("decoded again"))
-    monkeypatch.setattr(lab.data, "alone", lambda *_: pytest.fail("waited for another that reads"))
+    monkeypatch.setattr(lab.tasks.images, "_decode_files", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(
+        lab.tasks.images, "alone", lambda *_: pytest.fail("waited for another that reads")
+    )
     assert load_images(path).fingerprint == first.fingerprint
     monkeypatch.undo()
     monkeypatch.setenv("TCS_CACHE", str(tmp_path / "cache"))

@@ -13,11 +13,11 @@ import pytest
 import tcs_lab as lab
 from common import IMAGES, TINY, as_tar, config, numbers
 from processes import start_command, until
-from tcs_lab import deadline
 from tcs_lab.__main__ import main
-from tcs_lab.checkpoints import checkpoint_path, epochs_kept
-from tcs_lab.deadline import Deadline, Timed, most_at_once, next_to_start
-from tcs_lab.planned import minutes_of
+from tcs_lab.runs import deadline
+from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
+from tcs_lab.runs.deadline import Deadline, Timed, most_at_once, next_to_start
+from tcs_lab.runs.plans import minutes_of
 
 SHARING = [1.0, 1.5, 2.0]  # two at once do as much as 1.33 alone, three as much as 1.5
 
@@ -296,7 +296,7 @@ def test_a_run_that_is_stopped_keeps_its_checkpoint_and_a_second_call_goes_on(
     outcome = capsys.readouterr().out.splitlines()[-1]
     assert 0 < kept < 150 and outcome.endswith(f"goes on after epoch {kept} |")
     assert not (tmp_path / "results" / "ci").exists()
-    rows = json.loads(lab.checkpoints.torch.load(checkpoint_path(wanted))["rows"])
+    rows = json.loads(lab.runs.checkpoints.torch.load(checkpoint_path(wanted))["rows"])
     assert Deadline([wanted], minutes_of(words[1]), [1.0]).waiting[0].work == pytest.approx(
         60 * (1 - kept / 150)
     )

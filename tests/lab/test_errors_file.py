@@ -8,7 +8,7 @@ import pathlib
 import pytest
 import tcs_lab as lab
 from common import config
-from tcs_lab.training import Training, errors_in_file
+from tcs_lab.training.training import Training, errors_in_file
 
 import tcs_core as tcs
 

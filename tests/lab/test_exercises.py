@@ -7,7 +7,7 @@ import jupytext
 import pytest
 import tcs_lab as lab
 import torch
-from tcs_lab.exercises import EXERCISES, RIGHT, UNWRITTEN, verdict
+from tcs_lab.teaching.exercises import EXERCISES, RIGHT, UNWRITTEN, verdict
 
 import tcs_core as tcs
 

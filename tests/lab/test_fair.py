@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
-from tcs_lab import fair
-from tcs_lab.training import packed
+from tcs_lab.evidence import fair
+from tcs_lab.training.training import packed
 
 PROFILE = "profile: tiny\ndataset: synthetic\nepochs: 1\ntrain_samples: 100\ntest_samples: 60\n"
 SPANS = {"choose_on": [[10, 20]], "score_on": [[0, 10], [20, 60]]}
@@ -313,7 +313,7 @@ def test_the_mechanism_is_asked_beside_the_judged_records(folder, of_evidence):
     records = dict(of_evidence)
     records |= {c.record_name: lab.read_record(lab.record_path(c, folder))
                 for c in control_runs(folder, "mechanism")}  # fmt: skip
-    read = lab.claims.Claims(confidence=0.95, claims={"it": {
+    read = lab.evidence.claims.Claims(confidence=0.95, claims={"it": {
         "says": "it", "measure": "accuracy", "first": ["TCS", 0.5], "second": ["TCS-Random", 0.5], "more_than": 0.3}})  # fmt: skip
     (same,) = lab.judged(read, records).to_dict("records")
     assert (row["low"], row["high"]) == (same["low"], same["high"])

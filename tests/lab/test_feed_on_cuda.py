@@ -4,18 +4,22 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import config
-from tcs_lab.data import Batches, Draws
-from tcs_lab.on_paper import fake_feed, fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from tcs_lab.tasks.images import Batches, Draws
+from tcs_lab.training.training import ImageFeed
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 
 @pytest.fixture
 def feed():
-    """Of three clients with 40 images each; samples, crops and flips are drawn on the CPU."""
-    mode, data = fake_mode(), lab.synthetic_dataset(120, 40).resized(16)
-    made = fake_feed(config("TCS-L2"), data, mode, "cuda")
-    with mode:
-        yield made
+    """Of three clients with 40 images each, as tensors without values on a device that need not be
+    there; samples, crops and flips are drawn on the CPU."""
+    settings, data = config("TCS-L2"), lab.synthetic_dataset(120, 40).resized(16)
+    batches = Batches(data, torch.device("cpu"), settings.crop_padding)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, value in vars(batches).items():
+            if isinstance(value, torch.Tensor):
+                setattr(batches, name, torch.empty_like(value, device="cuda"))
+        yield ImageFeed(batches, torch.arange(120).view(3, 40), settings)
 
 
 def held_batch(feed, tau=1):

@@ -113,7 +113,7 @@ def test_labels_are_off_the_curves():
         axes.plot(x, y)
         points.append((name, x[-1], y[-1], lab.curve_style(name)["color"]))
     axes.margins(0.2)
-    lab.figures.label_points(axes, points)
+    lab.tables.figures.label_points(axes, points)
     boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) == 3
     for line in axes.lines:
@@ -136,7 +136,11 @@ def test_another_schemes_curve_has_a_colour_of_its_own():
 
 
 def test_a_scheme_has_one_look_and_no_other_has_it():
-    drawn = {n: look for n, look in lab.figures._DRAWN.items() if n not in lab.figures._ALSO}
+    drawn = {
+        n: look
+        for n, look in lab.tables.figures._DRAWN.items()
+        if n not in lab.tables.figures._ALSO
+    }
     looks = [look[:2] for look in drawn.values()]
     assert len(set(looks)) == len(looks), "colour and marker"
     paper = lab.read_params([lab.ROOT / f"params/table{t}.yaml" for t in (1, 2)])["schemes"]

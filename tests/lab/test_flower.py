@@ -16,7 +16,7 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
-from tcs_lab import flower, loopback
+from tcs_lab.studies import flower, loopback
 from test_nodes import in_one_process, job
 from torch import nn
 

@@ -19,8 +19,8 @@ import tcs_lab as lab
 import torch
 from common import IMAGES, as_tar, config, numbers, tiny_command
 from processes import logged, start_command, until
-from tcs_lab.checkpoints import checkpoint_path
-from tcs_lab.files import alone
+from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.support.files import alone
 
 import tcs_core as tcs
 
@@ -33,9 +33,9 @@ def configs(*schemes, **changes):
 
 
 def test_runs_are_shared_and_keep_their_order(tmp_path, monkeypatch, small):
-    made, train = [], lab.runs._train
+    made, train = [], lab.runs.runs._train
     monkeypatch.setattr(
-        lab.runs, "_train", lambda c, *a: made.append(c.scheme.name) or train(c, *a)
+        lab.runs.runs, "_train", lambda c, *a: made.append(c.scheme.name) or train(c, *a)
     )
     records = lab.run_all(configs("TCS", "Baseline", "TCS"), tmp_path)
     assert made == ["TCS", "Baseline"]
@@ -64,7 +64,7 @@ def test_images_that_were_replaced_are_noticed_before_anything_is_trained(tmp_pa
     same = BRIEF | {"dataset": "folder", "train_samples": 2, "test_samples": 2, "batch_size": 1,
                     "clients": 1, "data_root": str(as_tar(tmp_path / "a.tar", IMAGES))}  # fmt: skip
     lab.run_all([config("TCS", **same)], tmp_path)
-    monkeypatch.delattr(lab.runs, "_train")
+    monkeypatch.delattr(lab.runs.runs, "_train")
     again = [config(n, **same | {"data_root": str(as_tar(tmp_path / "b.tar", more))})
              for n in ("TCS", "top-K")]  # fmt: skip
     with pytest.raises(ValueError, match=r"b\.tar, other data than those of"):
@@ -144,13 +144,13 @@ def test_a_cluster_of_two_workers_makes_the_same_records(tmp_path, few):
 
 def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, monkeypatch, small):
     """With 12 threads and four jobs: three, whether five runs are left or one."""
-    asked, work = [], lab.runs._work
+    asked, work = [], lab.runs.runs._work
 
     def noted(config, *arguments):
         asked.append(config.threads)
         return work(dataclasses.replace(config, threads=1), *arguments)
 
-    monkeypatch.setattr(lab.runs, "_work", noted)
+    monkeypatch.setattr(lab.runs.runs, "_work", noted)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # would restore the twelve
     with joblib.parallel_config(backend="threading"):
@@ -201,7 +201,7 @@ def test_a_worker_that_gets_to_work_too_late_ends_at_once(tmp_path):
     wanted, told = config(**BRIEF), tmp_path / "rows"
     with pytest.raises(BrokenProcessPool):
         joblib.Parallel(2, backend="loky")(
-            joblib.delayed(lab.runs._work)(wanted, tmp_path, True, told, 1) for _ in range(2)
+            joblib.delayed(lab.runs.runs._work)(wanted, tmp_path, True, told, 1) for _ in range(2)
         )
     assert not list(tmp_path.rglob("*.json"))
 
@@ -223,7 +223,7 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
     """As one does that crosses a page of its file; of a row whose worker was killed, nothing."""
     seen, failed = [], []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    with lab.progress.rows_shown(SimpleNamespace(epoch=lambda *row: seen.append(row))) as told:
+    with lab.runs.progress.rows_shown(SimpleNamespace(epoch=lambda *row: seen.append(row))) as told:
         for part in '["a", {"epoch": 1', '}]\n["b", {"ep', '["c", {}]\n["d", {"epoch": 2}]\n':
             with told.open("a", encoding="utf-8") as file:
                 file.write(part)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tcs_lab.nodes import Half, Job, Node, Rounds
+from tcs_lab.studies.nodes import Half, Job, Node, Rounds
 from torch import nn
 
 import tcs_core as tcs

@@ -7,9 +7,9 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import TINY, config, numbers
-from tcs_lab.checkpoints import checkpoint_path
-from tcs_lab.files import alone, write_json
-from tcs_lab.training import accuracy_on, packed
+from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.support.files import alone, write_json
+from tcs_lab.training.training import accuracy_on, packed
 
 IMAGES = 40  # tested after the last epoch of a hand-made record
 
@@ -203,7 +203,7 @@ def test_a_queue_asks_its_plan_anew_after_each_run(tmp_path, small):
         asked_for.append(lab.record_path(first, tmp_path).exists())
         return [first, second] if asked_for[-1] else [first]
 
-    records = lab.runs.run_queue(planned, tmp_path)
+    records = lab.runs.runs.run_queue(planned, tmp_path)
     assert [record["config"]["scheme"]["name"] for record in records] == ["TCS-L2-Q5", "top-K"]
     assert asked_for == [False, True, True]
     assert [numbers(r) for r in records] == [numbers(lab.run(c, tmp_path / "x")) for c in planned()]
@@ -211,12 +211,12 @@ def test_a_queue_asks_its_plan_anew_after_each_run(tmp_path, small):
 
 def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monkeypatch):
     """The second one comes first, and the first one's record is taken when it is there."""
-    monkeypatch.setattr(lab.runs, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lab.runs.runs, "_POLL_SECONDS", 0.01)
     first, second = config(epochs=1), config("top-K", epochs=1)
     elsewhere = lab.run(first, tmp_path / "elsewhere")
-    order, train = [], lab.runs._train
+    order, train = [], lab.runs.runs._train
     monkeypatch.setattr(
-        lab.runs, "_train", lambda c, *a: order.append(c.scheme.name) or train(c, *a)
+        lab.runs.runs, "_train", lambda c, *a: order.append(c.scheme.name) or train(c, *a)
     )
     begun, made = threading.Event(), threading.Event()
 
@@ -236,6 +236,6 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
             made.set()
         return [first, second]
 
-    records = lab.runs.run_queue(planned, tmp_path)
+    records = lab.runs.runs.run_queue(planned, tmp_path)
     thread.join()
     assert order == ["top-K"] and records[0] == elsewhere

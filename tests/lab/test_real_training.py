@@ -8,7 +8,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from processes import start
-from tcs_lab import ddp_example, links, optimizers
+from tcs_lab.studies import ddp_example, links, optimizers
 from torch.nn.parallel import DistributedDataParallel
 
 import tcs_core as tcs
@@ -149,7 +149,7 @@ def test_the_example_resumes_to_the_bit(tmp_path):
 
 
 def test_the_example_runs_as_its_first_lines_say(tmp_path):
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "tcs_lab.ddp_example", "10"]
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "tcs_lab.studies.ddp_example", "10"]
     command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "checkpoints")]
     subprocess.run(command, check=True, capture_output=True, cwd=lab.ROOT, timeout=120)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["rank0.pt", "rank1.pt"]

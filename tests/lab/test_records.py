@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
     images = lab.synthetic_dataset(120, 40).resized(16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TCS_CACHE", str(folder / "cache"))
-        patch.setattr(lab.data, "synthetic_dataset", lambda: images)
+        patch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)
         lab.load_dataset.cache_clear()
         lab.run(config(), folder)
         lab.load_dataset.cache_clear()
@@ -175,7 +175,7 @@ def test_differences(finished):
 
 def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
     """Not of what somebody edits while it runs."""
-    own = lab.records.code_sha256(Path(tcs.__file__).read_bytes())
+    own = lab.runs.records.code_sha256(Path(tcs.__file__).read_bytes())
     copied = Path(shutil.copy(tcs.__file__, tmp_path))
     monkeypatch.setattr(tcs, "__file__", str(copied))
     copied.write_text("edited", encoding="utf-8")
@@ -185,7 +185,7 @@ def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
 
 def test_the_hash_under_a_notebook_survives_comments_and_docstrings():
     def of(text):
-        return lab.records.code_sha256(text.encode())
+        return lab.runs.records.code_sha256(text.encode())
 
     plain = of("class A:\n    def f(self, x):\n        return x + 1\n")
     told = '"""Module."""\n# why\nclass A:\n    """A."""\n\n    def f(self, x):\n        """F."""\n'
@@ -204,7 +204,9 @@ def test_installed_results_are_in_the_working_folder_and_nobody_elses_commit_is_
     commit = ["-c", "user.name=a", "-c", "user.email=b", "commit", "--quiet", "--allow-empty"]
     for words in (["init", "--quiet"], [*commit, "-m", "theirs"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    code = "import tcs_lab as l; print(l.__file__, l.results_folder('ci'), l.records.git_state())"
+    code = (
+        "import tcs_lab as l; print(l.__file__, l.results_folder('ci'), l.runs.records.git_state())"
+    )
     environment = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, check=True

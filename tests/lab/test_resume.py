@@ -25,7 +25,7 @@ import tcs_lab as lab
 import torch
 from common import TINY, config, numbers, tiny_command
 from processes import logged, start_command, until
-from tcs_lab.checkpoints import checkpoint_path
+from tcs_lab.runs.checkpoints import checkpoint_path
 
 KILLS = int(os.environ.get("TCS_KILLS", 4))
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -43,7 +43,7 @@ def test_nothing_half_written_if_writing_fails(tmp_path):
     target = tmp_path / "record.json"
     target.write_text("before", encoding="utf-8")
     with pytest.raises(OSError, match="disk full"):
-        lab.files.write_whole(target, fail)
+        lab.support.files.write_whole(target, fail)
     assert target.read_text(encoding="utf-8") == "before"
     assert os.listdir(tmp_path) == ["record.json"]
 
@@ -55,7 +55,7 @@ def test_what_killed_processes_left_is_removed_but_not_what_another_writes(tmp_p
         part.write_text("half", encoding="utf-8")
     for old in (dead, foreign):
         os.utime(old, (0, time.time() - 4000))
-    lab.files.write_whole(tmp_path / "record.json", lambda file: file.write(b"{}"))
+    lab.support.files.write_whole(tmp_path / "record.json", lambda file: file.write(b"{}"))
     assert sorted(os.listdir(tmp_path)) == sorted([alive.name, foreign.name, "record.json"])
 
 
@@ -64,7 +64,7 @@ def test_without_a_home_folder_the_cache_has_to_be_named(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(lab.files.Path, "home", nowhere)
+    monkeypatch.setattr(lab.support.files.Path, "home", nowhere)
     monkeypatch.setenv("TCS_CACHE", "")  # as good as none
     with pytest.raises(ValueError, match="TCS_CACHE"):
         lab.cache_folder()
@@ -93,8 +93,8 @@ EPOCHS = 12
 def kill_in_write(suffix, stage, number, how):
     """This process gets the signal while it writes its `number`-th file with this suffix: when half
     of it is written, when all of it is but not under its name, or when it is done."""
-    whole, replace, left = lab.files.write_whole, os.replace, [number]
-    lab.checkpoints.Pace.due = lambda _: True  # a slow disk would see too few checkpoints
+    whole, replace, left = lab.support.files.write_whole, os.replace, [number]
+    lab.runs.checkpoints.Pace.due = lambda _: True  # a slow disk would see too few checkpoints
 
     def strike(*_):
         os.kill(os.getpid(), how)
@@ -115,7 +115,7 @@ def kill_in_write(suffix, stage, number, how):
         whole(path, half if stage == "half" else write)
         strike()
 
-    lab.files.write_whole = lab.checkpoints.write_whole = disturbed
+    lab.support.files.write_whole = lab.runs.checkpoints.write_whole = disturbed
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def resumed(folder, wanted=None):
 
 @pytest.fixture
 def every_epoch(monkeypatch):
-    monkeypatch.setattr(lab.checkpoints.Pace, "due", lambda self: True)
+    monkeypatch.setattr(lab.runs.checkpoints.Pace, "due", lambda self: True)
 
 
 FAMILIES = ("TCS", "TCS-L2-Q5", "top-K-Q5", "rand-K", "TCS-Global Momentum", "Baseline-Momentum")
@@ -270,14 +270,16 @@ def test_a_run_that_went_on_with_other_threads_promises_no_bits(tmp_path, small)
 
 
 def other_data(patch):
-    data = lab.data.synthetic_dataset()
+    data = lab.tasks.images.synthetic_dataset()
     patch.setattr(
-        lab.data, "synthetic_dataset", lambda: dataclasses.replace(data, fingerprint="another")
+        lab.tasks.images,
+        "synthetic_dataset",
+        lambda: dataclasses.replace(data, fingerprint="another"),
     )
 
 
 UNUSED = {
-    "state version": lambda patch: patch.setattr(lab.checkpoints, "STATE_VERSION", 10**6),
+    "state version": lambda patch: patch.setattr(lab.runs.checkpoints, "STATE_VERSION", 10**6),
     "data": other_data,
 }
 
@@ -303,7 +305,7 @@ def test_a_checkpoint_of_another_run_is_not_used(tmp_path, small, every_epoch, c
 
 def test_an_edit_of_the_code_does_not_lose_a_checkpoint(tmp_path, small, every_epoch, monkeypatch):
     stopped(tmp_path)
-    monkeypatch.setattr(lab.records, "_CORE_SHA256", "another")
+    monkeypatch.setattr(lab.runs.records, "_CORE_SHA256", "another")
     assert resumed(tmp_path)[1] == [3]
 
 

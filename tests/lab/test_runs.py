@@ -28,7 +28,7 @@ def test_a_run_leaves_its_record_and_no_checkpoint(tmp_path, small):
     made = record["provenance"]
     of_the_file = hashlib.sha256(Path(tcs.__file__).read_bytes()).hexdigest()
     assert made["core_sha256"] == of_the_file and len(made["lab_sha256"]) == 64
-    assert made["fingerprint"] == lab.data.synthetic_dataset().fingerprint
+    assert made["fingerprint"] == lab.tasks.images.synthetic_dataset().fingerprint
     assert not list((tmp_path / "cache" / "checkpoints").glob("*"))
     assert os.listdir(path.parent) == [path.name]
 
@@ -49,13 +49,13 @@ def test_what_a_run_sets_for_a_gpu_is_put_back(tmp_path, monkeypatch, small):
 
 def test_an_existing_record_is_used(tmp_path, monkeypatch, small):
     first = lab.run(config(), tmp_path)
-    monkeypatch.setattr(lab.runs, "Training", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(lab.runs.runs, "Training", lambda *_: pytest.fail("trained again"))
     assert lab.run(config(), tmp_path) == first
 
 
 def test_a_results_folder_that_is_none_is_told_before_the_training(tmp_path, monkeypatch, small):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    monkeypatch.setattr(lab.runs, "_train", None)
+    monkeypatch.setattr(lab.runs.runs, "_train", None)
     with pytest.raises(ValueError, match=r"^results: got .*file, allowed: a folder that can be"):
         lab.run(config(), tmp_path / "file")
 
@@ -166,7 +166,7 @@ def pages_of_a_block():
 
 def within_and_after(answers):
     """In a new process: pages of the cheapest block within a run, of the first one after it."""
-    with lab.runs._memory_kept():
+    with lab.runs.runs._memory_kept():
         within = min(pages_of_a_block() for _ in range(8))
     answers.put((within, pages_of_a_block()))
 
@@ -182,7 +182,7 @@ def test_a_run_keeps_what_a_step_frees_until_it_ends():
 
 def test_two_hundred_clients(tmp_path, monkeypatch):
     images = lab.synthetic_dataset(400, 40).resized(16)
-    monkeypatch.setattr(lab.data, "synthetic_dataset", lambda: images)
+    monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)
     lab.load_dataset.cache_clear()
     many = {"clients": 200, "batch_size": 1, "train_samples": 400, "epochs": 2, "wire": True}
     record = lab.run(config("TCS-Q5++", **many), tmp_path)

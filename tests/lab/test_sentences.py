@@ -1,10 +1,13 @@
 """The table of the paper's sentences: verdicts are found, never typed in; what it names is there."""
 
+from itertools import chain
+
 import nbformat
 import pandas as pd
 import pytest
 import tcs_lab as lab
-from tcs_lab.sentences import EVIDENCE, beside, link, printed, read_sentences, together
+from tcs_lab.evidence.sentences import beside, link, read_sentences, together
+from tcs_lab.tables.verdicts import verdict_on
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 SENTENCES = read_sentences(lab.ROOT / "params/sentences.yaml")
@@ -44,23 +47,14 @@ def test_what_it_is_shown_in_is_there(place):
 
 @pytest.mark.parametrize(
     ("notebook", "text"),
-    sorted({(name, text) for s in SENTENCES for name, texts in s.lines.items() for text in texts}),
+    sorted(
+        (name, text)
+        for name, texts in chain.from_iterable(s.statements.items() for s in SENTENCES)
+        for text in set(texts)
+    ),
 )
-def test_a_line_is_one_that_the_notebook_prints(notebook, text):
-    assert printed(notebook, text) in ("supported", "contradicted", "open")
-
-
-def written(folder, *lines):
-    outputs = [nbformat.v4.new_output("stream", name="stdout", text="\n".join(lines))]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=outputs)])
-    nbformat.write(notebook, folder / "a.ipynb")
-
-
-def test_a_printed_verdict_is_that_of_its_whole_text(tmp_path):
-    written(tmp_path, "supported: it holds at 2", "contradicted: it holds (3 of 4)", "sure: it")
-    assert printed("a", "it holds", tmp_path) == "contradicted"
-    assert printed("a", "it holds at 2", tmp_path) == "supported"
-    assert printed("a", "it", tmp_path) == printed("a", "holds", tmp_path) == "not measured"
+def test_a_statement_is_one_on_which_the_notebook_gives_a_verdict(notebook, text):
+    assert verdict_on(notebook, text) in ("supported", "contradicted", "open")
 
 
 @pytest.mark.parametrize(
@@ -93,11 +87,11 @@ def row_of(table, says):
 
 
 def test_verdicts_follow_the_claims_and_are_not_measured_until_these_stand():
-    nothing = lab.sentences_table(SENTENCES, judged_as({}), CLAIMS, {}, {})
-    asked = [s for s in SENTENCES if s.claims and not s.lines]
+    nothing = lab.sentences_table(SENTENCES, judged_as({}), CLAIMS, {})
+    asked = [s for s in SENTENCES if s.claims and not s.statements]
     assert {row_of(nothing, s.says)["verdict"] for s in asked} == {"not measured"}
     words = {"parity": "contradicted", "slowly": "supported", "x2000": "by construction"}
-    some = lab.sentences_table(SENTENCES, judged_as(words), CLAIMS, {}, {})
+    some = lab.sentences_table(SENTENCES, judged_as(words), CLAIMS, {})
     slowly = "The most important parameters do not change much from round to round"
     assert row_of(some, slowly)["verdict"] == "supported"
     again = "TCS meets or surpasses centralized training with a hundredth of the entries"
@@ -112,16 +106,19 @@ def test_a_verdict_that_the_bootstrap_does_not_share_is_named_beside_it():
             "measured": 0.0, "bootstrap": 0.6, "bound": "at_least", "bound_value": -0.5}  # fmt: skip
     for bootstrap, ends in ((0.6, "for A − B the bootstrap's interval says open"), (0.4, "")):
         table = pd.DataFrame([weak | {"bootstrap": bootstrap}])
-        (row,) = lab.sentences_table([sentence], table, CLAIMS, {}, {}).to_dict("records")
+        (row,) = lab.sentences_table([sentence], table, CLAIMS, {}).to_dict("records")
         assert row["verdict"] == "supported"
         assert row["because"] == "; ".join(filter(None, [sentence.because, ends]))
 
 
-def test_what_notebook_13_finds_is_handed_in():
-    sentence = next(s for s in SENTENCES if EVIDENCE in s.lines and not s.claims)
-    (text,) = sentence.lines[EVIDENCE]
-    table = lab.sentences_table([sentence], judged_as({}), CLAIMS, {}, {text: "contradicted"})
-    assert table["verdict"].tolist() == ["contradicted"]
+def test_what_a_notebook_has_found_is_the_verdict(tmp_path, monkeypatch):
+    sentence = next(s for s in SENTENCES if "13_evidence" in s.statements and not s.claims)
+    (text,) = sentence.statements["13_evidence"]
+    monkeypatch.setattr(lab.tables.verdicts, "VERDICTS_FOLDER", tmp_path)
+    for word in ("supported", "contradicted"):
+        lab.tables.verdicts.write_verdicts("13_evidence", {}, {text: word})
+        table = lab.sentences_table([sentence], judged_as({}), CLAIMS, {})
+        assert table["verdict"].tolist() == [word]
 
 
 def test_comparisons_beside_the_claims_are_none_of_them():
@@ -135,7 +132,7 @@ def test_comparisons_beside_the_claims_are_none_of_them():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "allowed: a word, or claims, judged and lines that say it"),
+        ({}, "allowed: a word, or claims, judged and statements that decide it"),
         ({"word": "open", "claims": ["parity"]}, "allowed: a word, or claims"),
         ({"word": "supported", "because": "so"}, "word: got 'supported'"),
         ({"word": "out of scope"}, "because: missing; allowed: why it is out of scope"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tcs_lab as lab
 import yaml
-from tcs_lab import settings
+from tcs_lab.training import configuration as settings
 
 import tcs_core as tcs
 

@@ -5,12 +5,12 @@ import tracemalloc
 import zlib
 
 import pytest
-import tcs_lab.variants  # noqa: F401  (+, ++)
+import tcs_lab.schemes.variants  # noqa: F401  (+, ++)
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import DIMENSION, SIZES, attack, example, like_training, round_trip, same, sealed
-from tcs_lab import shorter_codes
+from tcs_lab.schemes import shorter_codes
 
 import tcs_core as tcs
 

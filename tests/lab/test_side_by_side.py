@@ -6,9 +6,9 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import config
-from tcs_lab.client_streams import ClientStreams
-from tcs_lab.side_by_side import SideBySide, goes_side_by_side
-from tcs_lab.training import ImageFeed, Training, load_data
+from tcs_lab.training.client_streams import ClientStreams
+from tcs_lab.training.side_by_side import SideBySide, goes_side_by_side
+from tcs_lab.training.training import ImageFeed, Training, load_data
 
 import tcs_core
 
@@ -70,7 +70,7 @@ def test_the_sizes_choose():
     assert goes_side_by_side(replace(large, side_by_side=True))
     assert not goes_side_by_side(replace(small, side_by_side=False))
     assert not goes_side_by_side(config("Baseline", model="resnet8", width=8))
-    assert not lab.records.rounding(large)["side_by_side"]
+    assert not lab.runs.records.rounding(large)["side_by_side"]
 
 
 def test_all_clients_batches_at_once_are_those_of_each(small):

@@ -232,7 +232,7 @@ def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypat
         path = lab.record_path(config, tmp_path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    monkeypatch.setattr(lab.tables, "read_record", lambda path, config: made[config])
+    monkeypatch.setattr(lab.runs.records, "read_record", lambda path, config: made[config])
     assert len(lab.recorded(planned, tmp_path)) == 2
     made[planned[1]]["status"] = "diverged"
     assert list(lab.recorded(planned, tmp_path, diverged=False)) == [planned[0].record_name]

@@ -13,7 +13,7 @@ from common import config, same_state
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import DIMENSION, SIZES, like_training
-from tcs_lab.variants import lloyd_max_quantize
+from tcs_lab.schemes.variants import lloyd_max_quantize
 
 import tcs_core as tcs
 

@@ -4,12 +4,12 @@ import itertools
 from unittest import mock
 
 import pytest
-import tcs_lab.watching as watching
+import tcs_lab.training.watching as watching
 import torch
 from common import config
 from hypothesis import given
 from hypothesis import strategies as st
-from tcs_lab.training import Training, load_data
+from tcs_lab.training.training import Training, load_data
 
 
 @pytest.mark.parametrize("looks", [True, False])

@@ -1,12 +1,13 @@
 """What notebooks share: parameters checked in one line, claims said or asserted."""
 
+import json
 import math
 import time
 from pathlib import Path
 
 import pytest
 import tcs_lab as lab
-from tcs_lab.cells import literals, parameter_digest
+from tcs_lab.teaching.cells import literals
 
 import tcs_core as tcs
 
@@ -22,9 +23,21 @@ def namespace(**changed):
     } | changed
 
 
-def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
-    digest = parameter_digest({"phi": 0.25, "positions": [1, 3]})
-    own, other = (lab.Claims(space, digest) for space in (namespace(), namespace(phi=0.5)))
+@pytest.fixture
+def verdicts(tmp_path, monkeypatch):
+    """A folder of verdicts that belongs to the test, with one notebook that has not run yet."""
+    monkeypatch.setattr(lab.tables.verdicts, "VERDICTS_FOLDER", tmp_path)
+    parameters = {"phi": 0.25, "positions": [1, 3]}
+    lab.support.files.write_json(tmp_path / "here.json", {"parameters": parameters, "verdicts": {}})
+    return tmp_path
+
+
+def kept(folder):
+    return json.loads((folder / "here.json").read_text())["verdicts"]
+
+
+def test_a_statement_is_asserted_at_the_notebooks_own_parameters_only(verdicts, capsys):
+    own, other = (lab.Statements(space, "here") for space in (namespace(), namespace(phi=0.5)))
     assert own.asserted and not other.asserted
     own("it is so", True, "3 of 3")
     with pytest.raises(AssertionError, match=r"contradicted: it is so \(2 of 3\)"):
@@ -42,6 +55,52 @@ def test_a_claim_is_asserted_at_the_notebooks_own_parameters_only(capsys):
         other.summary("**{}**")
         == "**supported**: 0 of 1 statements checked on this page\n**open**: it"
     )
+    assert kept(verdicts) == {"it is so": "supported"}
+
+
+def test_verdicts_are_kept_at_the_notebooks_own_parameters_and_read_as_data(verdicts):
+    assert lab.tables.verdicts.verdict_on("elsewhere", "it is so") == "not measured"
+    own = lab.Statements(namespace(), "here")
+    own("it is so", True)
+    own.judge("the paper says so", "contradicted", "1 of 3")
+    own.summary()
+    assert lab.tables.verdicts.verdict_on("here", "the paper says so") == "contradicted"
+    with pytest.raises(ValueError, match="here: got the statement 'it', allowed: it is so; the pa"):
+        lab.tables.verdicts.verdict_on("here", "it")
+    again = lab.Statements(namespace(), "here")
+    again("it is so", True)  # a reader runs a part of the notebook: the rest stays
+    before = (verdicts / "here.json").stat().st_mtime_ns
+    again.summary()
+    assert kept(verdicts) == {"it is so": "supported", "the paper says so": "contradicted"}
+    assert (verdicts / "here.json").stat().st_mtime_ns == before  # nothing new, nothing written
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(verdicts, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(lab.tables.verdicts, "write_json", full)
+    own = lab.Statements(namespace(), "here")
+    own("it is so", True)
+    capsys.readouterr()
+    own.save()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "not saved" in line and "No space left" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "this is not JSON"),
+        ("{}", "parameters"),
+        ('{"parameters": {}, "verdicts": {"it": "true"}}', "verdicts"),
+        ('{"parameters": {}, "verdicts": {}, "more": 1}', "more"),
+    ],
+)
+def test_a_broken_file_of_verdicts_is_named(verdicts, text, says):
+    (verdicts / "here.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"here\.json.*{says}"):
+        lab.tables.verdicts.read_verdicts("here")
 
 
 def test_a_parameter_that_is_not_there_is_named():
@@ -104,7 +163,7 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
 def test_a_slow_loop_has_a_line_that_is_gone_at_the_end(pause, lines, monkeypatch, capsys):
     """A quick one leaves alone what the cell has put out."""
     cleared = []
-    monkeypatch.setattr(lab.progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(lab.runs.progress, "_in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.clear_output", lambda wait=False: cleared.append(wait))
     for _ in lab.followed(range(4), "rounds"):
         time.sleep(pause)

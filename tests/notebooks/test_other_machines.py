@@ -1,23 +1,22 @@
-"""Notebooks on other machines: text has its encoding, papermill sees what it may set, and an edited
-.py is not passed over."""
+"""Notebooks on other machines: text has its encoding, and papermill sees what it may set."""
 
 import ast
-import os
 
-import jupytext
 import nbformat
 import papermill
 import pytest
 import tcs_lab as lab
-from tcs_lab.cells import literals
-from tcs_lab.twins import check_twin
+from tcs_lab.teaching.cells import literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
 ROOMS = {room: path.glob("*.py") for room, path in {
-    "notebooks": NOTEBOOKS, "lab": NOTEBOOKS / "tcs_lab", "tests": lab.ROOT / "tests",
+    "notebooks": NOTEBOOKS, "tests": lab.ROOT / "tests",
     "tests/lab": lab.ROOT / "tests/lab", "tests/notebooks": lab.ROOT / "tests/notebooks"}.items()}  # fmt: skip
-CODE = [path for files in ROOMS.values() for path in files if path.name != "runs.py"]  # ASCII only
+LAB = (NOTEBOOKS / "tcs_lab").rglob("*.py")
+CODE = [
+    path for files in (*ROOMS.values(), LAB) for path in files if path.name != "runs.py"
+]  # ASCII only
 by_name = {"ids": lambda path: path.stem}
 
 
@@ -67,65 +66,3 @@ def test_text_from_papermills_p_is_told_of_its_y():
         with pytest.raises(ValueError) as raised:
             lab.plan({"schemes": ["TCS"], "seeds": nothing})
         assert "-y" not in str(raised.value)
-
-
-@pytest.fixture
-def pair(tmp_path):
-    """A notebook and its .py, which is the older."""
-    cells = [
-        nbformat.v4.new_markdown_cell("# A"),
-        *(nbformat.v4.new_code_cell(f"a = {i}") for i in range(3)),
-    ]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    for form in ("py:percent", "ipynb"):
-        jupytext.write(notebook, tmp_path / f"a.{form[:5].split(':')[0]}", fmt=form)
-    older(tmp_path / "a.py", tmp_path / "a.ipynb", by=5)
-    return tmp_path / "a.py"
-
-
-def older(path, than, by):
-    at = than.stat().st_mtime
-    os.utime(path, (at - by, at - by))
-
-
-def test_a_notebook_that_is_older_than_its_edited_py_does_not_run(pair):
-    run, ipynb = ["a = 0", "a = 1"], pair.with_suffix(".ipynb")
-    check_twin(run, pair.parent)
-    older(ipynb, pair, by=5)  # as after a checkout: the code is the same
-    check_twin(run, pair.parent)
-    text = pair.read_text(encoding="utf-8")
-    for edited in (text.replace("a = 2", "a = 3"), text + "\n# %%\na = 4\n"):
-        pair.write_text(edited, encoding="utf-8")
-        older(ipynb, pair, by=5)
-        with pytest.raises(ValueError, match=r"^a\.ipynb: a\.py .*--update"):
-            check_twin(run, pair.parent)
-        check_twin(["a = 5"], pair.parent)  # another notebook
-    older(pair, ipynb, by=5)  # the notebook itself was edited, where no .py is kept
-    check_twin(run, pair.parent)
-
-
-@pytest.mark.parametrize("path", IPYNB, **by_name)
-def test_a_committed_pair_is_not_taken_for_an_old_one(path, tmp_path):
-    for part in (path, path.with_suffix(".py")):
-        (tmp_path / part.name).write_bytes(part.read_bytes())
-    older(tmp_path / path.name, tmp_path / f"{path.stem}.py", by=5)
-    run = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code"][:2]
-    check_twin(run, tmp_path)
-    py = tmp_path / f"{path.stem}.py"
-    py.write_text(py.read_text(encoding="utf-8") + "\n# %%\nedited = 1\n", encoding="utf-8")
-    older(tmp_path / path.name, py, by=5)
-    with pytest.raises(ValueError, match=rf"{path.stem}\.py was edited after it"):
-        check_twin(run, tmp_path)
-
-
-def test_a_notebook_that_is_run_asks_for_its_py(pair, monkeypatch):
-    pair.write_text("# %%\nother = 1\n", encoding="utf-8")
-    older(pair.with_suffix(".ipynb"), pair, by=5)
-    (pair.parent / "notebooks").mkdir()
-    for part in (pair, pair.with_suffix(".ipynb")):
-        part.rename(pair.parent / "notebooks" / part.name)
-    monkeypatch.setattr(lab.settings, "ROOT", pair.parent)
-    cells = ["", "a = 0", "# Parameters\na = 7\n", "a = 1"]
-    for check in (lab.notebook_params, lab.given_notebook_params, lab.check_notebook_params):
-        with pytest.raises(ValueError, match=r"^a\.ipynb: a\.py "):
-            check({"In": cells})

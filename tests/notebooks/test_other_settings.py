@@ -6,7 +6,7 @@ Minutes: `uv run pytest -m slow`.
 import papermill
 import pytest
 import tcs_lab as lab
-from tcs_lab.cells import WORDS
+from tcs_lab.tables.verdicts import WORDS
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 SHORT = {"epochs": 3, "train_samples": 400, "test_samples": 100}

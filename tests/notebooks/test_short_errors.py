@@ -14,7 +14,11 @@ CELLS = {
     "in a list": "lab.check_values(globals(), steps=list[lab.Count])",
     "none given": "lab.check_values(globals(), seeds=lab.Count)",
     "the core's": "tcs.Scheme.named(schemes[0])",
-    "a claim": "lab.Claims({'In': ['a = 1'], 'a': 1}, lab.cells.parameter_digest({'a': 1}))('so', False)",
+    "a statement": (
+        "statements = lab.Statements({}, 'a notebook')\n"
+        "statements.asserted = True  # as at the parameters of a notebook that has been executed\n"
+        "statements('so', False)"
+    ),
     "a name": "print(data)",
     "their own": "def mine(x):\n    raise ValueError(f'mine: {x}')\n\nmine(3)",
     "a name of theirs": "def theirs():\n    return dato\n\ntheirs()",
@@ -48,7 +52,7 @@ def told(cell):
         ("in a list", "steps: value 2: got 0; Input should be greater than or equal to 1"),
         ("none given", "seeds: missing in the cell of parameters"),
         ("the core's", "scheme 'TCX' is unknown"),
-        ("a claim", "contradicted: so"),
+        ("a statement", "contradicted: so"),
         ("a name", "data: missing; the cells above make it"),
     ],
 )

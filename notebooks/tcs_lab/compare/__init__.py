@@ -1,12 +1,19 @@
-"""Compare: anybody's method in the table of the track, params/compare.yaml.
+"""Anybody's method in a fair table: methods from a file, their tuning and score on one track.
 
-track.py     the training that all methods share, and how their rates are tuned
-methods.py   methods from a file: which there are, and what each of its three forms becomes
-tensors.py   a class with `compress` and `decompress` as the clients and the server of a scheme
-packing.py   its tensors and contexts as bytes
-low_rank.py  a stored method of that form
-scoring.py   rows: accuracy, bytes, what others reach at the same bytes
-probe.py     a few rounds beside TCS: their time, and what a shorter code makes of the bytes
-table.py     the table and the picture
-command.py   `tcs compare`
+Here belongs what `tcs compare` does: the track, a method's file, its row, the table and the picture.
+The classes that a per-tensor method becomes are in `tcs_lab.schemes.tensors`.
 """
+
+from tcs_lab.support.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "command": "add_arguments compare_command",
+        "methods": "Method find_method",
+        "rows": "make_rows",
+        "scoring": "Point Scores front",
+        "table": "beside_table comparison_figure rows_table",
+        "track": "Track read_track",
+    },
+)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from tcs_core import FAMILIES, RULES, Scheme
-from tcs_lab.compare.tensors import register_tensors
-from tcs_lab.errors import cut, one_line
-from tcs_lab.settings import RunConfig
+from tcs_lab.schemes.tensors import register_tensors
+from tcs_lab.support.errors import cut, one_line
+from tcs_lab.training.configuration import RunConfig
 
 FORMS = (
     "a class with compress(tensor, name) and decompress(tensors, context), or a mask rule below "

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tcs_core import Link, unchanged
-from tcs_lab.compare.packing import recoded_size, tensor_bytes
-from tcs_lab.compare.tensors import TensorClient
-from tcs_lab.settings import RunConfig
-from tcs_lab.training import Data, Training
+from tcs_lab.schemes.packing import recoded_size, tensor_bytes
+from tcs_lab.schemes.tensors import TensorClient
+from tcs_lab.training.configuration import RunConfig
+from tcs_lab.training.training import Data, Training
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from tcs_lab.compare.probe import probed
 from tcs_lab.compare.scoring import Point, Scores
 from tcs_lab.compare.table import NOTE, beside_table, comparison_figure, rows_table
 from tcs_lab.compare.track import Track, next_runs, runs_left
-from tcs_lab.errors import cut
-from tcs_lab.figures import save_figure
-from tcs_lab.files import write_json, write_whole
-from tcs_lab.runs import run_all
-from tcs_lab.tables import plain_markdown
-from tcs_lab.training import load_data
+from tcs_lab.runs.runs import run_all
+from tcs_lab.support.errors import cut
+from tcs_lab.support.files import write_json, write_whole
+from tcs_lab.tables.figures import save_figure
+from tcs_lab.tables.tables import plain_markdown
+from tcs_lab.training.training import load_data
 
 ROW = "row.json"
 
@@ -141,7 +141,7 @@ def _rows(track: Track, method: Method | None) -> dict[str, dict[str, Any]]:
 
 def _reasons(tuned: Any) -> list[str]:
     """Why runs of a scheme diverged."""
-    from tcs_lab.records import read_record, record_path
+    from tcs_lab.runs.records import read_record, record_path
 
     seeds = [(f, tuned.search.tuning.seed) for f in tuned.tried]
     configs = [tuned.search.config(*one) for one in seeds]

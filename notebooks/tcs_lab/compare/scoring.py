@@ -11,11 +11,11 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from tcs_lab.analysis import Comparison, Estimate
 from tcs_lab.compare.track import Track
-from tcs_lab.fair import Method as Tuned
-from tcs_lab.fair import fair_model
-from tcs_lab.tables import traffic
+from tcs_lab.evidence.fair import Method as Tuned
+from tcs_lab.evidence.fair import fair_model
+from tcs_lab.tables.analysis import Comparison, Estimate
+from tcs_lab.tables.tables import traffic
 
 
 @dataclass(frozen=True)

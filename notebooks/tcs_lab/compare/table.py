@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from tcs_lab.compare.scoring import Beside, Point, Scores, front
-from tcs_lab.figures import COLOURS, LOOK, label_ends, label_points, plain_log, text_colour
-from tcs_lab.tables import number, with_interval
+from tcs_lab.tables.figures import COLOURS, LOOK, label_ends, label_points, plain_log, text_colour
+from tcs_lab.tables.tables import number, with_interval
 
 # Words ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -15,11 +15,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from tcs_lab.compare.methods import Method
-from tcs_lab.errors import reject_unknown, validated
-from tcs_lab.fair import Method as Tuned
-from tcs_lab.planned import Plan, Search, read_plan
-from tcs_lab.records import record_path, results_folder
-from tcs_lab.settings import ROOT, Positive, RunConfig, read_params
+from tcs_lab.evidence.fair import Method as Tuned
+from tcs_lab.runs.parameters import read_params
+from tcs_lab.runs.plans import Plan, Search, read_plan
+from tcs_lab.runs.records import record_path, results_folder
+from tcs_lab.support.errors import reject_unknown, validated
+from tcs_lab.support.places import ROOT
+from tcs_lab.training.configuration import Positive, RunConfig
 
 PLAN = ROOT / "params" / "compare_plan.yaml"
 

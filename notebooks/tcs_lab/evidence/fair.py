@@ -1,0 +1,447 @@
+"""The answers of the later plans: methods at tuned rates, two controls, and a prediction.
+
+params/fair_plan.yaml, params/controls_plan.yaml and params/prediction.yaml say what was asked and how
+it is judged. All functions here work with the records that exist. None of them gives an estimate for
+a stage of a plan before all of its runs are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+from pydantic import BaseModel, Field, FiniteFloat
+
+from tcs_lab.evidence.claims import (
+    Claim,
+    Claims,
+    difference_said,
+    judged,
+    planned_records,
+    said,
+    supported_if,
+    verdict,
+)
+from tcs_lab.runs.parameters import read_params
+from tcs_lab.runs.plans import Plan, Search, planned_runs, read_plan, searches_of
+from tcs_lab.runs.records import read_record, record_path, recorded, results_folder
+from tcs_lab.support.errors import reject_unknown, validated
+from tcs_lab.support.places import ROOT
+from tcs_lab.tables.analysis import Comparison, Estimate, holm
+from tcs_lab.tables.tables import Record, number, traffic, with_interval
+from tcs_lab.tables.verdicts import NOT_MEASURED
+from tcs_lab.training.configuration import _record_file
+from tcs_lab.training.training import accuracy_on, outcomes
+
+# Methods at tuned rates ───────────────────────────────────────────────────────────────────────────
+
+
+class Family(BaseModel, extra="forbid"):
+    """Methods that are compared with each of some references; Holm's correction is over all of it."""
+
+    schemes: Annotated[list[str], Field(min_length=1)]
+    references: Annotated[list[str], Field(min_length=1)]
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(one, other) for other in self.references for one in self.schemes if one != other]
+
+
+class FairAnalysis(BaseModel, extra="forbid"):
+    """What params/fair_plan.yaml says under `analysis`."""
+
+    confidence: Annotated[float, Field(gt=0, lt=1)]
+    no_loss: FiniteFloat
+    families: Annotated[dict[str, Family], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a tuned plan, as far as its runs are made."""
+
+    stage: str
+    search: Search
+    seeds: list[int]
+    results: str | Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.search.scheme
+
+    @cached_property
+    def tried(self) -> dict[float, float | None]:
+        """Validation accuracy by factor, 0..1: minus infinity if it diverged, None if not made."""
+        return self.search.tried()
+
+    @property
+    def is_tuned(self) -> bool:
+        return None not in self.tried.values()
+
+    @cached_property
+    def chosen(self) -> float | None:
+        return self.search.chosen
+
+    @cached_property
+    def scored(self) -> dict[int, Record]:
+        """The records at the chosen rate, by seed."""
+        if self.chosen is None:
+            return {}
+        configs = {seed: self.search.config(self.chosen, seed) for seed in self.seeds}
+        paths = {seed: record_path(config, self.results) for seed, config in configs.items()}
+        return {s: read_record(p, configs[s]) for s, p in paths.items() if p.is_file()}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its runs are made. If every rate diverged there is nothing to score."""
+        return self.is_tuned and (self.chosen is None or len(self.scored) == len(self.seeds))
+
+    @property
+    def diverged(self) -> list[str]:
+        """Scored runs that diverged, by their files; or that all rates did."""
+        if self.is_tuned and self.chosen is None:
+            return ["every rate that was tried"]
+        return [_record_file(r) for r in self.scored.values() if r["status"] != "finished"]
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """In percent on the images that score, by seed; none if a run diverged."""
+        if self.diverged:
+            return {}
+        spans = self.search.tuning.score_on
+        return {seed: 100 * accuracy_on(record, spans) for seed, record in self.scored.items()}
+
+
+def methods_of(path: str | Path, results: str | Path | None = None) -> list[Method]:
+    """The methods of all tuned stages of a plan, in its order."""
+    seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
+    return [
+        Method(stage, search, seeds[stage], results)
+        for stage, searches in searches_of(path, results=results).items()
+        for search in searches
+    ]
+
+
+def fair_counts(path: str | Path, results: str | Path | None = None) -> dict[str, int]:
+    """How many runs of a tuned plan are planned and made, those that tune and those that score.
+
+    The plan grows: a rate beyond the first ones is planned once the best is at the list's end."""
+    methods = methods_of(path, results)
+    tried = [accuracy for method in methods for accuracy in method.tried.values()]
+    return {
+        "tuning planned": len(tried),
+        "tuning made": sum(accuracy is not None for accuracy in tried),
+        "scoring planned": sum(len(method.seeds) for method in methods),
+        "scoring made": sum(len(method.scored) for method in methods),
+    }
+
+
+def fair_progress(path: str | Path, results: str | Path | None = None) -> str:
+    """The same as a sentence."""
+    n = fair_counts(path, results)
+    return (
+        f"{n['tuning made']} of {n['tuning planned']} tuning runs and {n['scoring made']} of "
+        f"{n['scoring planned']} scored runs are made"
+    )
+
+
+def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
+    """One row for each method of a tuned plan.
+
+    `tried` maps factors to validation accuracies in percent (nan: not made, minus infinity:
+    diverged), `chosen` and `rate` are the best factor and its learning rate, `n` of `planned` scored
+    runs are made, `accuracy` and `deviation` are over them in percent on the images that score,
+    `megabytes_up` and `megabytes_down` are one client's whole run with its dense start, and
+    `diverged` names runs. A method of which a run diverged has no accuracy. Before all runs of a
+    method are made it has none either, so that nobody judges by what came first.
+    """
+    return pd.DataFrame([_fair_row(method) for method in methods_of(path, results)])
+
+
+def _fair_row(method: Method) -> dict[str, Any]:
+    values = list(method.accuracies.values()) if method.is_whole else []
+    flows = [traffic(r) for r in method.scored.values() if r["status"] == "finished"]
+    sent = {way: fmean(flow[way] for flow in flows) / 1e6 if flows else math.nan
+            for way in ("up", "down")}  # fmt: skip
+    rate = math.nan
+    if method.chosen is not None:
+        rate = method.search.config(method.chosen, method.seeds[0]).identity()["learning_rate"]
+    tried = {f: math.nan if a is None else 100 * a for f, a in method.tried.items()}
+    return {
+        "stage": method.stage, "scheme": method.name, "tried": tried,
+        "chosen": math.nan if method.chosen is None else method.chosen, "rate": rate,
+        "n": len(method.scored), "planned": len(method.seeds),
+        "accuracy": fmean(values) if values else math.nan,
+        "deviation": stdev(values) if len(values) > 1 else math.nan,
+        "megabytes_up": sent["up"], "megabytes_down": sent["down"],
+        "diverged": ", ".join(method.diverged),
+    }  # fmt: skip
+
+
+def fair_model(methods: Iterable[Method]) -> Comparison:
+    """The pooled model of scored runs, by method and seed, with what each got right: all of it on
+    the images that score."""
+    accuracies, right = {}, {}
+    for method in methods:
+        for seed, accuracy in method.accuracies.items():
+            accuracies[method.name, seed] = accuracy
+            found = outcomes(method.scored[seed])
+            assert found is not None  # else there is no accuracy on a part of the images
+            spans = method.search.tuning.score_on
+            right[method.name, seed] = np.concatenate([found[start:end] for start, end in spans])
+    return Comparison(accuracies, right)
+
+
+def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
+    """One row for each difference that a tuned plan asks for, as `analysis` there says.
+
+    `measured`, `low`, `high` in percentage points, `p` of its difference from zero, `holm` corrected
+    over all differences of its family, also those that are not measured yet, and `no_loss`:
+    "supported", "contradicted", "open" or "not measured"; `no_loss_bootstrap` is what the bootstrap's
+    interval says. The model has the methods of all stages
+    that are whole. Where there is no estimate, `reason` says why.
+    """
+    read = read_plan(path)
+    analysis = validated(FairAnalysis, read.analysis, f"{path}: analysis")
+    methods = {method.name: method for method in methods_of(path, results)}
+    whole = _whole_stages(methods.values())
+    model = fair_model(m for m in methods.values() if whole[m.stage])
+    tables = []
+    for name, family in analysis.families.items():
+        rows = [_fair_difference(pair, methods, whole, model, analysis) for pair in family.pairs]
+        corrected = holm({str(place): row["p"] for place, row in enumerate(rows)})
+        tables += [
+            {"family": name, **row, "holm": corrected[str(place)]} for place, row in enumerate(rows)
+        ]
+    return pd.DataFrame(tables)
+
+
+def _whole_stages(methods: Iterable[Method]) -> dict[str, bool]:
+    whole: dict[str, bool] = {}
+    for method in methods:
+        whole[method.stage] = whole.get(method.stage, True) and method.is_whole
+    return whole
+
+
+def _fair_difference(
+    pair: tuple[str, str], methods: Mapping[str, Method], whole: Mapping[str, bool],
+    model: Comparison, analysis: FairAnalysis,
+) -> dict[str, Any]:  # fmt: skip
+    reject_unknown(pair, methods, "method of the plan")
+    sides = [methods[name] for name in pair]
+    estimate, reason = Estimate(), ""
+    if parts := [m.stage for m in sides if not whole[m.stage]]:
+        reason = f"stage {parts[0]} is not whole"
+    elif lost := [f"{m.name}: {', '.join(m.diverged)}" for m in sides if m.diverged]:
+        reason = f"diverged: {'; '.join(lost)}"
+    else:
+        estimate = model.estimate({pair[0]: 1, pair[1]: -1}, analysis.confidence)
+    word, other = NOT_MEASURED, ""
+    if not math.isnan(estimate.half):
+        word = verdict(estimate.low, estimate.high, "more_than", analysis.no_loss)
+        ends = estimate.value - estimate.bootstrap, estimate.value + estimate.bootstrap
+        other = verdict(*ends, "more_than", analysis.no_loss)
+    return {
+        "first": pair[0], "second": pair[1], "measured": estimate.value, "low": estimate.low,
+        "high": estimate.high, "half": estimate.half, "freedom": estimate.freedom,
+        "bootstrap": estimate.bootstrap, "n": estimate.n, "p": estimate.p(0.0),
+        "no_loss": word, "no_loss_bootstrap": other, "reason": reason,
+    }  # fmt: skip
+
+
+# Two controls ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Question(Claim, extra="forbid"):
+    """A question of params/controls_plan.yaml: a claim on accuracy, and the stage that answers it."""
+
+    measure: Literal["accuracy"] = "accuracy"
+    stage: str
+
+
+class ControlAnalysis(BaseModel, extra="forbid"):
+    """What params/controls_plan.yaml says under `analysis`."""
+
+    confidence: Annotated[float, Field(gt=0, lt=1)]
+    questions: Annotated[dict[str, Question], Field(min_length=1)]
+
+
+def control_answers(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
+    """One row for each question of a plan with controls, as `judged` gives it: `measured` with its
+    interval, `bound`, `verdict`, the record files, and `question`, `stage`, `made` and `stage_planned`.
+
+    The model has the runs of the question's stage. Where a scheme of the question has no runs there,
+    as TCS has none beside its random mask, the judged records of the profile are in it, too. Before
+    a stage is whole nothing of it is estimated.
+    """
+    read = read_plan(path)
+    analysis = validated(ControlAnalysis, read.analysis, f"{path}: analysis")
+    runs = planned_runs(path, results=results)
+    seeds = {stage.stage: len(stage.seeds) for stage in read.stages}
+    rows = []
+    for name, question in analysis.questions.items():
+        reject_unknown([question.stage], runs, f"stage ({path}: {name})")
+        configs = runs[question.stage]
+        found, planned = recorded(configs, results), len({config.digest for config in configs})
+        whole = len(found) == planned
+        claim = Claim(**question.model_dump(exclude={"stage", "n"}), n=seeds[question.stage])
+        alone = Claims(confidence=analysis.confidence, claims={name: claim})
+        records = _with_judged(path, read, question, found, results) if whole else {}
+        (row,) = judged(alone, records).to_dict("records")
+        if not whole:
+            row["reason"] = f"{len(found)} of {planned} runs of stage {question.stage} are made"
+        rows.append({"question": name, "stage": question.stage, "made": len(found),
+                     "stage_planned": planned, **row})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _with_judged(
+    path: str | Path, read: Plan, question: Question, found: Mapping[str, Record],
+    results: str | Path | None,
+) -> dict[str, Record]:  # fmt: skip
+    """The records of a question's model."""
+    there = {r["config"]["scheme"]["name"] for r in found.values()}
+    if {name for name, _ in question.sides} <= there:
+        return dict(found)
+    profile = read_params([Path(path).parent / read.profile])["profile"]
+    return planned_records(profile, results)[1] | dict(found)
+
+
+# A prediction ─────────────────────────────────────────────────────────────────────────────────────
+
+PAPER_RUNS = ("paper", "gpu")  # profiles that may hold runs of the paper's size
+PAPER_RATE = 0.5  # Table 1's
+
+
+def predicted(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
+    """One row for each scheme of each version of a prediction: `points` with `low` and `high` of its
+    interval, `paper`, what the paper prints, and `measured`, the difference to the Baseline in runs of
+    the paper's size and length, over `n` seeds (nan and 0 as long as there are none).
+    """
+    read = read_params([path])
+    ends = _at_full_length(results)
+    base = ends.get("Baseline", {})
+    rows = []
+    for version in read["versions"]:
+        for name, loss in version["loses"].items():
+            gaps = [end - base[s] for s, end in ends.get(name, {}).items() if s in base]
+            rows.append({
+                "date": str(version["date"]), "made_by": version["made_by"], "scheme": name,
+                "points": math.nan if loss["points"] is None else loss["points"],
+                "low": loss["interval"][0], "high": loss["interval"][1],
+                "paper": read.get("paper", {}).get(name, math.nan),
+                "measured": fmean(gaps) if gaps else math.nan, "n": len(gaps),
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _at_full_length(results: str | Path | None) -> dict[str, dict[int, float]]:
+    """Final accuracies in percent by scheme and seed, of runs as long and as large as the paper's."""
+    paper = read_params([ROOT / "params/paper.yaml"])
+    ends: dict[str, dict[int, float]] = {}
+    for profile in PAPER_RUNS:
+        for file in sorted((results_folder(profile, results) / "runs").glob("*.json")):
+            record = read_record(file)
+            config = record["config"]
+            is_long = config["epochs"] == paper["epochs"] and record["status"] == "finished"
+            is_large = config["model"] == paper["model"] and config["width"] == paper["width"]
+            usual = config["scheme"]["centralized"] or config["learning_rate"] == PAPER_RATE
+            if is_long and is_large and usual:
+                of_scheme = ends.setdefault(config["scheme"]["name"], {})
+                of_scheme[config["seed"]] = 100 * record["rows"][-1]["accuracy"]
+    return ends
+
+
+# For a person ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
+    """`fair_table` as a person reads it."""
+    rows = []
+    for row in table.to_dict("records"):
+        tried = ", ".join(f"{f:g}: {_tried(a)}" for f, a in row["tried"].items())
+        both = row["megabytes_up"] + row["megabytes_down"]
+        level = f"{row['accuracy']:.2f}"
+        level += f" ± {row['deviation']:.2f}" if not math.isnan(row["deviation"]) else ""
+        level = "–" if math.isnan(row["accuracy"]) else level
+        rows.append({
+            "method": row["scheme"], "stage": row["stage"], "factor: validation accuracy, %": tried,
+            "chosen rate": "–" if math.isnan(row["rate"]) else f"{row['rate']:g}",
+            "scored runs": f"{row['n']} of {row['planned']}",
+            "accuracy, %": f"diverged: {row['diverged']}" if row["diverged"] else level,
+            "MB both ways": number(both, 4) if both > 0 else "–",
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _tried(accuracy: float) -> str:
+    if math.isnan(accuracy):
+        return "not made"
+    return "diverged" if math.isinf(accuracy) else f"{accuracy:.2f}"
+
+
+def readable_fair_differences(table: pd.DataFrame) -> pd.DataFrame:
+    """`fair_differences` as a person reads it: those that are measured."""
+    rows = [
+        {"family": row["family"], "difference, points": f"{row['first']} − {row['second']}",
+         "ours": f"{with_interval(row['measured'], row['low'], row['high'])}, n = {row['n']}",
+         "p": _p(row["p"]), "p by Holm": _p(row["holm"]), "no loss": f"**{_word(row)}**"}
+        for row in table[table["measured"].notna()].to_dict("records")
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _word(row: Mapping[str, Any]) -> str:
+    """The verdict, and what the bootstrap's interval says if it is another word."""
+    other = row["no_loss_bootstrap"]
+    same = other in ("", row["no_loss"])
+    return row["no_loss"] if same else f"{row['no_loss']} (the bootstrap's interval says {other})"
+
+
+def _p(p: float) -> str:
+    if math.isnan(p):
+        return "–"
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def readable_answers(table: pd.DataFrame) -> pd.DataFrame:
+    """`control_answers` as a person reads them."""
+    rows = [
+        {"question": row["says"], "supported if": supported_if(row),
+         "runs made": f"{row['made']} of {row['stage_planned']}",
+         "difference, points": f"{row['first']} − {row['second']}: {difference_said(row)}",
+         "answer": f"**{said(row)}**"}
+        for row in table.to_dict("records")
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def readable_predicted(table: pd.DataFrame) -> pd.DataFrame:
+    """`predicted` as a person reads it."""
+    rows = []
+    for row in table.to_dict("records"):
+        points = _points(row["points"])
+        rows.append({
+            "made on": row["date"], "by": row["made_by"], "method": row["scheme"],
+            "predicted − Baseline, points": f"{points} ({_points(row['low'])} to {_points(row['high'])})",
+            "the paper": _points(row["paper"]), "measured": _measured(row),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _points(value: float) -> str:
+    return with_interval(value, math.nan, math.nan)
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    if not row["n"]:
+        return "not tested at the paper's length"
+    inside = row["low"] <= row["measured"] <= row["high"]
+    where = "inside" if inside else "outside"
+    return f"{_points(row['measured'])}, n = {row['n']}, {where} of the interval"

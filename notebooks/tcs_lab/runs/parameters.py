@@ -1,0 +1,200 @@
+"""Parameters: what files under params/ and notebooks ask for, checked; the runs that they plan."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from tcs_core import Scheme
+from tcs_lab.support.errors import cut, one_line, reject_unknown, short_errors
+from tcs_lab.training.configuration import (
+    RUN_CHECKS,
+    RUN_KEYS,
+    RunConfig,
+    Seed,
+    Text,
+    Whole,
+    check_of,
+    check_value,
+)
+
+# What a table says of itself, beside fields of RunConfig.
+
+PAPER = "a mapping: scheme: [accuracy, deviation, bits]"
+_Number = Annotated[float, Field(gt=-1e9, lt=1e9)] | None
+_Cell = Annotated[list[_Number] | tuple[_Number, ...], Field(min_length=3, max_length=3)]
+_Names = Annotated[list[str] | tuple[str, ...], Field(min_length=1, max_length=1000)]
+_Seeds = Annotated[list[Seed] | tuple[Seed, ...], Field(min_length=1)]
+_TABLE = {
+    "table": Whole | None,
+    "figure": Whole | None,
+    "title": Annotated[Text, Field(max_length=1000)] | None,
+    "paper": Annotated[dict[str, _Cell], Field(description=PAPER)] | None,
+    "jobs": Annotated[int, Field(ge=1, le=256)],
+    "schemes": Annotated[_Names, Field(description="a list of scheme names")],
+    "seeds": Annotated[
+        Annotated[int, Field(ge=1, le=10_000)] | _Seeds,
+        Field(description="a number of seeds from 1 to 10000, or a list of them"),
+    ],
+}
+_PHIS = ("phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local")
+
+SCHEME_KEYS = set(_PHIS)
+PARAMETERS = set(_TABLE) | SCHEME_KEYS | RUN_KEYS
+
+_CHECKS = RUN_CHECKS | {key: check_of(kind) for key, kind in _TABLE.items()}
+_CHECKS |= dict.fromkeys(_PHIS, check_of(Annotated[float, Field(ge=1e-12, le=1)] | None))
+
+
+def checked(key: str, value: Any) -> Any:
+    """`value` as the kind of the parameter `key`: a whole number becomes a float where one is meant.
+
+    Raises ValueError naming the key, the value and what is allowed.
+    """
+    return check_value(key, value, _CHECKS[key])
+
+
+def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
+    """The known parameters among a notebook's variables; call it with globals().
+
+    papermill only warns of unknown parameters: here a name that it injected raises ValueError if
+    it is neither a parameter of runs nor in the notebook's own cell of parameters. So does, unless
+    `complete` is false, a profile that leaves out a key for which the notebook's own default, made
+    for profile ci, is not RunConfig's. From here on the notebook's errors are one line.
+    """
+    short_errors()
+    injected, own = _papermill_names(namespace)
+    reject_unknown(injected, PARAMETERS | own, "parameter")
+    params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
+    if complete and "profile" in injected:
+        for key in sorted(params.keys() & RUN_KEYS - injected):
+            _check_default(key, params)
+    return params
+
+
+def _check_default(key: str, params: dict[str, Any]) -> None:
+    if checked(key, params[key]) != getattr(RunConfig, key):
+        raise ValueError(
+            f"{key}: profile {params['profile']} does not set it, and the notebook's "
+            f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
+        )
+
+
+def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
+    """Of a notebook in which None means "as the files say": what its reader or papermill set."""
+    params = notebook_params(namespace, complete=False)
+    injected, _ = _papermill_names(namespace)
+    return {key: value for key, value in params.items() if value is not None or key in injected}
+
+
+def check_notebook_params(namespace: dict[str, Any]) -> None:
+    """For notebooks that know their own parameters only: ValueError if papermill brought others.
+    From here on the notebook's errors are one line."""
+    short_errors()
+    reject_unknown(*_papermill_names(namespace), "parameter")
+
+
+def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """What papermill assigned, and what the cell before it did: the notebook's own parameters."""
+    injected, own = set[str](), set[str]()
+    run = namespace.get("In", [])
+    for before, cell in itertools.pairwise(["", *run]):
+        if cell.startswith("# Parameters\n"):
+            injected, own = injected | _assigned(cell), own | _assigned(before)
+    return injected, own
+
+
+def _assigned(cell: str) -> set[str]:
+    nodes = ast.parse(cell).body
+    targets = [t for n in nodes for t in getattr(n, "targets", [getattr(n, "target", None)])]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
+
+
+def plan(params: dict[str, Any]) -> list[RunConfig]:
+    """Every run that a table and a profile ask for, scheme by scheme, seed by seed.
+
+    `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names),
+    `seeds` (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
+    phi_min_local replace the value of every scheme that has one, as does phi_down (which grows with
+    phi_global if it is not given).
+    Raises ValueError naming the key, the value and what is allowed.
+    """
+    reject_unknown(params, PARAMETERS, "parameter")
+    for key in sorted(params.keys() - RUN_KEYS):
+        checked(key, params[key])
+    names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)
+    fields = {k: v for k, v in params.items() if k in RUN_KEYS}
+    schemes = [named_with(name, params) for name in names]
+    each = range(seeds) if isinstance(seeds, int) else seeds
+    runs = (RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in each)
+    return list(dict.fromkeys(runs))  # what is named twice is one run
+
+
+def named_with(name: str, params: dict[str, Any]) -> Scheme:
+    """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
+    scheme = Scheme.named(name)
+    given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}
+    if scheme.rule == "dense":
+        return scheme
+    changes = {k: v for k, v in given.items() if getattr(scheme, k) is not None}
+    whole = "phi_local" if scheme.phi_global is None else "phi_global"
+    if scheme.phi_down is not None and whole in changes:
+        ratio = scheme.phi_down / getattr(scheme, whole)
+        changes = {"phi_down": min(1.0, ratio * changes[whole])} | changes
+    return dataclasses.replace(scheme, **changes)
+
+
+class _Loader(yaml.SafeLoader):
+    """safe_load, but a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            what = f"{cut(twice[0])} stands twice"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except Exception as error:  # constructors of tags raise many kinds
+        raise ValueError(f"{source}: not readable as YAML: {one_line(error)}") from error
+
+
+MAX_PARAMS_BYTES = 1 << 20
+
+
+def _like(path: Path) -> str:
+    """The files beside it: those that begin alike (rivals_…), or all."""
+    there = sorted(other.name for other in path.parent.glob(f"*{path.suffix}"))
+    family = path.name.split("_")[0] + "_"
+    return ", ".join([name for name in there if name.startswith(family)] or there) or "a file"
+
+
+def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
+    """YAML files merged, the later over the earlier. ValueError names a file that is no mapping,
+    FileNotFoundError one that is not there."""
+    merged: dict[str, Any] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist, allowed: {_like(path)}")
+        if path.is_file() and (size := path.stat().st_size) > MAX_PARAMS_BYTES:
+            raise ValueError(f"{path}: got {size} bytes, allowed: at most {MAX_PARAMS_BYTES}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not readable as YAML: {error}") from error
+        loaded = read_yaml(text, str(path))
+        if not isinstance(loaded, dict):
+            got = f"{path}: got {type(loaded).__name__}"
+            raise ValueError(f"{got}, allowed: a mapping of parameters")
+        merged |= loaded
+    return merged

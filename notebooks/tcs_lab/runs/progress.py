@@ -1,0 +1,165 @@
+"""Progress: one line that follows runs, in this process and in workers."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import io
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from tcs_lab.training.configuration import RunConfig
+from tcs_lab.training.training import Row
+
+
+class Progress:
+    """One line that follows runs: on a terminal, in a notebook, under papermill.
+
+    In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean.
+    """
+
+    def __init__(self, configs: list[RunConfig], enabled: bool = True):
+        self.configs: dict[str, RunConfig] = {}
+        self.left: dict[str, int] = {}  # epochs, by run
+        self._add(configs)
+        self.line = _NotebookLine() if _in_notebook() else None
+        self.lock = threading.Lock()  # `rows_shown` calls from another thread
+        quiet = not enabled or not configs or not (self.line or sys.stderr.isatty())
+        self.bar = tqdm(
+            total=sum(self.left.values()), unit=" epochs", disable=quiet, leave=False,
+            file=self.line or sys.stderr, mininterval=1.0 if self.line else 0.1,
+            ncols=130 if self.line else None, ascii=False, dynamic_ncols=not self.line,
+            bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt} epochs, {remaining} left",
+        )  # fmt: skip
+
+    def _add(self, configs: Iterable[RunConfig]) -> None:
+        new = {c.digest: c for c in configs if c.digest not in self.configs}
+        self.configs |= new
+        self.left |= {digest: config.epochs for digest, config in new.items()}
+
+    def more(self, configs: Iterable[RunConfig]) -> None:
+        """Adds runs that were not known before; those that it knows are left as they are."""
+        with self.lock:
+            self._add(configs)
+            self.bar.total = self.bar.n + sum(self.left.values())
+            self.bar.refresh()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shown = not self.bar.disable
+        self.bar.close()
+        if self.line and shown:
+            self.line.clear()
+
+    def epoch(self, digest: str, row: Row) -> None:
+        """Shows a row; one that another process sent before its run was counted may come late."""
+        with self.lock:
+            if digest in self.left:
+                self._show(digest, row)
+
+    def _show(self, digest: str, row: Row) -> None:
+        config, runs = self.configs[digest], len(self.configs)
+        bits = row["bits_up"] / (row["rounds"] * config.scheme.local_steps)
+        traffic = "" if config.scheme.centralized else f", {bits / 8e3:,.1f} kB up a step"
+        self.left[digest] -= 1
+        self.bar.set_description_str(
+            f"run {runs - len(self.left) + 1}/{runs}: {config.scheme.name} eta {config.eta:g} "
+            f"seed {config.seed}, epoch {row['epoch']}/{config.epochs}, "
+            f"{100 * row['accuracy']:.1f} %{traffic}",
+            refresh=False,
+        )
+        self.bar.update(1)
+
+    def ended(self, digest: str) -> None:
+        """Counts the run; epochs that were reused, or never came, are taken off the total."""
+        with self.lock:
+            self.bar.total -= self.left.pop(digest, 0)
+            self.bar.refresh()
+
+
+Item = TypeVar("Item")
+
+
+def followed(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """The items, one by one; meanwhile a line says how many of them are done: "rounds |##  | 3/9".
+
+    For loops of more than five seconds in a notebook or on a terminal. The line is gone at the end,
+    and with it all that the cell has put out until then: print and draw after the loop, or in
+    another cell.
+    """
+    line = _NotebookLine() if _in_notebook() else None
+    bar = tqdm(
+        items, what, total=total, leave=False, disable=not (line or sys.stderr.isatty()),
+        file=line or sys.stderr, mininterval=1.0, delay=2.0, ascii=False, ncols=80,
+        bar_format="{desc} |{bar:24}| {n_fmt}/{total_fmt}, {remaining} left",
+    )  # fmt: skip
+    try:
+        yield from bar
+    finally:
+        bar.close()
+        if line and line.written:
+            line.clear()
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    shell = shell.get_ipython() if shell else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class _NotebookLine(io.TextIOBase):
+    """A text file for tqdm whose last line is the cell's only output."""
+
+    written = False  # whether there is a line
+
+    def write(self, text: str) -> int:
+        from IPython.display import clear_output
+
+        line = text.strip("\r\n ")
+        if line and "\x1b" not in line:
+            clear_output(wait=True)
+            print(line, flush=True)
+            self.written = True
+        return len(text)
+
+    def clear(self) -> None:
+        from IPython.display import clear_output
+
+        clear_output()
+
+
+@contextlib.contextmanager
+def rows_shown(bar: Progress) -> Iterator[Path]:
+    """A file: the rows that workers append to it, a thread shows."""
+    done = threading.Event()
+
+    def follow() -> None:
+        with told.open(encoding="utf-8") as file:
+            ended, half = False, ""
+            while not ended:
+                ended = done.wait(0.2)
+                *lines, half = (half + file.read()).split("\n")  # a row may be there in part
+                for line in lines:
+                    with contextlib.suppress(json.JSONDecodeError):  # its worker was killed
+                        bar.epoch(*json.loads(line))
+
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "rows"
+        told.touch()
+        context = contextvars.copy_context()  # where a notebook's output belongs
+        thread = threading.Thread(target=context.run, args=(follow,), daemon=True)
+        thread.start()
+        try:
+            yield told
+        finally:
+            done.set()
+            thread.join()

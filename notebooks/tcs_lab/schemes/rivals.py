@@ -1,0 +1,251 @@
+"""Rivals of TCS: schemes that came before and after it, on the core's extension points.
+
+    STC           sparse ternary compression, both ways (Sattler et al., 2019, arXiv:1903.02891)
+    EF-signSGD    one sign a parameter, with errors (Karimireddy et al., 2019, arXiv:1901.09847);
+                  with -D1 the downlink too (dist-EF-SGD, Zheng et al., 2019, arXiv:1905.10936)
+    QSGD          dense, unbiased random rounding (Alistarh et al., 2017, arXiv:1610.02132);
+                  with -L<H> it is FedPAQ (Reisizadeh et al., 2020, arXiv:1909.13014)
+    CocktailSGD   random, then top-K, then quantized, both ways (Wang et al., 2023, ICML)
+    EF21          top-K of what is new in a gradient (Richtarik et al., 2021, arXiv:2106.05203)
+    DGC           top-K with momentum at the clients (Lin et al., 2018, arXiv:1712.01887)
+
+All suffixes of the core go with them where they make sense: "STC-K4" keeps 1/400, as in its paper.
+Two quantizers are new: -S<q> rounds at random, -R<q> to the nearest of evenly spaced values.
+EF21 and DGC keep more than errors, so they have clients or a server of their own; EF21's messages
+are counted, not made into bytes. Records are named by a scheme's fields alone, as those of the
+core's schemes are: whoever changes what one of these computes gives it another name.
+
+Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None of these
+has a dense warm-up: their papers have none.
+
+Departures. STC and EF-signSGD have one magnitude for the whole model, as in their algorithms (STC's
+published code has one a layer). QSGD and CocktailSGD scale by the largest magnitude of all values
+that are sent, not by one a bucket, and QSGD not by the norm, which would leave most values at zero.
+CocktailSGD's clients train from one model, and what waits is added to what they send; in its
+published code each trains a model that already has it. DGC clips no gradients, and its warm-up has
+one step of sparsity, not four. Messages are the core's: P means travel where QSGD and CocktailSGD
+need one, a zero has a sign too, and CocktailSGD's positions are coded among all entries, not among
+the random ones.
+
+Left out: PowerSGD needs two all-reduces a round, the second of what the first gave, and messages of
+matrices; rAge-k a request from the server to each client in the middle of a round; FAIR-k and
+AgeTop-k, other masks by age, are made for an analogue channel. A running average as a mask is the
+example of notebook 09.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import tcs_lab.schemes.variants  # noqa: F401  (registers what the names below use)
+from tcs_core import (
+    FAMILIES,
+    Client,
+    Known,
+    MaskRule,
+    Message,
+    Server,
+    TopK,
+    check_same_state,
+    kept,
+    random_positions,
+    register_quantizer,
+    register_scheme,
+)
+
+# Families of the core's own rules ─────────────────────────────────────────────────────────────────
+#    One bit a value with quantizer "lloyd" is a sign and the mean magnitude: ||v||_1 / K sign(v).
+
+_SIGNS = {"value_bits": 1, "quantizer": "lloyd"}
+FAMILIES["STC"] = {
+    "rule": "top-K", "phi_global": None, "phi_local": 1e-2, **_SIGNS, "phi_down": 1e-2,
+    "down_value_bits": 1, "down_quantizer": "lloyd", "code": "entropy", "dense_warmup": False,
+}  # fmt: skip
+_DENSE = {"rule": "dense", "phi_global": 1.0, "phi_local": None, "dense_warmup": False}
+FAMILIES["EF-signSGD"] = _DENSE | _SIGNS
+FAMILIES["QSGD"] = _DENSE | {
+    "value_bits": 4, "quantizer": "stochastic", "error_accumulation": False, "code": "entropy",
+}  # fmt: skip
+
+
+# Quantizers with evenly spaced values ─────────────────────────────────────────────────────────────
+
+
+@register_quantizer("S", "stochastic")
+def stochastic_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """QSGD's random rounding: codes (K,) int32 and means (P,) float32, E[Q(v)] = v.
+
+    Magnitudes are rounded to p / (P - 1) of the largest, up or down with the chances that make it
+    unbiased (Alistarh et al., Sec. 3.1, with the largest magnitude for the norm). What is random
+    comes from the bits of the values, mixed as MurmurHash3 ends: the same values are rounded the
+    same way in any process, and a killed run goes on as it would have. Raises ValueError for P = 1.
+    """
+    means_P, scaled_K = _evenly_spaced(values_K, intervals)
+    low_32 = 0xFFFFFFFF
+    bits_K = values_K.contiguous().view(torch.int32).long() & low_32
+    places_K = torch.arange(len(values_K), device=values_K.device)
+    mixed_K = (bits_K + 0x9E3779B9 * (places_K + bits_K.sum())) & low_32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed_K = (mixed_K ^ mixed_K >> shift) * factor & low_32
+    random_K = (mixed_K ^ mixed_K >> 16).double() / 2**32  # in [0, 1)
+    level_K = (scaled_K + random_K).floor().clamp(max=intervals - 1)
+    return (level_K + intervals * (values_K < 0)).int(), means_P
+
+
+@register_quantizer("R", "nearest")
+def nearest_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """CocktailSGD's rounding: magnitudes to the nearest p / (P - 1) of the largest; codes (K,)
+    int32 and means (P,) float32. Raises ValueError for P = 1."""
+    means_P, scaled_K = _evenly_spaced(values_K, intervals)
+    return (scaled_K.round() + intervals * (values_K < 0)).int(), means_P
+
+
+def _evenly_spaced(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """P magnitudes from 0 to the largest, (P,) float32; every magnitude in steps of them, float64."""
+    if intervals < 2:
+        raise ValueError("value_bits: got 1, allowed: 2 or more with evenly spaced values (-S, -R)")
+    magnitudes_K = values_K.abs().double()
+    largest = torch.cat([magnitudes_K, magnitudes_K.new_zeros(1)]).max()
+    step = torch.where(largest > 0, largest / (intervals - 1), 1.0)
+    means_P = step * torch.arange(intervals, device=values_K.device) * (largest > 0)
+    return means_P.float(), magnitudes_K / step
+
+
+# CocktailSGD: its mask ────────────────────────────────────────────────────────────────────────────
+
+
+@register_scheme(
+    "CocktailSGD", phi_global=None, phi_local=1e-2, value_bits=4, quantizer="nearest",
+    phi_down=1e-2, down_value_bits=4, down_quantizer="nearest", code="entropy", dense_warmup=False,
+)  # fmt: skip
+class Cocktail(MaskRule):
+    """S_top among random entries, a tenth of all, that all sides draw from one seed; the server's
+    own S_top is among the same."""
+
+    share = 0.1
+    _outside_D: Tensor | None = None  # all but the round's random entries
+
+    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+        super().begin(theta_D, masks)
+        k_down = self.size(self.scheme.phi_down, self.dimension)
+        count = max(kept(self.share, self.dimension), self.k_local, k_down)
+        chosen_K = random_positions(count, self.dimension, self.seed, self.round)
+        self._outside_D = torch.ones(self.dimension, dtype=torch.bool, device=self.device)
+        self._outside_D[chosen_K.to(self.device)] = False
+
+    def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
+        return super().own_mask(intended_D, cast(Tensor, self._outside_D), k)
+
+
+# Schemes whose clients, or server, keep more than errors ──────────────────────────────────────────
+
+
+class EF21Client(Client):
+    """It sends what is new: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
+    stochastic gradients EF21-SGD, Fatkhullin et al., 2021). `errors_D` holds -g."""
+
+    def intended(self, delta_D: Tensor) -> Tensor:
+        if self.known.dense:
+            name = self.known.scheme.name
+            raise ValueError(f"{name}: got a dense round, allowed: sparse ones")
+        return cast(Tensor, self.errors_D) + delta_D
+
+    def arrived(self, received: Message | None = None) -> None:
+        flight = self.in_flight
+        if flight is None:
+            return super().arrived(received)  # which says what is wrong
+        self.in_flight = None
+        cast(Tensor, self.errors_D).index_add_(0, flight.positions_K, flight.values_K, alpha=-1)
+
+
+class EF21Server(Server):
+    """All sides step by g, the mean of the clients' g, to which the average of what is new adds."""
+
+    def __init__(self, known: Known, weights: list[float] | None = None):
+        super().__init__(known, weights)
+        self.rule = cast(EF21, known.rule)
+        self.clients = 0  # that sent in the first round, and in every one
+
+    def average(self) -> Tensor:
+        self.clients = self.clients or len(self.heard)
+        if len(self.heard) != self.clients:
+            name = self.known.scheme.name
+            raise ValueError(f"{name}: allowed: messages of all {self.clients} clients")
+        return self.rule.mean_D + super().average()
+
+    def reply(self, update_D: Tensor) -> Message:
+        """There is none: the update is g, of which only what is new has places in a message."""
+        name = self.known.scheme.name
+        raise ValueError(
+            f"{name}: got messages as bytes, in code + or both ways: counted links only"
+        )
+
+    def scale_(self, factor: float) -> None:
+        super().scale_(factor)
+        self.rule.mean_D.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"clients": self.clients}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        if type(state["clients"]) is not int or state["clients"] < 0:
+            raise ValueError(f"state: clients: got {state['clients']!r}, allowed: a whole number")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.clients = state["clients"]
+
+
+class DGCClient(Client):
+    """Its momentum u <- 0.9 u + delta is accumulated in place of delta, and emptied where it was
+    sent (Lin et al., Alg. 4: momentum correction, momentum factor masking)."""
+
+    keeps = ("momentum_D",)
+    momentum = 0.9
+
+    def __init__(self, known: Known, number: int = 0, errors_D: Tensor | None = None):
+        super().__init__(known, number, errors_D)
+        self.momentum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
+
+    def intended(self, delta_D: Tensor) -> Tensor:
+        return super().intended(self.momentum_D.mul_(self.momentum).add_(delta_D))
+
+    def arrived(self, received: Message | None = None) -> None:
+        flight = self.in_flight
+        super().arrived(received)
+        if flight is not None:
+            self.momentum_D[slice(None) if flight.dense else flight.positions_K] = 0.0
+
+
+@register_scheme("EF21", phi_global=None, phi_local=1e-2, dense_warmup=False, error_unit="gradient")
+class EF21(TopK):
+    """Top-K of differences to what the server knows of a client's gradient. `mean_D` is g as of the
+    last round that went well."""
+
+    client_type, server_type = EF21Client, EF21Server
+    keeps = ("mean_D",)
+
+    def __init__(self, *settings: Any, **more: Any):
+        super().__init__(*settings, **more)
+        self.mean_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        check_same_state("state: rule: mean_D", state["mean_D"], self.mean_D)
+
+    def observe(self, update_D: Tensor) -> None:
+        self.mean_D = update_D.clone()  # not in place: a failed round puts back what was before
+
+
+@register_scheme(
+    "DGC", phi_global=None, phi_local=1e-2, dense_warmup=False, warmup_masks=25,
+    error_unit="gradient",
+)  # fmt: skip
+class DGC(TopK):
+    """Top-K of accumulated momentum; its warm-up keeps a quarter of all entries."""
+
+    client_type = DGCClient

@@ -1,0 +1,24 @@
+"""Measurements beside the runs: speed, the hook on real networks and optimizers, Flower.
+
+Here belongs an experiment that is no run of a RunConfig. `links`, `optimizers` and `ddp_example` are
+also programs: uv run python -m tcs_lab.studies.links
+"""
+
+from tcs_lab.support.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "bench": (
+            "BENCHES USUAL Bench bench_codecs bench_compiled bench_round bench_step bench_table "
+            "run_benches"
+        ),
+        "nodes": "Half Job Node Rounds",
+        "paper_size": "PaperSize",
+        "loopback": "free_port",
+        "optimizers": "",
+        "links": "",
+        "ddp_example": "",
+        "flower": "",
+    },
+)

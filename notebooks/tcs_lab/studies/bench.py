@@ -1,0 +1,427 @@
+"""Benchmarks: what is compared runs in one process, in turns; medians with quartiles, and the
+provenance, go to results/bench/. Every case is a few lines below; `BENCHES` names them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from tcs_core import (
+    Compressor,
+    Message,
+    Scheme,
+    decode_message,
+    decode_positions,
+    encode_message,
+    encode_positions,
+    kept,
+    top_k_mask,
+)
+from tcs_lab.runs.records import RECORD_VERSION, provenance, results_folder
+from tcs_lab.runs.runs import _arithmetic, _memory_kept
+from tcs_lab.support.errors import reject_unknown
+from tcs_lab.support.files import write_json
+from tcs_lab.tasks.images import synthetic_dataset
+from tcs_lab.training.compiled import goes_compiled
+from tcs_lab.training.configuration import RunConfig
+from tcs_lab.training.side_by_side import goes_side_by_side
+from tcs_lab.training.training import Training
+
+Timing = dict[str, Any]  # one row of a bench record
+
+
+def _in_turns(works: dict[str, Callable[[], Any]], repeat: int, device: Any) -> dict[str, Timing]:
+    """Seconds of every work, called in turns after one warm-up each: median and quartiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeat + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: _quartiles(values) for name, values in seconds.items()}
+
+
+def _quartiles(values: list[float]) -> Timing:
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return {"median": float(median), "low": float(low), "high": float(high), "n": len(values)}
+
+
+@dataclass
+class Bench:
+    """What all cases share. `rows` is what the record will hold."""
+
+    repeat: int = 7
+    device: str = "auto"
+    precision: str = "fp32"
+    rows: list[Timing] = field(default_factory=list)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return RunConfig(Scheme.named("TCS"), device=self.device).torch_device
+
+    def measure(
+        self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
+        turns: int = 1, **numbers: float,
+    ) -> None:  # fmt: skip
+        """Every work does the same thing so many `times`; what is kept is the time of one. There
+        are `repeat` times `turns` turns."""
+        for name, timing in _in_turns(works, self.repeat * turns, self.torch_device).items():
+            timing |= {key: timing[key] / times for key in ("median", "low", "high")}
+            self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
+
+
+def _bench_federation(
+    bench: Bench, scheme: str, model: str, width: int, batch: int, **way: Any
+) -> Training:
+    """Ten clients with samples for a few rounds, eight of a small batch, one of a large one (more on
+    a GPU); the first, dense round is made, and its differences kept. `way` is a setting of how it
+    is made."""
+    scheme_ = Scheme.named(scheme)
+    one = batch * scheme_.local_steps
+    each = max(one, min(8 * one, 512 if bench.torch_device.type == "cuda" else 128))
+    config = RunConfig(
+        scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
+        precision=cast(Any, bench.precision), device=bench.device, **way,
+    )  # fmt: skip
+    data = synthetic_dataset(train=10 * each, test=10).resized(config.image_size)
+    training = Training(config, data, keep_deltas=True)
+    training.federation.round()
+    training.federation.on_delta = None
+    return training
+
+
+def _passes(training: Training) -> Callable[[], None]:
+    """An epoch's forward and backward passes, with no federation around them."""
+    federation, feed = training.federation, training.feed
+    ready = [feed.batches.augmented(draws) for draws in feed.draws(0)]
+
+    def work() -> None:
+        with federation.trainer.lent():
+            for first in range(0, len(ready[0][1]), feed.size):
+                for batch in ready:
+                    part = [tensor[first : first + feed.size] for tensor in batch]
+                    federation.loss(federation.model, part).backward()
+
+    return work
+
+
+def _rounds(training: Training) -> Callable[[], None]:
+    """An epoch's rounds."""
+    federation, feed = training.federation, training.feed
+
+    def work() -> None:
+        federation.t = 0
+        feed._ahead.clear()  # augmented anew
+        for _ in range(feed.rounds):
+            federation.round()
+
+    return work
+
+
+def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
+    """The same with top-K as one writes it without this package: clients in a loop, torch.topk of
+    all entries, errors kept; images as the model's weights lie. One local step a round."""
+    federation, feed = training.federation, training.feed
+    weights = next(p for p in model.parameters() if p.dim() == 4)
+    ours = weights.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if ours else torch.contiguous_format
+    parameters, eta = list(model.parameters()), federation.schedule(0).eta
+    errors = [torch.zeros_like(training.theta_D) for _ in range(feed.clients)]
+    k = kept(1e-2, len(training.theta_D))
+
+    def difference(n: int, t: int) -> Tensor:
+        model.zero_grad()
+        images, labels = feed.batch(n, t, 0)
+        federation.loss(model, (images.contiguous(memory_format=layout), labels)).backward()
+        return torch.cat([-eta * cast(Tensor, p.grad).flatten() for p in parameters])
+
+    @torch.no_grad()
+    def add(update_D: Tensor) -> None:
+        for p, part in zip(
+            parameters, update_D.split([p.numel() for p in parameters]), strict=True
+        ):
+            p.add_(part.view(p.shape))
+
+    def work() -> None:
+        feed._ahead.clear()
+        for t in range(feed.rounds):
+            update_D = torch.zeros_like(training.theta_D)
+            for n in range(feed.clients):
+                intended_D = difference(n, t) + errors[n]
+                largest_K = intended_D.abs().topk(k).indices
+                update_D[largest_K] += intended_D[largest_K] / feed.clients
+                intended_D[largest_K] = 0
+                errors[n] = intended_D
+            add(update_D)
+
+    return work
+
+
+def _parts(training: Training) -> dict[str, Callable[[], Any]]:
+    """What an epoch's rounds do beside passes, by itself."""
+    feed = training.feed
+
+    def compression() -> None:
+        for _ in range(feed.rounds):
+            training.compressor.step(training.deltas_ND)
+
+    def augmentation() -> None:
+        for draws in feed.draws(0):
+            feed.batches.augmented(draws)
+
+    return {"compression": compression, "augmentation": augmentation}
+
+
+def bench_round(
+    bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None,
+    turns: int = 1, size: int = 32,
+) -> None:  # fmt: skip
+    """An epoch's rounds over the same forward and backward passes with no federation around them,
+    beside plain top-K, also in torch's own layout, and, on a CPU, a client a thread or, if small,
+    all clients side by side; with so many CPU `threads`, where a profile sets them for this net."""
+    net = f"{model} width {width}" + (f", {size} x {size}" if size != 32 else "")
+    net += f", threads {threads}" if threads else ""
+    with _arithmetic(threads), _memory_kept():
+
+        def made(**way: Any) -> Training:
+            return _bench_federation(bench, scheme, model, width, batch, image_size=size, **way)
+
+        training = made(side_by_side=False)
+        rounds, steps = training.feed.rounds, training.feed.steps
+        works: dict[str, Any] = {"passes": _passes(training), "round": _rounds(training)}
+        if steps == 1:
+            ours = copy.deepcopy(training.federation.model).train()
+            torchs = copy.deepcopy(ours).to(memory_format=torch.contiguous_format)
+            works["plain top-K"] = _plain_rounds(training, ours)
+            works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
+        if bench.torch_device.type == "cuda":
+            # kept by a name: its GraphRounds hold the federation weakly
+            graphed = made(graph=True, side_by_side=False)
+            works["graph"] = lambda: cast(Any, graphed.graph).play(range(rounds))
+        elif goes_side_by_side(replace(training.config, side_by_side=None)):
+            works["side by side"] = _rounds(made())
+        else:
+            works["client threads"] = _rounds(made(client_threads=True))
+        numbers = {"dimension": len(training.theta_D), "local_steps": steps}
+        numbers["threads"] = torch.get_num_threads()
+        title = f"{net}, N 10, B {batch}, {scheme}"
+        bench.measure("round", title, works | _parts(training), rounds, turns, **numbers)
+
+
+def _one_pass(training: Training) -> Callable[[], None]:
+    """Forward and backward pass of one batch."""
+    federation, batch = training.federation, training.feed.batch(0, 0, 0)
+    return lambda: federation.loss(federation.model.train(), batch).backward()
+
+
+def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
+    """A pass by torch.compile over the same one as it is, where that can be done. Compiling takes
+    minutes."""
+    with _memory_kept():
+        eager, compiled = (
+            _bench_federation(bench, "TCS", model, width, batch, compiled=way)
+            for way in (False, True)
+        )
+        works = {"pass": _one_pass(eager)}
+        if goes_compiled(compiled.config):
+            works["compiled pass"] = _one_pass(compiled)
+        bench.measure("compiled", f"{model} width {width}, B {batch}", works)
+
+
+def _textbook_round(
+    deltas_ND: Tensor, errors: list[Tensor], mask_D: Tensor, k_global: int, k_local: int
+) -> Tensor:
+    """TCS as one would write it down first: clone, topk, multiply by masks."""
+    update_D = torch.zeros_like(deltas_ND[0])
+    for n, delta_D in enumerate(deltas_ND):
+        intended_D = delta_D.clone() + errors[n]
+        own_D = torch.zeros_like(mask_D)
+        own_D[(intended_D * ~mask_D).abs().topk(k_local).indices] = True
+        sent_D = intended_D * (mask_D | own_D)
+        errors[n] = intended_D - sent_D
+        update_D = update_D + sent_D
+    update_D = update_D / len(deltas_ND)
+    mask_D.zero_()[update_D.abs().topk(k_global).indices] = True
+    return update_D
+
+
+def _drifting(dimension: int, clients: int, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Deltas (N, D) that change a little from call to call, as in training."""
+    generator = torch.Generator().manual_seed(0)
+    base_ND = torch.randn(clients, dimension, generator=generator).pow_(3).to(device)
+    state = {"call": 0}
+
+    def next_ND() -> Tensor:
+        state["call"] += 1
+        return base_ND.mul_(1.01 if state["call"] % 2 else 1 / 1.01)
+
+    return base_ND, next_ND
+
+
+def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
+    """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
+    device, scheme = bench.torch_device, Scheme.named("TCS")
+    before = memory_in_use(device)
+    deltas_ND, change = _drifting(dimension, clients, device)
+    compressor = Compressor(scheme, [dimension], clients, device)
+    update_D = compressor.step(deltas_ND)
+    works = {"change": change, "step": lambda: compressor.step(deltas_ND)}
+    if textbook:
+        mask_D = top_k_mask(update_D, compressor.rule.k_global)
+        errors = [torch.zeros(dimension, device=device) for _ in range(clients)]
+        ks = compressor.rule.k_global, compressor.rule.k_local
+        works["textbook"] = lambda: _textbook_round(deltas_ND, errors, mask_D, *ks)
+        works["copy of one row"] = lambda: errors[0].copy_(deltas_ND[0])
+    reset_peak_memory(device)
+    numbers = {"dimension": dimension, "clients": clients}
+    part = "step" if textbook else "growth"
+    bench.measure(part, f"D {dimension:,}, N {clients}", works, **numbers)
+    allowed = (2 * clients + 8) * 4 * dimension
+    peak = peak_memory(device)
+    if not textbook and before is not None and peak is not None:
+        used = peak - before
+        bench.rows.append(
+            {"part": "memory", "case": f"D {dimension:,}, N {clients}", "work": "step",
+             "bytes": used, "allowed": allowed, **numbers}
+        )  # fmt: skip
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Bytes in use now: of the device, or of this process (Linux)."""
+    return _memory(device, "VmRSS", torch.cuda.memory_allocated)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    return _memory(device, "VmHWM", torch.cuda.max_memory_allocated)
+
+
+def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> int | None:
+    if device.type == "cuda":
+        return of_cuda(device)
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(rf"{key}:\s*(\d+) kB", status):
+            return 1024 * int(found[1])
+    return None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
+    """Positions and whole messages of one client, both ways, at the paper's size."""
+    deltas_ND, _ = _drifting(dimension, 1, "cpu")
+    sizes = [dimension // 2, dimension - dimension // 2]
+    for name in ("TCS", "TCS-Q5", "TCS-Q5+"):
+        scheme = Scheme.named(name)
+        compressor = Compressor(scheme, sizes, 1)
+        compressor.step(deltas_ND)
+        known = compressor.known
+        known.begin()
+        shared_K, own_K = known.shared_K, compressor.clients[0].own_positions(deltas_ND[0].roll(7))
+        intended = deltas_ND[0][torch.cat([shared_K, own_K])]
+        wire, message = known.up, Message.of(intended, own_K, scheme.value_bits)
+        data = encode_message(message, wire)
+        works: dict[str, Any] = {
+            "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),
+            "encode": lambda m=message, w=wire: encode_message(m, w),
+            "decode": lambda d=data, w=wire, s=shared_K: decode_message(d, w, s),
+        }
+        if name == "TCS":
+            bits = encode_positions(own_K, dimension, 512)
+            works = works | {
+                "encode positions": lambda o=own_K: encode_positions(o, dimension, 512),
+                "decode positions": lambda b=bits: decode_positions(b, dimension, 512),
+            }
+        bench.measure("codecs", name, works, dimension=dimension, bytes=len(data))
+
+
+_GROWTH_N = (2, 5, 10, 20, 40)
+_GROWTH_D = (10**5, 10**6, 10**7, 10**8)
+BENCHES: dict[str, list[Any]] = {
+    "round": [
+        lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS", "resnet18", 16, 64, turns=5),
+        lambda b: bench_round(b, "TCS", "resnet8", 32, 16, 1, turns=2, size=16),  # cpu.yaml
+        lambda b: bench_round(b, "TCS", "conv3", 8, 8, 1, turns=15, size=8),  # quick.yaml
+        lambda b: bench_round(b, "TCS", "resnet8", 8, 8, 1, turns=15, size=8),
+        lambda b: bench_round(b, "TCS", "resnet8", 4, 4, 1, turns=15, size=8),
+    ],
+    "paper": [  # for a GPU, if asked for
+        lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
+        lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
+        lambda b: bench_step(b, 11_173_962, 10),
+    ],
+    "compiled": [lambda b: bench_compiled(b, "resnet18", 32, 64)],
+    "step": [lambda b: bench_step(b, 11_173_962, 10)],
+    "codecs": [bench_codecs],
+    "growth": [lambda b, n=n: bench_step(b, 10**6, n, textbook=False) for n in _GROWTH_N]
+    + [lambda b, d=d: bench_step(b, d, 2, textbook=False) for d in _GROWTH_D],
+}
+
+
+USUAL = [part for part in BENCHES if part != "paper"]
+
+
+def run_benches(
+    parts: Iterable[str] = tuple(USUAL), repeat: int = 7, device: str = "auto",
+    precision: str = "fp32", threads: int | None = None, results: str | Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the named parts; the record, also written to results/bench/. Takes minutes.
+
+    Raises ValueError for an unknown part.
+    """
+    reject_unknown(parts, BENCHES, "part")
+    config = RunConfig(
+        Scheme.named("TCS"), device=device, precision=cast(Any, precision), threads=threads,
+        profile="bench",
+    )  # fmt: skip
+    bench = Bench(repeat, device, precision)
+    cases = [case for part in parts for case in BENCHES[part]]
+    with _arithmetic(threads):
+        for case in tqdm(cases, desc="bench", leave=False, disable=not sys.stderr.isatty()):
+            case(bench)
+        made = provenance(config) | {"precision": precision, "cores": os.cpu_count()}
+    record = {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
+    device_name = re.sub(r"\W+", "-", made["device"]).strip("-")
+    name = f"{device_name}-{precision}-{'-'.join(parts)}.json"
+    write_json(results_folder("bench", results) / name, record)
+    return record
+
+
+def bench_table(record: dict[str, Any]) -> pd.DataFrame:
+    """A bench record as a person reads it: milliseconds, and each work over the case's first."""
+    rows, first = [], dict[tuple, float]()
+    for row in record["rows"]:
+        if "median" not in row:
+            continue
+        case = (row["part"], row["case"])
+        base = first.setdefault(case, row["median"])
+        spread = f"{1e3 * row['low']:,.4g} – {1e3 * row['high']:,.4g}"
+        rows.append(
+            {"Case": f"{row['part']}: {row['case']}", "Work": row["work"],
+             "Median, ms": f"{1e3 * row['median']:,.4g}", "Quartiles": spread,
+             "Over the first": f"{row['median'] / base:.3f}", "n": str(row["n"])}
+        )  # fmt: skip
+    return pd.DataFrame(rows)

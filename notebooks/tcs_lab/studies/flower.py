@@ -1,0 +1,118 @@
+"""TCS in Flower: `tcs_core.Client` in a ClientApp, `tcs_core.Server` in a ServerApp; what travels is
+the messages' bytes. It needs Flower (`uv run --extra flower`), so that `import tcs_lab` leaves it out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid, ServerApp
+
+from tcs_lab.studies.nodes import Job, Node, Rounds
+
+MakeJob = Callable[[Mapping[str, Any]], Job]  # from Flower's run configuration
+
+
+def to_record(fields: Mapping[str, Any]) -> RecordDict:
+    """Bytes as arrays of uint8, without numpy's header; all else as Flower's configuration."""
+    data = {key: value for key, value in fields.items() if isinstance(value, bytes)}
+    arrays = {key: Array("uint8", (len(value),), "tcs", value) for key, value in data.items()}
+    said = {key: value for key, value in fields.items() if key not in data}
+    return RecordDict({"data": ArrayRecord(arrays), "said": ConfigRecord(said)})
+
+
+def of_record(record: RecordDict) -> dict[str, Any]:
+    return dict(record.config_records["said"]) | {
+        key: array.data for key, array in record.array_records["data"].items()
+    }
+
+
+def size_of(record: RecordDict) -> int:
+    """As Flower counts it."""
+    return sum(part.count_bytes() for part in record.values())
+
+
+def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
+    """A node's app, with Flower's own mods around it (they must not change the message's bytes).
+
+    The node's file is partition-<id>.pt in the folder `tcs-folder` of the node's configuration,
+    or of the run's. Flower's `context.state` has its name and checksum."""
+
+    def node_of(context: Context) -> Node:
+        number = int(context.node_config["partition-id"])
+        folder = context.node_config.get("tcs-folder") or context.run_config["tcs-folder"]
+        kept = context.state.config_records.get("tcs")
+        mark = str(kept["checksum"]) if kept else ""
+        job, path = make_job(context.run_config), Path(str(folder)) / f"partition-{number}.pt"
+        return Node(job, number, path, context.run_id, mark)
+
+    def answer(message: Message, context: Context, work: Any = None) -> Message:
+        node = node_of(context)
+        said = node.answer(work(node, of_record(message.content)) if work else None)
+        if node.marks:
+            kept = {"file": node.path.name, "checksum": node.marks[-1]}
+            context.state["tcs"] = ConfigRecord({**kept})
+        return Message(to_record(said), reply_to=message)
+
+    app = ClientApp(mods=mods)
+    app.query()(answer)
+    app.train()(lambda message, context: answer(message, context, Node.train))
+    app.evaluate()(lambda message, context: answer(message, context, Node.end))
+    return app
+
+
+def server_app(make_job: MakeJob) -> ServerApp:
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        job = make_job(context.run_config)
+        rounds, rows = Rounds(job), []
+        for _ in range(job.rounds):
+            rounds.begin()
+            rows.append(ask(grid, rounds, "train"))
+            rounds.finish()
+            rows[-1]["down"] = len(rounds.reply)
+        rounds.answers.clear()
+        rows.append(ask(grid, rounds, "evaluate"))
+        rounds.flat.put(rounds.flat.views(rounds.theta_D))
+        job.done(rounds.model, rows)
+
+    return app
+
+
+def ask(grid: Grid, rounds: Rounds, kind: str) -> dict[str, int]:
+    """Orders to all nodes till enough have answered. One that joins or fails on the way is first
+    asked where it stands. Returns bytes: all messages', and what Flower counts both ways."""
+    job, start = rounds.job, time.monotonic()
+    row = {"round": rounds.here.round, "Flower up": 0, "Flower down": 0}
+    out: dict[str, int] = {}  # nodes that are asked, by message
+    while len(rounds.answers) < job.clients:
+        enough = len(rounds.answers) >= (job.least or job.clients)
+        if enough and time.monotonic() - start > job.patience:
+            break
+        for node in set(grid.get_node_ids()) - set(out.values()):
+            if rounds.wants(node):
+                content = to_record(rounds.order(node) if rounds.knows(node) else {})
+                row["Flower down"] += size_of(content)
+                message = Message(content, node, kind if rounds.knows(node) else "query")
+                out |= dict.fromkeys(grid.push_messages([message]), node)
+        for reply in grid.pull_messages(list(out)):
+            node = out.pop(reply.metadata.reply_to_message_id)
+            if not reply.has_error():
+                row["Flower up"] += size_of(reply.content)
+                rounds.take(node, of_record(reply.content))
+            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                raise RuntimeError(f"round {rounds.here.round}: {reply.error.reason}")
+            else:  # the node is gone, or its process was killed
+                print(f"node {node}: {reply.error.reason}", flush=True)
+                rounds.stands.pop(node, None)
+        time.sleep(0.1)
+    row["up"] = sum(map(len, rounds.answers.values()))
+    return row

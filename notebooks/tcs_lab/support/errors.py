@@ -1,0 +1,118 @@
+"""Errors: what the one line about bad input shows of it."""
+
+from __future__ import annotations
+
+import contextlib
+import reprlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+import tcs_core
+from tcs_lab.support.places import LAB
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 10
+
+
+def shown(value: Any) -> str:
+    """repr, but short whatever the value is: YAML can hold huge ones."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python prints no int of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def cut(text: str) -> str:
+    """At most 120 characters of a text."""
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> None:
+    """ValueError that lists what is unknown among `given`, and all that is known."""
+    unknown = sorted(k if isinstance(k, str) else shown(k) for k in set(given) - set(known))
+    if unknown:
+        found = ", ".join(map(cut, unknown[:20]))
+        raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
+
+
+def validated(kind: Any, given: Any, source: object, strict: bool | None = None) -> Any:
+    """`given` as a pydantic model or type; ValueError in one line: the source, the place, what is
+    wrong."""
+    try:
+        return TypeAdapter(kind).validate_python(given, strict=strict)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    place = "".join(f"{_step(step)}: " for step in first["loc"])
+    if first["type"] == "value_error":  # of a check of the model's own, which names the value
+        raise ValueError(f"{source}: {place}{first['ctx']['error']}")
+    raise ValueError(f"{source}: {place}got {shown(first['input'])}; {first['msg']}")
+
+
+def _step(step: str | int) -> str:
+    """One step of the way to a value; of a list, its place as a person counts."""
+    return f"value {step + 1}" if isinstance(step, int) else cut(step)
+
+
+def text_hint(name: str, given: Any, fits: Callable[[Any], Any]) -> str:
+    """For a text where something else is meant: how to say it, if what stands in the text `fits`
+    (does not raise). Else nothing."""
+    if not isinstance(given, str) or len(given) > 200:
+        return ""
+    with contextlib.suppress(Exception):
+        fits(float(given))
+        return " (YAML reads 1e-3 as text: write 1.0e-3)"
+    with contextlib.suppress(Exception):  # tags of YAML raise many kinds
+        fits(yaml.safe_load(given))
+        return f' (papermill\'s -p hands that on as text: write -y "{name}: {given}")'
+    return ""
+
+
+# In a notebook ────────────────────────────────────────────────────────────────────────────────────
+
+_OURS = (str(Path(tcs_core.__file__)), str(LAB))  # where refusals are raised
+
+
+def short_errors() -> None:
+    """In a notebook, from here on: one line where the package refuses a value, where a claim does
+    not hold, and where a name is missing in a cell; `%tb` shows the whole way to it.
+
+    Errors in functions of the reader's own, and in other libraries, keep their traceback."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        shell.set_custom_exc((ValueError, AssertionError, NameError), _show)
+
+
+def _show(shell: Any, kind: type, error: Exception, trace: TracebackType, **_: Any) -> None:
+    """IPython's handler of these exceptions."""
+    line = _instead(error, trace)
+    if line is None:
+        shell.showtraceback((kind, error, trace))
+        return
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
+    shell._showtraceback(kind, error, [f"\x1b[1m{line}\x1b[0m  (%tb: the whole traceback)"])
+
+
+def _instead(error: Exception, trace: TracebackType) -> str | None:
+    """The line in place of a traceback; None if that should be seen."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if isinstance(error, NameError):
+        of_a_cell = trace.tb_frame.f_globals is trace.tb_frame.f_locals
+        missing = f"{error.name}: missing; the cells above make it, first of all that of parameters"
+        return missing if of_a_cell else None
+    refused = code.co_filename.startswith(_OURS) and str(error)
+    return one_line(error) if refused else None

@@ -1,0 +1,26 @@
+"""Records as numbers, tables and figures: what was sent, intervals, models of accuracy, Markdown.
+
+Here belongs a new figure, and whatever computes a number from records. What a number means for a
+claim belongs to `evidence`.
+"""
+
+from tcs_lab.support.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "tables": (
+            "CONFIDENCE NO_GAP Record bits_per_parameter half_interval markdown mean_interval "
+            "measured number paper_factor participants plain_markdown readable save_table summary "
+            "times traffic turns unbroken welch_interval with_every_seed with_interval"
+        ),
+        "figures": (
+            "COLOURS DASHES LOOK MARKERS accuracy_figure curve_style label_ends label_points "
+            "megabytes_figure name_pair plain_log save_figure series_style text_colour"
+        ),
+        "analysis": "Comparison Estimate holm minus",
+        "verdicts": (
+            "CONTRADICTED NOT_MEASURED OPEN SUPPORTED WORDS read_verdicts verdict_on write_verdicts"
+        ),
+    },
+)

@@ -1,0 +1,86 @@
+"""What each notebook has found, as data: results/verdicts/<notebook>.json.
+
+A notebook writes its file when it runs to its end with its own parameters. Sentences about the
+paper and README read these files; nobody reads what a notebook has printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, StringConstraints
+
+from tcs_lab.support.errors import validated
+from tcs_lab.support.files import write_json
+from tcs_lab.support.places import ROOT
+
+# The one vocabulary of verdicts; `evidence.claims` adds one word for what is counted.
+SUPPORTED, CONTRADICTED, OPEN, NOT_MEASURED = WORDS = (
+    "supported",
+    "contradicted",
+    "open",
+    "not measured",
+)
+VERDICTS_FOLDER = ROOT / "results" / "verdicts"
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class NotebookVerdicts(BaseModel, extra="forbid"):
+    """A file of results/verdicts: the notebook's parameters, and the verdict on each statement."""
+
+    parameters: dict[str, Any]
+    verdicts: dict[Text, Literal["supported", "contradicted", "open", "not measured"]]
+
+
+def read_verdicts(notebook: str, folder: Path | None = None) -> NotebookVerdicts | None:
+    """What the notebook has written; None if it has not run yet. ValueError for a broken file."""
+    path = (folder or VERDICTS_FOLDER) / f"{notebook}.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        way = f"execute the notebook {notebook} again, or restore the file"
+        raise ValueError(f"{path}: this is not JSON ({error}): {way}") from None
+    return validated(NotebookVerdicts, content, path)
+
+
+def write_verdicts(
+    notebook: str, parameters: Mapping[str, Any], verdicts: Mapping[str, str],
+    folder: Path | None = None,
+) -> None:  # fmt: skip
+    """Keep the verdicts of a notebook that ran with its own parameters.
+
+    Statements that the file has and that are missing here stay, since a reader may have run a part
+    of the notebook. An unchanged file is not touched. Where the folder can't be written to, one
+    line is printed and the notebook goes on.
+    """
+    path, kept = (folder or VERDICTS_FOLDER) / f"{notebook}.json", read_verdicts(notebook, folder)
+    merged = verdicts if kept is None else kept.verdicts | dict(verdicts)
+    content = {"parameters": dict(parameters), "verdicts": dict(sorted(merged.items()))}
+    if kept is not None and kept.model_dump() == content:
+        return
+    try:
+        write_json(path, content)
+    except OSError as error:
+        print(f"The verdicts of this notebook were not saved: {error}.")
+
+
+def verdict_on(notebook: str, statement: str, folder: Path | None = None) -> str:
+    """The verdict of a notebook on one of its statements; "not measured" before it has run.
+
+    ValueError if the notebook has run and makes no such statement.
+    """
+    found = read_verdicts(notebook, folder)
+    if found is None:
+        return NOT_MEASURED
+    if statement not in found.verdicts:
+        allowed = "; ".join(found.verdicts) or "nothing, since it has no statement"
+        raise ValueError(f"{notebook}: got the statement {statement!r}, allowed: {allowed}")
+    return found.verdicts[statement]

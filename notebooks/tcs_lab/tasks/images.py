@@ -1,0 +1,580 @@
+"""Data: synthetic images, CIFAR-10, class folders; partitions; batches on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sys
+import tarfile
+import unicodedata
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from tcs_lab.support.errors import cut, one_line, shown
+from tcs_lab.support.files import alone, cache_folder, write_whole
+
+# Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
+# a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is the sha256 of
+    all of them, also of those that `first` leaves out; of resized images, of what is left.
+    `unused_...` are training images that no client has, where they are kept for the last test."""
+
+    label: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    fingerprint: str
+    classes: int = 10
+    unused_images: Tensor | None = None
+    unused_labels: Tensor | None = None
+
+    def first(self, train: int | None, test: int | None, keep_unused: bool = False) -> Dataset:
+        """Only the first so many samples; with `keep_unused`, the other training images are kept
+        apart. ValueError if there are fewer, or if none are left to be kept."""
+        counts = {
+            "train_samples": (train, self.train_labels),
+            "test_samples": (test, self.test_labels),
+        }
+        for key, (want, labels) in counts.items():
+            if want is not None and want > len(labels):
+                most = f"at most {len(labels)} ({self.label})"
+                raise ValueError(f"{key}: got {want}, allowed: {most}")
+        unused: dict[str, Any] = {}
+        if keep_unused:
+            if train is None or train == len(self.train_labels):
+                raise ValueError(f"test_unused: no training image of {self.label} is left unused")
+            unused = {
+                "unused_images": self.train_images[train:],
+                "unused_labels": self.train_labels[train:],
+            }
+        return replace(
+            self, train_images=self.train_images[:train], train_labels=self.train_labels[:train],
+            test_images=self.test_images[:test], test_labels=self.test_labels[:test], **unused,
+        )  # fmt: skip
+
+    def resized(self, size: int | None) -> Dataset:
+        """Images of size x size pixels, each the mean of an area; None: as they are. Training takes
+        that much less arithmetic. ValueError for more pixels than there are."""
+        side = min(self.train_images.shape[1:3])
+        if size is None or (size, size) == self.train_images.shape[1:3]:
+            return self
+        if type(size) is not int or not 1 <= size <= side:
+            raise ValueError(f"image_size: got {size!r}, allowed: 1 to {side} ({self.label})")
+        label = f"{self.label}, {size} x {size}"
+        arrays = [_areas(self.train_images, size), self.train_labels]
+        arrays += [_areas(self.test_images, size), self.test_labels]
+        if self.unused_images is not None and self.unused_labels is not None:
+            arrays += [_areas(self.unused_images, size), self.unused_labels]
+        return _dataset(label, *arrays, classes=self.classes)
+
+
+def _areas(images: Tensor, size: int) -> Tensor:
+    """(n, h, w, 3) to (n, size, size, 3) uint8, each pixel the mean of the area it stands for."""
+    pieces = [i.permute(0, 3, 1, 2).float() for i in images.split(1000)]
+    means = [F.adaptive_avg_pool2d(piece, size).round().byte() for piece in pieces]
+    return torch.cat(means).permute(0, 2, 3, 1).contiguous()
+
+
+def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
+    tensors = [torch.as_tensor(a) for a in arrays]
+    train, labels, test, test_labels, *unused = tensors
+    sealed = _fingerprint(tensors)
+    return Dataset(label, train, labels, test, test_labels, sealed, classes, *unused)
+
+
+def _fingerprint(tensors: list[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha.update(tensor.contiguous().numpy().data)
+    return sha.hexdigest()
+
+
+# Sources ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
+    """A data set by name: "synthetic", "synthetic-compare", "cifar10" or "folder".
+
+    `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or
+    tar of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
+    Raises ValueError or FileNotFoundError that say what is wrong and what to do.
+    """
+    if name == "synthetic":
+        return synthetic_dataset()
+    if name == "synthetic-compare":
+        return synthetic_dataset(**SYNTHETIC_COMPARE)
+    if name == "cifar10":
+        return _cifar10(_user_path(root) if root else cache_folder() / "cifar10", label)
+    if name == "folder":
+        return _folder_dataset(root, label)
+    raise ValueError(
+        f"dataset: got {name!r}, allowed: synthetic, synthetic-compare, cifar10, folder"
+    )
+
+
+def _user_path(root: str | Path) -> Path:
+    try:
+        return Path(root).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"data_root: {shown(str(root))}: {error}") from error
+
+
+# The images of the track on which methods are compared (params/compare.yaml).
+SYNTHETIC_COMPARE: dict[str, Any] = {
+    "train": 48000, "test": 1000, "seed": 2026, "kinds": 20, "other": 0.5, "noise": 1.0,
+    "label": "synthetic (compare)",
+}  # fmt: skip
+
+
+def synthetic_dataset(
+    train: int = 8000, test: int = 2000, seed: int = 2021, kinds: int = 1, other: float = 0.8,
+    noise: float = 1.5, label: str = "synthetic",
+) -> Dataset:  # fmt: skip
+    """Ten classes of 32x32 RGB images, made from a seed.
+
+    A class has so many `kinds` of images, and each kind is a smooth pattern. An image is one of its
+    class's patterns, shifted by up to 4 pixels and perhaps mirrored, over a fainter pattern of any
+    class, with noise. `other` and `noise` are the strengths of these two beside its own pattern.
+    With more kinds a network needs more images of each class before it knows the class.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(10 * kinds, 3, 6, 6, generator=generator)
+    patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
+    patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
+    which = torch.randint(0, 10 * kinds, (train + test,), generator=generator)
+    strengths = other, noise
+    parts = [_synthetic_images(patterns, part, generator, *strengths) for part in which.split(1000)]
+    halves = [t for i in (torch.cat(parts), which // kinds) for t in i.split([train, test])]
+    return _dataset(label, halves[0], halves[2], halves[1], halves[3])
+
+
+def _synthetic_images(
+    patterns: Tensor, which: Tensor, generator: torch.Generator, other: float, noise: float
+) -> Tensor:
+    """(n, 32, 32, 3) uint8 images of these patterns, of all patterns (10 kinds, 32, 32, 3)."""
+    count = len(which)
+
+    def shifted(chosen: Tensor) -> Tensor:
+        offset = torch.randint(-4, 5, (count, 2, 1), generator=generator)
+        rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
+        mirror = torch.rand(count, 1, generator=generator) < 0.5
+        columns = torch.where(mirror, columns.flip(1), columns)
+        pixels = (32 * chosen[:, None, None] + rows[:, :, None]) * 32 + columns[:, None, :]
+        return F.embedding(pixels, patterns.reshape(-1, 3))
+
+    others = torch.randint(0, len(patterns), (count,), generator=generator)
+    grain = torch.randn(count, 32, 32, 3, generator=generator)
+    mixed = shifted(which).add_(shifted(others).mul_(other))
+    mixed.add_(grain.mul_(noise))
+    return mixed.mul_(32).add_(128).round_().clamp_(0, 255).byte()
+
+
+def _cifar10(root: Path, label: str | None) -> Dataset:
+    from torchvision.datasets import CIFAR10
+
+    try:
+        with alone(
+            root, f"the download into {root}"
+        ):  # two downloads into one folder spoil each other
+            parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
+    except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
+        raise ValueError(
+            f"dataset cifar10: {root} holds no whole CIFAR-10 and the download failed ({error}). "
+            f"Delete a partial file there and try again with a network; or put "
+            f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) there; or use dataset: synthetic"
+        ) from error
+    arrays = [a for part in parts for a in (part.data, np.asarray(part.targets, np.int64))]
+    return _dataset(label or "CIFAR-10", *arrays)
+
+
+MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
+MAX_DATASET_BYTES = 4 << 30  # of all images, decoded
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")  # Pillow knows others that start programs
+PARTS = ("train", "test")
+LAYOUT = "train/<class>/<image> and test/<class>/<image>"
+# What computers put beside images; nothing with a dot in front is looked at, either.
+LITTER = {"__MACOSX", "Thumbs.db", "desktop.ini", "Icon\r", "@eaDir"}
+
+
+def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
+    """Class folders, or a tar of them, decoded once into the cache. They may stand in a single
+    folder inside, as archives often have it."""
+    if root is None:
+        raise ValueError(f"data_root: got None, allowed: a folder or tar of {LAYOUT}")
+    path = _user_path(root)
+    if not path.exists():
+        raise FileNotFoundError(f"data_root: {path} does not exist")
+    named = path.resolve().name
+    path = _with_parts(path) if path.is_dir() else path
+    cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
+    label = label or named.lstrip(".").split(".")[0]
+    if found := _read_cached(cached, label):
+        return found
+    with alone(cached, f"the images in {path}"):
+        if found := _read_cached(cached, label):
+            return found
+        files = _tar_files(path) if path.is_file() else _folder_files(path)
+        dataset = _decode_files(files, path, label)
+        arrays: dict[str, Any] = {k: getattr(dataset, k).numpy() for k in _ARRAYS}
+        sealed: dict[str, Any] = {"fingerprint": dataset.fingerprint, "classes": dataset.classes}
+        write_whole(cached, lambda f: np.savez(f, **arrays, **sealed))
+        return dataset
+
+
+def _with_parts(root: Path) -> Path:
+    """The folder that holds train/ and test/: the root, or the one folder inside that does.
+    ValueError says what is there instead."""
+    if any((root / part).is_dir() for part in PARTS):
+        return root
+    folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not _litter(f.name)]
+    inside = [folder for folder in folders if (folder / PARTS[0]).is_dir()]
+    if len(inside) == 1:
+        return inside[0]
+    names = shown([folder.name for folder in inside or folders])
+    what = "several folders with a train/ in them" if inside else "no train/ and no test/, but"
+    way_out = "the folder above it" if root.resolve().name in PARTS else f"a folder of {LAYOUT}"
+    raise ValueError(f"data_root: {root} has {what} {names}; allowed: {way_out}")
+
+
+def _litter(name: str) -> bool:
+    """Whether a file or folder belongs to somebody's computer, not to a data set."""
+    return name.startswith(".") or name in LITTER
+
+
+_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+def _read_cached(path: Path, label: str) -> Dataset | None:
+    """The decoded data set, or None if there is no file, or not the one that was written."""
+    try:
+        with np.load(path, allow_pickle=False) as z:
+            dataset = _dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
+            return dataset if dataset.fingerprint == str(z["fingerprint"]) else None
+    except Exception:
+        return None
+
+
+def _source_key(path: Path) -> str:
+    """Changes when the source does: a tar's content; a folder's names, sizes and times."""
+    if path.is_file():
+        with path.open("rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()[:32]
+    sha, inside = hashlib.sha256(), path.resolve()
+    for file in _below(path, "**/*"):
+        if not file.exists() or not file.resolve().is_relative_to(inside):
+            where = file.relative_to(path).as_posix()
+            raise ValueError(
+                f"{path}: {where!r} is a link that leads nowhere, or outside; put the file there, "
+                "or a tar made with --dereference"
+            )
+        status = file.stat()
+        sha.update(os.fsencode(file.relative_to(path)))
+        sha.update(f" {status.st_size} {status.st_mtime_ns}\n".encode())
+    return sha.hexdigest()[:32]
+
+
+def _below(root: Path, pattern: str) -> list[Path]:
+    """What is in train/ and test/, but for litter and what is in it; sorted."""
+    found = sorted(file for part in PARTS for file in (root / part).glob(pattern))
+    return [f for f in found if not any(map(_litter, f.relative_to(root).parts))]
+
+
+def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
+    for file in _below(root, "*/**/*"):
+        if file.is_file():
+            _check_size(str(file), file.stat().st_size)
+            yield file.relative_to(root).as_posix(), file.read_bytes()
+
+
+class _Member(tarfile.TarInfo):
+    """Of any member, also one that only holds a long name, the declared size is checked first."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Any:
+        member = super().frombuf(buf, encoding, errors)
+        _check_size(member.name, member.size)
+        return member
+
+
+def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Regular files of an archive, any compression; nothing is unpacked to disk."""
+    if zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: is a zip archive, allowed: a folder (unpack it), or a tar")
+    try:
+        with tarfile.open(path, tarinfo=_Member) as archive:
+            seen = set()
+            for member in archive:
+                if member.isdir():
+                    continue
+                if (name := member.name.removeprefix("./")) in seen:
+                    raise ValueError(f"{name!r} stands in it twice")
+                seen.add(name)
+                if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
+                    raise ValueError(f"{member.name!r} is a link or points outside")
+                _check_size(member.name, member.size)  # what an extended header says of it
+                file = cast(IO[bytes], archive.extractfile(member))  # it is a regular one
+                yield name, file.read()
+            archive.fileobj.seek(archive.offset)
+            end = archive.fileobj.read(1 << 20)  # reading on to the end checks a compressed stream
+            if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
+                raise EOFError("no end-of-archive mark")
+    except Exception as error:  # tarfile, zlib, lzma and bz2 raise many kinds
+        why = cut(one_line(error))
+        raise ValueError(f"{path}: not a whole tar archive of images ({why})") from error
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{name}: {size} bytes, allowed: at most {MAX_IMAGE_BYTES}")
+
+
+def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
+    """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order, samples in a
+    fixed random one, so that the first n are of all classes."""
+    found = list(_decoded(files, source))
+    classes = _classes(found, source)
+    arrays: list[np.ndarray] = []
+    for part in PARTS:
+        own = sorted((e for e in found if e[0] == part), key=lambda entry: entry[1:3])
+        order = torch.randperm(len(own), generator=torch.Generator().manual_seed(0))
+        own = [own[i] for i in order.tolist()]
+        arrays.append(np.stack([pixels for *_, pixels in own]))
+        arrays.append(np.array([classes.index(c) for _, c, _, _ in own], np.int64))
+    return _dataset(label, *arrays, classes=len(classes))
+
+
+def _decoded(
+    files: Iterable[tuple[str, bytes]], source: Path
+) -> Iterator[tuple[str, str, str, np.ndarray]]:
+    """(train or test, class, file name, pixels) of every image; all of one size. A class is its
+    name, however its accents are spelled in Unicode."""
+    shape, size, places, others = None, 0, set[str](), list[str]()
+    bar = {"desc": f"decoding {source.name}", "unit": " images", "leave": False}
+    for name, content in tqdm(files, **bar, disable=not sys.stderr.isatty()):
+        place, words = _placed(name)
+        if len(words) < 3 or any(map(_litter, words)):
+            others.append(name)
+            continue
+        part, kind, *rest = words
+        if len(rest) > 1:
+            raise ValueError(f"{source}: {name}: allowed: {part}/<class>/<image>, no deeper")
+        places.add(place)
+        if len(places) > 1:
+            found = shown([f"{where}{PARTS[0]}/" for where in sorted(places)])
+            raise ValueError(f"{source}: images in several places, {found}; allowed: one")
+        pixels = _decode_image(f"{source}: {name}", content)
+        shape = shape or pixels.shape
+        if pixels.shape != shape:
+            got = f"size {pixels.shape}, allowed: {shape}, as the first"
+            raise ValueError(f"{source}: {name}: {got}")
+        size += pixels.nbytes
+        if size > MAX_DATASET_BYTES:
+            raise ValueError(f"{source}: allowed: at most {MAX_DATASET_BYTES} bytes, decoded")
+        yield part, unicodedata.normalize("NFC", kind), rest[0], pixels
+    if not places:
+        raise ValueError(
+            f"{source}: no {LAYOUT} in it, but {shown(others) if others else 'nothing'}"
+        )
+
+
+def _placed(name: str) -> tuple[str, list[str]]:
+    """Where train/ and test/ are, "" or "folder/", and the words of a file's name from there on:
+    none if it is in neither."""
+    words = name.split("/")
+    if words[0] in PARTS:
+        return "", words
+    if words[1:] and words[1] in PARTS:
+        return f"{words[0]}/", words[1:]
+    return "", []
+
+
+def _classes(found: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
+    """The names of the classes, which train and test must share; ValueError says what is there."""
+    train, test = ({c for p, c, *_ in found if p == part} for part in PARTS)
+    lonely = {"train": train - test, "test": test - train}
+    for part, names in lonely.items():
+        if names:
+            what = f"classes without an image in the other part: {shown(sorted(names))} in {part}/"
+            raise ValueError(f"{source}: {what}; allowed: the same two or more, as {LAYOUT}")
+    if len(train) < 2:
+        raise ValueError(
+            f"{source}: images of {len(train)} classes {sorted(train)}, allowed: two or more, "
+            f"as {LAYOUT}"
+        )
+    return sorted(train)
+
+
+def _decode_image(name: str, content: bytes) -> np.ndarray:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+            if max(image.size) > MAX_IMAGE_SIDE:
+                raise ValueError(f"{image.size} pixels, allowed: {MAX_IMAGE_SIDE} a side at most")
+            if image.mode != "RGB":
+                raise ValueError(f"mode {image.mode}, allowed: RGB")
+            return np.asarray(image, np.uint8)
+    except UnidentifiedImageError:  # its own words show an object's address
+        kinds = ", ".join(IMAGE_FORMATS)
+        raise ValueError(f"{name}: is no image, allowed: {kinds}; move it elsewhere") from None
+    except Exception as error:  # Pillow's decoders raise many kinds
+        raise ValueError(f"{name}: not a readable RGB image ({cut(one_line(error))})") from error
+
+
+# Partition ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def partition(
+    labels: Tensor, clients: int, alpha: float | None, generator: torch.Generator
+) -> Tensor:
+    """Disjoint, equally many samples for every client: (N, floor(n / N)) int64.
+
+    `alpha` None deals them out at random (IID). Otherwise a client's classes follow its own draw
+    from a Dirichlet distribution with that alpha, as far as samples of the class are left.
+    """
+    own = len(labels) // clients
+    order = torch.randperm(len(labels), generator=generator)
+    if alpha is None:
+        return order[: own * clients].view(clients, own)
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    rng, shuffled = np.random.default_rng(seed), labels[order].numpy()
+    classes = int(labels.max()) + 1
+    pools = [order[torch.from_numpy(shuffled == c)] for c in range(classes)]
+    used = np.zeros(classes, np.int64)
+    sizes = np.array([len(pool) for pool in pools])
+    rows = []
+    for _ in range(clients):
+        share = rng.dirichlet(np.full(classes, alpha))
+        counts = _class_counts(share, sizes - used, own, rng)
+        rows.append(torch.cat([p[u : u + c] for p, u, c in zip(pools, used, counts, strict=True)]))
+        used += counts
+    return torch.stack(rows)
+
+
+def _class_counts(
+    share: np.ndarray, left: np.ndarray, need: int, rng: np.random.Generator
+) -> np.ndarray:
+    """How many of each class: drawn by `share`, redrawn over the rest where a class runs out."""
+    counts = np.zeros_like(left)
+    while (missing := need - counts.sum()) > 0:
+        open_share = np.where(left > counts, share + 1e-12, 0.0)
+        drawn = rng.multinomial(missing, open_share / open_share.sum())
+        counts = np.minimum(counts + drawn, left)
+    return counts
+
+
+# Batches on the device ────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A client's samples (M,), in order, each with its crop offset (2,) and its flip; or those of
+    several clients (N, M)."""
+
+    samples: Tensor
+    crops: Tensor
+    flips: Tensor
+
+    @staticmethod
+    def of(samples_M: Tensor, need: int, generator: torch.Generator, padding: int = 4) -> Draws:
+        """`need` draws without replacement from a client's samples."""
+        order = torch.randperm(len(samples_M), generator=generator)[:need]
+        crops = torch.randint(0, 2 * padding + 1, (need, 2), generator=generator)
+        return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
+
+    @staticmethod
+    def stacked(several: list[Draws]) -> Draws:
+        """Those of several clients, in memory of their own."""
+        parts = zip(*(vars(draws).values() for draws in several), strict=True)
+        return Draws(*(torch.stack(part) for part in parts))
+
+    def flat(self) -> Draws:
+        """Of several clients, one after another."""
+        return Draws(*(tensor.flatten(0, 1) for tensor in vars(self).values()))
+
+    def __getitem__(self, which: Any) -> Draws:
+        return Draws(self.samples[which], self.crops[which], self.flips[which])
+
+    def to(self, device: torch.device) -> Draws:
+        return Draws(*(t.to(device) for t in (self.samples, self.crops, self.flips)))
+
+
+class Batches:
+    """A data set on the training device: augmented training batches, plain test batches. Training
+    images that no client has, where they are kept, stand behind the test images."""
+
+    def __init__(self, data: Dataset, device: torch.device, padding: int = 4):
+        pixels = data.train_images.numpy().reshape(-1, 3)
+        part = pixels[:: max(1, len(pixels) // 4_000_000)].astype(np.float64)
+        self.mean = self._everywhere(part.mean(0), data, device)
+        self.scale = self._everywhere(1 / np.maximum(part.std(0), 1.0), data, device)
+        self.padding = padding
+        padded = F.pad(data.train_images.to(device), (0, 0, *[padding] * 4))
+        self.padded = padded.contiguous()  # (n, h + 2 padding, w + 2 padding, 3) uint8
+        self.train_labels = data.train_labels.to(device)
+        tests = [(data.test_images, data.test_labels)]
+        if data.unused_images is not None and data.unused_labels is not None:
+            tests.append((data.unused_images, data.unused_labels))
+        images, labels = zip(*tests, strict=True)
+        self.test_count = len(data.test_labels)  # without those that no client has
+        self.test_images = torch.cat(images).to(device)
+        self.test_labels = torch.cat(labels).to(device)
+
+    @staticmethod
+    def _everywhere(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:
+        """A number a colour as (h, w, 3): broadcasting three at a time takes six times as long."""
+        numbers = torch.tensor(colours, dtype=torch.float32, device=device)
+        return numbers.expand(data.train_images.shape[1:]).contiguous()
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
+        return pixels.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)
+
+    def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
+        count, height, width, colours = self.padded.shape
+        around = 2 * self.padding
+        lines, pixels = height - around, width - around
+        most = ((count - 1) * height + around) * width + around  # a crop starts there
+        crops = self.padded.as_strided(
+            (most + 1, lines, pixels * colours), (colours, width * colours, 1)
+        )
+        starts = (draws.samples * height + draws.crops[:, 0]) * width + draws.crops[:, 1]
+        images = crops.index_select(0, starts).view(-1, lines, pixels, colours)
+        images = _mirrored(images, draws.flips)
+        return self.normalized(images), self.train_labels[draws.samples]
+
+    def test(self, part: slice) -> tuple[Tensor, Tensor]:
+        return self.normalized(self.test_images[part]), self.test_labels[part]
+
+
+def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
+    """(B, h, w, 3) uint8, those with a flip from right to left; chosen in words, not in bytes."""
+    plain, mirrored = images.flatten(1), images.flip(2).flatten(1)
+    word = torch.int64 if plain.shape[1] % 8 == 0 else torch.uint8
+    chosen = torch.where(flips_B.view(-1, 1), mirrored.view(word), plain.view(word))
+    return chosen.view(torch.uint8).view_as(images)
+
+
+def generator_for(seed: int, *path: int) -> torch.Generator:
+    """The CPU generator of one purpose: the same numbers for the same (seed, path), everywhere."""
+    state = np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))

@@ -1,0 +1,158 @@
+"""What notebooks' own cells share: parameters checked, messages heard, claims said, gains taken
+seed by seed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+import tcs_core as tcs
+from tcs_lab.support.errors import text_hint, validated
+from tcs_lab.tables.tables import CONFIDENCE, half_interval
+from tcs_lab.tables.verdicts import (
+    CONTRADICTED,
+    NOT_MEASURED,
+    OPEN,
+    SUPPORTED,
+    read_verdicts,
+    write_verdicts,
+)
+
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
+    """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type), or
+    missing."""
+    missing = [name for name in kinds if name not in namespace]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: missing in the cell of parameters")
+    for name, kind in kinds.items():
+        check = partial(validated, kind, source=name, strict=True)
+        try:
+            check(namespace[name])
+        except ValueError as error:
+            raise ValueError(f"{error}{text_hint(name, namespace[name], check)}") from None
+
+
+class Listening(tcs.Link):
+    """Keeps the clients' messages of a round."""
+
+    messages: list[tcs.Message]
+
+    def gather(
+        self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
+    ) -> Iterator[tcs.Arrival]:
+        self.messages = []
+        for arrival in super().gather(known, chosen, send):
+            if arrival.message is not None:
+                self.messages.append(arrival.message)
+            yield arrival
+
+
+def show_code(*things: Any) -> None:
+    """Functions, methods and classes as they stand in their files, one below the other, each moved
+    to the left margin and nothing else."""
+    from IPython.display import Markdown, display
+
+    texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    display(Markdown("```python\n" + "\n\n".join(texts) + "\n```"))
+
+
+def bold(word: str) -> str:
+    """For print, in a notebook or on a terminal."""
+    return f"\x1b[1m{word}\x1b[0m"
+
+
+def literals(cell: str) -> dict[str, Any] | None:
+    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
+    try:
+        nodes: list[Any] = ast.parse(cell).body
+        values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
+    except (SyntaxError, ValueError, AttributeError):
+        return None
+    return values or None
+
+
+class Statements:
+    """Checks the statements of a notebook, prints a verdict on each and keeps the verdicts.
+
+    Make it in the cell after the parameters, with globals() and the notebook's name. If the
+    parameters are those of results/verdicts/<notebook>.json, every statement must be supported;
+    with other parameters the verdict is only printed.
+    """
+
+    def __init__(self, namespace: dict[str, Any], notebook: str):
+        cells = (literals(cell) for cell in namespace.get("In", []))
+        names = next((list(values) for values in cells if values), [])
+        self.notebook = notebook
+        self.parameters = {name: namespace.get(name) for name in names}
+        kept = read_verdicts(notebook)
+        self.asserted = kept is not None and kept.parameters == self.parameters
+        self.words: dict[str, str] = {}
+
+    def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> None:
+        """Prints the verdict on a statement: True, False, None (not measured), or a verdict itself.
+
+        Raises AssertionError, at the notebook's own parameters, unless it is "supported".
+        """
+        word = self._word(ok)
+        line = f"{text} ({numbers})" if numbers else text
+        assert word == SUPPORTED or not self.asserted, f"{word}: {line}"
+        self.judge(text, word, numbers)
+
+    def judge(self, text: str, word: str, numbers: str = "") -> None:
+        """Prints and keeps a verdict that may come out either way, such as one on the paper."""
+        self.words[text] = word
+        print(f"{bold(word)}: {text}" + (f" ({numbers})" if numbers else ""))
+
+    @staticmethod
+    def _word(ok: bool | str | None) -> str:
+        if ok is None:
+            return NOT_MEASURED
+        if isinstance(ok, str):
+            return ok
+        return SUPPORTED if ok else CONTRADICTED
+
+    def summary(self, strong: str = "\x1b[1m{}\x1b[0m") -> str:
+        """How many of the page's own statements hold, and the verdict on each of the others; to be
+        printed, or as Markdown with `strong` "**{}**". Saves the verdicts, too, if the parameters
+        are the notebook's own."""
+        self.save()
+        held = list(self.words.values()).count(SUPPORTED)
+        count = f"{held} of {len(self.words)} statements checked on this page"
+        others = {text: word for text, word in self.words.items() if word != SUPPORTED}
+        rest = [f"\n{strong.format(word)}: {text}" for text, word in others.items()]
+        return f"{strong.format(SUPPORTED)}: {count}" + "".join(rest)
+
+    def save(self) -> None:
+        """Writes the verdicts to results/verdicts, if the parameters are the notebook's own."""
+        if self.asserted:
+            write_verdicts(self.notebook, self.parameters, self.words)
+
+
+def decided(mean: float, half: float, least: float = 0.0) -> str:
+    """Whether a mean, known to ± `half`, is above `least`: supported, contradicted or open."""
+    if mean - half > least:
+        return SUPPORTED
+    return CONTRADICTED if mean + half < least else OPEN
+
+
+def paired_gain(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float]:
+    """Mean of the differences, pair by pair, and half of Student's interval for it.
+
+    Of one pair there is no interval: half is infinite. ValueError if the counts differ.
+    """
+    gains = np.array([a - b for a, b in zip(ours, theirs, strict=True)], dtype=float)
+    mean = float(gains.mean()) if len(gains) else math.nan
+    return mean, half_interval(gains, CONFIDENCE)

@@ -1,0 +1,367 @@
+"""A run's configuration: what is trained, on what, for how long; what makes two runs the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+import tcs_lab.schemes  # noqa: F401  (registers what records name)
+from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
+from tcs_lab.support.errors import shown, text_hint
+
+# Kinds of values. A new setting is one line in RunConfig; its check, and what an error says is
+# allowed, follow from its kind.
+
+
+def _rising(shares: tuple[float, ...]) -> tuple[float, ...]:
+    if list(shares) != sorted(shares):
+        raise ValueError("not rising")
+    return shares
+
+
+TEXT_MODEL = "gpt"  # the model of dataset text, and of no other
+MODELS = (*STAGES, TEXT_MODEL)
+
+
+def _known_model(name: str) -> str:
+    if name not in MODELS:
+        raise ValueError("unknown")
+    return name
+
+
+MOST = 10**9  # of anything counted
+Whole = Annotated[int, Field(ge=1, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Positive = Annotated[float, Field(gt=0, le=1e6)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Drops = Annotated[
+    tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+    Field(strict=False, description="shares of the epochs in (0, 1), rising"),  # a list too
+    AfterValidator(_rising),
+]
+Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+Model = Annotated[str, AfterValidator(_known_model), Field(description=" or ".join(MODELS))]
+PROFILE = {"pattern": r"^[\w-]{1,64}$", "description": "up to 64 letters, digits, - and _"}
+DEVICE = {
+    "pattern": r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
+    "description": "auto, cpu, cuda or cuda:<n>",
+}
+
+# Where and how fast a run is made; not part of what it is.
+WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side",
+              "client_threads", "compiled", "errors_limit"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run: scheme, data, model, federation, schedule. Fields in the paper's units.
+
+    A scheme may be given by its name. Raises ValueError naming the field, its value and what is
+    allowed.
+    """
+
+    scheme: Scheme
+    learning_rate: Positive = 0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
+    seed: Seed = 0  # of everything random
+    profile: Annotated[str, Field(**PROFILE)] = "ci"  # folder under results/
+    # what is learned
+    dataset: Literal["synthetic", "synthetic-compare", "cifar10", "folder", "text"] = "synthetic"
+    # cifar10: download folder; folder: a folder or a tar
+    data_root: Annotated[Text, Field(max_length=4000)] | None = None
+    data_label: Annotated[Text, Field(max_length=200)] | None = None  # its name in tables
+    train_samples: Whole | None = None  # null: all
+    test_samples: Whole | None = None
+    # after the last epoch the training images that are not used are tested on, too
+    test_unused: bool = False
+    image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels a side; null: as it is
+    crop_padding: Annotated[int, Field(ge=0, le=32)] = 4  # pixels around an image, for random crops
+    context: Annotated[int, Field(ge=1, le=4096)] = 64  # characters a sample of a text
+    model: Model = "resnet18"  # depth, Sec. III-A; of a text: gpt
+    width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first stage, or of the gpt
+    clients: Whole = 10  # N, Sec. III-A
+    participation: Share = 1.0  # of the clients, drawn each round, Alg. 1
+    batch_size: Whole = 64  # B, samples a local step
+    epochs: Annotated[int, Field(ge=1, le=10**6)] = 300  # passes over the data
+    # dense epochs with a rising learning rate, Sec. III-B; null: 1/60 of the epochs
+    warmup_epochs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    warmup_learning_rate: Positive = 0.1  # eta of the first round, scaled like eta
+    drops: Drops = (0.5, 0.75)  # when eta is divided by 10, Sec. III-B
+    # cumulative batch at which learning_rate holds (10 clients x 64); null: no linear scaling
+    reference_batch: Whole | None = 640
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 1e-4  # L2, in the local gradient
+    # class skew among clients; null: IID
+    dirichlet_alpha: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"  # autocast of the passes
+    wire: bool = False  # every message becomes bytes and is decoded; the same numbers, slower
+    # with wire: a client's message that can't be accepted ends the run, or is left out
+    bad_message: Literal["stop", "skip"] = "stop"
+    # rounds of static shapes, on a GPU one CUDA graph in which clients train at once; the same
+    # masks, numbers to rounding
+    graph: bool = False
+    # all clients in one pass, for small nets; null: by their size; the same masks, to rounding
+    side_by_side: bool | None = None
+    # every thread one client at a time, for larger nets; the same bits for any number of threads
+    client_threads: bool = False
+    compiled: bool = False  # passes by torch.compile, after minutes; numbers to rounding (bf16's)
+    errors_limit: Positive | None = None  # MB of all clients' errors in memory; more: in a file
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
+    device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
+    # eta of centralized training, at a fifth of reference_batch (Sec. III-B); of no other run
+    centralized_learning_rate: Positive = 0.1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scheme, str):
+            object.__setattr__(self, "scheme", Scheme.named(self.scheme))
+        if not isinstance(self.scheme, Scheme):
+            raise ValueError(f"scheme: got {shown(self.scheme)}, allowed: a Scheme or its name")
+        for key in ("seed", *sorted(RUN_KEYS)):
+            object.__setattr__(self, key, check_value(key, getattr(self, key), RUN_CHECKS[key]))
+        if self.warmup > (most := max(1, self.epochs - 1)):
+            allowed = f"at most {most} of {self.epochs} epochs"
+            raise ValueError(f"warmup_epochs: got {self.warmup}, allowed: {allowed}")
+        self._check_task()
+        if self.bad_message != "stop" and not self.wire:
+            raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
+        if self.graph and self.client_threads:
+            raise ValueError("client_threads: got True, allowed with graph: False")
+        for way in ("client_threads", "compiled"):
+            if self.side_by_side and getattr(self, way):
+                raise ValueError(f"{way}: got True, allowed with side_by_side: False")
+
+    def _check_task(self) -> None:
+        """ValueError for a model, or a setting, that the data set does not go with."""
+        text = self.dataset == "text"
+        if self.data_root is not None and self.dataset not in ("cifar10", "folder"):
+            got = f"got {shown(self.data_root)}, allowed with dataset {self.dataset}: none"
+            raise ValueError(f"data_root: {got} (dataset folder reads images from there)")
+        if text != (self.model == TEXT_MODEL):
+            allowed = TEXT_MODEL if text else " or ".join(STAGES)
+            got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"
+            raise ValueError(f"model: {got}")
+        of_images = ["train_samples", "test_samples", "test_unused", "image_size"]
+        of_images += ["dirichlet_alpha", "graph"]
+        for key in of_images if text else ():
+            if value := getattr(self, key):
+                raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
+
+    # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
+    # no warm-up, whatever the federated settings beside it say (Sec. III-B).
+
+    @property
+    def client_count(self) -> int:
+        return 1 if self.scheme.centralized else self.clients
+
+    @property
+    def batch(self) -> int:
+        """Samples of one client's local step."""
+        return 2 * self.batch_size if self.scheme.centralized else self.batch_size
+
+    @property
+    def participants(self) -> int:
+        """Clients that take part in a round."""
+        share = 1.0 if self.scheme.centralized else self.participation
+        return kept(share, self.client_count)
+
+    @property
+    def warmup(self) -> int:
+        """Epochs at the start that are dense, with a rising learning rate, or sparse with larger
+        masks, without: errors that pile up are a soft start too. As configured, or the paper's 5 of
+        300 in proportion. None where the scheme is as sparse as ever from the first round."""
+        sparse_start = not self.scheme.dense_warmup and self.scheme.warmup_masks == 1
+        if self.scheme.centralized or sparse_start:
+            return 0
+        if self.warmup_epochs is None:
+            return max(1, round(self.epochs / 60))
+        return self.warmup_epochs
+
+    @property
+    def scale(self) -> float:
+        """Linear scaling: cumulative batch over the batch at which the learning rate holds.
+
+        Centralized training has a fifth of the federated rate at a fifth of the batch, 0.1 at 128
+        beside 0.5 at 640 (Sec. III-B): one rule for both."""
+        if self.reference_batch is None:
+            return 1.0
+        reference = self.reference_batch / 5 if self.scheme.centralized else self.reference_batch
+        return self.participants * self.batch / reference
+
+    @property
+    def eta(self) -> float:
+        """The table's learning rate; centralized training has one of its own (the paper's 0.1)."""
+        centralized = self.scheme.centralized
+        return self.centralized_learning_rate if centralized else self.learning_rate
+
+    def learning_rate_at(self, epoch: float) -> float:
+        """eta_t at a fractional epoch, counted from 0: linear warm-up, then steps down by 10."""
+        if epoch < self.warmup and self.scheme.dense_warmup:
+            start = self.warmup_learning_rate
+            return self.scale * (start + (self.eta - start) * epoch / self.warmup)
+        passed = sum(epoch >= round(share * self.epochs, 9) for share in self.drops)
+        return self.scale * self.eta * 0.1**passed
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run: JSON types only. Where and how fast is left out."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # "learning_rate" is the one that this run has, centralized or not: a second key would say
+        # the same, or nothing
+        left_out = {"scheme", "centralized_learning_rate", *WHERE_KEYS}
+        values = {k: v for k, v in fields.items() if k not in left_out}
+        values |= {
+            "drops": list(self.drops), "learning_rate": self.eta, "clients": self.client_count,
+            "batch_size": self.batch, "warmup_epochs": self.warmup,
+        }  # fmt: skip
+        if self.scheme.centralized:
+            values |= {"participation": 1.0, "dirichlet_alpha": None, "warmup_learning_rate": None}
+            if self.reference_batch is not None:
+                fifth, rest = divmod(self.reference_batch, 5)
+                values["reference_batch"] = self.reference_batch / 5 if rest else fifth
+        return {
+            "scheme": dataclasses.asdict(self.scheme),
+            **values,
+            **_source(self.scheme),
+        }
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.identity())
+
+    @property
+    def record_name(self) -> str:
+        return _record_file({"config": self.identity(), "digest": self.digest})
+
+    @property
+    def torch_device(self) -> torch.device:
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(auto if self.device == "auto" else self.device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            there = torch.cuda.device_count()
+            raise ValueError(f"device: got {self.device!r}, allowed here: cpu and {there} GPUs")
+        return device
+
+
+def _record_file(record: dict[str, Any]) -> str:
+    config = record["config"]
+    safe = re.sub(r"[^\w.+-]+", "_", config["scheme"]["name"])
+    return f"{safe}-{config['learning_rate']:g}-{config['seed']}-{record['digest']}.json"
+
+
+def digest_of(identity: dict[str, Any]) -> str:
+    """Ten hex digits that name a run. Fields at their default do not enter, so that a field added
+    later, with a default that means "as before", leaves the names of older records alone."""
+
+    def changed(values: dict[str, Any], cls: type) -> dict[str, Any]:
+        defaults = _defaults(cls)
+        return {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
+
+    named = changed(identity, RunConfig) | {"scheme": changed(identity["scheme"], Scheme)}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """A dataclass's defaults as a record holds them: lists for tuples."""
+    values = {f.name: f.default for f in dataclasses.fields(cls)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+_OURS = ("tcs_core", "builtins")
+_OUR_ROOM = "tcs_lab.schemes."
+
+
+def from_outside(scheme: Scheme) -> list[Any]:
+    """Classes of the scheme's rule and its own sides, and quantizers, that are neither the core's
+    nor the lab's: workers do not know them."""
+    rule = rule_of(scheme)
+    types = [kind for kind in (rule.client_type, rule.server_type) if kind]
+    sides = [base for kind in types for base in kind.__mro__]
+    parts: list[Any] = [*rule.__mro__, *sides]
+    parts += [QUANTIZERS[name] for name in {scheme.quantizer, scheme.down_quantizer}]
+    homes = [(part, part.__module__) for part in parts]
+    return [part for part, home in homes if home not in _OURS and not home.startswith(_OUR_ROOM)]
+
+
+def _source(scheme: Scheme) -> dict[str, str]:
+    """What comes from outside the core is part of a run's identity: changed, it is a new run."""
+    found = from_outside(scheme)
+    outside = [part for part in found if inspect.isclass(part)]
+    parts = sorted(_member_source("", part) for part in found if part not in outside)
+    if not found:
+        return {}
+    members = [item for cls in outside for item in sorted(vars(cls).items())]
+    own = [(n, v) for n, v in members if inspect.isfunction(v) or not n.startswith("__")]
+    parts = [_member_source(name, value) for name, value in own] + parts
+    return {"rule_sha256": hashlib.sha256("\n".join(parts).encode()).hexdigest()}
+
+
+_text_of = cache(inspect.getsource)  # as it was at first: the file may be edited
+
+
+def _member_source(name: str, value: Any) -> str:
+    """A method as its source (a class in a notebook has none as a whole), anything else as text."""
+    if isinstance(value, property | staticmethod | classmethod | cached_property):
+        parts = (getattr(value, key, None) for key in ("fget", "fset", "__func__", "func"))
+        return "\n".join(_member_source(name, part) for part in parts if part)
+    try:
+        if isinstance(value, set | frozenset):  # their order differs from run to run
+            value = sorted(map(repr, value))
+        text = _text_of(value) if inspect.isfunction(value) else f"{name} = {value!r}"
+    except OSError:
+        code = value.__code__
+        text = f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where a thing lies differs from run to run
+
+
+# Kinds, checked ────────────────────────────────────────────────────────────────────────────────────
+
+RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # true is no 1, and "3" no 3
+
+
+def check_of(kind: Any) -> TypeAdapter:
+    """What `check_value` checks a value of this kind by."""
+    return TypeAdapter(kind, config=_STRICT)
+
+
+_KINDS = get_type_hints(RunConfig, include_extras=True)
+RUN_CHECKS = {key: check_of(_KINDS[key]) for key in RUN_KEYS | {"seed"}}
+
+
+def check_value(key: str, value: Any, check: TypeAdapter) -> Any:
+    """`value` as its kind: a whole number becomes a float where one is meant.
+
+    Raises ValueError naming the key, the value and what is allowed.
+    """
+    try:
+        return check.validate_python(value)
+    except ValidationError:
+        allowed = _allowed(check.json_schema())
+    hint = text_hint(key, value, check.validate_python)
+    raise ValueError(
+        f"{key}: got {shown(value)} ({type(value).__name__}), allowed: {allowed}{hint}"
+    )
+
+
+_WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "null": "null",
+          "boolean": "true or false"}  # fmt: skip
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<",
+           "maxLength": "of length 1 to"}  # fmt: skip
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """A kind of value in words, from its JSON schema."""
+    if "description" in schema:
+        return schema["description"]
+    if "anyOf" in schema:
+        return ", or ".join(map(_allowed, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join([_WORDS[schema["type"]], " and ".join(bounds)]).strip()
