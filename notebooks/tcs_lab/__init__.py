@@ -83,5 +83,6 @@ __getattr__, __dir__ = lazily(
             "Count Listening Positive Share Statements bold check_values decided paired_gain show_code"
         ),
         "teaching.exercises": "check_exercise",
+        "compare": "",
     },
 )

@@ -154,6 +154,8 @@ def tensor_of(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
 
 def shape_bytes(tensor: Tensor) -> bytes:
     """A tensor's dtype and shape. ValueError for a dtype that is not sent."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"got a tensor of layout {tensor.layout}, allowed: dense ones (strided)")
     if tensor.dtype not in _CODES:
         raise ValueError(f"got a tensor of {tensor.dtype}, allowed: {', '.join(_DTYPES)}")
     sizes = b"".join(map(_COUNT.pack, tensor.shape))
