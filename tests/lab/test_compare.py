@@ -110,7 +110,10 @@ def test_each_example_gets_a_row_and_a_picture(folder, capsys, file):
     row = json.loads((folder / "results" / "tiny" / name / "row.json").read_text())
     assert (folder / "results" / "tiny" / name / "comparison.png").is_file()
     assert (folder / "results" / "tiny" / name / "method.py").read_bytes() == file.read_bytes()
-    assert row["sha256"] == find_method(str(file)).sha256 and row["points"][0]["n"] == 2
+    assert (
+        row["sha256"] == find_method(str(file)).sha256
+        and row["points"][find_method(str(file)).name]["n"] == 2
+    )
     assert row["decodes"] and row["beside_tcs"] > 0
     assert len(records(folder, name)) == 4  # two rates, two seeds
     assert name in capsys.readouterr().out
@@ -312,7 +315,10 @@ def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, cap
     said = capsys.readouterr().out
     for name in ("FedAvg", "TCS-K4", "Average-Mask", "Average-Mask-K16"):
         assert f"| {name} |" in said
-    assert compare(folder, "TCS") == 0  # a stored method: nothing is made
+    assert compare(folder, "TCS", "--densities") == 0  # a stored method: nothing is made
+    row = (folder / "results/tiny/TCS/row.json").read_bytes()
+    assert compare(folder, "TCS") == 0
+    assert (folder / "results/tiny/TCS/row.json").read_bytes() == row
     assert {f: f.read_bytes() for f in (folder / "results/tiny/runs").iterdir()} == stored
 
 
@@ -448,6 +454,12 @@ class Mine(tcs.TopK):
 """
     line = error_of(folder, capsys, written(folder, text))
     assert "mine.py" in line and f"Mine: {RUN}client 0, round 5: own_mask: got" in line
+
+
+def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(folder, capsys):
+    path = written(folder, SIGNS.replace("-tensors[1])", "-tensors[1]) + 1 / 0"))
+    line = error_of(folder, capsys, path, "--jobs", "2")
+    assert "mine.py, line 9: Signs: run with eta" in line and "ZeroDivisionError" in line
 
 
 def test_a_method_that_diverges_is_a_result(folder, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 
@@ -40,7 +39,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"--jobs: got {arguments.jobs}, allowed: a whole number >= 1")
     method = find_method(arguments.method)
-    names = method.names if arguments.densities else method.names[:1]
+    listed = track.analysis.methods if method.file is None else {}
+    names = tuple(listed.get(method.name, method.names))
+    names = names if arguments.densities else names[:1]
     if arguments.densities and len(names) == 1:
         raise ValueError(f"--densities: got {method.said}, which has one density, allowed: none")
     jobs = arguments.jobs or 2
@@ -62,8 +63,3 @@ def hours_said(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> st
         f"{hours / jobs:.1f} hours with {jobs} of them side by side; more, if the best rate is at an "
         "end of the list"
     )
-
-
-def row_folder(track: Any, method: Any) -> Path:
-    """Where a method's row is kept."""
-    return track.folder / method.folder

@@ -168,6 +168,8 @@ def _families_of(
         if inspect.isclass(kind) and kind.__module__ == module.__name__ and _is_per_tensor(kind)
     }
     for name in [*found, *classes]:
+        if name == "runs":  # the folder of the stored rows' records
+            raise ValueError(f"{path}: got {name}, allowed: another name")
         built_in = next((one for one in before if one.lower() == name.lower()), None)
         if built_in is not None and not _is_of_a_file(before[built_in]):
             raise ValueError(f"{path}: got {name}, a built-in's name, allowed: another name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -43,26 +44,38 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
 
 
 def _keep_row(track: Track, method: Method, names: Sequence[str], around: Around | None) -> None:
-    """results/compare/<method>/: its row, and its file. A row of the same runs is left as it is."""
-    folder = track.folder / method.folder
-    scores = Scores(track, [track.tuned(name, method) for name in names])
-    points = [asdict(point) for point in scores.points]
-    kept = read_row(folder)
-    if kept.get("points") == json.loads(json.dumps(points)) and kept.get("sha256") == method.sha256:
-        return
-    file = None if method.file is None else method.file.name
-    row: dict[str, Any] = {"method": method.name, "file": file, "sha256": method.sha256}
+    """results/compare/<method>/: its row, and its file. What is kept of the same file stays; points
+    that are there already, of the same runs, leave the row as it is."""
+    folder, kept = track.folder / method.folder, read_row(track.folder / method.folder)
+    if kept.get("sha256") != method.sha256:
+        kept = {}
     tuned = {name: track.tuned(name, method) for name in names}
-    row["tried"] = {name: _tried(one) for name, one in tuned.items()}
-    row["diverged"] = {name: one.diverged for name, one in tuned.items() if one.diverged}
-    row["points"] = points
-    chosen = tuned[names[0]].search.config(tuned[names[0]].chosen or 1.0, track.seeds[0])
-    if not chosen.scheme.centralized and points:
+    points = {p.scheme: _kept_point(p) for p in Scores(track, list(tuned.values())).points}
+    diverged = {name: one.diverged for name, one in tuned.items() if one.diverged}
+    before = kept.get("points", {})
+    if kept and all(before.get(name) == point for name, point in points.items()) and not diverged:
+        return
+    row: dict[str, Any] = {
+        "method": method.name, "file": method.file and method.file.name, "sha256": method.sha256,
+        "tried": kept.get("tried", {}) | {name: _tried(one) for name, one in tuned.items()},
+        "diverged": diverged, "points": before | points,
+    }  # fmt: skip
+    usual = tuned[names[0]].search
+    chosen = usual.config(usual.chosen or 1.0, track.seeds[0])
+    if points and not chosen.scheme.centralized:
         beside = track.tuned("TCS").search.config(1.0, track.seeds[0])
-        row |= asdict(probed(chosen, beside, load_data(chosen)))
+        with around(chosen) if around else contextlib.nullcontext():
+            row |= asdict(probed(chosen, beside, load_data(chosen)))
     if method.file is not None:
         write_whole(folder / "method.py", lambda file: file.write(method.source))
     write_json(folder / ROW, row)
+
+
+def _kept_point(point: Point) -> dict[str, Any]:
+    """A point without its interval, which is that of all rows together."""
+    return {
+        key: value for key, value in json.loads(json.dumps(asdict(point))).items() if key != "half"
+    }
 
 
 def _tried(tuned: Any) -> dict[str, float | None]:

@@ -19,10 +19,10 @@ def rows_table(
     points: Iterable[tuple[str, Point]], rows: Mapping[str, Mapping[str, Any]]
 ) -> pd.DataFrame:
     """One row for each point, as a person reads it; `rows` are what is kept of each method, with its
-    time and whether its messages are decoded or only counted."""
+    time and whether its messages are decoded or only counted. Those are of its usual density."""
     lines = []
     for method, point in points:
-        kept = rows.get(method, {})
+        kept = rows.get(method, {}) if point.scheme == method else {}
         start = f"{number(point.start)} of it" if point.start else "–"
         mark = "" if kept.get("decodes", True) else " (counted)"
         lines.append({
