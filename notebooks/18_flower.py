@@ -85,7 +85,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from tcs_lab.nodes import Job
+from tcs_lab.studies import Job
 
 torch.set_num_threads(1)
 
@@ -123,7 +123,7 @@ def job(config):
 APPS = (
     TASK
     + """
-from tcs_lab import flower
+from tcs_lab.studies import flower
 
 def sized(message, context, call_next):
     reply = call_next(message, context)

@@ -1,4 +1,4 @@
-"""README's picture, verdicts and table, from records, params and formulas.
+"""README's picture, tables and numbers, from records, params and formulas.
 
     uv run python tests/readme_table.py
 
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,63 +24,53 @@ import tcs_core as tcs
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+SITUATIONS_PAGE = ROOT / "results/which_method.md"
 PROFILE = "evidence"  # of the picture, of traffic and verdicts
 DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")
-CAPTION = (
-    "The picture shows the bytes of one client in both directions and the final accuracy, for {net} on half of {data} at "
-    "{pixels} × {pixels} pixels, with {clients} equal clients, {epochs} epochs (`params/{profile}.yaml`) and {n} seeds. "
-    "FedAvg sends everything, and the Baseline is centralized training. `-L4` means four local steps per round, and `-Q5` "
-    "means 5-bit values."
-)
-TRAFFIC = (
-    "**Traffic follows from counting.** Over the whole training and in both directions, TCS sends {whole[0]:.0f} times fewer "
-    "bytes than FedAvg, and TCS-L4-Q5 {whole[1]:.0f} times fewer (local steps alone account for {local}). Of the bytes of "
-    "TCS-L4-Q5, {warm} are the dense first epoch, and {down} of the rest is what the server sends. After that epoch, the uplink "
-    "is {up[0]} and {up[1]} times smaller than that of dense training (by the paper's tables {theirs[0]} and {theirs[1]} times)."
-)
-ACCURACY = (
-    "**Accuracy.** We ask whether a scheme ends at most half a point below centralized training. The answer is *supported* if the "
-    "whole 95 % interval lies there, by a regression that was [planned](params/claims.yaml) before the runs (seeds: {n}).\n\n"
-    "- **TCS: {parity}.** It ended {tcs}. Dense FedAvg ended {fedavg}. So at these learning rates sparsification itself changed the "
-    "accuracy by {sparse} points.\n"
-    "- **TCS-L4-Q5: {x2000-parity}.** It ended {short}. Dense FedAvg-L4 already ended {fedavg_l4}. Sparsification and 5-bit values "
-    "changed the accuracy by {sparse_short} points. (An earlier plan had a rule by which this question would not be testable here; see "
-    "[13_evidence](notebooks/13_evidence.ipynb).)\n"
-    "- **Momentum.** Both answers are about SGD without momentum, as in the paper's Table 1. With momentum, centralized training "
-    "ends higher: TCS ended {with_momentum}.\n"
-    "- **Top-K.** Whether TCS ends above top-K is {top-K}."
-)
-PREMISE = (
-    "**Premise.** The paper assumes that important entries stay important for a while. Of the 1 % of entries that are largest in "
-    "FedAvg's update, {seen} are among the largest of the next round as well (n = {n}). By chance it would be {by_layers} for masks "
-    "with as many entries in every layer, and {by_chance} for masks drawn from all entries. That entries recur more often than by "
-    "chance given the layers is **{correlation}**, but what the layers leave unexplained is only {share} of what could recur. That "
-    "it is half of that, a bound of ours, is **{slowly}**."
-)
-SENDS = (
-    "Multiply the number of rounds by φ, the fraction that is sent per round, to see how often the average entry is sent. "
-    "Where that is only about ten times, accuracy was much lower in our runs, but few sends are only a part of the reason. In "
-    "`short`, where TCS-L4-Q5 ended {short[1]} points from FedAvg, dense FedAvg-L4 had already ended {short[0]} points from it "
-    "(n = {n}). In `evidence`, it accounts for {evidence[0]} of the {evidence[1]} points between TCS-L4-Q5 and "
-    "centralized training. None of these learning rates was tuned for local steps."
-)
+NAMES = {  # what the picture calls the schemes
+    "Baseline": "centralized training",
+    "FedAvg": "FedAvg: everything is sent",
+    "FedAvg-L4": "FedAvg, 4 local steps",
+    "TCS-L4": "TCS, 4 local steps",
+    "TCS-L4-Q5": "TCS, 4 local steps,\n5-bit values",
+}
+OUTCOME = """**What came out.** Our largest comparison trains a ResNet-18 of a quarter of its width on half of CIFAR-10, with {clients} clients, {epochs} epochs and {n} seeds for each method, at the paper's learning rates.
 
-TESTED = "- **At the paper's length** see the runs beside their prediction in [13_evidence](notebooks/13_evidence.ipynb). "
-NOT_TESTED = "- **Not tested at the paper's length.** There is no run of the paper's 300 epochs at the paper's size. "
-SIZE = (
-    "One run of each method with {share} of these epochs ended, in points from the Baseline, at {} (TCS), {} (FedAvg), {} (top-K) "
-    "and {} (TCS-L4-Q5); see [13_evidence](notebooks/13_evidence.ipynb), also for what we predict for the full length."
-)
-RATES = (
-    "- **Learning rates** are the paper's, and nobody tuned them for these trainings. At higher rates FedAvg ended {fedavg} points "
-    "higher (twice the rate, one seed) and TCS {tcs} points higher (the paper's higher rate, {n} seeds), but the Baseline did not. "
-    "So the gaps of FedAvg and TCS to centralized training may come from learning rates that were too low. {tuned}"
-)
-UNDER_WAY = (
-    "A comparison in which every method has its own tuned rate (`params/fair_plan.yaml`) is under way: {made} of {planned} runs are "
-    "made, and no verdict is drawn before it is whole."
-)
-ALL_MADE = "A comparison at tuned rates is in [13_evidence](notebooks/13_evidence.ipynb)."
+- **TCS keeps the accuracy.** It ended {tcs}, while a client sent and received {times} times fewer bytes than with dense training.
+- **The shortest scheme does not.** With four local steps and 5-bit values, TCS sent {times_short} times fewer bytes and ended {short}. Dense training with four local steps lost {dense_short} points as well, so most of that loss comes from the local steps and not from the compression.
+- **Why it works is open.** The paper assumes that important positions change slowly. In our runs only {stay} of them stay from one round to the next. Whether a shared mask that follows the last update is better than a random one, and how the methods compare when each has its own best learning rate, is being measured now ({made} of {planned} runs)."""
+CAPTION = """The picture shows final accuracy against the bytes of one client, for {data} at {pixels} × {pixels} pixels (settings: `params/{profile}.yaml`). FedAvg is dense federated training. Top-K sends the largest 1 % of each client's update with their positions. Four local steps mean that a client trains four steps between two messages; the names of these schemes end in `-L4`, and those with 5-bit values in `-Q5`."""
+TABLE = (
+    "Difference to centralized training", "The paper", "Here, with 95 % interval", "Within half a point?",
+)  # fmt: skip
+VERDICTS = """Final accuracies are compared in percentage points. Before our runs we fixed the question for each method: does it end at most half a point below centralized training? *Yes* means that the whole 95 % interval lies above −0.5, *no* that all of it lies below, and *open* that it includes −0.5. The [plan](params/claims.yaml) is older than the runs; only the line on top-K was not part of it.
+
+{table}
+
+The paper trains the full ResNet-18 for 300 epochs and ends near 92 %; our training is smaller and ends near {level:.0f} %.
+
+**Traffic.** Bytes follow from counting, so they reproduce exactly: after its dense first epoch, TCS needs {up[0]} times and TCS-L4-Q5 {up[1]} times fewer uplink bits than dense training (by the paper's tables {theirs[0]} and {theirs[1]}). Counted over the whole training and in both directions, which is what a user pays for, the factors are {whole[0]:.0f} and {whole[1]:.0f}. Of the bytes of TCS-L4-Q5, {warm} belong to the dense first epoch, and {down} of the rest is what the server sends.
+
+**Does sparsification itself cost accuracy?** Dense FedAvg ended {fedavg}, so TCS ended {sparse} points above its dense counterpart. TCS-L4-Q5 ended {sparse_short} points from dense FedAvg with four local steps.
+
+**Does TCS beat top-K?** This is {top-K}: the two ended equally high, and TCS needs {topk_less:.1f} times fewer bytes, because the server's message is shorter when clients share a mask.
+
+**Do important positions change slowly?** Of the 1 % of entries that are largest in a dense update, {seen} are among the largest of the next one as well (n = {count}). By chance it would be {by_layers}, since some layers have larger updates than others. So positions stay more often than by chance ({correlation}), but not half of them do ({slowly}; half is our bound, the paper names none)."""
+EVIDENCE = """**{days} days: repeat the evidence.** The `evidence` profile consists of {made} runs that took {hours:.0f} hours of computation, on an AMD EPYC processor and in part on NVIDIA H100 and H200 GPUs. Killed runs go on where they stopped, and several processes can share the work. `uv run tcs queue params/evidence_plan.yaml --set data_root=FOLDER` makes the runs that are missing; FOLDER is a folder or tar with `train/<class>/*` and `test/<class>/*`. Our images are a copy of CIFAR-10 in JPEG files, which we call "CIFAR-10 (JPEG copy)" because its pixels differ slightly from the original. With `--set dataset=cifar10`, torchvision downloads the original."""
+ADVICE = """These are our answers so far. Each comes from one training task, and the learning rates were tuned for the methods of the first two answers only. So try the methods that an answer names on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). Bytes are counted in both directions and include the dense start; [all comparisons with their intervals](results/which_method.md) stand in one table.
+
+- **Federated training on images over slow links:** TCS. In {images_setting}, it sent {images_tcs[0]} times fewer bytes than dense FedAvg and ended {images_tcs[1]} points from it. STC, a method by other authors that compresses in both directions, sent {images_stc[0]} times fewer bytes and ended {images_stc[1]} points from it; the intervals are wide (n = {images_n}).
+- **Federated training on text:** DGC (by other authors, with momentum) or TCS-Q5. For a small GPT they sent {dgc[0]} and {tcs_q5[0]} times fewer bytes and ended {dgc[1]} and {tcs_q5[1]} points from FedAvg in accuracy.
+- **Few rounds:** TCS without local steps. Multiply the number of rounds by φ, the fraction of entries that is sent per round: this is how often the average entry is sent. In a training of 15 epochs, where it was {often[0]} times, TCS ended {few[0]} points from FedAvg. With four local steps it was {often[1]} times, and TCS-L4-Q5 lost {few[1]} points, of which dense training with four local steps lost {few[2]}.
+- **Clients with unequal data:** TCS. With classes distributed unequally (Dirichlet, α = {alpha:g}), it ended {unequal[0]} points from FedAvg when all clients took part in each round and {unequal[1]} when half of them did.
+- **PyTorch DDP:** usually not TCS. At 10 million parameters and 10 Mbit/s, one step takes {plain:.0f} seconds with plain DDP, {bf16:.0f} with the bf16 hook, {hook10:.1f} with our hook at 10 %, {hook1:.1f} at 1 % and {power:.1f} with PowerSGD. Our hook costs {loss10} nats of test loss at 10 % and {loss1} at 1 % (AdamW, a small GPT); what PowerSGD costs is not measured yet. On one machine, or at 10 Gbit/s, do not sparsify: plain DDP or its bf16 hook is faster."""
+SIZE = """- **Not tested at the paper's size.** There is no run of 300 epochs with the full ResNet-18. With {share} of these epochs on a GPU, one run of each method ended, in points from centralized training, at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5). What we predict for the full length stands in [notebook 13](notebooks/13_evidence.ipynb)."""
+SIZE_TESTED = """- **At the paper's size**, see the runs beside our prediction in [notebook 13](notebooks/13_evidence.ipynb). With {share} of the epochs, one run of each method ended, in points from centralized training, at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5)."""
+RATES = """- **The learning rates are the paper's** and nobody tuned them for these trainings. At higher rates FedAvg ended {fedavg} points higher (twice the rate, one seed) and TCS {tcs} points higher (the paper's higher rate, {n} seeds), but centralized training did not. So the gaps to centralized training may come from rates that were too low. {tuned}"""
+UNDER_WAY = """The comparison in which every method gets its own best rate (`params/fair_plan.yaml`) is under way: {made} of {planned} runs are made, and we draw no conclusion before it is complete. The same holds for the controls with random and outdated masks (`params/controls_plan.yaml`)."""
+ALL_MADE = """A comparison at tuned rates is in [notebook 13](notebooks/13_evidence.ipynb)."""
+MOMENTUM = """- **Momentum.** The answers above are about SGD without momentum, as in the paper's first table. Momentum raises centralized training by {helps} points, and TCS without momentum ended {with_momentum}."""
+PLAN = """- **Planned before measured.** The plan of the evidence ([params/evidence_plan.yaml](params/evidence_plan.yaml), [params/claims.yaml](params/claims.yaml)) was committed in {commit} on {day}, before its first record and after smaller trainings and a pilot run. Of {planned} planned runs, {made} are made; {missing}."""
 
 
 # Records ──────────────────────────────────────────────────────────────────────────────────────────
@@ -126,26 +117,18 @@ def drawn() -> dict[str, list[Record]]:
     return {name: records(name, PROFILE) for name in DRAWN}
 
 
-def setting(record: Record) -> dict[str, Any]:
-    """What a record trained, in words."""
-    config = record["config"]
+def picture() -> Any:
+    """Final accuracy against traffic."""
+    found = drawn()
+    config = found["FedAvg"][0]["config"]
     net = {"resnet8": "ResNet-8", "resnet18": "ResNet-18"}[config["model"]]
     if config["model"] == "resnet18" and config["width"] == 16:
-        net += ", a quarter as wide,"
-    words = ("data_label", "epochs", "clients", "image_size")
-    label, epochs, clients, pixels = (config[word] for word in words)
-    return {"net": net, "data": label, "epochs": epochs, "clients": clients, "pixels": pixels}
-
-
-def picture() -> Any:
-    """Final accuracy against megabytes."""
-    found = drawn()
-    first = found["FedAvg"][0]
-    said = setting(first)
-    said["net"] = said["net"].removesuffix(",")
-    title = "{data} at {pixels} × {pixels}, {net}, {epochs} epochs"
+        net += " of a quarter of its width"
+    title = (
+        f"{config['data_label']} at {config['image_size']} × {config['image_size']} pixels, {net}, "
+    )
     table = lab.summary([record for of in found.values() for record in of])
-    return lab.megabytes_figure(table, title.format(**said))
+    return lab.megabytes_figure(table, f"{title}{config['epochs']} epochs", NAMES)
 
 
 def picture_path() -> Path:
@@ -155,31 +138,50 @@ def picture_path() -> Path:
 
 def picture_block() -> str:
     """The picture and its caption."""
-    found = drawn()
-    counts = {len(of) for of in found.values()}
-    n = f"{min(counts)} or more" if len(counts) > 1 else min(counts)
-    caption = CAPTION.format(**setting(found["FedAvg"][0]), profile=PROFILE, n=n)
+    config = drawn()["FedAvg"][0]["config"]
+    words = {"data": config["data_label"], "pixels": config["image_size"], "profile": PROFILE}
     file = picture_path().relative_to(ROOT).as_posix()
-    return f"![Final accuracy against megabytes, by scheme]({file}.png)\n\n{caption}"
+    return f"![Final accuracy against gigabytes of traffic, by method]({file}.png)\n\n{CAPTION.format(**words)}"
 
 
 # The verdicts ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def traffic() -> str:
-    """Counted in the picture's training, and by the paper's formula for its net."""
-    found, names = drawn(), ("TCS", "TCS-L4-Q5")
-    dense = both_ways(found["FedAvg"])
-    local = round(dense / both_ways(found["FedAvg-L4"]))
-    after = [lab.bits_per_parameter(found[name][0]) for name in names]
-    return TRAFFIC.format(
-        whole=[dense / both_ways(found[name]) for name in names],
-        warm=dense_share(found[names[1]]),
-        down=downlink_share(found[names[1]]),
-        local={4: "a factor of four"}[local],
-        up=[lab.times(32 / bits["uplink"]) for bits in after],
-        theirs=[lab.times(lab.paper_factor(name)) for name in names],
+def whole_factors() -> list[float]:
+    """How many times fewer bytes than FedAvg TCS and TCS-L4-Q5 need, over the whole training."""
+    found = drawn()
+    return [both_ways(found["FedAvg"]) / both_ways(found[name]) for name in ("TCS", "TCS-L4-Q5")]
+
+
+def outcome_block() -> str:
+    """The answers on the first screen."""
+    read, found = judged_records()
+    tcs, short, dense = (
+        lab.difference(read, found, (name, 0.5), ("Baseline", 0.1))
+        for name in ("TCS", "TCS-L4-Q5", "FedAvg-L4")
     )
+    times, times_short = whole_factors()
+    config = drawn()["FedAvg"][0]["config"]
+    assert (config["model"], config["width"]) == ("resnet18", 16)  # as the sentence says
+    stay = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
+    made, planned = planned_and_made()
+    return OUTCOME.format(
+        clients=config["clients"], epochs=config["epochs"], n=tcs["n"], times=f"{times:.0f}",
+        times_short=f"{times_short:.0f}", tcs=apart(tcs, CENTRAL), short=apart(short, "it"),
+        dense_short=f"{abs(dense['measured']):.2f}", stay=f"{100 * stay['seen']:.0f} %",
+        made=made, planned=planned,
+    )  # fmt: skip
+
+
+def planned_and_made() -> tuple[int, int]:
+    """How many runs of the tuned comparison and of its controls are made, and how many planned."""
+    tuned = lab.fair_counts(ROOT / "params/fair_plan.yaml")
+    controls = lab.made_of(lab.planned_runs(ROOT / "params/controls_plan.yaml"))
+    made, planned = (
+        tuned[f"tuning {word}"] + tuned[f"scoring {word}"] + int(controls[word].sum())
+        for word in ("made", "planned")
+    )
+    return made, planned
 
 
 def dense_share(found: Iterable[Record]) -> str:
@@ -209,27 +211,56 @@ def judged_rows() -> dict[str, dict[str, Any]]:
     return {row["claim"]: row for row in lab.judged(*judged_records()).to_dict("records")}
 
 
-def judged_verdicts() -> list[str]:
-    """Accuracy and premise, from the analysis that was planned."""
+def compared_table() -> str:
+    """The paper's differences to centralized training and ours, method by method."""
     read, found = judged_records()
-    rows = judged_rows()
-    words = {name: re.sub(": (.*)", r" (\1)", lab.said(row)) for name, row in rows.items()}
-    split = lab.decomposed(read, found)
-    (tcs_gap, fedavg, sparse), (short, fedavg_l4, sparse_short) = (
-        part.to_dict("records") for _, part in split.groupby("chain")
+    paper = {}
+    for table in ("table1", "table3"):
+        paper = params(table)["paper"] | paper
+    rows = [list(TABLE), ["---"] * len(TABLE)]
+    for name, words, other in COMPARED:
+        row = lab.difference(read, found, (name, 0.5), (other, 0.1))
+        word = lab.decided(row["measured"], row["half"], -0.5)
+        theirs = round(paper[name][0] - paper[other][0], 2) + 0.0  # no minus before a zero
+        ours = f"{interval(row)}, n = {row['n']}"
+        rows.append([words, f"{theirs:+.2f}".replace("-", "−"), ours, ANSWERS[word]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+COMPARED = (
+    ("TCS", "TCS", "Baseline"),
+    ("TCS-L4-Q5", "TCS with 4 local steps and 5-bit values (TCS-L4-Q5)", "Baseline"),
+    ("top-K", "Top-K with error feedback", "Baseline"),
+    ("TCS-Global Momentum", "TCS with global momentum, to centralized training with momentum", "Baseline-Momentum"),
+)  # fmt: skip
+ANSWERS = {"supported": "yes", "contradicted": "**no**", "open": "open"}
+
+
+def verdicts_block() -> str:
+    """The table of differences, and the answers to the paper's other main questions."""
+    read, found = judged_records()
+    rows, dense = judged_rows(), drawn()
+    words = {name: lab.said(row).partition(":")[0] for name, row in rows.items()}
+    after = [lab.bits_per_parameter(dense[name][0]) for name in ("TCS", "TCS-L4-Q5")]
+    shares = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
+    fedavg = lab.difference(read, found, ("FedAvg", 0.5), ("Baseline", 0.1))
+    return VERDICTS.format(
+        **words,
+        table=compared_table(),
+        level=fmean(final(dense["Baseline"]).values()),
+        up=[lab.times(32 / bits["uplink"]) for bits in after],
+        theirs=[lab.times(lab.paper_factor(name)) for name in ("TCS", "TCS-L4-Q5")],
+        whole=whole_factors(),
+        warm=dense_share(dense["TCS-L4-Q5"]),
+        down=downlink_share(dense["TCS-L4-Q5"]),
+        fedavg=apart(fedavg, CENTRAL),
+        sparse=interval(rows["cost"]),
+        sparse_short=interval(rows["cost-4-q5"]),
+        topk_less=both_ways(dense["top-K"]) / both_ways(dense["TCS"]),
+        seen=f"{100 * shares['seen']:.0f} %",
+        by_layers=f"{100 * shares['by_layers']:.0f} %",
+        count=rows["slowly"]["n"],
     )
-    momentum = lab.difference(read, found, ("TCS", 0.5), ("Baseline-Momentum", 0.1))
-    accuracy = ACCURACY.format(
-        **words, n=seeds_of(split["n"]), tcs=apart(tcs_gap, CENTRAL),
-        short=apart(short, CENTRAL), fedavg=apart(fedavg, "it"),
-        fedavg_l4=apart(fedavg_l4, "it"), sparse=interval(sparse),
-        sparse_short=interval(sparse_short), with_momentum=apart(momentum, "that", f"; n = {momentum['n']}"),
-    )  # fmt: skip
-    slowly, dense = rows["slowly"], found.values()
-    shares = lab.recurring(r for r in dense if r["config"]["scheme"]["name"] == "FedAvg")
-    said = {name: f"{100 * share:.3g} %" for name, share in shares.items()}
-    said["share"] = f"{100 * slowly['measured']:.1f} %"
-    return [accuracy, PREMISE.format(**words, **said, n=slowly["n"])]
 
 
 def interval(row: dict[str, Any]) -> str:
@@ -243,18 +274,8 @@ def apart(row: dict[str, Any], other: str, more: str = "") -> str:
     return f"{abs(row['measured']):.2f} points {way} {other} (interval {ends}{more})"
 
 
-def seeds_of(counts: Iterable[int]) -> str:
-    """n of several differences."""
-    numbers = sorted(set(counts))
-    return f"n = {numbers[0]}" if len(numbers) == 1 else f"n ≥ {numbers[0]}"
-
-
 CENTRAL = "centralized training"
 ENDS = ("measured", "low", "high")
-
-
-def verdicts_block() -> str:
-    return "\n\n".join([traffic(), *judged_verdicts()])
 
 
 # What to use ──────────────────────────────────────────────────────────────────────────────────────
@@ -405,31 +426,151 @@ def situations() -> list[list[str]]:
     return cells + ddp_rows()
 
 
-def situations_block() -> str:
-    lines = [SITUATIONS, ["---"] * len(SITUATIONS), *situations()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 # All of it ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sends_block() -> str:
-    """What few sends explain, beside what dense training with as many local steps loses."""
-    names = ("FedAvg-L4", "TCS-L4-Q5")
-    short = {name: records(name, "short", seeds=3) for name in ("FedAvg", *names)}
-    gaps = [difference(short[name], short["FedAvg"])[0] for name in names]
-    read, found = judged_records()
-    sides = [((name, 0.5), ("Baseline", 0.1)) for name in names]
-    planned = [lab.difference(read, found, *pair)["measured"] for pair in sides]
-    return SENDS.format(
-        short=[lab.with_interval(gap, math.nan, math.nan) for gap in gaps],
-        evidence=[f"{abs(gap):.2f}" for gap in planned],
-        n=len(short["FedAvg"]),
+def evidence_block() -> str:
+    """What the evidence costs to repeat."""
+    plans = lab.planned_runs(ROOT / "params/evidence_plan.yaml")
+    table = lab.made_of(plans)
+    devices = {r["provenance"]["device"] for r in lab.recorded(chain(*plans.values())).values()}
+    assert devices == {"AMD EPYC", "NVIDIA H200", "NVIDIA H100 80GB HBM3"}  # as the sentence says
+    hours = table["hours"].sum()
+    days = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}[round(hours / 24)]
+    return EVIDENCE.format(days=days, made=table["made"].sum(), hours=hours)
+
+
+def less_and_points(found: dict[str, list[Record]], name: str) -> tuple[str, str]:
+    """How many times fewer bytes than FedAvg a scheme needs, and its difference in accuracy."""
+    dense = found["FedAvg"]
+    ratio = both_ways(dense) / both_ways(found[name])
+    return lab.times(ratio), lab.with_interval(*difference(found[name], dense))
+
+
+def advice_block() -> str:
+    """Which method to use, in sentences."""
+    images, text = at_best_rates("small"), at_best_rates("text")
+    short = {name: records(name, "short", seeds=3) for name in ("FedAvg", "TCS", "TCS-L4-Q5", "FedAvg-L4")}  # fmt: skip
+    config = images["FedAvg"][0]["config"]
+    few = [lab.with_interval(*difference(short[name], short["FedAvg"])) for name in ("TCS", "TCS-L4-Q5")]  # fmt: skip
+    few[1] = few[1].removeprefix("−")
+    few.append(f"{abs(difference(short['FedAvg-L4'], short['FedAvg'])[0]):.2f}")
+    assert short["FedAvg"][0]["config"]["epochs"] == 15  # as the sentence says
+    return ADVICE.format(
+        images_setting=f"a small training ({config['image_size']} × {config['image_size']} pixels, {config['epochs']} epochs)",
+        images_tcs=less_and_points(images, "TCS"),
+        images_stc=less_and_points(images, "STC"),
+        images_n=len(images["TCS"]),
+        dgc=less_and_points(text, "DGC"),
+        tcs_q5=less_and_points(text, "TCS-Q5"),
+        often=[lab.turns(short[name][0]) for name in ("TCS", "TCS-L4-Q5")],
+        few=few,
+        **unequal_numbers(),
+        **ddp_numbers(),
     )
 
 
+def unequal_numbers() -> dict[str, Any]:
+    """How TCS ends against FedAvg where clients have unequal classes."""
+    read, equal = judged_records()
+    there = lab.unequal_records(read, params(PROFILE))
+    table = lab.unequal(read, equal, there).query(
+        "where == 'there' and second == 'FedAvg' and first == 'TCS'"
+    )
+    skewed = [title for title, how in read.unequal.settings.items() if "dirichlet_alpha" in how]
+    rows = table.set_index("setting").loc[skewed].to_dict("records")
+    configs = [next(iter(there[title].values()))["config"] for title in skewed]
+    assert [config["participation"] for config in configs] == [1.0, 0.5]  # as the sentence says
+    return {"alpha": configs[0]["dirichlet_alpha"], "unequal": [interval(row) for row in rows]}
+
+
+def ddp_numbers() -> dict[str, str]:
+    """Seconds of a step of 10 million parameters at 10 Mbit/s, and what sparse steps cost in loss."""
+    measured, judged = links.Links(links.read_rows()), optimizers.Judged(optimizers.read_plan())
+    ways = {"plain": "plain", "bf16": "bf16", "hook10": "TCS 10 %", "hook1": "TCS 1 %", "power": "PowerSGD"}  # fmt: skip
+    seconds = {key: measured.row(way, 10, 1000, mbit=10)["seconds"] for key, way in ways.items()}
+    costs = {
+        f"loss{share}": judged.cost(optimizers.Cell("AdamW", f"TCS {share} %")) for share in (1, 10)
+    }
+    for way in ("TCS 10 %", "TCS 1 %"):  # on the fastest link, and without one, plain or bf16 win
+        for mbit in (FASTEST, None):
+            ours = measured.row(way, 4, 5000, mbit=mbit)["seconds"]
+            assert any(
+                measured.row(w, 4, 5000, mbit=mbit)["seconds"] < ours for w in ("plain", "bf16")
+            )
+    said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in costs.items()}
+    return seconds | said
+
+
+NOTEBOOKS = {  # group: notebook: question, minutes on two cores, with an exercise
+    "Learn": {
+        "01_fedavg": ("How do many clients train one model?", 1, True),
+        "02_sparsification": ("What is lost if only the largest entries are sent?", 1, True),
+        "03_tcs": ("How does TCS share a mask, and why does that work?", 1, True),
+        "04_layerwise_fairness": ("Should every layer get its share of the mask?", 1, True),
+        "05_global_momentum": ("How does momentum work if every side knows the update?", 1, True),
+        "06_sparse_encoding": ("How many bits does a position need?", 1, True),
+        "07_fractional_quantization": ("How can a value be sent in five bits?", 1, True),
+    },
+    "Reproduce": {
+        "00_reproduce": ("What do all tables and figures of the paper look like here?", 5, False),
+        "08_tables_and_curves": ("How do I draw one table, for a training of my choice?", 1, False),
+        "10_bits_on_the_wire": ("Which bytes does each scheme really send?", 1, False),
+        "13_evidence": ("Which of the paper's claims hold, and how sure is that?", 1, False),
+        "14_sensitivity": ("What does each setting change?", 1, False),
+    },
+    "Use": {
+        "09_your_own_scheme": ("How do I add a scheme of my own and compare it?", 1, False),
+        "11_performance": ("Where does the time of a round go?", 2, False),
+        "12_real_training": ("What does the DDP hook cost and save?", 1, False),
+        "15_your_own_model": ("What would TCS save on my model?", 1, False),
+        "18_flower": ("How does TCS run inside Flower?", 1, False),
+    },
+    "Compare": {
+        "10b_fewer_bytes": ("Can one send fewer bytes than the paper?", 1, False),
+        "16_text": ("Does it work for a language model?", 1, False),
+        "17_rivals": ("How do nine methods by other authors compare?", 1, False),
+    },
+}
+
+
+def notebooks_block() -> str:
+    rows = ["| | Notebook | Question | Minutes | Exercises |", "| --- | --- | --- | --- | --- |"]
+    for group, notebooks in NOTEBOOKS.items():
+        for i, (name, (question, minutes, exercise)) in enumerate(notebooks.items()):
+            first = f"**{group}**" if not i else ""
+            link = f"[{name.replace('_', ' ', 1)}](notebooks/{name}.ipynb)"
+            rows.append(
+                f"| {first} | {link} | {question} | {minutes} | {'yes' if exercise else ''} |"
+            )
+    return "\n".join(rows)
+
+
+def reproducibility_block() -> str:
+    """The evidence's plan: its commit, and how much of it is made."""
+    table = lab.made_of(lab.planned_runs(ROOT / "params/evidence_plan.yaml"))
+    missing = table[table["made"] < table["planned"]]
+    words = "; ".join(
+        f"{row.planned - row.made} of stage {row.stage} are missing" for row in missing.itertuples()
+    )
+    counts = {"planned": table["planned"].sum(), "made": table["made"].sum()}
+    return PLAN.format(**counts, **PLANNED_IN, missing=words or "none is missing")
+
+
+PLANNED_IN = {"commit": "277d2f2", "day": "25 November 2026"}
+
+
 def limits_block() -> str:
-    return f"{at_the_papers_size()}\n{at_other_rates()}"
+    return f"{at_the_papers_size()}\n{at_other_rates()}\n{about_momentum()}"
+
+
+def about_momentum() -> str:
+    read, found = judged_records()
+    row = lab.difference(read, found, ("TCS", 0.5), ("Baseline-Momentum", 0.1))
+    helps = judged_rows()["momentum-baseline"]["measured"]
+    return MOMENTUM.format(
+        helps=f"{helps:.2f}", with_momentum=apart(row, "that", f"; n = {row['n']}")
+    )
 
 
 def at_the_papers_size() -> str:
@@ -445,7 +586,7 @@ def at_the_papers_size() -> str:
     share = params("paper")["epochs"] / asked["epochs"]
     gaps = [lab.with_interval(ends[n] - ends["Baseline"], math.nan, math.nan) for n in names[1:]]
     tested = lab.predicted(ROOT / "params/prediction.yaml")["n"].any()
-    return (TESTED if tested else NOT_TESTED) + SIZE.format(*gaps, share={5.0: "a fifth"}[share])
+    return (SIZE_TESTED if tested else SIZE).format(*gaps, share={5.0: "a fifth"}[share])
 
 
 def at_other_rates() -> str:
@@ -475,11 +616,14 @@ def at_other_rates() -> str:
 
 
 BLOCKS = {
+    "outcome": outcome_block,
     "picture": picture_block,
     "verdicts": verdicts_block,
-    "situations": situations_block,
-    "sends": sends_block,
+    "evidence": evidence_block,
+    "advice": advice_block,
+    "notebooks": notebooks_block,
     "limits": limits_block,
+    "reproducibility": reproducibility_block,
 }
 
 
@@ -497,11 +641,24 @@ def numbers() -> list[str]:
     """Words of README with a number in them, outside the blocks, as they should be."""
     scheme = tcs.Scheme.named("TCS")
     return [
-        f"the same {100 * scheme.phi_global:g} % of its update",
-        f"Each client adds {100 * scheme.phi_local:g} % of its own choice",
+        f"every client sends the same {100 * scheme.phi_global:g} % of its update",
+        f"adds the largest {100 * scheme.phi_local:g} % of the other entries",
     ]
+
+
+def situations_page() -> str:
+    """results/which_method.md: all comparisons behind README's advice, with their intervals."""
+    lines = [SITUATIONS, ["---"] * len(SITUATIONS), *situations()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{PAGE}\n\n{table}\n"
+
+
+PAGE = """# Which method in which situation
+
+Written by `tests/readme_table.py` from the records in this folder. Bytes are counted in both directions and include the dense start; in the last row they are those of one sparse step. Intervals are 95 % intervals; n is the number of seeds."""
 
 
 if __name__ == "__main__":
     README.write_text(with_blocks(README.read_text(encoding="utf-8")), encoding="utf-8")
+    SITUATIONS_PAGE.write_text(situations_page(), encoding="utf-8")
     lab.save_figure(picture(), picture_path())

@@ -41,31 +41,13 @@ def test_the_picture_is_generated(tmp_path):
     assert (tmp_path / "figure.png").read_bytes() == path.read_bytes(), "run the same"
 
 
+def test_the_table_of_situations_is_up_to_date():
+    text = readme_table.SITUATIONS_PAGE.read_text(encoding="utf-8")
+    assert text == readme_table.situations_page(), "run the same"
+
+
 def test_its_other_numbers_have_a_source():
     assert [words for words in readme_table.numbers() if words not in TEXT] == []
-
-
-# One source ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_papers_factors_are_those_of_the_claims():
-    """The claims have them from the budgets that the paper prints, with fewer digits."""
-    claims = lab.read_params([lab.ROOT / "params/claims.yaml"])["claims"]
-    plain, short = (lab.times(claims[name]["paper"]) for name in ("x100", "x2000"))
-    assert f"by the paper's tables {plain} and {short} times" in TEXT
-
-
-# Its parts ────────────────────────────────────────────────────────────────────────────────────────
-
-
-LATER = {"2, momentum": "momentum", "2, Table 1": "layer-wise fairness, two local steps",
-         "2, Table 2": "η 0.8", "unequal": "unequal clients"}  # fmt: skip
-
-
-def test_what_it_says_is_not_run_yet_is_not():
-    said = re.findall(r"^- \*\*Not complete\*\* in `evidence`: (.*?)\.$", TEXT, re.M)
-    missing = [words for stage, words in LATER.items() if not readme_table.stands(stage)]
-    assert said == ([", ".join(missing)] if missing else [])
 
 
 # Commands and links ───────────────────────────────────────────────────────────────────────────────
@@ -86,9 +68,9 @@ def test_every_file_it_names_exists():
     assert named and not [n for n in named if not (lab.ROOT / n).exists()]
 
 
-def test_it_lists_every_notebook_once_in_order():
-    listed = re.findall(r"^- \[(\w+)\]\(notebooks/\1\.ipynb\): ", TEXT, re.M)
-    assert listed == sorted(path.stem for path in (lab.ROOT / "notebooks").glob("[0-9]*.ipynb"))
+def test_its_table_has_every_notebook_once():
+    listed = re.findall(r"^\| .*\]\(notebooks/(\w+)\.ipynb\)", TEXT, re.M)
+    assert sorted(listed) == sorted(p.stem for p in (lab.ROOT / "notebooks").glob("[0-9]*.ipynb"))
 
 
 # Code ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,11 +87,25 @@ def loaders_of(clients=4):
     return [list(zip(*own, strict=True)) for own in zip(inputs, labels, strict=True)]
 
 
+def test_its_first_script_runs_as_a_file_and_sends_what_the_text_says(tmp_path):
+    (tmp_path / "first.py").write_text(CODE[0], encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(lab.ROOT)}
+    done = subprocess.run(
+        [sys.executable, "first.py"], cwd=tmp_path, env=environment, capture_output=True,
+        encoding="utf-8", check=True,
+    )  # fmt: skip
+    lines = re.findall(r"round (\d+): loss ([\d.]+), ([\d,]+) bytes", done.stdout)
+    assert float(lines[-1][1]) < 0.5 * float(lines[0][1])
+    dense, later = lines[0][2], {sent for _, _, sent in lines[1:]}
+    assert len(later) == 1
+    assert f"sends {dense} bytes per client. Every later round sends {later.pop()}." in TEXT
+
+
 @pytest.fixture
 def own_scheme():
-    """The first block's namespace."""
+    """The second block's namespace."""
     namespace = {"__name__": "readme", "torch": torch}
-    exec(compile(CODE[0], "README.md", "exec"), namespace)
+    exec(compile(CODE[1], "README.md", "exec"), namespace)
     yield namespace
     tcs.FAMILIES.pop("TCS-Average", None)
     tcs.RULES.pop("TCS-Average", None)
@@ -120,7 +116,7 @@ def test_its_scheme_trains(own_scheme):
     federation = tcs.Federation(model_of(), loaders_of(), "TCS-Average-L4-Q5", 0.2)
     for _ in range(3):
         federation.round()
-    assert federation.compressor.known.rule.mean_D.shape == federation.theta_D.shape
+    assert federation.compressor.known.rule.average_D.shape == federation.theta_D.shape
 
 
 def test_its_federation_learns_and_saves(own_scheme, tmp_path, monkeypatch, capsys):
@@ -128,27 +124,30 @@ def test_its_federation_learns_and_saves(own_scheme, tmp_path, monkeypatch, caps
     loaders = loaders_of()
     torch.manual_seed(0)
     own_scheme |= {"model": model_of(), "loaders": loaders, "rounds": 120, "batch": loaders[0][0]}
-    exec(compile(CODE[1], "README.md", "exec"), own_scheme)
+    exec(compile(CODE[2], "README.md", "exec"), own_scheme)
     assert float(capsys.readouterr().out) < 0.9 * math.log(2)  # two classes
     assert torch.load("model.pt").keys() == model_of().state_dict().keys()
 
 
+DIFF = re.findall(r"```diff\n(.*?)```", TEXT, re.S)[0]
 DDP = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import tcs_core as tcs
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model, rank = torch.nn.Linear(3, 2), dist.get_rank()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3
+loss_function = torch.nn.functional.mse_loss
 {code}
-model(torch.ones(4, 3)).sum().backward()
-assert state.iter == 1 and torch.load("tcs0.pt")["iter"] == 0
+assert state.iter == 3 and torch.load("tcs-0.pt")["iter"] == 3
 os._exit(0)  # a thread of gloo may outlive Python and abort
 """
 
 
 def test_its_ddp_lines_run(tmp_path):
     path = os.pathsep.join([str(lab.ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", DDP.format(code=CODE[2])]
+    command = [sys.executable, "-c", DDP.format(code=re.sub(r"^[ +]", "", DIFF, flags=re.M))]
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"

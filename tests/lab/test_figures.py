@@ -87,10 +87,20 @@ def test_megabytes_are_written_at_the_points():
     figure = lab.megabytes_figure(table, "A title")
     (axes,) = figure.axes
     both = float(table["megabytes_up"][0] + table["megabytes_down"][0])
-    assert f"TCS\n{both:.3g} MB, n = 1" in texts(figure)
-    assert "Baseline (n = 1)" in texts(figure)
+    assert f"TCS\n{both:.2g} MB" in texts(figure) and "Baseline" in texts(figure)
     assert axes.get_xscale() == "log" and "log" in axes.get_xlabel()
     assert not lab.megabytes_figure(table.iloc[:0], "None").axes[0].lines
+
+
+def test_traffic_is_in_gigabytes_where_it_is_large_and_schemes_have_the_given_names():
+    table = lab.summary([fake("TCS", 0.6, 0), fake("Baseline", 0.8, 0)])
+    table[["megabytes_up", "megabytes_down"]] *= 1e5
+    both = float(table["megabytes_up"][0] + table["megabytes_down"][0]) / 1000
+    names = {"TCS": "shared mask", "Baseline": "centralized training"}
+    figure = lab.megabytes_figure(table, "A title", names)
+    number = f"{both:,.0f}" if both >= 100 else f"{both:.2g}"
+    assert f"shared mask\n{number} GB" in texts(figure)
+    assert "centralized training" in texts(figure) and "Baseline" not in texts(figure)
 
 
 @pytest.mark.parametrize("accuracy", [0.7, 0.805])  # far from the line, and just above it
@@ -152,7 +162,7 @@ def test_a_scheme_has_one_look_and_no_other_has_it():
 
 def test_text_can_be_read_on_white():
     """By WCAG 2: black has 21, white 1, and text needs 4.5."""
-    figures = lab.figures
+    figures = lab.tables.figures
     assert figures.contrast("#000000") == pytest.approx(21)
     assert figures.contrast("#FFFFFF") == pytest.approx(1)
     colours = {look[0] for look in figures._DRAWN.values()} | set(lab.COLOURS)

@@ -127,7 +127,7 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-from tcs_lab import flower, loopback
+from tcs_lab.studies import flower, loopback
 from test_nodes import job as plan
 
 

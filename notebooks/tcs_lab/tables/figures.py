@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,35 +185,66 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
         )  # fmt: skip
 
 
-def megabytes_figure(table: pd.DataFrame, title: str) -> Any:
-    """Final accuracy against one client's megabytes in the whole run, both ways, of a `summary`;
-    bars are one standard deviation. Baseline, which sends nothing, is a line with a band."""
+def megabytes_figure(
+    table: pd.DataFrame, title: str, names: Mapping[str, str] | None = None
+) -> Any:
+    """Final accuracy against what one client sent and received in the whole training.
+
+    `table` is a `summary`; `names` are the words to write for a scheme instead of its name. Bars
+    are one standard deviation over the seeds. The Baseline, which sends nothing, is a line with a
+    band. Traffic is in gigabytes where a scheme needs one or more, else in megabytes.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    table = table[table["accuracy"].notna()]
+    megabytes = table["megabytes_up"] + table["megabytes_down"]
+    unit, size = ("gigabytes", 1000) if megabytes.max() >= 1000 else ("megabytes", 1)
     with rc_context(LOOK):
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         axes = figure.subplots()
         points = []
-        for row in table[table["accuracy"].notna()].itertuples():
+        for row, sent in zip(table.itertuples(), megabytes / size, strict=True):
             style, mean = curve_style(row.scheme, list(table["scheme"])), 100 * row.accuracy
             spread = 0.0 if row.n < 2 else 100 * row.accuracy_std
-            sent = row.megabytes_up + row.megabytes_down
+            words = (names or {}).get(row.scheme, row.scheme)
             if pd.isna(sent):
-                _draw_level(axes, f"{row.scheme} (n = {row.n})", mean, spread, style["color"])
+                _draw_level(axes, words, mean, spread, style["color"])
                 continue
             look = {"color": style["color"], "fmt": style["marker"], "markersize": 7}
             axes.errorbar(sent, mean, yerr=spread, capsize=3, **look)
-            size = f"{sent:,.0f}" if sent >= 100 else f"{sent:.3g}"
-            points.append((f"{row.scheme}\n{size} MB, n = {row.n}", sent, mean, style["color"]))
-        axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
-        axes.set(ylabel="final test accuracy (%)")
-        figure.suptitle(f"{title}\nbars and band: ± one standard deviation over n seeds")
+            number = f"{sent:,.0f}" if sent >= 100 else f"{sent:.2g}"
+            points.append((f"{words}\n{number} {_SHORT[unit]}", sent, mean, style["color"]))
+        axes.set(xscale="log", ylabel="final test accuracy (%)")
+        axes.set(xlabel=f"{unit} that one client sends and receives in all (logarithmic scale)")
+        figure.suptitle(f"{title}\n{_about_bars(table['n'])}")
         axes.margins(0.3, 0.2)
         plain_log(axes.xaxis)
         axes.grid(alpha=0.25)
+        _draw_better(axes)
         label_points(axes, points)
     return figure
+
+
+_SHORT = {"gigabytes": "GB", "megabytes": "MB"}
+
+
+def _about_bars(counts: pd.Series) -> str:
+    """What the bars of a figure are, and over how many seeds."""
+    few, many = (counts.min(), counts.max()) if len(counts) else (0, 0)
+    if many <= 1:
+        return "one seed each"
+    seeds = f"{many}" if few == many else f"{few} to {many}"
+    return f"bars and band: one standard deviation over {seeds} seeds"
+
+
+def _draw_better(axes: Any) -> None:
+    """An arrow in the lower right corner: less traffic and a higher accuracy are better."""
+    axes.annotate(
+        "better", (0.86, 0.16), (0.97, 0.04), xycoords="axes fraction", textcoords="axes fraction",
+        ha="right", va="bottom", fontsize=10, color="#555555",
+        arrowprops={"arrowstyle": "->", "color": "#555555", "lw": 1.2},
+    )  # fmt: skip
 
 
 def _draw_level(axes: Any, words: str, mean: float, spread: float, colour: str) -> None:
