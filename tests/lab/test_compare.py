@@ -1,6 +1,7 @@
 """A method from a file: what each of its three forms becomes, what it sends, its row beside stored
 ones, and what is said of a file that is wrong."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -228,7 +229,10 @@ class Averaged:
     one, two = (tcs.Compressor(name, [30, 20], 2) for _ in range(2))
     for deltas_ND in rounds[:3]:
         one.step(deltas_ND)
-    two.load_state_dict(one.state_dict())
+    saved = io.BytesIO()
+    torch.save(one.state_dict(), saved)
+    saved.seek(0)
+    two.load_state_dict(torch.load(saved, weights_only=True))  # as checkpoints are read
     for deltas_ND in rounds[3:]:
         assert torch.equal(one.step(deltas_ND), two.step(deltas_ND))
 
@@ -262,6 +266,13 @@ def test_a_shorter_code_finds_what_is_empty_in_whole_numbers():
 
 
 # Rows ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_of_several_classes_may_need_what_nobody_gives(folder, capsys):
+    other = SIGNS.replace("class Signs:", "class Other:\n    def __init__(self, share): pass\n")
+    path = written(folder, SIGNS + other)
+    assert find_method(f"{path}:Signs").name == "Signs"
+    assert "Other.__init__() missing" in error_of(folder, capsys, f"{path}:Other")
 
 
 def test_a_killed_comparison_goes_on_and_finished_runs_stay(folder, monkeypatch):
@@ -334,6 +345,13 @@ def test_between_two_points_of_a_method_and_nowhere_else():
     assert scoring.bytes_for(points, 72.0) == pytest.approx(8.0)
     assert math.isnan(scoring.bytes_for(points, 75.0))  # never reached
     assert math.isnan(scoring.bytes_for(points, 55.0))  # with fewer bytes than any point has
+
+
+def test_a_dense_start_can_be_left_out_of_both_ways():
+    one = scoring.Point("a", 0.5, 60.0, 0.1, 3, 30.0, 10.0, 20.0)
+    later = one.without_start()
+    assert later.both == pytest.approx(20) and later.up == pytest.approx(15) and not later.start
+    assert point("b", 4.0, 70.0).without_start() == point("b", 4.0, 70.0)
 
 
 def test_the_front_has_no_point_that_another_beats():

@@ -109,20 +109,20 @@ def method_of_file(path: Path, name: str = "", source: bytes | None = None) -> M
     if not name and len(families) > 1:
         way = " or ".join(f"{path}:{family}" for family in families)
         raise ValueError(f"{path}: got several methods in it, allowed: {way}")
-    wanted = name or families[0]
+    wanted = name or next(iter(families))
     if not any(wanted == family or wanted.startswith(f"{family}-") for family in families):
         raise ValueError(f"{path}: got {wanted}, allowed: what is in it, {', '.join(families)}")
     try:
         found = Scheme.named(wanted).name
     except ValueError as error:
-        raise ValueError(f"{path}: {wanted}: {error}") from None
+        raise ValueError(f"{path}: {wanted}: {families.get(wanted, error)}") from None
     return Method(found, densities_of(found), path, source)
 
 
 @cache
-def _executed(path: Path, source: bytes) -> tuple[str, ...]:
-    """Runs a file's source once; the families of schemes that it adds. What it registered is taken
-    out again if something is wrong with it."""
+def _executed(path: Path, source: bytes) -> dict[str, str]:
+    """Runs a file's source once; the families of schemes that it adds, each with what is wrong with
+    it, or "". What it registered is taken out again if something is wrong with all of it."""
     before = dict(FAMILIES), dict(RULES)
     try:
         sha256 = hashlib.sha256(source).hexdigest()
@@ -159,8 +159,9 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
 
 def _families_of(
     path: Path, module: types.ModuleType, before: dict[str, dict[str, Any]], sha256: str
-) -> tuple[str, ...]:
-    """The families that a file has registered, and those made of its classes."""
+) -> dict[str, str]:
+    """The families that a file has registered, and those made of its classes: a class that cannot be
+    made is no reason to refuse another one."""
     found = [family for family, fields in FAMILIES.items() if before.get(family) is not fields]
     classes = {
         str(getattr(kind, "name", None) or kind.__name__): kind
@@ -177,12 +178,14 @@ def _families_of(
         rule: Any = RULES[FAMILIES[family]["rule"]]
         if rule.__module__ == module.__name__:
             rule.file_sha256 = sha256  # a part of its runs' identity
+    wrong = dict.fromkeys([*found, *classes], "")
     for name, kind in classes.items():
         try:
             register_tensors(kind, name, file_sha256=sha256)
         except ValueError as error:
-            raise ValueError(f"{path}: {name}: {error}") from None
-    return (*found, *classes)
+            wrong[name] = str(error)
+            FAMILIES.pop(name, None)
+    return wrong
 
 
 def _is_of_a_file(fields: dict[str, Any]) -> bool:

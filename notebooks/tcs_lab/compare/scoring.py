@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -37,6 +37,11 @@ class Point:
     def both(self) -> float:
         """Megabytes both ways."""
         return self.up + self.down
+
+    def without_start(self) -> Point:
+        """The same point as if its dense start had cost nothing."""
+        share = 1 - self.start / self.both if self.both else 1.0
+        return replace(self, up=self.up * share, down=self.down * share, start=0.0)
 
 
 def points_of(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> list[Point]:
@@ -117,11 +122,13 @@ def front(points: Iterable[Point]) -> list[Point]:
 @dataclass(frozen=True)
 class Beside:
     """One point of a method beside a stored method: `equal_bytes` is the difference in accuracy at
-    the point's own bytes, `megabytes` what the stored method needs for the point's accuracy. Where
-    one of them is not defined, `said` says why."""
+    the point's own bytes, `later` the same with the dense start of both left out, and `megabytes`
+    what the stored method needs for the point's accuracy. Where one of them is not defined, `said`
+    says why."""
 
     method: str
     equal_bytes: Estimate
+    later: Estimate
     megabytes: float
     said: str
 
@@ -148,23 +155,24 @@ class Scores:
         return [self._beside(point, name, points) for name, points in others.items()]
 
     def _beside(self, point: Point, name: str, points: list[Point]) -> Beside:
-        weights, words = at_bytes(points, point.both), []
-        difference = Estimate()
-        if weights is not None:
-            signs = {scheme: -weight for scheme, weight in weights.items() if weight}
-            difference = self.model.estimate({point.scheme: 1.0} | signs, self.confidence)
-        elif point.both > points[-1].both:
-            best = max(points, key=lambda p: p.accuracy)
-            words.append(f"sends at most {points[-1].both:.3g} MB: {best.accuracy:.1f} %")
-        else:
+        best = max(points, key=lambda p: p.accuracy)
+        words = []
+        if point.both > points[-1].both:
+            words.append(f"sends at most {points[-1].both:.3g} MB")
+        elif point.both < points[0].both:
             words.append(f"sends at least {points[0].both:.3g} MB")
         megabytes = bytes_for(points, point.accuracy)
-        if math.isnan(megabytes):
-            best = max(points, key=lambda p: p.accuracy)
-            reached = points[0].accuracy >= point.accuracy
-            words.append(
-                f"reached with {points[0].both:.3g} MB or less"
-                if reached
-                else f"not reached: best {best.accuracy:.1f} at {best.both:.3g} MB"
-            )
-        return Beside(name, difference, megabytes, "; ".join(words))
+        if points[0].accuracy >= point.accuracy:
+            words.append(f"reached with {points[0].both:.3g} MB or less")
+        elif math.isnan(megabytes):
+            words.append(f"not reached: best {best.accuracy:.1f} at {best.both:.3g} MB")
+        later = self._difference(point.without_start(), [p.without_start() for p in points])
+        return Beside(name, self._difference(point, points), later, megabytes, "; ".join(words))
+
+    def _difference(self, point: Point, points: list[Point]) -> Estimate:
+        """Of the accuracies at the point's bytes; nan where the method has no points around it."""
+        weights = at_bytes(sorted(points, key=lambda p: p.both), point.both)
+        if weights is None:
+            return Estimate()
+        signs = {scheme: -weight for scheme, weight in weights.items() if weight}
+        return self.model.estimate({point.scheme: 1.0} | signs, self.confidence)

@@ -9,7 +9,15 @@ from typing import Any
 import pandas as pd
 
 from tcs_lab.compare.scoring import Beside, Point, Scores, front
-from tcs_lab.tables.figures import COLOURS, LOOK, label_ends, label_points, plain_log, text_colour
+from tcs_lab.tables.figures import (
+    COLOURS,
+    LOOK,
+    curve_style,
+    label_ends,
+    label_points,
+    plain_log,
+    text_colour,
+)
 from tcs_lab.tables.tables import number, with_interval
 
 # Words ────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,11 +54,12 @@ def beside_table(beside: Sequence[Beside], point: Point) -> pd.DataFrame:
     """One point beside the stored methods."""
     lines = []
     for one in beside:
-        e = one.equal_bytes
+        e, later = one.equal_bytes, one.later
         lines.append({
             "Stored method": one.method,
             f"At {point.both:.3g} MB: {point.scheme} minus it, points": with_interval(
                 e.value, e.low, e.high),
+            "Without both dense starts": with_interval(later.value, later.low, later.high),
             f"MB it needs for {point.accuracy:.1f} %": number(one.megabytes),
             "Where not": one.said or "–",
         })  # fmt: skip
@@ -71,9 +80,8 @@ def comparison_figure(scores: Scores, method: str) -> Any:
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         axes = figure.subplots()
         ends = []
-        for place, (name, points) in enumerate(others.items()):
+        for name, points in others.items():
             sent = [point for point in points if point.both > 0]
-            colour = COLOURS[1 + place % (len(COLOURS) - 1)]
             for level in (point for point in points if point.both == 0):
                 axes.axhline(level.accuracy, color=COLOURS[0], linestyle="--", linewidth=1)
                 where: Any = {
@@ -84,8 +92,8 @@ def comparison_figure(scores: Scores, method: str) -> Any:
                 axes.text(0.01, level.accuracy, level.scheme, **where)
             if sent:
                 xy = [p.both for p in sent], [p.accuracy for p in sent]
-                axes.plot(*xy, "o-", color=colour, markersize=4, linewidth=1, alpha=0.8)
-                ends.append((name, xy[0][-1], xy[1][-1], colour))
+                axes.plot(*xy, **curve_style(name, others), markersize=5, linewidth=1, alpha=0.8)
+                ends.append((name, xy[0][-1], xy[1][-1], curve_style(name, others)["color"]))
         best = front(p for points in others.values() for p in points if p.both > 0)
         axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
                   linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
