@@ -22,7 +22,7 @@
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
 #
-# There it calls [08_tables_and_curves](08_tables_and_curves.ipynb) through papermill once for each table. The whole result is shown on one page.
+# The whole result is shown on one page. [08_tables_and_curves](08_tables_and_curves.ipynb) explains one of the tables, column by column.
 #
 # *Run time*: seconds as it stands, three to seven minutes in `quick` on two cores. *Read before*: README.
 # *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
@@ -30,10 +30,8 @@
 # %% jupyter={"source_hidden": true}
 import io
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import papermill
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
@@ -114,9 +112,8 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # %% [markdown]
 # ## All tables and figures
 #
-# Where runs are made, the executed notebooks stay beside what they made, in `results/<profile>/`. Records drawn with settings
-# that are not the profile's leave its tables alone, and a profile whose schemes are not all there yet has none: they are drawn in
-# a temporary folder.
+# The files lie in `results/<profile>/`. If you draw records with settings that are not the profile's, or before all schemes of the
+# profile have a record, the tables and figures are drawn in a temporary folder, and those of the profile stay as they are.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
@@ -124,23 +121,9 @@ there = {record["config"]["scheme"]["name"] for record in records}
 lacking = {name for params in plans.values() for name in params["schemes"]} - there
 begun = not lacking or (lab.results_folder(shown) / "table1.md").exists()
 folder = lab.results_folder(shown) if begun and not changed else Path(tempfile.mkdtemp())
-source = str(lab.ROOT / "notebooks" / "08_tables_and_curves.ipynb")
-
-
-def draw(t: int) -> None:
-    """One table and its figure; where runs are made, by a notebook of their own."""
-    if profile:
-        output = str(folder / f"table{t}.ipynb")
-        # else a warning of the kernel's lands here
-        quiet = {"progress_bar": False, "extra_arguments": ["--log-level=CRITICAL"]}
-        papermill.execute_notebook(source, output, given | {"table": t}, cwd=str(lab.ROOT), **quiet)
-    else:
-        runs = lab.plan(plans[t])
-        lab.draw_table(plans[t], list(lab.recorded(runs).values()), runs, folder)
-
-
-with ThreadPoolExecutor(given.get("jobs", 1)) as pool:
-    list(pool.map(draw, plans))
+for params in plans.values():
+    runs = lab.plan(params)
+    lab.draw_table(params, list(lab.recorded(runs).values()), runs, folder)
 made = sorted(p.name for p in folder.glob("*.*") if p.name.startswith(("table", "figure")))
 print("\n".join(made))
 

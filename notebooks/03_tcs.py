@@ -62,13 +62,15 @@ reference_batch = None  # cumulative batch at which learning_rate holds; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 large_local_share = 1e-2  # a second phi_local, for comparison
 ticket_seeds = 3  # trainings with one mask for ever
+ticket_epochs = 5  # passes over the data in these trainings
 seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true}
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
-lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)], seed=lab.Seed)
+lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)],
+                 ticket_epochs=lab.Count, seed=lab.Seed)  # fmt: skip
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
@@ -452,8 +454,8 @@ print(f"{lab.decided(fewer, half)}: most places are explored for what has piled 
 # The paper argues from *lottery tickets*: a good mask would make all searching needless. We look for
 # one in a finished run of TCS, and train from the same first weights with it alone: its last shared mask; the $K$
 # places where θ moved farthest; and, to compare, places drawn at random (rand-K with one mask for ever). After one
-# dense round nothing else is ever sent. (The runs above had a dense epoch, a rising rate and another seed: their losses
-# do not compare.)
+# dense round nothing else is ever sent. (The runs above were longer, and had a dense epoch, a rising rate and another seed, so do not
+# compare their losses with these.)
 #
 # Which of the three comes nearest to TCS?
 
@@ -462,10 +464,10 @@ print(f"{lab.decided(fewer, half)}: most places are explored for what has piled 
 def trained(number, mask_D=None):
     """Loss of the last epoch, places where θ moved farthest, last shared mask; with one mask, if given."""
     only = scheme if mask_D is None else dataclasses.replace(scheme, phi_local=None)
-    changes = {"scheme": only, "seed": number, "warmup_epochs": 0}
+    changes = {"scheme": only, "seed": number, "warmup_epochs": 0, "epochs": ticket_epochs}
     one = lab.Training(dataclasses.replace(config, **changes), data)
     first_D, rule = one.theta_D.clone(), one.compressor.rule
-    for epoch in range(epochs):
+    for epoch in range(ticket_epochs):
         for _ in one.rounds(epoch):
             if mask_D is not None:
                 rule.observe(mask_D.float())  # S_top of it: the same places again

@@ -7,6 +7,7 @@ import tarfile
 import weakref
 
 import tcs_lab as lab
+import tcs_lab.commands
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -16,8 +17,8 @@ from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# A run of half a second.
-TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 3, "train_samples": 120,
+# A run of a tenth of a second.
+TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs": 3, "train_samples": 60,
         "test_samples": 40, "reference_batch": None, "threads": 1}  # fmt: skip
 
 

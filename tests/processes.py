@@ -15,7 +15,7 @@ from tcs_lab.__main__ import main
 from tcs_lab.studies.loopback import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
-FORKSERVER.set_forkserver_preload(["tcs_lab.__main__", "torch._dynamo", "pytest", "hypothesis"])
+FORKSERVER.set_forkserver_preload(["tcs_lab.commands", "torch._dynamo", "pytest", "hypothesis"])
 
 
 def few_images(train=120):

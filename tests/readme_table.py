@@ -29,48 +29,55 @@ PROFILE = "evidence"  # of the picture, of traffic and verdicts
 DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")
 NAMES = {  # what the picture calls the schemes
     "Baseline": "centralized training",
-    "FedAvg": "FedAvg: everything is sent",
+    "FedAvg": "FedAvg (everything is sent)",
+    "TCS": "TCS",
+    "top-K": "top-K",
     "FedAvg-L4": "FedAvg, 4 local steps",
     "TCS-L4": "TCS, 4 local steps",
     "TCS-L4-Q5": "TCS, 4 local steps,\n5-bit values",
 }
-OUTCOME = """**What came out.** Our largest comparison trains a ResNet-18 of a quarter of its width on half of CIFAR-10, with {clients} clients, {epochs} epochs and {n} seeds for each method, at the paper's learning rates.
+OUTCOME = """**What came out.** Our main comparison trains a ResNet-18 with a quarter of the channels on half of CIFAR-10 at {pixels} × {pixels} pixels, with {clients} clients, {epochs} epochs, {n} seeds per method and the paper's learning rates. *Centralized training* means one model that is trained on all data in one place; *dense* means that every entry of an update is sent.
 
-- **TCS keeps the accuracy.** It ended {tcs}, while a client sent and received {times} times fewer bytes than with dense training.
-- **The shortest scheme does not.** With four local steps and 5-bit values, TCS sent {times_short} times fewer bytes and ended {short}. Dense training with four local steps lost {dense_short} points as well, so most of that loss comes from the local steps and not from the compression.
-- **Why it works is open.** The paper assumes that important positions change slowly. In our runs only {stay} of them stay from one round to the next. Whether a shared mask that follows the last update is better than a random one, and how the methods compare when each has its own best learning rate, is being measured now ({made} of {planned} runs)."""
-CAPTION = """The picture shows final accuracy against the bytes of one client, for {data} at {pixels} × {pixels} pixels (settings: `params/{profile}.yaml`). FedAvg is dense federated training. Top-K sends the largest 1 % of each client's update with their positions. Four local steps mean that a client trains four steps between two messages; the names of these schemes end in `-L4`, and those with 5-bit values in `-Q5`."""
-TABLE = (
-    "Difference to centralized training", "The paper", "Here, with 95 % interval", "Within half a point?",
-)  # fmt: skip
-VERDICTS = """Final accuracies are compared in percentage points. Before our runs we fixed the question for each method: does it end at most half a point below centralized training? *Yes* means that the whole 95 % interval lies above −0.5, *no* that all of it lies below, and *open* that it includes −0.5. The [plan](params/claims.yaml) is older than the runs; only the line on top-K was not part of it.
+- **TCS stayed within half a point of centralized training.** Its accuracy differed by {tcs}, while a client sent and received 1/{times} of the bytes of dense training. At the size of the paper there is only one shorter run, in which TCS ended {gpu} points from centralized training ([limits](#how-far-the-results-go)).
+- **The variant with the fewest bytes loses accuracy.** With four local steps (a client trains four steps between two messages) and 5-bit values, the factor is 1/{times_short}, and the difference {short}. Dense training with four local steps already differs by {dense_short} points, so most of the loss comes from the local steps and not from the compression.
+- **Why TCS works is open.** The paper assumes that important positions change slowly. From one round of dense training to the next, {stay} of the largest 1 % of the entries stay among the largest, and {chance} would by chance. Two comparisons that will tell more are unfinished: TCS against masks that are random or outdated ({controls} runs done), and every method at its own best learning rate ({tuned} runs done)."""
+CAPTION = """The picture shows final test accuracy against the bytes that one client sends and receives in the whole training ({data}, see [below](#three-ways-to-start); settings in `params/{profile}.yaml`). FedAvg is dense federated training. Top-K sends the largest 1 % of each client's own update with their positions. Elsewhere on this page, `-L4` in a name means four local steps and `-Q5` 5-bit values. Bars show the spread between seeds; the intervals in the text are about differences of means."""
+TABLE = ("Method", "Paper: difference from centralized training, in points", "Here, with 95 % interval", "Within half a point?")  # fmt: skip
+VERDICTS = """The question for each method is whether it ends at most half a point below centralized training. *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that all of it lies below, and *open* that the interval contains −0.5. The [question, the half point and the analysis](params/claims.yaml) were fixed before these runs and after smaller pilot runs; only the line on top-K was added later. Intervals come from one regression over all planned runs, with seeds and test images as sources of chance.
 
 {table}
 
-The paper trains the full ResNet-18 for 300 epochs and ends near 92 %; our training is smaller and ends near {level:.0f} %.
+In the paper, both variants of TCS ended above centralized training; here they did not. The paper trains the full ResNet-18 for 300 epochs and ends near 92 %; our model, data and number of epochs are smaller, and centralized training ends near {level:.0f} %.
 
-**Traffic.** Bytes follow from counting, so they reproduce exactly: after its dense first epoch, TCS needs {up[0]} times and TCS-L4-Q5 {up[1]} times fewer uplink bits than dense training (by the paper's tables {theirs[0]} and {theirs[1]}). Counted over the whole training and in both directions, which is what a user pays for, the factors are {whole[0]:.0f} and {whole[1]:.0f}. Of the bytes of TCS-L4-Q5, {warm} belong to the dense first epoch, and {down} of the rest is what the server sends.
+**Traffic.** After the first epoch, in which everything is sent, a TCS client sends 1/{up[0]} of the bits of dense training (the paper's tables: 1/{theirs[0]}), and a TCS-L4-Q5 client 1/{up[1]} (1/{theirs[1]}). Users pay for the whole training in both directions: there the factors are 1/{whole[0]:.0f} and 1/{whole[1]:.0f}. Of the bytes of TCS-L4-Q5, {warm} come from the dense first epoch, and {down} of the rest comes from the server's messages.
 
-**Does sparsification itself cost accuracy?** Dense FedAvg ended {fedavg}, so TCS ended {sparse} points above its dense counterpart. TCS-L4-Q5 ended {sparse_short} points from dense FedAvg with four local steps.
+**Does sparsification itself cost accuracy?** Not at these learning rates. TCS differs from its dense counterpart FedAvg by {sparse} points (95 % interval in brackets), and TCS-L4-Q5 from dense training with four local steps by {sparse_short}. FedAvg may gain more from a higher rate than TCS does ([limits](#how-far-the-results-go)).
 
-**Does TCS beat top-K?** This is {top-K}: the two ended equally high, and TCS needs {topk_less:.1f} times fewer bytes, because the server's message is shorter when clients share a mask.
+**Does TCS beat top-K?** In bytes yes: it needs {topk_less:.1f} times fewer, because clients that share a mask produce a sum with few entries, which the server sends back. In accuracy we found no difference ({topk} points; the planned question whether TCS ends higher is {top-K}).
 
-**Do important positions change slowly?** Of the 1 % of entries that are largest in a dense update, {seen} are among the largest of the next one as well (n = {count}). By chance it would be {by_layers}, since some layers have larger updates than others. So positions stay more often than by chance ({correlation}), but not half of them do ({slowly}; half is our bound, the paper names none)."""
-EVIDENCE = """**{days} days: repeat the evidence.** The `evidence` profile consists of {made} runs that took {hours:.0f} hours of computation, on an AMD EPYC processor and in part on NVIDIA H100 and H200 GPUs. Killed runs go on where they stopped, and several processes can share the work. `uv run tcs queue params/evidence_plan.yaml --set data_root=FOLDER` makes the runs that are missing; FOLDER is a folder or tar with `train/<class>/*` and `test/<class>/*`. Our images are a copy of CIFAR-10 in JPEG files, which we call "CIFAR-10 (JPEG copy)" because its pixels differ slightly from the original. With `--set dataset=cifar10`, torchvision downloads the original."""
-ADVICE = """These are our answers so far. Each comes from one training task, and the learning rates were tuned for the methods of the first two answers only. So try the methods that an answer names on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). Bytes are counted in both directions and include the dense start; [all comparisons with their intervals](results/which_method.md) stand in one table.
+**Do important positions change slowly?** Positions drawn at random would agree in 1 % of the cases. But some layers always have larger updates than others, and positions drawn at random within each layer already agree in {by_layers}. We measured {seen} (n = {count}). So the statement that important positions stay more often than by chance is {correlation}, and the statement that half of them do is {slowly}. (The paper names no number; half is ours.)"""
+EVIDENCE = """**{days} days: repeat the evidence.** The measurements of this page (settings in `params/evidence.yaml`) are {made} runs, which took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. Interrupted runs resume where they stopped, and several processes can share the work. This makes all runs anew, in a folder of your choice:
 
-- **Federated training on images over slow links:** TCS. In {images_setting}, it sent {images_tcs[0]} times fewer bytes than dense FedAvg and ended {images_tcs[1]} points from it. STC, a method by other authors that compresses in both directions, sent {images_stc[0]} times fewer bytes and ended {images_stc[1]} points from it; the intervals are wide (n = {images_n}).
-- **Federated training on text:** DGC (by other authors, with momentum) or TCS-Q5. For a small GPT they sent {dgc[0]} and {tcs_q5[0]} times fewer bytes and ended {dgc[1]} and {tcs_q5[1]} points from FedAvg in accuracy.
-- **Few rounds:** TCS without local steps. Multiply the number of rounds by φ, the fraction of entries that is sent per round: this is how often the average entry is sent. In a training of 15 epochs, where it was {often[0]} times, TCS ended {few[0]} points from FedAvg. With four local steps it was {often[1]} times, and TCS-L4-Q5 lost {few[1]} points, of which dense training with four local steps lost {few[2]}.
-- **Clients with unequal data:** TCS. With classes distributed unequally (Dirichlet, α = {alpha:g}), it ended {unequal[0]} points from FedAvg when all clients took part in each round and {unequal[1]} when half of them did.
-- **PyTorch DDP:** usually not TCS. At 10 million parameters and 10 Mbit/s, one step takes {plain:.0f} seconds with plain DDP, {bf16:.0f} with the bf16 hook, {hook10:.1f} with our hook at 10 %, {hook1:.1f} at 1 % and {power:.1f} with PowerSGD. Our hook costs {loss10} nats of test loss at 10 % and {loss1} at 1 % (AdamW, a small GPT); what PowerSGD costs is not measured yet. On one machine, or at 10 Gbit/s, do not sparsify: plain DDP or its bf16 hook is faster."""
-SIZE = """- **Not tested at the paper's size.** There is no run of 300 epochs with the full ResNet-18. With {share} of these epochs on a GPU, one run of each method ended, in points from centralized training, at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5). What we predict for the full length stands in [notebook 13](notebooks/13_evidence.ipynb)."""
-SIZE_TESTED = """- **At the paper's size**, see the runs beside our prediction in [notebook 13](notebooks/13_evidence.ipynb). With {share} of the epochs, one run of each method ended, in points from centralized training, at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5)."""
-RATES = """- **The learning rates are the paper's** and nobody tuned them for these trainings. At higher rates FedAvg ended {fedavg} points higher (twice the rate, one seed) and TCS {tcs} points higher (the paper's higher rate, {n} seeds), but centralized training did not. So the gaps to centralized training may come from rates that were too low. {tuned}"""
-UNDER_WAY = """The comparison in which every method gets its own best rate (`params/fair_plan.yaml`) is under way: {made} of {planned} runs are made, and we draw no conclusion before it is complete. The same holds for the controls with random and outdated masks (`params/controls_plan.yaml`)."""
+    uv run tcs queue params/evidence_plan.yaml \\
+        --set data_root=DATA --results FOLDER
+
+DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`. Ours is a copy of CIFAR-10 in JPEG files, called "CIFAR-10 (JPEG copy)" on all pages because its pixels differ slightly from the original. With `--set dataset=cifar10` instead, torchvision downloads the original."""
+ADVICE = """Each answer comes from one training task, so try the methods that it names on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). Learning rates were tuned for each method in the first two answers; the others use the paper's. Differences are in points of accuracy from dense FedAvg, with 95 % intervals; bytes count both directions and the dense start. [All comparisons](results/which_method.md) are in one table.
+
+- **Federated training on images over slow links:** TCS or STC. In a small training ({images_setting}, n = {images_n}), TCS used 1/{images_tcs[0]} of the bytes with a difference of {images_tcs[1]}, and sparse ternary compression (STC, by other authors) 1/{images_stc[0]} with {images_stc[1]}. The intervals are too wide to tell them apart in accuracy. Try STC first if bytes matter most; TCS is the better studied one here.
+- **Federated training on text:** deep gradient compression (DGC, by other authors) or TCS-Q5. With a small GPT (n = {text_n}), DGC used 1/{dgc[0]} of the bytes with a difference of {dgc[1]}, and TCS-Q5 1/{tcs_q5[0]} with {tcs_q5[1]}. DGC includes momentum, which FedAvg and TCS did not have.
+- **Short training:** TCS without local steps. The number of rounds times the fraction of entries sent per round says how often the average entry is sent. In a training of 15 epochs on CIFAR-10 (n = {few_n}), where this was {often[0]}, TCS showed {few[0]}. With four local steps it was {often[1]}, and TCS-L4-Q5 showed {few[1]}; local steps alone, without compression, account for {few[2]} of that.
+- **Clients with unequal data:** TCS. With classes that are distributed unequally among clients (Dirichlet, α = {alpha:g}, n = {unequal_n}), it showed {unequal[0]} when all clients took part in each round and {unequal[1]} when half of them did.
+- **PyTorch DDP:** only on links up to about 1 Gbit/s, and there PowerSGD is a strong alternative. The table has seconds per step for {parameters} parameters and two processes that share the link. Sending 10 % of the entries changed the test loss by {loss10} nats (lower is better), sending 1 % by {loss1} (AdamW, a small GPT, n = {ddp_n}). What PowerSGD costs in loss is not measured yet, so we cannot advise between the two. On one machine or at 10 Gbit/s, use plain DDP or its bf16 hook.
+
+{links}"""
+SIZE = """- **Not tested at the paper's size.** There is no run of 300 epochs. One run per method with the full ResNet-18 and {share} of these epochs ended at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5) points from centralized training. There TCS is outside the half point and below top-K, but a single seed decides nothing. Our prediction for the full length is in [notebook 13](notebooks/13_evidence.ipynb)."""
+SIZE_TESTED = """- **At the paper's size**, the runs are beside our prediction in [notebook 13](notebooks/13_evidence.ipynb). With {share} of the epochs, one run per method ended at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5) points from centralized training."""
+RATES = """- **The learning rates of the main comparison are the paper's**, and nobody tuned them for this training. At higher rates, FedAvg ended {fedavg} points higher (twice the rate, one seed), TCS {tcs} points (the paper's higher rate, {n} seeds), and centralized training no higher (twice the rate, one seed). So both gaps to centralized training may come from rates that were too low, and FedAvg may then be level with TCS. {tuned}"""
+UNDER_WAY = """The comparison in which every method gets its own best rate (`params/fair_plan.yaml`) is unfinished: {made} of {planned} runs are done, and we draw no conclusion before all are. The controls with random and outdated masks (`params/controls_plan.yaml`) are unfinished, too: {controls_made} of {controls} runs are done."""
 ALL_MADE = """A comparison at tuned rates is in [notebook 13](notebooks/13_evidence.ipynb)."""
-MOMENTUM = """- **Momentum.** The answers above are about SGD without momentum, as in the paper's first table. Momentum raises centralized training by {helps} points, and TCS without momentum ended {with_momentum}."""
-PLAN = """- **Planned before measured.** The plan of the evidence ([params/evidence_plan.yaml](params/evidence_plan.yaml), [params/claims.yaml](params/claims.yaml)) was committed in {commit} on {day}, before its first record and after smaller trainings and a pilot run. Of {planned} planned runs, {made} are made; {missing}."""
+MOMENTUM = """- **Momentum.** Except where momentum or AdamW is named, everything above is plain SGD, as in the paper's first table. Momentum raises centralized training by {helps} points, and TCS without momentum differs from that by {with_momentum}."""
+PLAN = """- **Planned before measured.** We committed the plan ([params/evidence_plan.yaml](params/evidence_plan.yaml), [params/claims.yaml](params/claims.yaml)) in {commit} on {day}, after pilot runs and before the first of the runs that it describes. Of {planned} planned runs, {made} are done; {missing}."""
 
 
 # Records ──────────────────────────────────────────────────────────────────────────────────────────
@@ -163,25 +170,38 @@ def outcome_block() -> str:
     times, times_short = whole_factors()
     config = drawn()["FedAvg"][0]["config"]
     assert (config["model"], config["width"]) == ("resnet18", 16)  # as the sentence says
-    stay = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
-    made, planned = planned_and_made()
+    shares = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
+    tuned, controls = tuned_runs(), control_runs()
     return OUTCOME.format(
-        clients=config["clients"], epochs=config["epochs"], n=tcs["n"], times=f"{times:.0f}",
-        times_short=f"{times_short:.0f}", tcs=apart(tcs, CENTRAL), short=apart(short, "it"),
-        dense_short=f"{abs(dense['measured']):.2f}", stay=f"{100 * stay['seen']:.0f} %",
-        made=made, planned=planned,
+        clients=config["clients"], epochs=config["epochs"], pixels=config["image_size"], n=tcs["n"],
+        times=f"{times:.0f}", times_short=f"{times_short:.0f}", tcs=by_points(tcs),
+        short=by_points(short), dense_short=signed(dense["measured"]), gpu=gpu_gaps()["TCS"],
+        stay=f"{100 * shares['seen']:.0f} %", chance=f"{100 * shares['by_layers']:.0f} %",
+        tuned="{} of {}".format(*tuned), controls="{} of {}".format(*controls),
     )  # fmt: skip
 
 
-def planned_and_made() -> tuple[int, int]:
-    """How many runs of the tuned comparison and of its controls are made, and how many planned."""
-    tuned = lab.fair_counts(ROOT / "params/fair_plan.yaml")
-    controls = lab.made_of(lab.planned_runs(ROOT / "params/controls_plan.yaml"))
-    made, planned = (
-        tuned[f"tuning {word}"] + tuned[f"scoring {word}"] + int(controls[word].sum())
-        for word in ("made", "planned")
-    )
+def signed(value: float) -> str:
+    return lab.with_interval(value, math.nan, math.nan)
+
+
+def by_points(row: dict[str, Any], more: str = "") -> str:
+    """A difference in words, like "−0.17 points (95 % interval −0.34 to −0.01)"."""
+    value, _, ends = interval(row).partition(" ")
+    return f"{value} points (95 % interval {ends.strip('()')}{more})"
+
+
+def tuned_runs() -> tuple[int, int]:
+    """How many runs of the comparison at tuned rates are made, and how many are planned."""
+    counts = lab.fair_counts(ROOT / "params/fair_plan.yaml")
+    made, planned = (counts[f"tuning {w}"] + counts[f"scoring {w}"] for w in ("made", "planned"))
     return made, planned
+
+
+def control_runs() -> tuple[int, int]:
+    """The same of the controls."""
+    table = lab.made_of(lab.planned_runs(ROOT / "params/controls_plan.yaml"))
+    return int(table["made"].sum()), int(table["planned"].sum())
 
 
 def dense_share(found: Iterable[Record]) -> str:
@@ -223,7 +243,9 @@ def compared_table() -> str:
         word = lab.decided(row["measured"], row["half"], -0.5)
         theirs = round(paper[name][0] - paper[other][0], 2) + 0.0  # no minus before a zero
         ours = f"{interval(row)}, n = {row['n']}"
-        rows.append([words, f"{theirs:+.2f}".replace("-", "−"), ours, ANSWERS[word]])
+        rows.append(
+            [words, (f"{theirs:+.2f}" if theirs else "0.00").replace("-", "−"), ours, ANSWERS[word]]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -231,19 +253,18 @@ COMPARED = (
     ("TCS", "TCS", "Baseline"),
     ("TCS-L4-Q5", "TCS with 4 local steps and 5-bit values (TCS-L4-Q5)", "Baseline"),
     ("top-K", "Top-K with error feedback", "Baseline"),
-    ("TCS-Global Momentum", "TCS with global momentum, to centralized training with momentum", "Baseline-Momentum"),
+    ("TCS-Global Momentum", "TCS with momentum at the server and all clients (from centralized training with momentum)", "Baseline-Momentum"),
 )  # fmt: skip
 ANSWERS = {"supported": "yes", "contradicted": "**no**", "open": "open"}
 
 
 def verdicts_block() -> str:
     """The table of differences, and the answers to the paper's other main questions."""
-    read, found = judged_records()
+    _, found = judged_records()
     rows, dense = judged_rows(), drawn()
     words = {name: lab.said(row).partition(":")[0] for name, row in rows.items()}
     after = [lab.bits_per_parameter(dense[name][0]) for name in ("TCS", "TCS-L4-Q5")]
     shares = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
-    fedavg = lab.difference(read, found, ("FedAvg", 0.5), ("Baseline", 0.1))
     return VERDICTS.format(
         **words,
         table=compared_table(),
@@ -253,7 +274,7 @@ def verdicts_block() -> str:
         whole=whole_factors(),
         warm=dense_share(dense["TCS-L4-Q5"]),
         down=downlink_share(dense["TCS-L4-Q5"]),
-        fedavg=apart(fedavg, CENTRAL),
+        topk=interval(rows["top-K"]),
         sparse=interval(rows["cost"]),
         sparse_short=interval(rows["cost-4-q5"]),
         topk_less=both_ways(dense["top-K"]) / both_ways(dense["TCS"]),
@@ -267,14 +288,6 @@ def interval(row: dict[str, Any]) -> str:
     return lab.with_interval(*(row[key] for key in ENDS))
 
 
-def apart(row: dict[str, Any], other: str, more: str = "") -> str:
-    """A difference in words, like "0.17 points below it (interval −0.34 to −0.01)"."""
-    way = "below" if row["measured"] < 0 else "above"
-    ends = interval(row).partition(" ")[2].strip("()")
-    return f"{abs(row['measured']):.2f} points {way} {other} (interval {ends}{more})"
-
-
-CENTRAL = "centralized training"
 ENDS = ("measured", "low", "high")
 
 
@@ -432,12 +445,13 @@ def situations() -> list[list[str]]:
 def evidence_block() -> str:
     """What the evidence costs to repeat."""
     plans = lab.planned_runs(ROOT / "params/evidence_plan.yaml")
-    table = lab.made_of(plans)
-    devices = {r["provenance"]["device"] for r in lab.recorded(chain(*plans.values())).values()}
-    assert devices == {"AMD EPYC", "NVIDIA H200", "NVIDIA H100 80GB HBM3"}  # as the sentence says
-    hours = table["hours"].sum()
-    days = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}[round(hours / 24)]
-    return EVIDENCE.format(days=days, made=table["made"].sum(), hours=hours)
+    found = lab.recorded(chain(*plans.values())).values()
+    hours = {"AMD EPYC": 0.0, "NVIDIA H100 80GB HBM3": 0.0, "NVIDIA H200": 0.0}  # as it says
+    for record in found:
+        hours[record["provenance"]["device"]] += record["provenance"]["wall_seconds"] / 3600
+    cpu, *gpus = hours.values()
+    days = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}[round((cpu + sum(gpus)) / 24)]
+    return EVIDENCE.format(days=days, made=len(found), cpu=cpu, gpu=sum(gpus))
 
 
 def less_and_points(found: dict[str, list[Record]], name: str) -> tuple[str, str]:
@@ -450,21 +464,24 @@ def less_and_points(found: dict[str, list[Record]], name: str) -> tuple[str, str
 def advice_block() -> str:
     """Which method to use, in sentences."""
     images, text = at_best_rates("small"), at_best_rates("text")
-    short = {name: records(name, "short", seeds=3) for name in ("FedAvg", "TCS", "TCS-L4-Q5", "FedAvg-L4")}  # fmt: skip
+    names = ("FedAvg", "TCS", "TCS-L4-Q5", "FedAvg-L4")
+    short = {name: records(name, "short", seeds=3) for name in names}
     config = images["FedAvg"][0]["config"]
-    few = [lab.with_interval(*difference(short[name], short["FedAvg"])) for name in ("TCS", "TCS-L4-Q5")]  # fmt: skip
-    few[1] = few[1].removeprefix("−")
-    few.append(f"{abs(difference(short['FedAvg-L4'], short['FedAvg'])[0]):.2f}")
+    few = [lab.with_interval(*difference(short[name], short["FedAvg"])) for name in names[1:3]]
+    few.append(signed(difference(short["FedAvg-L4"], short["FedAvg"])[0]))
     assert short["FedAvg"][0]["config"]["epochs"] == 15  # as the sentence says
+    pixels, epochs = config["image_size"], config["epochs"]
     return ADVICE.format(
-        images_setting=f"a small training ({config['image_size']} × {config['image_size']} pixels, {config['epochs']} epochs)",
+        images_setting=f"CIFAR-10 at {pixels} × {pixels} pixels, {epochs} epochs",
         images_tcs=less_and_points(images, "TCS"),
         images_stc=less_and_points(images, "STC"),
         images_n=len(images["TCS"]),
+        text_n=len(text["DGC"]),
         dgc=less_and_points(text, "DGC"),
         tcs_q5=less_and_points(text, "TCS-Q5"),
-        often=[lab.turns(short[name][0]) for name in ("TCS", "TCS-L4-Q5")],
+        often=[lab.turns(short[name][0]) for name in names[1:3]],
         few=few,
+        few_n=len(short["TCS"]),
         **unequal_numbers(),
         **ddp_numbers(),
     )
@@ -481,43 +498,59 @@ def unequal_numbers() -> dict[str, Any]:
     rows = table.set_index("setting").loc[skewed].to_dict("records")
     configs = [next(iter(there[title].values()))["config"] for title in skewed]
     assert [config["participation"] for config in configs] == [1.0, 0.5]  # as the sentence says
-    return {"alpha": configs[0]["dirichlet_alpha"], "unequal": [interval(row) for row in rows]}
+    (n,) = {row["n"] for row in rows}
+    said = [interval(row) for row in rows]
+    return {"alpha": configs[0]["dirichlet_alpha"], "unequal": said, "unequal_n": n}
 
 
-def ddp_numbers() -> dict[str, str]:
-    """Seconds of a step of 10 million parameters at 10 Mbit/s, and what sparse steps cost in loss."""
+def ddp_numbers() -> dict[str, Any]:
+    """Seconds per step of ten million parameters by link, and what sparse steps cost in loss."""
     measured, judged = links.Links(links.read_rows()), optimizers.Judged(optimizers.read_plan())
-    ways = {"plain": "plain", "bf16": "bf16", "hook10": "TCS 10 %", "hook1": "TCS 1 %", "power": "PowerSGD"}  # fmt: skip
-    seconds = {key: measured.row(way, 10, 1000, mbit=10)["seconds"] for key, way in ways.items()}
-    costs = {
-        f"loss{share}": judged.cost(optimizers.Cell("AdamW", f"TCS {share} %")) for share in (1, 10)
-    }
+    net, large = (10, 1000), (4, 5000)
+    cells = {share: optimizers.Cell("AdamW", f"TCS {share} %") for share in (1, 10)}
+    costs = {f"loss{share}": judged.cost(cell) for share, cell in cells.items()}
+    (n,) = {len([1 for of, _ in judged.records if of == cell]) for cell in cells.values()}
     for way in ("TCS 10 %", "TCS 1 %"):  # on the fastest link, and without one, plain or bf16 win
         for mbit in (FASTEST, None):
-            ours = measured.row(way, 4, 5000, mbit=mbit)["seconds"]
-            assert any(
-                measured.row(w, 4, 5000, mbit=mbit)["seconds"] < ours for w in ("plain", "bf16")
-            )
+            ours = measured.row(way, *large, mbit=mbit)["seconds"]
+            others = [measured.row(w, *large, mbit=mbit)["seconds"] for w in ("plain", "bf16")]
+            assert min(others) < ours
+    lines = [["Link", *DDP_WAYS.values()], ["---"] * (1 + len(DDP_WAYS))]
+    for mbit in (10, 50, 200, 1000):
+        seconds = [measured.row(way, *net, mbit=mbit)["seconds"] for way in DDP_WAYS]
+        lines.append([f"{mbit:,} Mbit/s", *(f"{s:.2f}" if s < 10 else f"{s:.0f}" for s in seconds)])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in costs.items()}
-    return seconds | said
+    count = f"{round(links.parameters(*net) / 1e6)} million"
+    return said | {"links": table, "parameters": count, "ddp_n": n}
+
+
+DDP_WAYS = {
+    "plain": "plain DDP", "bf16": "bf16 hook", "PowerSGD": "PowerSGD", "TCS 10 %": "TCS hook, 10 %",
+    "TCS 1 %": "TCS hook, 1 %",
+}  # fmt: skip
 
 
 NOTEBOOKS = {  # group: notebook: question, minutes on two cores, with an exercise
     "Learn": {
         "01_fedavg": ("How do many clients train one model?", 1, True),
         "02_sparsification": ("What is lost if only the largest entries are sent?", 1, True),
-        "03_tcs": ("How does TCS share a mask, and why does that work?", 1, True),
+        "03_tcs": ("How do clients share a mask, and when should that help?", 1, True),
         "04_layerwise_fairness": ("Should every layer get its share of the mask?", 1, True),
-        "05_global_momentum": ("How does momentum work if every side knows the update?", 1, True),
+        "05_global_momentum": (
+            "Can server and clients apply momentum to the shared update?",
+            1,
+            True,
+        ),
         "06_sparse_encoding": ("How many bits does a position need?", 1, True),
         "07_fractional_quantization": ("How can a value be sent in five bits?", 1, True),
     },
     "Reproduce": {
         "00_reproduce": ("What do all tables and figures of the paper look like here?", 5, False),
-        "08_tables_and_curves": ("How do I draw one table, for a training of my choice?", 1, False),
+        "08_tables_and_curves": ("How do I make one table, for a training of my choice?", 1, False),
         "10_bits_on_the_wire": ("Which bytes does each scheme really send?", 1, False),
-        "13_evidence": ("Which of the paper's claims hold, and how sure is that?", 1, False),
-        "14_sensitivity": ("What does each setting change?", 1, False),
+        "13_evidence": ("Which of the paper's claims hold, and with what certainty?", 1, False),
+        "14_sensitivity": ("What do the shares, local steps, bits and rates change?", 1, False),
     },
     "Use": {
         "09_your_own_scheme": ("How do I add a scheme of my own and compare it?", 1, False),
@@ -527,7 +560,7 @@ NOTEBOOKS = {  # group: notebook: question, minutes on two cores, with an exerci
         "18_flower": ("How does TCS run inside Flower?", 1, False),
     },
     "Compare": {
-        "10b_fewer_bytes": ("Can one send fewer bytes than the paper?", 1, False),
+        "10b_fewer_bytes": ("Can one send fewer bytes than the paper's methods do?", 1, False),
         "16_text": ("Does it work for a language model?", 1, False),
         "17_rivals": ("How do nine methods by other authors compare?", 1, False),
     },
@@ -551,8 +584,11 @@ def reproducibility_block() -> str:
     table = lab.made_of(lab.planned_runs(ROOT / "params/evidence_plan.yaml"))
     missing = table[table["made"] < table["planned"]]
     words = "; ".join(
-        f"{row.planned - row.made} of stage {row.stage} are missing" for row in missing.itertuples()
+        f"the other {row.planned - row.made} belong to stage {row.stage}, which was to be made only "
+        "if time was left"
+        for row in missing.itertuples()
     )
+    assert set(missing["stage"]) <= {"3"}  # as the sentence says
     counts = {"planned": table["planned"].sum(), "made": table["made"].sum()}
     return PLAN.format(**counts, **PLANNED_IN, missing=words or "none is missing")
 
@@ -568,14 +604,11 @@ def about_momentum() -> str:
     read, found = judged_records()
     row = lab.difference(read, found, ("TCS", 0.5), ("Baseline-Momentum", 0.1))
     helps = judged_rows()["momentum-baseline"]["measured"]
-    return MOMENTUM.format(
-        helps=f"{helps:.2f}", with_momentum=apart(row, "that", f"; n = {row['n']}")
-    )
+    return MOMENTUM.format(helps=f"{helps:.2f}", with_momentum=by_points(row, f"; n = {row['n']}"))
 
 
-def at_the_papers_size() -> str:
-    """Final accuracies of profile gpu at its own length, one seed, in points from the Baseline; and
-    whether there are runs of the paper's length."""
+def gpu_gaps() -> dict[str, str]:
+    """Final accuracies of profile gpu at its own length, one seed, in points from the Baseline."""
     names = ("Baseline", "TCS", "FedAvg", "top-K", "TCS-L4-Q5")
     asked = params("table1", "gpu") | {"schemes": list(names), "seeds": [0]}
     found = [lab.read_record(file) for file in sorted((ROOT / "results/gpu/runs").glob("*.json"))]
@@ -583,10 +616,15 @@ def at_the_papers_size() -> str:
         r for r in found if r["config"]["epochs"] == asked["epochs"] and not r["config"]["seed"]
     ]
     ends = {r["config"]["scheme"]["name"]: 100 * r["rows"][-1]["accuracy"] for r in long}
-    share = params("paper")["epochs"] / asked["epochs"]
-    gaps = [lab.with_interval(ends[n] - ends["Baseline"], math.nan, math.nan) for n in names[1:]]
+    return {name: signed(ends[name] - ends["Baseline"]) for name in names[1:]}
+
+
+def at_the_papers_size() -> str:
+    """What was seen there, and whether there are runs of the paper's length."""
+    share = params("paper")["epochs"] / params("gpu")["epochs"]
     tested = lab.predicted(ROOT / "params/prediction.yaml")["n"].any()
-    return (SIZE_TESTED if tested else SIZE).format(*gaps, share={5.0: "a fifth"}[share])
+    text = SIZE_TESTED if tested else SIZE
+    return text.format(*gpu_gaps().values(), share={5.0: "a fifth"}[share])
 
 
 def at_other_rates() -> str:
@@ -604,14 +642,15 @@ def at_other_rates() -> str:
     assert not over["TCS-L4-Q5"] and not over["Baseline"]
     higher = judged_rows()["eta"]
     n = {"3": "three"}[str(higher["n"]).split()[0]]
-    counts = lab.fair_counts(ROOT / "params/fair_plan.yaml")
-    made, planned = (sum(counts[f"{kind} {what}"] for kind in ("tuning", "scoring"))
-                     for what in ("made", "planned"))  # fmt: skip
+    (made, planned), (controls_made, controls) = tuned_runs(), control_runs()
+    words = UNDER_WAY.format(
+        made=made, planned=planned, controls_made=controls_made, controls=controls
+    )
     return RATES.format(
         fedavg=f"{over['FedAvg']:.2f}",
         tcs=f"{higher['measured']:.2f}",
         n=n,
-        tuned=UNDER_WAY.format(made=made, planned=planned) if made < planned else ALL_MADE,
+        tuned=words if made < planned else ALL_MADE,
     )
 
 
@@ -641,8 +680,8 @@ def numbers() -> list[str]:
     """Words of README with a number in them, outside the blocks, as they should be."""
     scheme = tcs.Scheme.named("TCS")
     return [
-        f"every client sends the same {100 * scheme.phi_global:g} % of its update",
-        f"adds the largest {100 * scheme.phi_local:g} % of the other entries",
+        f"{100 * scheme.phi_global:g} % of all entries, at the same positions for every client",
+        f"its largest entries outside the mask ({100 * scheme.phi_local:g} % of all entries)",
     ]
 
 

@@ -12,7 +12,6 @@ notebooks need are here, too (`lab.RunConfig`). Each is imported when it is firs
 """
 
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 
@@ -25,9 +24,6 @@ if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is No
     if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).stem == "tcs":  # the command line
         sys.exit(f"error: {_line}")
     raise ModuleNotFoundError(_line)
-
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command imports just ends it
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -58,8 +58,10 @@ def alone(folder, *parts):
     """The standard output of a script of these parts, run beside a copy of the core."""
     shutil.copy(tcs.__file__, folder)
     script = folder / "script.py"
-    script.write_text("".join(textwrap.dedent(part) for part in (BLOCK, *parts)))
-    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True)
+    script.write_text("".join(textwrap.dedent(part) for part in (BLOCK, *parts)), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, encoding="utf-8"
+    )
     return done.returncode, done.stdout.split(), done.stderr
 
 

@@ -132,7 +132,7 @@ def test_a_hundred_million_parameters_within_the_memory_formula(name, clients):
     dimension = 10**8
     words = [sys.executable, "-c", LARGE, name, str(clients), str(dimension), "counted"]
     done = subprocess.run(
-        words, cwd=Path(tcs.__file__).parent, capture_output=True, text=True, check=False
+        words, cwd=Path(tcs.__file__).parent, capture_output=True, encoding="utf-8", check=False
     )
     assert done.returncode == 0, done.stderr
     used, allowed = json.loads(done.stdout), (2 * clients + 8) * 4 * dimension

@@ -63,7 +63,7 @@ def test_a_queue_takes_several_plans_and_stages_of_them(tmp_path, capsys, small)
         assert error.startswith("error: unknown stage in ") and "allowed: a, b" in error
 
 
-@pytest.mark.parametrize("command", ["run", "queue", "again", "sensitivity", "bench"])
+@pytest.mark.parametrize("command", ["run", "queue", "status", "again", "sensitivity", "bench"])
 def test_every_command_has_its_help(capsys, command):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -101,7 +101,7 @@ def test_a_stopped_command_says_whether_it_goes_on(tmp_path, capsys, monkeypatch
         left.write_bytes(b"as far as it came")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tcs_lab.__main__.run_all", stop)
+    monkeypatch.setattr("tcs_lab.commands.run_all", stop)
     assert main(["again", str(path), "--set", "data_root=nowhere"]) == 130
     assert capsys.readouterr().err == "interrupted; nothing is kept\n" and not left.exists()
     assert main([*tiny_command(tmp_path), "--scheme", "TCS"]) == 130
@@ -125,7 +125,7 @@ def test_a_record_that_is_not_repeated_is_said_to_differ(tmp_path, capsys, monke
     other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9}
     other["provenance"]["fingerprint"] = "of others"
     del other["rows"][2]
-    monkeypatch.setattr(lab.__main__, "run_all", lambda *_: [other])
+    monkeypatch.setattr("tcs_lab.commands.run_all", lambda *_: [other])
     assert main(["again", str(lab.record_path(config(), tmp_path))]) == 1
     was = record["rows"][1]["train_loss"]
     assert f"epoch 2: train_loss 9.0, was {was!r} (on other data)" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """The same seed, the same record, in any process and order; long runs do not grow.
 
-TCS_ROUNDS=10000: rounds of the long runs (default 300), 1 minute.
+TCS_ROUNDS=10000: rounds of the long runs (default 150), 1 minute.
 """
 
 import gc
@@ -16,7 +16,7 @@ from processes import FORKSERVER, few_images
 
 import tcs_core as tcs
 
-ROUNDS = int(os.environ.get("TCS_ROUNDS", 300))
+ROUNDS = int(os.environ.get("TCS_ROUNDS", 150))
 
 REPEATED = ["Baseline-Momentum", "FedAvg", "FedAvg-Q3++", "TCS", "TCS-L2-Q5", "TCS-Q5+", "TCS-L2-M2-E3++", "TCS-M2-W3++", "TCS-LF", "TCS-PLF-Q5+",
             "TCS-Global Momentum++", "TCS-D5", "TCS-Q5-NW", "top-K", "top-K-Q5++", "rand-K", "rand-K-Q5-D5"]  # fmt: skip
@@ -24,7 +24,7 @@ REPEATED = ["Baseline-Momentum", "FedAvg", "FedAvg-Q3++", "TCS", "TCS-L2-Q5", "T
 
 def repeated(name, **changes):
     participation = 1.0 if name.startswith("Baseline") else 0.6
-    brief = {"epochs": 2, "train_samples": 60, "participation": participation}
+    brief = {"epochs": 2, "train_samples": 36, "participation": participation}
     return config(name, **(brief | changes))
 
 
@@ -41,14 +41,13 @@ def test_in_any_process_and_order_and_with_real_messages(tmp_path, small):
     other = FORKSERVER.Process(target=make_repeated, args=(tmp_path / "other",))
     other.start()
     first = {name: lab.run(repeated(name), tmp_path / "first") for name in REPEATED}
-    again = {name: lab.run(repeated(name), tmp_path / "again") for name in sorted(REPEATED)}
     real = {n: lab.run(repeated(n, wire=True), tmp_path / "real") for n in REPEATED}
     other.join()
     assert other.exitcode == 0
     for name in REPEATED:
         expected = numbers(first[name])
         apart = lab.read_record(lab.record_path(repeated(name), tmp_path / "other"))
-        assert numbers(again[name]) == numbers(apart) == expected, name
+        assert numbers(apart) == expected, name
         assert numbers(real[name])[1:] == expected[1:], name
     different = {json.dumps(numbers(record)[4]) for record in first.values()}
     assert len(different) == len(REPEATED)
@@ -97,8 +96,8 @@ def measured(work, folder, rounds):
 
 @pytest.mark.parametrize("work", [long_run, long_compression])
 def test_memory_does_not_grow_with_the_rounds(tmp_path, work):
-    """After the first fifth, by less than ten megabytes, which the allocator may move: in 300 rounds
-    one lost tensor of D entries a round is 120 MB, in 10,000 a lost kilobyte a round shows."""
+    """After the first fifth, by less than ten megabytes, which the allocator may move: in 150 rounds
+    one lost tensor of D entries a round is 60 MB, in 10,000 a lost kilobyte a round shows."""
     process = FORKSERVER.Process(target=measured, args=(work, tmp_path, ROUNDS))
     process.start()
     process.join()

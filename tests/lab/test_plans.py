@@ -7,7 +7,10 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import TINY, config, numbers
-from tcs_lab.runs.checkpoints import checkpoint_path
+from processes import FORKSERVER
+from tcs_lab.__main__ import main
+from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
+from tcs_lab.runs.estimates import expected, missing_runs
 from tcs_lab.support.files import alone, write_json
 from tcs_lab.training.training import accuracy_on, packed
 
@@ -239,3 +242,93 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
     records = lab.runs.runs.run_queue(planned, tmp_path)
     thread.join()
     assert order == ["top-K"] and records[0] == elsewhere
+
+
+def fails():
+    raise SystemExit(3)
+
+
+def test_a_run_that_fails_in_a_process_of_its_own_ends_the_queue(tmp_path, small, monkeypatch):
+    def start_run(config, results, told):
+        process = FORKSERVER.Process(target=fails)
+        process.start()
+        return process
+
+    monkeypatch.setattr(lab.runs.runs, "start_run", start_run)
+    with pytest.raises(ChildProcessError, match="the same command goes on"):
+        lab.runs.runs.run_queue(lambda: [config(), config("top-K")], tmp_path, jobs=2)
+
+
+# What is left ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def status(capsys, *words):
+    """The table's rows, and the line below it."""
+    assert main(["status", *words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return [row[1:] for row in rows if len(row) > 1], [line for line in lines if line[0] != "|"]
+
+
+def test_the_status_of_a_plan_says_what_is_made_and_what_is_left(plan, tmp_path, capsys):
+    """Runs that wait for a rate are counted from the start: three rates and two seeds a scheme."""
+    where = [str(plan), "--results", str(tmp_path)]
+    rows, (line, _) = status(capsys, *where)
+    assert [row[:5] for row in rows] == [
+        ["tuned", "10", "0", "0", "10"],
+        ["fixed", "1", "0", "0", "1"],
+    ]
+    assert line.startswith("11 runs, 0 of them made, 11 left")
+    tuned(plan, {"TCS": {0.5: 3, 1.0: 9, 2.0: 5}})
+    rows, (line, _) = status(capsys, *where)
+    assert rows[0][:5] == ["tuned", "10", "3", "0", "7"]
+    rows, lines = status(capsys, f"{plan}:fixed", *where[1:])
+    assert [row[0] for row in rows] == ["fixed"] and len(lines) == 1
+
+
+HOUR = 3600.0
+
+
+def made_in(seconds, folder, scheme, **changes):
+    """A record that took so long."""
+    one = config(scheme, **changes)
+    record = made_record(one, torch.ones(IMAGES, dtype=torch.bool))
+    record["provenance"]["wall_seconds"] = seconds
+    write_json(lab.record_path(one, folder), record)
+    return one
+
+
+def test_how_long_runs_take_is_what_such_runs_took(tmp_path):
+    """A scheme's own records first, by epochs; then those with as many local steps."""
+    there = [made_in(s * HOUR, tmp_path, "TCS", seed=n) for n, s in enumerate([3, 6, 30])]
+    made_in(60 * HOUR, tmp_path, "TCS", width=4)  # of another size
+    made_in(12 * HOUR, tmp_path, "TCS-L4")
+    same, twice = config("TCS", seed=8), config("TCS", seed=8, epochs=6)
+    for wanted, hours in (([same], 6), ([twice], 12), ([config("TCS-L4-Q5")], 12), (there, 0)):
+        left = expected(missing_runs(wanted, tmp_path), tmp_path)
+        assert left == (1 if hours else 0, pytest.approx(hours), 0)
+    assert expected([same], tmp_path, {same.digest: 90.0}) == (1, pytest.approx(1.5), 0)
+
+
+def test_of_runs_like_no_other_a_round_is_timed(tmp_path):
+    """Unless it would take long, or nobody knows how many samples there are."""
+    short, long = (expected([config("TCS-L2", epochs=n)], tmp_path) for n in (10, 30))
+    assert long == (1, pytest.approx(3 * short.hours), 0) and 0 < short.hours < 1
+    assert not (tmp_path / "ci").exists()
+    large = {"model": "resnet18", "width": 64, "batch_size": 64}
+    unknown = [config(**large, clients=10), config(dataset="folder", train_samples=None)]
+    assert expected(unknown, tmp_path) == (2, 0.0, 2)
+
+
+def test_of_a_run_that_was_stopped_the_rest_is_left(tmp_path, small):
+    made_in(6 * HOUR, tmp_path, "TCS")
+    one = config("TCS", seed=5)
+
+    def stop(row):
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(one, tmp_path, stop)
+    assert epochs_kept(one) == 1
+    assert expected([one], tmp_path).hours == pytest.approx(4)

@@ -80,7 +80,7 @@ def test_a_diverged_run_keeps_its_record(tmp_path, monkeypatch, small):
     monkeypatch.setattr(lab.Training, "epoch", poisoned)
     record = lab.run(config(), tmp_path)
     assert record["status"] == "diverged" and len(record["rows"]) == 1
-    assert "client 0" in record["reason"] and "epoch 2, round 1 of 5" in record["reason"]
+    assert "client 0" in record["reason"] and "epoch 2, round 1 of 2" in record["reason"]
     row = lab.summary([record]).iloc[0]
     assert (row["n"], row["diverged"]) == (0, 1) and math.isnan(row["accuracy"])
 
@@ -139,14 +139,14 @@ def test_a_hostile_client_in_a_run(tmp_path, small, monkeypatch, policy):
     def hostile(self, *arguments, **more):
         def channel(sender, data):
             sent.append(sender)
-            return data[::-1] if sender == 2 and sent.count(2) == 8 else data
+            return data[::-1] if sender == 2 and sent.count(2) == 4 else data
 
         made(self, channel, *arguments[1:], **more)
 
     monkeypatch.setattr(tcs.Link, "__init__", hostile)
     bad = config("TCS", wire=True, bad_message=policy)
     if policy == "stop":
-        with pytest.raises(tcs.MessageError, match=r"client 2: .*epoch 1, round 8 of 10"):
+        with pytest.raises(tcs.MessageError, match=r"client 2: .*epoch 1, round 4 of 5"):
             lab.run(bad, tmp_path)
         assert not (tmp_path / "ci").exists()
         return

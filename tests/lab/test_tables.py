@@ -215,15 +215,6 @@ def test_what_is_planned_and_not_recorded_is_one_line(tmp_path):
     assert text.count("|") == 0, "no table without a row"
 
 
-def test_a_table_for_people_has_eight_columns_at_most():
-    base = [fake("Baseline", 0.5, s) for s in range(3)]
-    rows = [*base, *(fake("TCS", 0.6, s) for s in range(3))]
-    assert len(lab.readable(lab.summary(rows, PAPER)).columns) == 8
-    shown = sorted(lab.ROOT.glob("results/*/*.md"))
-    heads = {p: next(line for line in p.read_text(encoding="utf-8").splitlines() if line.startswith("| ")) for p in shown}  # fmt: skip
-    assert not [path for path, head in heads.items() if head.count("|") > 9]
-
-
 def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypatch, tmp_path):
     """Records that only lie there get no other means than those that were made just now."""
     planned = lab.plan({"schemes": ["TCS"], "epochs": 3, "seeds": 3})
@@ -248,9 +239,8 @@ def test_a_saved_table_reads_as_it_was(tmp_path):
     table = lab.summary(records)
     lab.save_table(table, tmp_path / "table1", "A title")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table1.csv"), table, check_dtype=False)
-    lines = (tmp_path / "table1.md").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "**A title**" and len(lines) == 8
-    assert len({line.count("|") for line in lines[2:6]}) == 1 and "95 % intervals" in lines[7]
+    text = (tmp_path / "table1.md").read_text(encoding="utf-8")
+    assert text.startswith("**A title**\n") and lab.plain_markdown(lab.readable(table)) in text
 
 
 def test_a_dot_in_a_name_is_part_of_it(tmp_path):

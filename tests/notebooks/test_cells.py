@@ -33,7 +33,7 @@ def verdicts(tmp_path, monkeypatch):
 
 
 def kept(folder):
-    return json.loads((folder / "here.json").read_text())["verdicts"]
+    return json.loads((folder / "here.json").read_text(encoding="utf-8"))["verdicts"]
 
 
 def test_a_statement_is_asserted_at_the_notebooks_own_parameters_only(verdicts, capsys):
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(verdicts, capsys
     ],
 )
 def test_a_broken_file_of_verdicts_is_named(verdicts, text, says):
-    (verdicts / "here.json").write_text(text)
+    (verdicts / "here.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"here\.json.*{says}"):
         lab.tables.verdicts.read_verdicts("here")
 

@@ -10,14 +10,12 @@ from tcs_lab.teaching.cells import literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
-ROOMS = {room: path.glob("*.py") for room, path in {
-    "notebooks": NOTEBOOKS, "tests": lab.ROOT / "tests",
-    "tests/lab": lab.ROOT / "tests/lab", "tests/notebooks": lab.ROOT / "tests/notebooks"}.items()}  # fmt: skip
-LAB = (NOTEBOOKS / "tcs_lab").rglob("*.py")
 CODE = [
-    path for files in (*ROOMS.values(), LAB) for path in files if path.name != "runs.py"
-]  # ASCII only
-by_name = {"ids": lambda path: path.stem}
+    path
+    for folder in (NOTEBOOKS, lab.ROOT / "tests")
+    for path in sorted(folder.rglob("*.py"))
+    if path.name != "runs.py"  # its files are ASCII only
+]
 
 
 def without_encoding(call):
@@ -34,23 +32,25 @@ def without_encoding(call):
     return of_process or (name == "open" and not of_tar and words[-1:] in (["a"], ["w"], ["r"]))
 
 
-@pytest.mark.parametrize("path", sorted(CODE), ids=lambda p: p.relative_to(lab.ROOT).as_posix())
-def test_text_is_read_and_written_as_utf_8(path):
+def test_text_is_read_and_written_as_utf_8():
     """LC_ALL=C, and Windows, have other encodings."""
-    calls = [n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.Call)]
-    assert not [f"{path.name}:{c.lineno}" for c in calls if without_encoding(c)]
-
-
-@pytest.mark.parametrize("path", IPYNB, **by_name)
-def test_papermill_sees_every_parameter_with_its_value(path):
-    """It does not understand a line whose comment holds an equals sign."""
-    (cell,) = [
-        c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])
+    calls = [(path, n) for path in CODE for n in ast.walk(ast.parse(path.read_bytes()))]
+    assert not [
+        f"{path.relative_to(lab.ROOT)}:{n.lineno}"
+        for path, n in calls
+        if isinstance(n, ast.Call) and without_encoding(n)
     ]
-    seen = papermill.inspect_notebook(str(path))
-    found = {name: ast.literal_eval(one["default"]) for name, one in seen.items()}
-    assert found == literals(cell.source)
-    assert all(one["help"] for one in seen.values()), "a comment each"
+
+
+def test_papermill_sees_every_parameter_with_its_value():
+    """It does not understand a line whose comment holds an equals sign."""
+    for path in IPYNB:
+        (cell,) = [
+            c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])
+        ]
+        seen = papermill.inspect_notebook(str(path))
+        found = {name: ast.literal_eval(one["default"]) for name, one in seen.items()}
+        assert found == literals(cell.source), path.stem
 
 
 def test_text_from_papermills_p_is_told_of_its_y():

@@ -44,12 +44,13 @@ def test_opening_and_saving_change_nothing(ipynb, tmp_path):
         assert (tmp_path / "notebooks" / path.name).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
-def test_run_all_and_saving_change_nothing_but_results(ipynb):
+def test_run_all_and_saving_change_nothing_but_results():
     """JupyterLab joins what a cell printed in pieces: so must be what is committed."""
-    cells = nbformat.read(ipynb, 4).cells
-    names = [[o.get("name") for o in cell.get("outputs", [])] for cell in cells]
-    assert not any(a and a == b for row in names for a, b in itertools.pairwise(row))
+    for ipynb in IPYNB:
+        cells = nbformat.read(ipynb, 4).cells
+        names = [[o.get("name") for o in cell.get("outputs", [])] for cell in cells]
+        pieces = [pair for row in names for pair in itertools.pairwise(row)]
+        assert not any(a and a == b for a, b in pieces), ipynb.stem
 
 
 def closed(notebook):
@@ -58,27 +59,14 @@ def closed(notebook):
     return [i for i, c in enumerate(code) if c.metadata.get("jupyter", {}).get("source_hidden")]
 
 
-@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
-def test_cells_that_teach_nothing_are_closed(ipynb):
-    """Imports, parameters, their check: one click opens them. Exercises and shown code are open."""
-    code = [cell for cell in nbformat.read(ipynb, 4).cells if cell.cell_type == "code"]
-    shut = closed(nbformat.read(ipynb, 4))
-    if not shut:
-        pytest.skip("no cell of this notebook is closed")
-    assert shut[:3] == [0, 1, 2]
-    assert "import tcs_lab as lab" in code[0].source and "parameters" in code[1].metadata["tags"]
-    words = ("lab.show_code(", "lab.check_exercise(")
-    assert not [i for i in shut if any(word in code[i].source for word in words)]
-
-
-@pytest.mark.parametrize("ipynb", IPYNB, ids=lambda path: path.stem)
-def test_what_is_closed_stays_so(ipynb, tmp_path):
+def test_what_is_closed_stays_so(tmp_path):
     """Through opening and saving, and through an edit of the .py."""
+    ipynb = NOTEBOOKS / "08_tables_and_curves.ipynb"
     notebook = nbformat.read(ipynb, 4)
     manager, model = opened(ipynb, tmp_path)
     manager.save(model, model["path"])
     copied = tmp_path / "notebooks" / ipynb.name
-    assert closed(nbformat.read(copied, 4)) == closed(notebook)
+    assert closed(nbformat.read(copied, 4)) == closed(notebook) != []
     py = copied.with_suffix(".py")
     text = py.read_text(encoding="utf-8")
     py.write_text(text.replace("\n\n# %% [", "\n\n# %%\nmore = 1\n\n# %% [", 1), encoding="utf-8")

@@ -10,6 +10,8 @@ from nbclient.exceptions import CellExecutionError
 CELLS = {
     "parameters": "epochs = 0\nschemes = ['TCX']\nsteps = [1, 0]",
     "no kind": "import tcs_lab as lab\nimport tcs_core as tcs\nimport torch\nlab.check_notebook_params(globals())",
+    "unknown": "# Parameters\nepochz = 3",  # as papermill puts it in
+    "an unknown one": "lab.check_notebook_params(globals())",
     "a parameter": "lab.check_values(globals(), epochs=lab.Count)",
     "in a list": "lab.check_values(globals(), steps=list[lab.Count])",
     "none given": "lab.check_values(globals(), seeds=lab.Count)",
@@ -33,7 +35,7 @@ def shown():
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=cells)
     # what stands in the cell before the last is the last error
-    order = [*list(CELLS)[:6], "whole", *list(CELLS)[6:-1]]
+    order = [*list(CELLS)[:8], "whole", *list(CELLS)[8:-1]]
     notebook.cells = [cells[list(CELLS).index(name)] for name in order]
     NotebookClient(notebook, allow_errors=True, kernel_name="python3", timeout=120).execute()
     return {name: told(cell) for name, cell in zip(order, notebook.cells, strict=True)}
@@ -48,6 +50,7 @@ def told(cell):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("an unknown one", "unknown parameter: epochz"),
         ("a parameter", "epochs: got 0; Input should be greater than or equal to 1"),
         ("in a list", "steps: value 2: got 0; Input should be greater than or equal to 1"),
         ("none given", "seeds: missing in the cell of parameters"),

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words of the command; imports nothing heavy."""
-    parser.add_argument(
+def add_arguments(add: Callable[..., Any]) -> None:
+    """The words of the command, by its parser's `add_argument`; imports nothing heavy."""
+    add(
         "method", nargs="?", metavar="METHOD",
         help="a Python file, FILE:NAME, or the name of a stored method. A file is executed: compare "
         "only files that you trust",
     )  # fmt: skip
-    parser.add_argument("--densities", action="store_true", help="two further densities, too")
-    parser.add_argument("--dry-run", action="store_true", help="say how many hours it would take")
-    parser.add_argument("--list", action="store_true", help="show the stored rows")
-    parser.add_argument("--jobs", type=int, help="processes side by side (default: 2)")
-    parser.add_argument(
-        "--plan", metavar="FILE", help="the track (default: params/compare_plan.yaml)"
-    )
-    parser.add_argument("--results", help="results folder (default: results/ beside notebooks/)")
+    add("--densities", action="store_true", help="two further densities, too")
+    add("--dry-run", action="store_true", help="say how many hours it would take")
+    add("--list", action="store_true", help="show the stored rows")
+    add("--jobs", type=int, help="processes side by side (default: 2)")
+    add("--plan", metavar="FILE", help="the track (default: params/compare_plan.yaml)")
+    add("--results", help="results folder (default: results/ beside notebooks/)")
 
 
 def compare_command(arguments: argparse.Namespace) -> int:

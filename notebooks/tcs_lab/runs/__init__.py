@@ -18,7 +18,8 @@ __getattr__, __dir__ = lazily(
             "results_folder"
         ),
         "runs": "run run_all run_queue",
-        "plans": "Plan Search made_of minutes_of planned_runs read_plan searches_of",
+        "plans": "Plan Search made_of minutes_of planned_runs read_plan runs_to_follow searches_of",
+        "estimates": "Expected expected missing_runs",
         "checkpoints": "checkpoint_path epochs_kept",
         "progress": "Progress followed",
         "deadline": "Deadline",

@@ -6,12 +6,7 @@ and by how much it slows if others share the machine.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import signal
 import statistics
-import sys
 import tarfile
 import time
 from collections.abc import Sequence
@@ -24,14 +19,12 @@ import pandas as pd
 from tcs_lab.runs.checkpoints import epochs_kept
 from tcs_lab.runs.progress import Progress, rows_shown
 from tcs_lab.runs.records import read_record, record_path, results_folder
-from tcs_lab.runs.runs import _check_folder, _end_with_parent, _interrupts_held, _run
-from tcs_lab.support.errors import cut, one_line
+from tcs_lab.runs.runs import check_folder, start_run, stop_processes
 from tcs_lab.support.files import write_whole
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.training import Row
 
 _POLL_SECONDS = 0.1  # how often it looks whether a run has ended
-_GRACE_SECONDS = 10.0  # a process that was told to end is killed after so long
 _LATEST = 5  # epochs whose pace counts: the first ones, dense, go at another one
 _CHECKPOINTS = 1.05  # a run spends up to a twentieth of its time on them, beside its epochs
 
@@ -148,7 +141,7 @@ class Deadline:
                 run.became = "was there"
             self.runs.setdefault(config.digest, run)
         for folder in [results_folder("", results), *([self.pack.parent] if self.pack else [])]:
-            _check_folder(folder)
+            check_folder(folder)
         self.waiting = [run for run in self.runs.values() if not run.became]
         self.running: list[Timed] = []
         self.made: list[Timed] = []
@@ -177,7 +170,7 @@ class Deadline:
                     else:
                         time.sleep(min(_POLL_SECONDS, left))
             finally:
-                stopped = _stop([run.process for run in self.running])
+                stopped = stop_processes([run.process for run in self.running])
                 self._collect(bar, stopped)
         for run in self.waiting:
             rest = f", epochs {run.done + 1} to {run.config.epochs}" if run.done else ""
@@ -185,10 +178,7 @@ class Deadline:
         return [read_record(self._path(run), run.config) for run in self.made]
 
     def _begin(self, run: Timed, told: Path) -> None:
-        settings = (run.config, self.results, told, os.getpid())
-        run.process = multiprocessing.get_context("spawn").Process(target=_made_here, args=settings)
-        with _interrupts_held():  # Ctrl-C is for this process, which tells the others
-            run.process.start()
+        run.process = start_run(run.config, self.results, told)
         run.begun = time.monotonic()
         self.running.append(run)
 
@@ -235,34 +225,3 @@ class Deadline:
     @property
     def failed(self) -> bool:
         return any(run.became.startswith("failed") for run in self.runs.values())
-
-
-def _stop(processes: Sequence[Any]) -> list[Any]:
-    """Tells them to end, as SIGTERM does, and kills what does not; those that were still alive."""
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.terminate()
-    patience = time.monotonic() + _GRACE_SECONDS
-    for process in alive:
-        process.join(max(0.0, patience - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return alive
-
-
-def _made_here(config: RunConfig, results: str | Path | None, told: Path, parent: int) -> None:
-    """In a process of its own: makes a run, and appends its rows to the file `told`. It ends when
-    it is told to, or when the process that started it has ended."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    _end_with_parent(parent)
-
-    def tell(row: Row) -> None:
-        with told.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([config.digest, row]) + "\n")
-
-    try:
-        _run(config, results, tell)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        name = f"{config.scheme.name}, seed {config.seed}"
-        sys.exit(f"error: {name}: {cut(one_line(error))}")

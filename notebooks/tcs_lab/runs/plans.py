@@ -283,6 +283,24 @@ def searches_of(
     return {stage.stage: _searches(read, stage, profile, results) for stage in tuned}
 
 
+def runs_to_follow(
+    path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
+) -> dict[str, list[RunConfig]]:
+    """The runs of each stage that `planned_runs` cannot name yet, because the rate that they are
+    scored with is not chosen: they stand here with the first rate that is tried. Arguments as
+    `planned_runs`'."""
+    seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
+    return {
+        stage: [
+            search.config(search.tuning.factors[0], seed)
+            for search in searches
+            if None in search.tried().values()
+            for seed in seeds[stage]
+        ]
+        for stage, searches in searches_of(path, changes, results).items()
+    }
+
+
 # What was made ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -7,12 +7,13 @@ import ctypes
 import dataclasses
 import json
 import math
+import multiprocessing.connection
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from multiprocessing import current_process
@@ -37,6 +38,7 @@ from tcs_lab.runs.records import (
     record_path,
     rounding,
 )
+from tcs_lab.support.errors import cut, one_line
 from tcs_lab.support.files import alone, say_waiting, write_json
 from tcs_lab.tasks.images import _user_path
 from tcs_lab.training.configuration import RunConfig, from_outside
@@ -45,6 +47,8 @@ from tcs_lab.training.training import Data, Row, Training, load_data
 OnEpoch = Callable[[Row], None] | None
 Around = Callable[[RunConfig], contextlib.AbstractContextManager[None]]  # it can be pickled
 _POLL_SECONDS = 0.2  # how often a waiting process looks again
+_LOOK_SECONDS = 2.0  # and at a whole plan, whose runs others are making
+_GRACE_SECONDS = 10.0  # a process that was told to end is killed after so long
 
 
 def run(
@@ -75,7 +79,7 @@ def _run(config: RunConfig, results: str | Path | None, on_epoch: OnEpoch) -> di
             return None
         if path.exists():  # perhaps made a moment ago
             return _reused(path, config)
-        _check_folder(path.parent)
+        check_folder(path.parent)
         data = load_data(config)
         with _arithmetic(config.threads), _memory_kept():
             record = _train(config, data, on_epoch)
@@ -98,7 +102,7 @@ def _reused(path: Path, config: RunConfig) -> dict[str, Any]:
     return record
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
     """ValueError, before hours of work, if no record could be written there."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
@@ -218,30 +222,120 @@ def run_all(
 
 def run_queue(
     planned: Callable[[], Iterable[RunConfig]], results: str | Path | None = None,
-    progress: bool = True,
+    progress: bool = True, jobs: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Make the runs that `planned()` names, one after the other, and return all their records.
+    """Make the runs that `planned()` names, in their order, and return all their records.
 
     `planned` is called again after every run, because records decide what a tuned stage needs next.
-    Several processes may share one queue: a run that another process is making is left to it, and
-    this one takes the next. The first run that fails ends the queue; the same call goes on.
+    With several `jobs`, so many runs are made at a time, each in a process of its own and with its
+    share of the threads. Processes that were started apart may share one queue, too: a run that
+    another process is making is left to it, and this one takes the next. The first run that fails
+    ends the queue; the same call goes on.
     """
+    checked("jobs", jobs)
     wanted = {record_path(c, results): c for c in planned()}
     # before hours of work: are the records that exist of the same data?
     _records_of({path: c for path, c in wanted.items() if path.exists()})
     with Progress([c for path, c in wanted.items() if not path.exists()], progress) as bar:
-        while missing := [c for path, c in wanted.items() if not path.exists()]:
-            bar.more(missing)
-            made = False
-            for config in missing:
-                on_epoch = partial(bar.epoch, config.digest)
-                if made := _run(config, results, on_epoch) is not None:
-                    bar.ended(config.digest)
-                    break
-            if not made:  # all of them are being made: to look at a plan takes a moment
-                time.sleep(10 * _POLL_SECONDS)
-            wanted = {record_path(c, results): c for c in planned()}
+        take_next = _queue_apart(results, jobs, bar) if jobs > 1 else _queue_here(results, bar)
+        with take_next as work:
+            while missing := [c for path, c in wanted.items() if not path.exists()]:
+                bar.more(missing)
+                work(missing)
+                wanted = {record_path(c, results): c for c in planned()}
     return _records_of(wanted)
+
+
+Work = Callable[[list[RunConfig]], None]  # on some of these runs, until one of them has ended
+
+
+@contextlib.contextmanager
+def _queue_here(results: str | Path | None, bar: Progress) -> Iterator[Work]:
+    """In this process: makes the first run that nobody else is making."""
+
+    def work(missing: list[RunConfig]) -> None:
+        for config in missing:
+            if _run(config, results, partial(bar.epoch, config.digest)) is not None:
+                bar.ended(config.digest)
+                return
+        time.sleep(_LOOK_SECONDS)
+
+    yield work
+
+
+@contextlib.contextmanager
+def _queue_apart(results: str | Path | None, jobs: int, bar: Progress) -> Iterator[Work]:
+    """In so many processes, which end with the block."""
+    running: dict[str, Any] = {}  # processes, by the digest of their run
+    share = max(1, torch.get_num_threads() // jobs)
+
+    def work(missing: list[RunConfig]) -> None:
+        for config in missing:
+            if len(running) < jobs and config.digest not in running and _is_free(config):
+                own = dataclasses.replace(config, threads=config.threads or share)
+                running[config.digest] = start_run(own, results, told)
+        sentinels = [process.sentinel for process in running.values()]
+        multiprocessing.connection.wait(sentinels, None if len(running) == jobs else _LOOK_SECONDS)
+        for digest, process in list(running.items()):
+            if not process.is_alive():
+                bar.ended(digest)
+                if running.pop(digest).exitcode:
+                    raise ChildProcessError("a run of the queue failed; the same command goes on")
+
+    with rows_shown(bar) as told:
+        try:
+            yield work
+        except BaseException:
+            stop_processes(list(running.values()))
+            raise
+        for process in running.values():  # their records are there
+            process.join()
+
+
+def _is_free(config: RunConfig) -> bool:
+    """Whether no process is making this run."""
+    with alone(checkpoint_path(config)) as free:
+        return free
+
+
+def start_run(config: RunConfig, results: str | Path | None, told: Path) -> Any:
+    """A new process that makes a run, and appends its rows to the file `told`."""
+    settings = (config, results, told, os.getpid())
+    process = multiprocessing.get_context("spawn").Process(target=_run_as_process, args=settings)
+    with _interrupts_held():  # Ctrl-C is for this process, which tells the others
+        process.start()
+    return process
+
+
+def _run_as_process(config: RunConfig, results: str | Path | None, told: Path, parent: int) -> None:
+    """In a process of its own: makes a run. It ends when it is told to, or when the process that
+    started it has ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _end_with_parent(parent)
+
+    def tell(row: Row) -> None:
+        with told.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([config.digest, row]) + "\n")
+
+    try:
+        _run(config, results, tell)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        name = f"{config.scheme.name}, seed {config.seed}"
+        sys.exit(f"error: {name}: {cut(one_line(error))}")
+
+
+def stop_processes(processes: Sequence[Any]) -> list[Any]:
+    """Tells them to end, as SIGTERM does, and kills what does not; those that were still alive."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    patience = time.monotonic() + _GRACE_SECONDS
+    for process in alive:
+        process.join(max(0.0, patience - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return alive
 
 
 def _records_of(wanted: dict[Path, RunConfig]) -> list[dict[str, Any]]:

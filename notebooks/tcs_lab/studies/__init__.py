@@ -1,7 +1,7 @@
 """Measurements beside the runs: speed, the hook on real networks and optimizers, Flower.
 
-Here belongs an experiment that is no run of a RunConfig. `links`, `optimizers` and `ddp_example` are
-also programs: uv run python -m tcs_lab.studies.links
+Here belongs an experiment that is no run of a RunConfig. The commands `tcs bench`, `tcs optimizers` and
+`tcs links` make their measurements; `ddp_example` is a program of its own.
 """
 
 from tcs_lab.support.lazy import lazily

@@ -1,6 +1,6 @@
 """Seconds and memory of a DDP step over links of a given speed: plain, and by four hooks.
 
-    uv run python -m tcs_lab.studies.links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
+    uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
 
 measures in a network namespace of its own, which needs root on Linux: the loopback is limited, and
 all ranks' traffic, in both directions, shares its rate. Rows go to results/hook/links.json.
@@ -289,7 +289,8 @@ class Links:
         return max(rates)
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str]) -> int:
+    """Measures in new processes, and in each of these: torchrun starts this module there."""
     if "RANK" in os.environ:
         layers, width = int(words[0]), int(words[1])
         given = [word for word in words[2:] if word not in WAYS]
@@ -300,8 +301,8 @@ def main(words: list[str]) -> None:
     inside = shlex.join([*torchrun, "-m", "tcs_lab.studies.links", *given])
     command = ["unshare", "-n", "bash", "-c", f"ip link set lo mtu 1500 up; {inside}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    raise SystemExit(subprocess.run(command, env=environment, cwd=ROOT).returncode)
+    return subprocess.run(command, env=environment, cwd=ROOT).returncode
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """What sparsification through the hook costs each optimizer: params/optimizers.yaml, run and read.
 
-uv run python -m tcs_lab.studies.optimizers        makes the runs that are missing, one after the other
+`uv run tcs optimizers` makes the runs that are missing, one after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tcs_core import Client, Known, NotFiniteError, Scheme, Server, kept, layer_sizes
+from tcs_lab.runs.estimates import Expected
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.runs.records import core_sha256, cpu_name, git_state, results_folder
 from tcs_lab.support.files import write_json
@@ -383,7 +384,11 @@ class Judged:
         return f"{scheme}: {what}{lead} ({gap.value:+.3f} ± {gap.half:.3f} against {dense})"
 
 
-def main() -> None:
+# All runs ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_all() -> None:
+    """Makes the runs of the plan that are missing, on one thread: first the sweeps of the rates."""
     torch.set_num_threads(1)
     plan, folder = read_plan(), folder_of()
     rates = {optimizer: best_rate(plan, optimizer, folder) for optimizer in plan["optimizers"]}
@@ -394,5 +399,18 @@ def main() -> None:
         print(f"{cell}, seed {seed}: {final_loss(record):.4f}, {record['seconds']} s", flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def left_to_make() -> tuple[int, Expected]:
+    """How many runs are planned, without what a sweep may add beyond its rates, and what is left."""
+    plan, folder = read_plan(), folder_of()
+    sweep, steps = plan["sweep"], plan["dense_steps"] + plan["sparse_steps"]
+    planned = {
+        folder / f"sweep-{optimizer}-{rate:g}.json": sweep["steps"]
+        for optimizer, rates in sweep["rates"].items()
+        for rate in rates
+    } | {path: steps for _, _, path in runs(plan)}
+    left = [steps for path, steps in planned.items() if not path.exists()]
+    there = [json.loads(path.read_text(encoding="utf-8")) for path in planned if path.exists()]
+    if not there:
+        return len(planned), Expected(len(left), 0.0, len(left))
+    pace = sum(record["seconds"] for record in there) / sum(record["steps"] for record in there)
+    return len(planned), Expected(len(left), sum(left) * pace / 3600, 0)

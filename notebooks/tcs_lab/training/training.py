@@ -158,7 +158,7 @@ class Training:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
-            model = _model(config, data.classes)
+            model = model_of(config, data.classes)
         if link is None:
             link = Link(unchanged, config.bad_message) if config.wire else Link()
         static = goes_static(config, link)
@@ -390,7 +390,7 @@ class CrossEntropy:
         return losses.view_as(labels_NB).mean(1)
 
 
-def _model(config: RunConfig, classes: int) -> nn.Module:
+def model_of(config: RunConfig, classes: int) -> nn.Module:
     if config.dataset == "text":
         return GPT(classes, config.width, config.context)
     return tcs_core.build_model(config.model, config.width, classes)

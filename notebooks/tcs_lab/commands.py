@@ -1,0 +1,414 @@
+"""What the command line does, command by command; what it takes is in `__main__`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tcs_lab.__main__ import PLACES
+from tcs_lab.compare.command import compare_command
+from tcs_lab.evidence.sensitivity import (
+    read_sensitivity,
+    readable_sensitivity,
+    sensitivity_plan,
+    sensitivity_table,
+)
+from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.deadline import Deadline
+from tcs_lab.runs.estimates import Expected, expected, missing_runs
+from tcs_lab.runs.parameters import checked, plan, read_params, read_yaml
+from tcs_lab.runs.plans import made_of, minutes_of, planned_runs, read_plan, runs_to_follow
+from tcs_lab.runs.records import config_of, differences, read_record, record_path
+from tcs_lab.runs.runs import run_all, run_queue
+from tcs_lab.studies.bench import USUAL, bench_table, run_benches
+from tcs_lab.support.errors import cut, one_line, reject_unknown, shown
+from tcs_lab.support.places import ROOT
+from tcs_lab.tables.tables import plain_markdown, readable, summary
+from tcs_lab.training.configuration import RunConfig
+
+_GOES_ON = "the same command goes on"
+
+
+def carry_out(arguments: argparse.Namespace) -> int:
+    """Carries out a command; returns its exit code, and says in one line what ended it early."""
+    if sys.stderr is None:  # closed
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with _stopped_once():
+            code = COMMANDS[arguments.command](arguments)
+            _flush_output()
+            return code
+    except BrokenPipeError:  # as after `| head`
+        return 141
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        full = any(words in str(error) for words in ("out of memory", "allocate memory"))
+        if not full and not isinstance(error, MemoryError):
+            raise
+        print(f"error: not enough memory: {cut(one_line(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        afresh = arguments.command in ("again", "bench")
+        kept = "nothing is kept" if afresh else f"{_GOES_ON} where it stopped"
+        print(f"{how}; {kept}", file=sys.stderr)
+        return code
+
+
+# Tables and sweeps ────────────────────────────────────────────────────────────────────────────────
+
+
+def make_table(arguments: argparse.Namespace) -> int:
+    """The runs of a table in a profile, then the table."""
+    params = _params(arguments)
+    if arguments.scheme:
+        params["schemes"] = arguments.scheme
+    return _make(
+        arguments,
+        params,
+        plan(params),
+        lambda records: readable(summary(records, params.get("paper"))),
+    )
+
+
+def make_sweep(arguments: argparse.Namespace) -> int:
+    """The runs that vary one setting at a time, then the table of what each setting changes."""
+    params = _params(arguments)
+    sweep = read_sensitivity(arguments.sweep or ROOT / "params" / "sensitivity.yaml")
+    names = arguments.setting or list(sweep.settings)
+    planned = [config for name in names for runs in sensitivity_plan(sweep, params, name).values()
+               for config in runs]  # fmt: skip
+    known = dict.fromkeys(config.scheme.name for config in planned)
+    reject_unknown(arguments.scheme or (), known, "scheme in these settings")
+    wanted = arguments.scheme or known
+    configs = {c.record_name: c for c in planned if c.scheme.name in wanted}
+
+    def table(_: list[dict[str, Any]]) -> pd.DataFrame:
+        return readable_sensitivity(sensitivity_table(sweep, params, names, arguments.results))
+
+    return _make(arguments, params, list(configs.values()), table)
+
+
+def _make(
+    arguments: argparse.Namespace, params: dict[str, Any], configs: list[RunConfig],
+    table: Callable[[list[dict[str, Any]]], pd.DataFrame],
+) -> int:  # fmt: skip
+    """Makes runs, prints the table of their records and what diverged."""
+    jobs = checked("jobs", params.get("jobs", 1))
+    if arguments.dry_run:
+        count = len({config.digest for config in configs})
+        left = expected(missing_runs(configs, arguments.results), arguments.results)
+        print(_in_words(count, left, jobs))
+        return 0
+    records = run_all(configs, arguments.results, jobs)
+    print(plain_markdown(table(records)))
+    return _ended(records)
+
+
+def _ended(records: list[dict[str, Any]]) -> int:
+    """The exit code of runs that are made; says which of them diverged."""
+    diverged = [record for record in records if record["status"] == "diverged"]
+    for record in diverged:
+        name = record["config"]["scheme"]["name"]
+        print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
+    return 1 if diverged else 0
+
+
+def _params(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {"seeds": arguments.seed, "jobs": arguments.jobs}
+    given = {key: value for key, value in given.items() if value is not None}
+    return read_params(arguments.params) | _set_params(arguments.set) | given
+
+
+def _set_params(pairs: list[str]) -> dict[str, Any]:
+    params = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set: got {shown(pair)}, allowed: KEY=VALUE")
+        params[key] = read_yaml(value, f"--set {cut(key)}")
+    return params
+
+
+# Plans ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_plans(arguments: argparse.Namespace) -> int:
+    """The runs of plans, one plan after the other; those that another process is making come last."""
+    changes, jobs = _set_params(arguments.set), _whole("--jobs", arguments.jobs)
+    if arguments.dry_run:
+        stages = _stages_of(arguments, changes)
+        planned, left = sum(stage.planned for stage in stages), _sum(stages)
+        print(_in_words(planned, left, jobs or 1))
+        return 0
+
+    def wanted() -> list[RunConfig]:
+        named = _each_stage(arguments, lambda file: planned_runs(file, changes, arguments.results))
+        return [config for _, _, configs in named for config in configs]
+
+    if arguments.minutes is not None:
+        return _make_in_time(arguments, wanted(), changes)
+    if arguments.pack:
+        raise ValueError(f"--pack: got {arguments.pack}, allowed without --minutes: none")
+    records = run_queue(wanted, arguments.results, jobs=jobs or 1)
+    print(f"{len(records)} runs are made")
+    return _ended(records)
+
+
+def _make_in_time(
+    arguments: argparse.Namespace, configs: list[RunConfig], changes: dict[str, Any]
+) -> int:
+    """Those of a plan's runs that fit into some minutes; says what has become of all of them."""
+    if not 0 < arguments.minutes < math.inf:
+        raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a number above 0")
+    files = list(dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan))
+    if len(files) > 1:
+        raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: one file")
+    minutes, sharing = minutes_of(files[0], changes), read_plan(files[0]).sharing
+    where = arguments.results, arguments.jobs, arguments.pack
+    deadline = Deadline(configs, minutes, sharing, *where)
+    records = deadline.make(arguments.minutes)
+    print(plain_markdown(deadline.table()))
+    return max(_ended(records), int(deadline.failed))
+
+
+def tell_status(arguments: argparse.Namespace) -> int:
+    """What is made of plans, stage by stage, what is left, and how long that takes."""
+    jobs = _whole("--jobs", arguments.jobs)
+    stages = _stages_of(arguments, _set_params(arguments.set))
+    print(plain_markdown(pd.DataFrame([stage.row() for stage in stages])))
+    print(_in_words(sum(stage.planned for stage in stages), _sum(stages), jobs))
+    if any(stage.searches for stage in stages):
+        print(
+            "Runs that score a rate are counted although the rate is not chosen yet; a search may also go on beyond its first rates."
+        )
+    return 0
+
+
+class _Stage:
+    """A stage of a plan: what is made of it, and what is left. Of `follow`, it is only known how many
+    they are and what they are like (see `runs_to_follow`)."""
+
+    def __init__(
+        self, file: str, name: str, configs: list[RunConfig], follow: list[RunConfig],
+        minutes: dict[str, float], results: str | None,
+    ):  # fmt: skip
+        self.file, self.name, self.searches = file, name, bool(follow)
+        self.made = made_of({name: configs}, results).to_dict("records")[0]
+        self.planned = self.made["planned"] + len(follow)
+        self.left = expected(missing_runs(configs, results) + follow, results, minutes)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "plan": self.file, "stage": self.name, "planned": self.planned,
+            "made": self.made["made"], "diverged": self.made["diverged"], "left": self.left.runs,
+            "hours taken": f"{self.made['hours']:.1f}", "hours left": _hours(self.left),
+        }  # fmt: skip
+
+
+def _stages_of(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_Stage]:
+    results, stages = arguments.results, []
+    named = _each_stage(arguments, lambda file: planned_runs(file, changes, results))
+    for file, name, configs in named:
+        follow = runs_to_follow(file, changes, results).get(name, [])
+        stages.append(_Stage(file, name, configs, follow, minutes_of(file, changes), results))
+    return stages
+
+
+def _sum(stages: list[_Stage]) -> Expected:
+    left = Expected(0, 0.0, 0)
+    for stage in stages:
+        left = left.plus(stage.left)
+    return left
+
+
+def _each_stage(
+    arguments: argparse.Namespace, runs_of: Callable[[str], dict[str, list[RunConfig]]]
+) -> Iterator[tuple[str, str, list[RunConfig]]]:
+    """The stages that are asked for: file, name, and their runs by `runs_of(file)`."""
+    for given in arguments.plan:
+        file, stage = _file_and_stage(given)
+        stages = runs_of(file)
+        wanted = [stage] if stage else arguments.stage or list(stages)
+        reject_unknown(wanted, stages, f"stage in {file}")
+        yield from ((file, name, stages[name]) for name in stages if name in wanted)
+
+
+def _file_and_stage(given: str) -> tuple[str, str]:
+    """FILE or FILE:STAGE; a file whose name has a colon is a file."""
+    if ":" not in given or Path(given).exists():
+        return given, ""
+    file, stage = given.rsplit(":", 1)
+    return file, stage
+
+
+def _in_words(planned: int, left: Expected, jobs: int) -> str:
+    """How many runs are planned and left, and the hours that these take."""
+    text = f"{planned} runs, {planned - left.runs} of them made, {left.runs} left"
+    if left.runs > left.unknown:
+        text += f": about {_number(left.hours)} hours one after the other"
+        if jobs > 1:
+            text += f", at best {_number(left.hours / jobs)} with {jobs} at once"
+    return text + (f"; how long {left.unknown} take is not known" if left.unknown else "")
+
+
+def _hours(left: Expected) -> str:
+    """A cell of a table; a question mark stands for what is not known."""
+    known = [_number(left.hours)] if left.runs > left.unknown or not left.runs else []
+    return " + ".join(known + (["?"] if left.unknown else []))
+
+
+def _number(hours: float) -> str:
+    return f"{hours:.1f}" if hours >= 1 or not hours else f"{hours:.2g}"
+
+
+def _whole(option: str, value: int | None) -> Any:
+    if value is not None and value < 1:
+        raise ValueError(f"{option}: got {value}, allowed: a whole number >= 1")
+    return value
+
+
+# A record's run again ─────────────────────────────────────────────────────────────────────────────
+
+
+def repeat_record(arguments: argparse.Namespace) -> int:
+    """A record's run once more, from the record alone; exit code 1 if its numbers are others."""
+    record, where = read_record(arguments.record), _set_params(arguments.set)
+    reject_unknown(where, PLACES, "place to run")
+    config = config_of(record, **where)
+    if arguments.dry_run:
+        hours = record["provenance"]["wall_seconds"] / 3600
+        print(f"1 run: about {hours:.2g} hours, as its record took")
+        return 0
+    left = checkpoint_path(config)
+    left.unlink(missing_ok=True)  # of a run that other code had begun
+    with contextlib.ExitStack() as stack:
+        stack.callback(left.unlink, missing_ok=True)  # of this one, if it is stopped
+        folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
+        if (there := record_path(config, folder)).exists():
+            raise ValueError(f"--results: {there} exists, allowed: a folder without this record")
+        (made,) = run_all([config], folder)
+    found = differences(record, made)
+    data = {one["provenance"]["fingerprint"] for one in (record, made)}
+    other = " (on other data)" if len(data) > 1 else ""
+    same = f"the same in all {len(made['rows'])} epochs"
+    print(f"{Path(arguments.record).name}: {found[0] + other if found else same}")
+    return 1 if found else 0
+
+
+# Measurements ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare_optimizers(arguments: argparse.Namespace) -> int:
+    """The runs of params/optimizers.yaml that are missing, one after the other."""
+    from tcs_lab.studies import optimizers
+
+    if arguments.dry_run:
+        print(_in_words(*optimizers.left_to_make(), 1))
+        return 0
+    optimizers.make_all()
+    return 0
+
+
+def measure_links(arguments: argparse.Namespace) -> int:
+    """Rows of results/hook/links.json, measured in processes of their own."""
+    from tcs_lab.studies import links
+
+    for name in ("ranks", "layers", "width"):
+        _whole(name.upper(), getattr(arguments, name))
+    ways = [word for word in arguments.rates if word in links.WAYS]
+    rates = [word for word in arguments.rates if word not in links.WAYS]
+    for word in rates:
+        if word != "none" and not _is_positive(word):
+            allowed = f"a number of Mbit/s, none, or a way: {', '.join(links.WAYS)}"
+            raise ValueError(f"RATE: got {shown(word)}, allowed: {allowed}")
+    if not rates:
+        raise ValueError("RATE: got ways alone, allowed: at least one number of Mbit/s, or none")
+    size = [str(getattr(arguments, name)) for name in ("ranks", "layers", "width")]
+    return links.main([*size, *rates, *ways])
+
+
+def _is_positive(word: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return 0 < float(word) < math.inf
+    return False
+
+
+def measure_speed(arguments: argparse.Namespace) -> int:
+    """Parts of the bench, as a record and as a table."""
+    _whole("--repeat", arguments.repeat)
+    options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
+    record = run_benches(arguments.part or USUAL, *options, arguments.results)
+    print(plain_markdown(bench_table(record)))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": make_table,
+    "sensitivity": make_sweep,
+    "queue": make_plans,
+    "status": tell_status,
+    "again": repeat_record,
+    "optimizers": compare_optimizers,
+    "links": measure_links,
+    "bench": measure_speed,
+    "compare": compare_command,
+}
+
+
+# How it ends ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the command like Ctrl-C."""
+
+
+@contextlib.contextmanager
+def _stopped_once() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt, the first of them; those after it are ignored to
+    the end of the process, so that what has to be put away is."""
+    before: dict[int, Any] = {}
+    stopped = False
+
+    def stop(number: int, _: Any) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, signal.SIG_IGN if stopped else handler)
+
+
+def _flush_output() -> None:
+    """Raises here, not when the interpreter ends, if what was printed can't be written."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
