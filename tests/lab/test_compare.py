@@ -62,6 +62,21 @@ class Signs:
         return torch.where(tensors[0], tensors[1], -tensors[1])
 """
 
+AVERAGED = """
+class Averaged:
+    def __init__(self):
+        self.generator, self.last = torch.Generator().manual_seed(1), {}
+
+    def compress(self, tensor, name):
+        noise = torch.rand(tensor.shape, generator=self.generator)
+        self.last[name] = 0.5 * self.last.get(name, 0.0) + tensor + noise
+        return [self.last[name]], None
+
+    def decompress(self, tensors, context):
+        self.last[context.name] = self.last.get(context.name, 0.0) + tensors[0]
+        return self.last[context.name]
+"""
+
 
 @pytest.fixture
 def folder(tmp_path, registry, monkeypatch):
@@ -210,21 +225,7 @@ def context_of(name, *shape):
 
 
 def test_a_class_goes_on_where_its_state_was_taken(folder):
-    text = """
-class Averaged:
-    def __init__(self):
-        self.generator, self.last = torch.Generator().manual_seed(1), {}
-
-    def compress(self, tensor, name):
-        noise = torch.rand(tensor.shape, generator=self.generator)
-        self.last[name] = 0.5 * self.last.get(name, 0.0) + tensor + noise
-        return [self.last[name]], None
-
-    def decompress(self, tensors, context):
-        self.last[context.name] = self.last.get(context.name, 0.0) + tensors[0]
-        return self.last[context.name]
-"""
-    name = find_method(str(written(folder, text))).name
+    name = find_method(str(written(folder, AVERAGED))).name
     rounds = torch.randn(6, 2, 50)
     one, two = (tcs.Compressor(name, [30, 20], 2) for _ in range(2))
     for deltas_ND in rounds[:3]:
@@ -295,6 +296,27 @@ def test_a_killed_comparison_goes_on_and_finished_runs_stay(folder, monkeypatch)
     assert compare(folder, path) == 0
     after = {file: file.stat().st_mtime_ns for file in records(folder, "Signs")}
     assert len(after) == 4 and before.items() <= after.items()
+
+
+def test_a_run_that_was_killed_in_the_middle_ends_in_the_same_record(folder, monkeypatch):
+    path, epoch, killed = written(folder, AVERAGED), lab.Training.epoch, []
+
+    def killed_once(training, number):
+        if number == 1 and not killed:
+            killed.append(number)
+            raise KeyboardInterrupt
+        return epoch(training, number)
+
+    monkeypatch.setattr(lab.Training, "epoch", killed_once)
+    assert compare(folder, path) == 130 and killed and not records(folder, "Averaged")
+    assert compare(folder, path) == 0
+    (resumed, *_) = (json.loads(f.read_text())["rows"] for f in records(folder, "Averaged"))
+    for file in records(folder, "Averaged"):
+        file.unlink()
+    assert compare(folder, path) == 0
+    (whole, *_) = (json.loads(f.read_text())["rows"] for f in records(folder, "Averaged"))
+    for one, other in zip(resumed, whole, strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0}
 
 
 def test_the_same_command_makes_nothing_again_and_another_file_does(folder, capsys):
