@@ -118,11 +118,6 @@ class TensorMessage(Message):
 class TensorCode(BlockCode):
     """The payload as it is. What else there is to say, such as a dense downlink, is in code "block"."""
 
-    def bits(self, message: Message, wire: Wire) -> int:
-        if isinstance(message, TensorMessage):
-            return 8 * len(message.payload)
-        return super().bits(message, wire)
-
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         if isinstance(message, TensorMessage):
             return message.payload, False
@@ -437,13 +432,6 @@ class TensorServer(Server):
         if number not in self.twins:
             self.twins[number] = Side(self.rule, "twin", number)
         return self.twins[number]
-
-    @property
-    def counts_reply(self) -> bool:
-        return self.downlink is None  # a dense one
-
-    def reply_bits(self, explored: int) -> int:
-        return 32 * self.known.dimension
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"twins": {n: t.state() for n, t in self.twins.items()}}
