@@ -622,7 +622,7 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
     value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
-    return top_k_above(0.0, vector_D, _number(k), excluded)[0]
+    return top_k_above(0.0, vector_D, k, excluded)[0]
 
 
 def top_k_above(
@@ -639,7 +639,7 @@ def top_k_above(
     would have to wait to learn how many candidates there are: there, and for other types, `topk`
     chooses among all entries, and the floor stays as it is.
     """
-    numbers_D = vector_D.detach()
+    k, floor, numbers_D = _number(k), _number(floor), vector_D.detach()
     taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
     if k <= 0 or not len(numbers_D):
         _check_k(k, len(numbers_D))
