@@ -1,5 +1,6 @@
 """The lab: what the notebooks share, in rooms. Each imports only from those on lower floors:
 
+    6   compare
     5   evidence   studies   teaching
     4   runs   tables
     3   training
@@ -80,5 +81,6 @@ __getattr__, __dir__ = lazily(
             "Count Listening Positive Share Statements bold check_values decided paired_gain show_code"
         ),
         "teaching.exercises": "check_exercise",
+        "compare": "",
     },
 )

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from tcs_lab.compare.command import add_arguments
+
 EXIT_CODES = """\
 exit codes:
   0    all went well
@@ -93,6 +95,12 @@ def command_line() -> argparse.ArgumentParser:
     _add_runs(command)
     _add_plans(command)
     _add_repeat(command)
+    add_arguments(command(
+        "compare", "tune and score a method from a file, and print its row beside those of known methods",
+        "tcs compare notebooks/examples/per_tensor.py",
+        "tcs compare mine.py:Mine --densities",
+        "tcs compare --list",
+    ))  # fmt: skip
     _add_measurements(command)
     return parser
 

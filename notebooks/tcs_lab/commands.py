@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from tcs_lab.__main__ import PLACES
+from tcs_lab.compare.command import compare_command
 from tcs_lab.evidence.sensitivity import (
     read_sensitivity,
     readable_sensitivity,
@@ -364,6 +365,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "optimizers": compare_optimizers,
     "links": measure_links,
     "bench": measure_speed,
+    "compare": compare_command,
 }
 
 

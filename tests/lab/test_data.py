@@ -13,6 +13,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from common import IMAGES, as_folder, as_tar, load_images
+from tcs_lab.tasks.images import SYNTHETIC_COMPARE
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,13 @@ def test_synthetic_is_the_same_every_time():
     assert one.fingerprint == two.fingerprint
     assert one.train_images.shape == (50, 32, 32, 3) and one.train_images.dtype == torch.uint8
     assert lab.synthetic_dataset(50, 20, seed=1).fingerprint != one.fingerprint
+
+
+def test_images_of_several_kinds_have_ten_classes():
+    sizes = {"train": 400, "test": 20}
+    compared = lab.synthetic_dataset(**(SYNTHETIC_COMPARE | sizes))
+    assert set(compared.train_labels.tolist()) == set(range(10))
+    assert compared.label != "synthetic" and compared.train_images.shape == (400, 32, 32, 3)
 
 
 def test_first_samples_and_too_many():

@@ -15,6 +15,7 @@ FLOORS = [  # from the ground; a room imports only from floors below its own
     {"training"},
     {"runs", "tables"},
     {"evidence", "studies", "teaching"},
+    {"compare"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -328,6 +328,7 @@ NO_TABLE = {
     "claims",
     "sensitivity",
     "claims_text",
+    "compare_plan",
     "controls_plan",
     "evidence_plan",
     "fair_plan",

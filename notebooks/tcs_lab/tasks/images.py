@@ -111,7 +111,7 @@ def _fingerprint(tensors: list[Tensor]) -> str:
 
 @cache
 def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
-    """A data set by name: "synthetic", "cifar10" or "folder".
+    """A data set by name: "synthetic", "synthetic-compare", "cifar10" or "folder".
 
     `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or
     tar of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
@@ -119,11 +119,15 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     """
     if name == "synthetic":
         return synthetic_dataset()
+    if name == "synthetic-compare":
+        return synthetic_dataset(**SYNTHETIC_COMPARE)
     if name == "cifar10":
         return _cifar10(_user_path(root) if root else cache_folder() / "cifar10", label)
     if name == "folder":
         return _folder_dataset(root, label)
-    raise ValueError(f"dataset: got {name!r}, allowed: synthetic, cifar10, folder")
+    raise ValueError(
+        f"dataset: got {name!r}, allowed: synthetic, synthetic-compare, cifar10, folder"
+    )
 
 
 def _user_path(root: str | Path) -> Path:
@@ -133,42 +137,54 @@ def _user_path(root: str | Path) -> Path:
         raise ValueError(f"data_root: {shown(str(root))}: {error}") from error
 
 
-def synthetic_dataset(train: int = 8000, test: int = 2000, seed: int = 2021) -> Dataset:
+# The images of the track on which methods are compared (params/compare.yaml).
+SYNTHETIC_COMPARE: dict[str, Any] = {
+    "train": 48000, "test": 1000, "seed": 2026, "kinds": 20, "other": 0.5, "noise": 1.0,
+    "label": "synthetic (compare)",
+}  # fmt: skip
+
+
+def synthetic_dataset(
+    train: int = 8000, test: int = 2000, seed: int = 2021, kinds: int = 1, other: float = 0.8,
+    noise: float = 1.5, label: str = "synthetic",
+) -> Dataset:  # fmt: skip
     """Ten classes of 32x32 RGB images, made from a seed.
 
-    A class is a smooth pattern; an image is its class's, shifted by up to 4 pixels and perhaps
-    mirrored, over a fainter pattern of any class, with noise.
+    A class has so many `kinds` of images, and each kind is a smooth pattern. An image is one of its
+    class's patterns, shifted by up to 4 pixels and perhaps mirrored, over a fainter pattern of any
+    class, with noise. `other` and `noise` are the strengths of these two beside its own pattern.
+    With more kinds a network needs more images of each class before it knows the class.
     """
     generator = torch.Generator().manual_seed(seed)
-    patterns = torch.randn(10, 3, 6, 6, generator=generator)
+    patterns = torch.randn(10 * kinds, 3, 6, 6, generator=generator)
     patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
     patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
-    labels = torch.randint(0, 10, (train + test,), generator=generator)
-    parts = [_synthetic_images(patterns, part, generator) for part in labels.split(1000)]
-    halves = [t for i in (torch.cat(parts), labels) for t in i.split([train, test])]
-    return _dataset("synthetic", halves[0], halves[2], halves[1], halves[3])
+    which = torch.randint(0, 10 * kinds, (train + test,), generator=generator)
+    strengths = other, noise
+    parts = [_synthetic_images(patterns, part, generator, *strengths) for part in which.split(1000)]
+    halves = [t for i in (torch.cat(parts), which // kinds) for t in i.split([train, test])]
+    return _dataset(label, halves[0], halves[2], halves[1], halves[3])
 
 
-def _synthetic_images(patterns: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """(n, 32, 32, 3) uint8 images of the labels' classes, from patterns (10, 32, 32, 3)."""
-    count = len(labels)
+def _synthetic_images(
+    patterns: Tensor, which: Tensor, generator: torch.Generator, other: float, noise: float
+) -> Tensor:
+    """(n, 32, 32, 3) uint8 images of these patterns, of all patterns (10 kinds, 32, 32, 3)."""
+    count = len(which)
 
-    def shifted(which: Tensor) -> Tensor:
+    def shifted(chosen: Tensor) -> Tensor:
         offset = torch.randint(-4, 5, (count, 2, 1), generator=generator)
         rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
         mirror = torch.rand(count, 1, generator=generator) < 0.5
         columns = torch.where(mirror, columns.flip(1), columns)
-        pixels = (32 * which[:, None, None] + rows[:, :, None]) * 32 + columns[:, None, :]
+        pixels = (32 * chosen[:, None, None] + rows[:, :, None]) * 32 + columns[:, None, :]
         return F.embedding(pixels, patterns.reshape(-1, 3))
 
-    other = torch.randint(0, 10, (count,), generator=generator)
-    noise = torch.randn(count, 32, 32, 3, generator=generator)
-    mixed = shifted(labels).add_(shifted(other).mul_(SYNTHETIC_OTHER))
-    mixed.add_(noise.mul_(SYNTHETIC_NOISE))
+    others = torch.randint(0, len(patterns), (count,), generator=generator)
+    grain = torch.randn(count, 32, 32, 3, generator=generator)
+    mixed = shifted(which).add_(shifted(others).mul_(other))
+    mixed.add_(grain.mul_(noise))
     return mixed.mul_(32).add_(128).round_().clamp_(0, 255).byte()
-
-
-SYNTHETIC_OTHER, SYNTHETIC_NOISE = 0.8, 1.5  # strengths beside a class's own pattern
 
 
 def _cifar10(root: Path, label: str | None) -> Dataset:

@@ -73,7 +73,8 @@ class RunConfig:
     learning_rate: Positive = 0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
     seed: Seed = 0  # of everything random
     profile: Annotated[str, Field(**PROFILE)] = "ci"  # folder under results/
-    dataset: Literal["synthetic", "cifar10", "folder", "text"] = "synthetic"  # what is learned
+    # what is learned
+    dataset: Literal["synthetic", "synthetic-compare", "cifar10", "folder", "text"] = "synthetic"
     # cifar10: download folder; folder: a folder or a tar
     data_root: Annotated[Text, Field(max_length=4000)] | None = None
     data_label: Annotated[Text, Field(max_length=200)] | None = None  # its name in tables
@@ -139,7 +140,7 @@ class RunConfig:
     def _check_task(self) -> None:
         """ValueError for a model, or a setting, that the data set does not go with."""
         text = self.dataset == "text"
-        if self.data_root is not None and self.dataset in ("synthetic", "text"):
+        if self.data_root is not None and self.dataset not in ("cifar10", "folder"):
             got = f"got {shown(self.data_root)}, allowed with dataset {self.dataset}: none"
             raise ValueError(f"data_root: {got} (dataset folder reads images from there)")
         if text != (self.model == TEXT_MODEL):

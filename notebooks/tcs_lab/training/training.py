@@ -169,6 +169,8 @@ class Training:
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
             trainer=self._kind(static),
         )  # fmt: skip
+        if hasattr(self.compressor.rule, "model_is"):  # of a method that compresses by parameter
+            self.compressor.rule.model_is(self.flat)
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             errors_in_file(self.compressor)
         # dense schemes' updates say which entries are important

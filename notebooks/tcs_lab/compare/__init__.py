@@ -1,0 +1,19 @@
+"""Anybody's method in a fair table: methods from a file, their tuning and score on one track.
+
+Here belongs what `tcs compare` does: the track, a method's file, its row, the table and the picture.
+The classes that a per-tensor method becomes are in `tcs_lab.schemes.tensors`.
+"""
+
+from tcs_lab.support.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "command": "add_arguments compare_command",
+        "methods": "Method find_method",
+        "rows": "make_rows",
+        "scoring": "Point Scores front",
+        "table": "beside_table comparison_figure rows_table",
+        "track": "Track read_track",
+    },
+)

@@ -1,0 +1,64 @@
+"""`tcs compare`: tunes a method, scores it, and prints its row beside the stored rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def add_arguments(add: Callable[..., Any]) -> None:
+    """The words of the command, by its parser's `add_argument`; imports nothing heavy."""
+    add(
+        "method", nargs="?", metavar="METHOD",
+        help="a Python file, FILE:NAME, or the name of a stored method. A file is executed: compare "
+        "only files that you trust",
+    )  # fmt: skip
+    add("--densities", action="store_true", help="two further densities, too")
+    add("--dry-run", action="store_true", help="say how many hours it would take")
+    add("--list", action="store_true", help="show the stored rows")
+    add("--jobs", type=int, help="processes side by side (default: 2)")
+    add("--plan", metavar="FILE", help="the track (default: params/compare_plan.yaml)")
+    add("--results", help="results folder (default: results/ beside notebooks/)")
+
+
+def compare_command(arguments: argparse.Namespace) -> int:
+    """The command; 0 if all went well, 1 if the method diverged at every rate. ValueError, or
+    FileNotFoundError, in one line for what cannot be compared."""
+    from tcs_lab.compare.methods import find_method
+    from tcs_lab.compare.rows import make_rows, print_row, print_stored
+    from tcs_lab.compare.track import read_track
+
+    track = read_track(arguments.plan, arguments.results)
+    if arguments.list:
+        print_stored(track)
+        return 0
+    if arguments.method is None:
+        raise ValueError("METHOD: got none, allowed: a Python file, or a stored method (--list)")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ValueError(f"--jobs: got {arguments.jobs}, allowed: a whole number >= 1")
+    method = find_method(arguments.method)
+    listed = track.analysis.methods if method.file is None else {}
+    names = tuple(listed.get(method.name, method.names))
+    names = names if arguments.densities else names[:1]
+    if arguments.densities and len(names) == 1:
+        raise ValueError(f"--densities: got {method.said}, which has one density, allowed: none")
+    jobs = arguments.jobs or 2
+    if arguments.dry_run:
+        print(hours_said(track, method, names, jobs))
+        return 0
+    make_rows(track, method, names, jobs)
+    return print_row(track, method, names)
+
+
+def hours_said(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> str:
+    """How many runs are missing, and how long they should take."""
+    from tcs_lab.compare.track import runs_left
+
+    left = runs_left(track.tuned(name, method) for name in names)
+    hours = left * track.analysis.minutes / 60
+    return (
+        f"{method.said}: {left} runs of about {track.analysis.minutes:g} minutes on a core are missing, "
+        f"{hours / jobs:.1f} hours with {jobs} of them side by side; more, if the best rate is at an "
+        "end of the list"
+    )

@@ -1,0 +1,115 @@
+"""A few rounds of a method beside TCS, in one process: how long one takes, what a shorter code makes
+of its bytes, and whether its messages can be decoded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcs_core import Link, unchanged
+from tcs_lab.schemes.packing import recoded_size, tensor_bytes
+from tcs_lab.schemes.tensors import TensorClient
+from tcs_lab.training.configuration import RunConfig
+from tcs_lab.training.training import Data, Training
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`seconds` of a round on this machine; as many times that of TCS is `beside_tcs`. `recoded` is
+    the share of bytes that is left in a shorter code, 1 where nothing was tried. `decodes` says
+    whether messages that became bytes gave the same update."""
+
+    seconds: float
+    beside_tcs: float
+    recoded: float
+    decodes: bool
+
+
+def probed(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15) -> Probe:
+    """A probe of a method's run, beside one of TCS. Rounds take turns, and time is the process's own;
+    the ratio is the median over the turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads or threads)
+    try:
+        sides = [_rounds(Training(one, data), one) for one in (config, tcs)]
+        times: list[list[float]] = [[], []]
+        for _ in range(turns):
+            for took, rounds in zip(times, sides, strict=True):
+                start = time.process_time()
+                next(rounds)
+                took.append(time.process_time() - start)
+        ratios = [one / other for one, other in zip(*times, strict=True)]
+        return Probe(
+            median(times[0]), median(ratios), _recoded(config, data), _decodes(config, data)
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rounds(training: Training, config: RunConfig) -> Any:
+    """Rounds as they are after the start, of which the first three are over."""
+    rounds = _endless(training, min(config.warmup, config.epochs - 1))
+    for _ in range(3):
+        next(rounds)
+    return rounds
+
+
+def _endless(training: Training, epoch: int) -> Any:
+    while True:
+        yield from training.rounds(epoch)
+
+
+def _recoded(config: RunConfig, data: Data, rounds: int = 3) -> float:
+    """The share of bytes that is left of a per-tensor method's messages."""
+    training = Training(config, data)
+    clients = [c for c in training.compressor.clients.values() if isinstance(c, TensorClient)]
+    if not clients:
+        return 1.0
+    going = _rounds(training, config)
+    for client in clients:
+        client.side.instance = _Recoding(client.side.instance)
+    for _ in range(rounds):
+        next(going)
+    seen = [client.side.instance for client in clients]
+    return sum(one.recoded for one in seen) / max(1, sum(one.sent for one in seen))
+
+
+class _Recoding:
+    """A method's instance that counts what it sends."""
+
+    def __init__(self, instance: Any):
+        self.instance, self.sent, self.recoded = instance, 0, 0
+
+    def compress(self, tensor: Tensor, name: str) -> Any:
+        tensors, added = self.instance.compress(tensor, name)
+        for part in [tensors] if isinstance(tensors, Tensor) else tensors:
+            self.sent += len(tensor_bytes(part))
+            self.recoded += recoded_size(part)
+        return tensors, added
+
+    def decompress(self, tensors: Any, context: Any) -> Any:
+        return self.instance.decompress(tensors, context)
+
+
+def _decodes(config: RunConfig, data: Data, rounds: int = 4) -> bool:
+    """Whether messages as bytes give the same updates. What a per-tensor method sends becomes bytes
+    in every run."""
+    plain = Training(config, data)
+    if any(isinstance(c, TensorClient) for c in plain.compressor.clients.values()):
+        return True
+    epoch = min(config.warmup, config.epochs - 1)
+    pairs = zip(
+        _endless(plain, epoch),
+        _endless(Training(config, data, link=Link(unchanged)), epoch),
+        range(rounds),
+        strict=False,
+    )
+    try:
+        return all(torch.equal(one, other) for one, other, _ in pairs)
+    except ValueError:
+        return False

@@ -1,0 +1,113 @@
+"""The table and the picture of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from tcs_lab.compare.scoring import Beside, Point, Scores, front
+from tcs_lab.tables.figures import (
+    COLOURS,
+    LOOK,
+    curve_style,
+    label_ends,
+    label_points,
+    plain_log,
+    text_colour,
+)
+from tcs_lab.tables.tables import number, with_interval
+
+# Words ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_table(
+    points: Iterable[tuple[str, Point]], rows: Mapping[str, Mapping[str, Any]]
+) -> pd.DataFrame:
+    """One row for each point, as a person reads it; `rows` are what is kept of each method, with its
+    time and whether its messages are decoded or only counted. Those are of its usual density."""
+    lines = []
+    for method, point in points:
+        kept = rows.get(method, {}) if point.scheme == method else {}
+        start = f"{number(point.start)} of it" if point.start else "–"
+        mark = "" if kept.get("decodes", True) else " (counted)"
+        lines.append({
+            "Method": point.scheme + mark, "n": str(point.n), "Rate": number(point.rate),
+            "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
+            "MB up": number(point.up), "MB down": number(point.down), "Dense start": start,
+            "MB up, re-coded": number(point.up * kept.get("recoded", math.nan)),
+            "Round beside TCS": number(kept.get("beside_tcs", math.nan), 2),
+        })  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+NOTE = (
+    "Accuracy is the mean over n seeds with its {:.0%} interval, for other seeds and other images. MB are "
+    "one client's messages in the whole run; the dense start, of both ways, is in them. A round's time is "
+    "a multiple of that of TCS in the same process."
+)
+
+
+def beside_table(beside: Sequence[Beside], point: Point) -> pd.DataFrame:
+    """One point beside the stored methods."""
+    lines = []
+    for one in beside:
+        e, later = one.equal_bytes, one.later
+        lines.append({
+            "Stored method": one.method,
+            f"At {point.both:.3g} MB: {point.scheme} minus it, points": with_interval(
+                e.value, e.low, e.high),
+            "Without both dense starts": with_interval(later.value, later.low, later.high),
+            f"MB it needs for {point.accuracy:.1f} %": number(one.megabytes),
+            "Where not": one.said or "–",
+        })  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+# A picture ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def comparison_figure(scores: Scores, method: str) -> Any:
+    """Final accuracy against one client's megabytes: the stored methods, each with a line through its
+    densities, the front of all of them as a grey band's edge, and the method that is looked at."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    others = {name: points for name, points in scores.stored.items() if name != method}
+    with rc_context(LOOK):
+        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+        axes = figure.subplots()
+        ends = []
+        for name, points in others.items():
+            sent = [point for point in points if point.both > 0]
+            for level in (point for point in points if point.both == 0):
+                axes.axhline(level.accuracy, color=COLOURS[0], linestyle="--", linewidth=1)
+                where: Any = {
+                    "transform": axes.get_yaxis_transform(),
+                    "va": "bottom",
+                    "fontsize": 9,
+                }
+                axes.text(0.01, level.accuracy, level.scheme, **where)
+            if sent:
+                xy = [p.both for p in sent], [p.accuracy for p in sent]
+                axes.plot(*xy, **curve_style(name, others), markersize=5, linewidth=1, alpha=0.8)
+                ends.append((name, xy[0][-1], xy[1][-1], curve_style(name, others)["color"]))
+        best = front(p for points in others.values() for p in points if p.both > 0)
+        axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
+                  linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
+        own = [point for point in scores.points if point.both > 0]
+        for point in own:
+            axes.errorbar(point.both, point.accuracy, yerr=point.half, color="#000000", fmt="*",
+                          markersize=13, capsize=4, zorder=5)  # fmt: skip
+        axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
+        axes.set(ylabel="final accuracy (%)")
+        axes.margins(0.08, 0.12)
+        plain_log(axes.xaxis)
+        axes.grid(alpha=0.25)
+        if ends:
+            label_ends(axes, ends)
+        label_points(axes, [(p.scheme, p.both, p.accuracy, text_colour(COLOURS[0])) for p in own])
+        figure.suptitle(f"{method} (stars) beside the stored methods; grey: the best of those")
+    return figure

@@ -1,0 +1,117 @@
+"""The track: one training for all methods, and how each of them is tuned and scored.
+
+params/compare.yaml is the training. params/compare_plan.yaml says how a learning rate is chosen, with
+which seeds a method is scored, and which methods' rows are stored. It is a plan as any other: `tcs
+queue` makes the stored rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from tcs_lab.compare.methods import Method
+from tcs_lab.evidence.fair import Method as Tuned
+from tcs_lab.runs.parameters import read_params
+from tcs_lab.runs.plans import Plan, Search, read_plan
+from tcs_lab.runs.records import record_path, results_folder
+from tcs_lab.support.errors import reject_unknown, validated
+from tcs_lab.support.places import ROOT
+from tcs_lab.training.configuration import Positive, RunConfig
+
+PLAN = ROOT / "params" / "compare_plan.yaml"
+
+
+class CompareAnalysis(BaseModel, extra="forbid"):
+    """What params/compare_plan.yaml says under `analysis`."""
+
+    confidence: Annotated[float, Field(gt=0, lt=1)]
+    minutes: Positive  # of a run on one core
+    # the stored methods, each with its schemes at all its densities, the usual one first
+    methods: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Track:
+    """A plan with one tuned stage or more, whose seeds are the same, and its profile."""
+
+    plan: Plan
+    analysis: CompareAnalysis
+    profile: dict[str, Any]
+    results: str | Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.profile["profile"]
+
+    @property
+    def folder(self) -> Path:
+        """Where the rows are kept."""
+        return results_folder(self.name, self.results)
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.plan.stages[0].seeds
+
+    def tuned(self, scheme: str, method: Method | None = None) -> Tuned:
+        """One scheme on this track, as far as its records go. Those of a method from a file are kept
+        apart, in the method's own folder."""
+        if method is None or method.file is None:
+            profile, results = self.profile, self.results
+        else:
+            profile, results = self.profile | {"profile": method.folder}, self.folder
+        assert self.plan.tuning is not None  # as `read_track` has checked
+        return Tuned(
+            "compare", Search(scheme, self.plan.tuning, profile, results), self.seeds, results
+        )
+
+    def stored(self) -> dict[str, list[Tuned]]:
+        """The stored methods, as far as their records go."""
+        return {
+            name: [self.tuned(scheme) for scheme in schemes]
+            for name, schemes in self.analysis.methods.items()
+        }
+
+
+def read_track(path: str | Path | None = None, results: str | Path | None = None) -> Track:
+    """The track of a plan; ValueError names the file and what is wrong with it."""
+    path = Path(path or PLAN)
+    plan = read_plan(path)
+    if plan.profile is None:
+        raise ValueError(f"{path}: profile: missing, allowed: the file of the track's training")
+    analysis = validated(CompareAnalysis, plan.analysis, f"{path}: analysis")
+    if len({tuple(stage.seeds) for stage in plan.stages}) > 1 or plan.tuning is None:
+        raise ValueError(f"{path}: stages: allowed: tuned ones, all with the same seeds")
+    planned = {name for stage in plan.stages for name in stage.tune or ()}
+    listed = [scheme for schemes in analysis.methods.values() for scheme in schemes]
+    reject_unknown(listed, planned, f"scheme of a stored method, in {path}")
+    return Track(plan, analysis, read_params([path.parent / plan.profile]), results)
+
+
+def next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
+    """The runs that are missing and of which it is known by now that they are needed: at first those
+    that tune, then those that score."""
+    configs = []
+    for one in tuned:
+        search = one.search
+        missing = [factor for factor, accuracy in search.tried().items() if accuracy is None]
+        configs += [search.config(factor, search.tuning.seed) for factor in missing]
+        if not missing and search.chosen is not None:
+            wanted = [search.config(search.chosen, seed) for seed in one.seeds]
+            configs += [c for c in wanted if not record_path(c, one.results).is_file()]
+    return configs
+
+
+def runs_left(tuned: Iterable[Tuned]) -> int:
+    """How many runs are missing if no rate beyond those tried from the start is needed."""
+    left = 0
+    for one in tuned:
+        tried = one.search.tried()
+        left += sum(accuracy is None for accuracy in tried.values())
+        is_lost = None not in tried.values() and one.search.chosen is None
+        left += 0 if is_lost else len(one.seeds) - len(one.scored)
+    return left

@@ -1,0 +1,48 @@
+"""A low-rank method per client: a matrix of a layer as a product of two thin ones.
+
+The power iteration is PowerSGD's (Vogels et al., 2019, arXiv:1905.13727), with its warm start and
+error feedback. It is not PowerSGD: that one averages the first factor over all clients before it
+makes the second, in two all-reduces. Here each client sends factors of its own, so that the server
+can add up messages as they come.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tcs_lab.schemes.tensors import register_tensors
+
+
+class LowRank:
+    """A parameter tensor with two or more dimensions travels as P (n, r) and Q (m, r), others as
+    they are."""
+
+    error_feedback = True
+    densities = (2, 1, 4)  # ranks
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.factors: dict[str, Tensor] = {}  # the last Q of each parameter, where it starts from
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], None]:
+        matrix = tensor.reshape(len(tensor), -1)
+        rank = min(self.rank, *matrix.shape)
+        if tensor.dim() < 2 or rank * sum(matrix.shape) >= tensor.numel():
+            return [tensor], None
+        start = self.factors.get(name)
+        if start is None or not start.any():
+            start = torch.randn(matrix.shape[1], rank)
+        left, _ = torch.linalg.qr(matrix @ start)
+        right = matrix.T @ left
+        self.factors[name] = right
+        return [left, right], None
+
+    def decompress(self, tensors: list[Tensor], context) -> Tensor:
+        if len(tensors) == 1:
+            return tensors[0]
+        left, right = tensors
+        return (left @ right.T).reshape(context.shape)
+
+
+register_tensors(LowRank, "LowRank")

@@ -1,0 +1,188 @@
+"""Packing: what a method sends, as bytes, and its state for a checkpoint.
+
+Only plain values: None, numbers, text, bytes, tuples, lists, dictionaries, sets, torch.Size,
+torch.dtype, tensors and numpy's arrays. No pickle: bytes that come from anyone can run nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+        "uint16", "uint32", "complex64",
+    )
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES.values())}
+_BY_CODE = list(_DTYPES.values())
+_COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
+
+
+class Context(NamedTuple):
+    """What both sides know of a parameter tensor without a word."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def known(self) -> list[Any]:
+        """The parts that cost a single byte wherever they stand in what a method adds."""
+        return [self.name, self.shape, self.shape.numel(), self.dtype]
+
+
+# Values ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def packed(value: Any, context: Context | None = None) -> bytes:
+    """A value as bytes; parts that `context` knows take one byte each. ValueError, which names the
+    type, for anything that is not plain."""
+    if context is not None:
+        for place, known in enumerate(context.known):
+            if type(value) is type(known) and value == known:
+                return b"k" + bytes([place])
+    if value is None or isinstance(value, bool):
+        return {None: b"N", True: b"T", False: b"F"}[value]
+    if isinstance(value, np.generic):
+        return packed(value.item(), context)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return b"i" + _INT.pack(value)
+    if isinstance(value, float):
+        return b"f" + _FLOAT.pack(value)
+    if isinstance(value, str | bytes):
+        data = value.encode() if isinstance(value, str) else value
+        return (b"s" if isinstance(value, str) else b"b") + _COUNT.pack(len(data)) + data
+    if isinstance(value, torch.dtype) and value in _CODES:
+        return b"d" + bytes([_CODES[value]])
+    if isinstance(value, Tensor):
+        return b"t" + shape_bytes(value) + tensor_bytes(value)
+    if isinstance(value, np.ndarray):
+        return b"a" + packed(_from_numpy(value))
+    if isinstance(value, torch.Generator):
+        return b"g" + packed(value.get_state())
+    if isinstance(value, dict):
+        return b"m" + packed([part for pair in value.items() for part in pair], context)
+    for kind, tag in _SEQUENCES.items():
+        if isinstance(value, kind):
+            parts: list[Any] = sorted(value, key=repr) if kind is set else list(value)
+            return tag + _COUNT.pack(len(parts)) + b"".join(packed(part, context) for part in parts)
+    raise ValueError(
+        f"got a {type(value).__name__}, allowed: tensors, numbers, text, lists of these"
+    )
+
+
+_SEQUENCES: dict[Any, bytes] = {torch.Size: b"z", tuple: b"(", list: b"[", set: b"{"}
+_MAKERS: dict[bytes, Any] = {tag: kind for kind, tag in _SEQUENCES.items()}
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array))
+    except TypeError:
+        raise ValueError(f"got an array of {array.dtype}, allowed: numbers") from None
+
+
+def unpacked(data: bytes, context: Context | None = None) -> Any:
+    """The inverse of `packed`, of its own bytes."""
+    value, end = _read(data, 0, context)
+    if end != len(data):
+        raise ValueError(f"got {len(data)} bytes, allowed: {end}")
+    return value
+
+
+def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
+    """The value that begins there, and where the next one does."""
+    tag, at = data[at : at + 1], at + 1
+    if tag in (b"N", b"T", b"F"):
+        return {b"N": None, b"T": True, b"F": False}[tag], at
+    if tag == b"k" and context is not None:
+        return context.known[data[at]], at + 1
+    if tag in (b"i", b"f"):
+        return (_INT if tag == b"i" else _FLOAT).unpack_from(data, at)[0], at + 8
+    if tag in (b"s", b"b"):
+        start = at + _COUNT.size
+        end = start + _COUNT.unpack_from(data, at)[0]
+        return (data[start:end].decode() if tag == b"s" else data[start:end]), end
+    if tag == b"d":
+        return _BY_CODE[data[at]], at + 1
+    if tag == b"t":
+        dtype, shape, at = read_shape(data, at)
+        end = at + size_of(dtype, shape)
+        return tensor_of(data[at:end], dtype, shape), end
+    if tag == b"a":
+        tensor, at = _read(data, at, None)
+        return tensor.numpy(), at
+    if tag == b"g":
+        state, at = _read(data, at, None)
+        return torch.Generator().set_state(state), at
+    if tag == b"m":
+        parts, at = _read(data, at, context)
+        return dict(zip(parts[::2], parts[1::2], strict=True)), at
+    if tag in _MAKERS:
+        count, at = _COUNT.unpack_from(data, at)[0], at + _COUNT.size
+        parts = []
+        for _ in range(count):
+            part, at = _read(data, at, context)
+            parts.append(part)
+        return _MAKERS[tag](parts), at
+    raise ValueError(f"got the tag {tag!r}, allowed: bytes that were packed here")
+
+
+# Tensors ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Its entries as they lie in memory: as many bytes as the dtype has, for each."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+
+
+def tensor_of(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+    """The tensor of these bytes, in memory of its own."""
+    whole = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return whole.reshape(tuple(shape))
+
+
+def shape_bytes(tensor: Tensor) -> bytes:
+    """A tensor's dtype and shape. ValueError for a dtype that is not sent."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"got a tensor of layout {tensor.layout}, allowed: dense ones (strided)")
+    if tensor.dtype not in _CODES:
+        raise ValueError(f"got a tensor of {tensor.dtype}, allowed: {', '.join(_DTYPES)}")
+    sizes = b"".join(map(_COUNT.pack, tensor.shape))
+    return bytes([_CODES[tensor.dtype], tensor.dim()]) + sizes
+
+
+def read_shape(data: bytes, at: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Dtype and shape that begin there, and where they end."""
+    dtype, dimensions = _BY_CODE[data[at]], data[at + 1]
+    end = at + 2 + _COUNT.size * dimensions
+    shape = tuple(size for (size,) in _COUNT.iter_unpack(data[at + 2 : end]))
+    return dtype, shape, end
+
+
+def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """How many bytes such a tensor has."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count * torch.empty(0, dtype=dtype).element_size()
+
+
+def recoded_size(tensor: Tensor) -> int:
+    """Bytes of a tensor in a shorter code that loses nothing: its entries' first bytes, then their
+    second ones, and so on, compressed by zlib; or as it is, where that is shorter."""
+    data = np.frombuffer(tensor_bytes(tensor), np.uint8)
+    if not len(data):
+        return 0
+    columns = data.reshape(-1, tensor.element_size()).T
+    return min(len(data), len(zlib.compress(columns.tobytes(), 6)))

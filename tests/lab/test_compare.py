@@ -1,0 +1,517 @@
+"""A method from a file: what each of its three forms becomes, what it sends, its row beside stored
+ones, and what is said of a file that is wrong."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tcs_lab as lab
+import torch
+from tcs_lab.__main__ import main
+from tcs_lab.compare import methods, scoring
+from tcs_lab.compare.methods import find_method
+from tcs_lab.compare.track import read_track
+from tcs_lab.schemes.packing import Context, packed, recoded_size, unpacked
+from tcs_lab.schemes.tensors import Side
+
+import tcs_core as tcs
+
+EXAMPLES = Path(lab.ROOT) / "notebooks" / "examples"
+TRACK = """
+profile: tiny
+dataset: synthetic
+train_samples: 40
+test_samples: 20
+test_unused: true
+image_size: 4
+crop_padding: 0
+model: conv3
+width: 2
+clients: 2
+batch_size: 5
+epochs: 2
+threads: 1
+"""
+PLAN = """
+profile: tiny.yaml
+tuning:
+  seed: 11
+  learning_rate: 0.5
+  centralized_learning_rate: 0.1
+  factors: [0.5, 1.0]
+  choose_on: [[20, 60]]
+  score_on: [[0, 20], [60, 100]]
+stages:
+  - {stage: rows, seeds: [1, 2], tune: [FedAvg, TCS, TCS-K4]}
+analysis:
+  confidence: 0.95
+  minutes: 0.1
+  methods:
+    FedAvg: [FedAvg]
+    TCS: [TCS, TCS-K4]
+"""
+SIGNS = """
+class Signs:
+    def compress(self, tensor, name):
+        return [tensor >= 0, tensor.abs().mean()], None
+
+    def decompress(self, tensors, context):
+        return torch.where(tensors[0], tensors[1], -tensors[1])
+"""
+
+AVERAGED = """
+class Averaged:
+    def __init__(self):
+        self.generator, self.last = torch.Generator().manual_seed(1), {}
+
+    def compress(self, tensor, name):
+        noise = torch.rand(tensor.shape, generator=self.generator)
+        self.last[name] = 0.5 * self.last.get(name, 0.0) + tensor + noise
+        return [self.last[name]], None
+
+    def decompress(self, tensors, context):
+        self.last[context.name] = self.last.get(context.name, 0.0) + tensors[0]
+        return self.last[context.name]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, registry, monkeypatch):
+    """A tiny track; what its files register is taken out again."""
+    (tmp_path / "tiny.yaml").write_text(TRACK, encoding="utf-8")
+    (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")
+    images = lab.synthetic_dataset(120, 20).resized(4)
+    monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda **_: images)
+    lab.load_dataset.cache_clear()
+    methods._executed.cache_clear()
+    yield tmp_path
+    methods._executed.cache_clear()
+    lab.load_dataset.cache_clear()
+
+
+def compare(folder, *words):
+    plan, results = str(folder / "plan.yaml"), str(folder / "results")
+    return main(["compare", "--plan", plan, "--results", results, "--jobs", "1", *map(str, words)])
+
+
+def written(folder, text, name="mine.py"):
+    path = folder / name
+    path.write_text(f"import torch\nimport tcs_core as tcs\n{text}", encoding="utf-8")
+    return path
+
+
+def error_of(folder, capsys, *words):
+    """The one line that is printed of a comparison that ends with exit code 2."""
+    assert compare(folder, *words) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    return line
+
+
+def records(folder, method):
+    return sorted((folder / "results" / "tiny" / method / "runs").glob("*.json"))
+
+
+# Three forms ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("file", ["mask_rule.py", "client_and_server.py", "per_tensor.py"])
+def test_each_example_gets_a_row_and_a_picture(folder, capsys, file):
+    file = EXAMPLES / file
+    assert compare(folder, file) == 0
+    name = find_method(str(file)).folder
+    row = json.loads((folder / "results" / "tiny" / name / "row.json").read_text())
+    assert (folder / "results" / "tiny" / name / "comparison.png").is_file()
+    assert (folder / "results" / "tiny" / name / "method.py").read_bytes() == file.read_bytes()
+    assert (
+        row["sha256"] == find_method(str(file)).sha256
+        and row["points"][find_method(str(file)).name]["n"] == 2
+    )
+    assert row["decodes"] and row["beside_tcs"] > 0
+    assert len(records(folder, name)) == 4  # two rates, two seeds
+    assert name in capsys.readouterr().out
+
+
+def test_messages_of_a_class_have_the_bytes_of_its_tensors(folder):
+    """A bool is a byte, the mean four; what is said of tensors takes a bit once it is known."""
+    method = find_method(str(written(folder, SIGNS)))
+    compressor = tcs.Compressor(method.name, [30, 20], 3)
+    deltas_ND = torch.randn(3, 50)
+    update_D = compressor.step(deltas_ND)
+    first = compressor.traffic.bits_up
+    compressor.step(deltas_ND)
+    assert compressor.traffic.bits_up == 8 * (1 + (30 + 4) + (20 + 4)) < first
+    assert compressor.traffic.bits_down == 32 * 50
+    parts = [
+        part.sign() * part.abs().mean(1, keepdim=True) for part in deltas_ND.split([30, 20], 1)
+    ]
+    torch.testing.assert_close(update_D, torch.cat(parts, 1).mean(0))
+
+
+def test_with_error_feedback_what_was_not_sent_is_sent_later(folder):
+    """What clients meant in all rounds is what the server got, plus what is left."""
+    text = SIGNS.replace("class Signs:", "class Signs:\n    error_feedback = True")
+    method = find_method(str(written(folder, text)))
+    compressor = tcs.Compressor(method.name, [30, 20], 3)
+    rounds_TND = torch.randn(4, 3, 50)
+    got_D = sum(compressor.step(deltas_ND) for deltas_ND in rounds_TND)
+    left_D = compressor.errors_ND.mean(0)
+    torch.testing.assert_close(got_D + left_D, rounds_TND.sum(0).mean(0), atol=1e-5, rtol=1e-5)
+
+
+def test_the_servers_twin_sees_nothing_but_what_was_sent(folder):
+    """A class that hands its values on in an attribute is found out."""
+    text = """
+class Hidden:
+    def compress(self, tensor, name):
+        self.kept = tensor
+        return [torch.zeros(1)], None
+
+    def decompress(self, tensors, context):
+        return getattr(self, "kept", torch.zeros(context.shape))
+"""
+    compressor = tcs.Compressor(find_method(str(written(folder, text))).name, [30, 20], 3)
+    assert not compressor.step(torch.randn(3, 50)).any()
+
+
+def test_random_numbers_at_the_server_are_others_and_repeat(folder):
+    text = """
+class Noise:
+    def compress(self, tensor, name):
+        return [torch.rand(1)], None
+
+    def decompress(self, tensors, context):
+        return (tensors[0] - torch.rand(1)).expand(context.shape)
+"""
+    name = find_method(str(written(folder, text))).name
+    before = torch.random.get_rng_state()
+    one, two = (tcs.Compressor(name, [30], 2).step(torch.ones(2, 30)) for _ in range(2))
+    assert one.abs().min() > 0 and torch.equal(one, two)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_compressed_downlink_is_counted_and_decoded(folder):
+    text = SIGNS.replace("class Signs:", "class Signs:\n    downlink = True")
+    compressor = tcs.Compressor(find_method(str(written(folder, text))).name, [30, 20], 3)
+    update_D = compressor.step(torch.randn(3, 50))
+    compressor.step(torch.randn(3, 50))
+    assert compressor.traffic.bits_down == 8 * (1 + 34 + 24)
+    assert len(update_D.abs().unique()) == 2  # a magnitude for each parameter
+
+
+def test_what_a_method_says_beside_its_tensors_is_counted(folder):
+    text = """
+class Scaled:
+    def compress(self, tensor, name):
+        self.step = getattr(self, "step", 0) + 1
+        return [tensor.half()], {"name": name, "shape": tensor.shape, "step": self.step}
+
+    def decompress(self, tensors, context):
+        assert context["name"] == "0" and context["shape"] == tensors[0].shape
+        return tensors[0].float() * context["step"]
+"""
+    compressor = tcs.Compressor(find_method(str(written(folder, text))).name, [30], 2)
+    deltas_ND = torch.ones(2, 30)
+    assert compressor.step(deltas_ND).max() == 1 and compressor.step(deltas_ND).max() == 2
+    header = len(packed({"name": "0", "shape": torch.Size([30]), "step": 2}, context_of("0", 30)))
+    assert compressor.traffic.bits_up // 8 > 60 + header
+
+
+def context_of(name, *shape):
+    return Context(name, torch.Size(shape), torch.float32)
+
+
+def test_a_class_goes_on_where_its_state_was_taken(folder):
+    name = find_method(str(written(folder, AVERAGED))).name
+    rounds = torch.randn(6, 2, 50)
+    one, two = (tcs.Compressor(name, [30, 20], 2) for _ in range(2))
+    for deltas_ND in rounds[:3]:
+        one.step(deltas_ND)
+    saved = io.BytesIO()
+    torch.save(one.state_dict(), saved)
+    saved.seek(0)
+    two.load_state_dict(torch.load(saved, weights_only=True))  # as checkpoints are read
+    for deltas_ND in rounds[3:]:
+        assert torch.equal(one.step(deltas_ND), two.step(deltas_ND))
+
+
+def test_low_rank_factors_give_a_matrix_of_that_rank(registry):
+    side = Side(tcs.RULES["LowRank-1"](tcs.Scheme.named("LowRank-1"), [12]), "client", 0)
+    matrix = torch.outer(torch.randn(8), torch.randn(9))
+    tensors, _ = side.instance.compress(matrix, "a")
+    assert [tuple(t.shape) for t in tensors] == [(8, 1), (9, 1)]
+    torch.testing.assert_close(side.instance.decompress(tensors, context_of("a", 8, 9)), matrix)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, -2.5, "a", b"\0", (1, [2, {"k": None}]), torch.Size([2]), torch.float16,
+     torch.arange(6).view(2, 3), torch.tensor(1.5), torch.empty(0), torch.tensor([True]),
+     torch.tensor([1.5], dtype=torch.bfloat16), np.arange(3), np.float32(2.0), {1, 2}],
+)  # fmt: skip
+def test_values_come_back_from_their_bytes(value):
+    read = unpacked(packed(value, context_of("x", 5)), context_of("x", 5))
+    assert str(read) == str(value if not isinstance(value, np.generic) else value.item())
+    if isinstance(value, torch.Tensor):
+        assert read.dtype == value.dtype and torch.equal(read, value)
+
+
+def test_a_shorter_code_finds_what_is_empty_in_whole_numbers():
+    positions = torch.arange(0, 100_000, 100)  # int64: most of their bytes are 0
+    assert recoded_size(positions) < 3 * len(positions) < 8 * len(positions)
+    noise = torch.randint(256, (1000,), dtype=torch.uint8)
+    assert recoded_size(noise) == 1000
+
+
+# Rows ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_of_several_classes_may_need_what_nobody_gives(folder, capsys):
+    other = SIGNS.replace("class Signs:", "class Other:\n    def __init__(self, share): pass\n")
+    path = written(folder, SIGNS + other)
+    assert find_method(f"{path}:Signs").name == "Signs"
+    assert "Other.__init__() missing" in error_of(folder, capsys, f"{path}:Other")
+
+
+def test_a_killed_comparison_goes_on_and_finished_runs_stay(folder, monkeypatch):
+    path = written(folder, SIGNS)
+    from tcs_lab.runs import runs
+
+    train, made = runs._train, []
+
+    def train_twice(*arguments):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(arguments)
+        return train(*arguments)
+
+    monkeypatch.setattr(runs, "_train", train_twice)
+    assert compare(folder, path) == 130
+    before = {file: file.stat().st_mtime_ns for file in records(folder, "Signs")}
+    assert len(before) == 2
+    monkeypatch.setattr(runs, "_train", train)
+    assert compare(folder, path) == 0
+    after = {file: file.stat().st_mtime_ns for file in records(folder, "Signs")}
+    assert len(after) == 4 and before.items() <= after.items()
+
+
+def test_a_run_that_was_killed_in_the_middle_ends_in_the_same_record(folder, monkeypatch):
+    path, epoch, killed = written(folder, AVERAGED), lab.Training.epoch, []
+
+    def killed_once(training, number):
+        if number == 1 and not killed:
+            killed.append(number)
+            raise KeyboardInterrupt
+        return epoch(training, number)
+
+    monkeypatch.setattr(lab.Training, "epoch", killed_once)
+    assert compare(folder, path) == 130 and killed and not records(folder, "Averaged")
+    assert compare(folder, path) == 0
+    (resumed, *_) = (json.loads(f.read_text())["rows"] for f in records(folder, "Averaged"))
+    for file in records(folder, "Averaged"):
+        file.unlink()
+    assert compare(folder, path) == 0
+    (whole, *_) = (json.loads(f.read_text())["rows"] for f in records(folder, "Averaged"))
+    for one, other in zip(resumed, whole, strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0}
+
+
+def test_the_same_command_makes_nothing_again_and_another_file_does(folder, capsys):
+    path = written(folder, SIGNS)
+    compare(folder, path)
+    row = folder / "results" / "tiny" / "Signs" / "row.json"
+    before = row.stat().st_mtime_ns
+    assert compare(folder, path) == 0 and row.stat().st_mtime_ns == before
+    assert len(records(folder, "Signs")) == 4
+    path.write_text(path.read_text() + "\n# another version\n")
+    assert compare(folder, path) == 0
+    assert len(records(folder, "Signs")) == 8
+    assert json.loads(row.read_text())["sha256"] == find_method(str(path)).sha256
+
+
+def test_a_dry_run_makes_nothing(folder, capsys):
+    assert compare(folder, written(folder, SIGNS), "--dry-run") == 0
+    assert "4 runs" in capsys.readouterr().out
+    assert not (folder / "results").exists()
+
+
+def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, capsys):
+    queue = ["queue", str(folder / "plan.yaml"), "--results", str(folder / "results")]
+    assert main(queue) == 0
+    assert compare(folder, "--list") == 0
+    assert "3 of 3 stored rows" in capsys.readouterr().out
+    stored = {f: f.read_bytes() for f in (folder / "results/tiny/runs").iterdir()}
+    assert compare(folder, EXAMPLES / "mask_rule.py", "--densities") == 0
+    said = capsys.readouterr().out
+    for name in ("FedAvg", "TCS-K4", "Average-Mask", "Average-Mask-K16"):
+        assert f"| {name} |" in said
+    assert compare(folder, "TCS", "--densities") == 0  # a stored method: nothing is made
+    row = (folder / "results/tiny/TCS/row.json").read_bytes()
+    assert compare(folder, "TCS") == 0
+    assert (folder / "results/tiny/TCS/row.json").read_bytes() == row
+    assert {f: f.read_bytes() for f in (folder / "results/tiny/runs").iterdir()} == stored
+
+
+def point(scheme, both, accuracy):
+    return scoring.Point(scheme, 0.5, accuracy, 0.1, 3, both, 0.0, 0.0)
+
+
+def test_between_two_points_of_a_method_and_nowhere_else():
+    points = [point("a", 1.0, 60.0), point("b", 4.0, 70.0), point("c", 16.0, 74.0)]
+    assert scoring.at_bytes(points, 2.0) == pytest.approx({"a": 0.5, "b": 0.5})
+    assert scoring.at_bytes(points, 0.5) is None and scoring.at_bytes(points, 17.0) is None
+    assert scoring.bytes_for(points, 65.0) == pytest.approx(2.0)
+    assert scoring.bytes_for(points, 72.0) == pytest.approx(8.0)
+    assert math.isnan(scoring.bytes_for(points, 75.0))  # never reached
+    assert math.isnan(scoring.bytes_for(points, 55.0))  # with fewer bytes than any point has
+
+
+def test_a_dense_start_can_be_left_out_of_both_ways():
+    one = scoring.Point("a", 0.5, 60.0, 0.1, 3, 30.0, 10.0, 20.0)
+    later = one.without_start()
+    assert later.both == pytest.approx(20) and later.up == pytest.approx(15) and not later.start
+    assert point("b", 4.0, 70.0).without_start() == point("b", 4.0, 70.0)
+
+
+def test_the_front_has_no_point_that_another_beats():
+    points = [
+        point("a", 1.0, 60.0),
+        point("b", 4.0, 70.0),
+        point("c", 5.0, 69.0),
+        point("d", 9, 71),
+    ]
+    assert [p.scheme for p in scoring.front(points)] == ["a", "b", "d"]
+
+
+def test_the_projects_own_track_can_be_read():
+    track = read_track()
+    assert (
+        track.name == "compare" and {"Baseline", "TCS", "LowRank"} <= track.analysis.methods.keys()
+    )
+    spans = track.plan.tuning.choose_on
+    assert sum(end - start for start, end in spans) >= 15_000
+    assert sum(end - start for start, end in track.plan.tuning.score_on) >= 10_000
+
+
+# Wrong files ──────────────────────────────────────────────────────────────────────────────────────
+
+WRONG = {
+    "nothing": ("x = 1\n", "no method in it"),
+    "several": (SIGNS + SIGNS.replace("Signs", "Others"), "mine.py:Signs or"),
+    "the paper's name": (
+        '@tcs.register_scheme("TCS")\nclass Mine(tcs.TopK): pass\n', "mine.py, line 3: got an error",
+    ),
+    "a rival's name": (
+        '@tcs.register_scheme("STC")\nclass Mine(tcs.TopK): pass\n', "STC, a built-in's name",
+    ),
+    "a built-in's name of a class": (SIGNS.replace("Signs", "LowRank"), "LowRank, a built-in's name"),
+    "not Python": ("class Signs\n", "mine.py, line 3: got an error when it was executed (SyntaxError"),
+    "it exits": ("import sys\nsys.exit(0)\n", "mine.py, line 4: got an error when it was executed"),
+    "it needs arguments": (
+        SIGNS.replace("class Signs:", "class Signs:\n    def __init__(self, share): pass\n"),
+        "Signs: Signs.__init__() missing 1 required positional argument: 'share'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_file_gets_one_line_that_names_it(folder, capsys, kind):
+    text, said = WRONG[kind]
+    before = dict(tcs.FAMILIES)
+    line = error_of(folder, capsys, written(folder, text))
+    assert "mine.py" in line and said in line
+    if kind not in ("nothing", "several"):
+        assert before == tcs.FAMILIES
+
+
+RUN = "run with eta 0.25 and seed 11, "
+WRONG_RUNS = {
+    "shape": ("return tensors[0][:1]", "0.weight: got shape"),
+    "NaN": ("return torch.full(context.shape, torch.nan)", "0.weight: got NaN"),
+    "no tensor": ("return None", "0.weight: got a NoneType, allowed: a tensor"),
+    "error": ("return 1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_RUNS)
+def test_a_wrong_answer_names_file_method_run_and_round(folder, capsys, kind):
+    code, said = WRONG_RUNS[kind]
+    text = f"""
+class Wrong:
+    def compress(self, tensor, name):
+        self.round = getattr(self, "round", 0) + (name == "0.weight")
+        return [tensor], self.round
+
+    def decompress(self, tensors, context):
+        if context == 3:
+            {code.replace("context.shape", "tensors[0].shape")}
+        return tensors[0]
+"""
+    line = error_of(folder, capsys, written(folder, text))
+    assert "mine.py" in line and f": Wrong: {RUN}client 0, round 2: " in line and said in line
+
+
+@pytest.mark.parametrize(
+    "sent, said",
+    [("[1.0], None", "payload: got a float, allowed: a list of tensors"),
+     ("tensor", "got Tensor, allowed: (tensors, context)"),
+     ("[tensor], object()", "got a object"),
+     ("[tensor.to_sparse()], None", "got a tensor of layout torch.sparse_coo")],
+)  # fmt: skip
+def test_what_cannot_be_sent_is_refused(folder, capsys, sent, said):
+    text = SIGNS.replace("[tensor >= 0, tensor.abs().mean()], None", sent)
+    line = error_of(folder, capsys, written(folder, text))
+    assert "mine.py, line" in line or "mine.py: Signs" in line
+    assert f"Signs: {RUN}client 0, round 0: " in line and said in line
+
+
+def test_finished_runs_stay_when_a_later_one_fails(folder, capsys):
+    """An error at the second of two rates."""
+    text = SIGNS.replace(
+        "return torch.where",
+        "if FAILS():\n            raise RuntimeError('in the middle')\n        return torch.where",
+    )
+    path = written(
+        folder,
+        f"calls = []\ndef FAILS():\n    calls.append(1)\n    return len(calls) > 300\n{text}",
+    )
+    line = error_of(folder, capsys, path)
+    assert "RuntimeError: in the middle" in line and "mine.py, line" in line
+    assert len(records(folder, "Signs")) == 1
+
+
+def test_a_mask_rule_that_is_wrong_is_named(folder, capsys):
+    text = """
+@tcs.register_scheme("Mine", phi_global=None, phi_local=0.1)
+class Mine(tcs.TopK):
+    def own_mask(self, intended_D, shared_D, k):
+        if self.round < 5:
+            return super().own_mask(intended_D, shared_D, k)
+        return torch.arange(k + 1)
+"""
+    line = error_of(folder, capsys, written(folder, text))
+    assert "mine.py" in line and f"Mine: {RUN}client 0, round 5: own_mask: got" in line
+
+
+def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(folder, capsys):
+    path = written(folder, SIGNS.replace("-tensors[1])", "-tensors[1]) + 1 / 0"))
+    line = error_of(folder, capsys, path, "--jobs", "2")
+    assert "mine.py, line 9: Signs: run with eta" in line and "ZeroDivisionError" in line
+
+
+def test_a_method_that_diverges_is_a_result(folder, capsys):
+    text = SIGNS.replace("-tensors[1])", "-tensors[1]) * 1e30")
+    path = written(folder, text)
+    assert compare(folder, path) == 1
+    assert "diverged: mine.py: Signs" in capsys.readouterr().err
+
+
+def test_what_is_neither_file_nor_method_is_refused(folder, capsys):
+    assert "nowhere.py does not exist" in error_of(folder, capsys, folder / "nowhere.py")
+    assert "scheme 'Unknown' is unknown" in error_of(folder, capsys, "Unknown")
+    path = written(folder, SIGNS)
+    assert "got Other, allowed: what is in it, Signs" in error_of(folder, capsys, f"{path}:Other")
+    assert "which has one density" in error_of(folder, capsys, path, "--densities")
