@@ -16,7 +16,7 @@ Contents, and the names that each gives
     2 masks            top_k_mask, top_k_positions, layerwise_top_k_positions (S_top)
     3 positions        encode_positions, decode_positions (Alg. 4)
     4 quantizers       scaled_sign, fractional_quantize, fractional_dequantize
-    5 messages         Message, encode_message, decode_message, bit_budget
+    5 messages         Message, encode_message, decode_message, message_bits, bit_budget
     6 Alg. 2           MaskRule, TCS, Known, Client, Server, Link, Compressor
     7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
@@ -68,7 +68,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import math
+import operator
 import re
 import struct
 import sys
@@ -93,21 +95,23 @@ __all__ = [  # noqa: RUF022
     "CODES", "FAMILIES", "OVERHEAD_BYTES", "QUANTIZERS", "RULES", "SERVER", "SHARED_FROM", "STAGES",
     "SUFFIXES", "BlockCode", "Client", "ClientError", "Compressor", "Federation", "Feed", "Known",
     "Link", "LocalTrainer", "MaskRule", "Message", "MessageError", "NotFiniteError", "Phase",
-    "RandK", "Scheme", "Selection", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
+    "RandK", "Scheme", "Server", "TCS", "TCSState", "TopK", "Traffic", "Wire",
     "bit_budget", "build_model", "cross_entropy", "decode_message", "decode_positions",
     "encode_message", "encode_positions", "fractional_dequantize", "fractional_quantize", "kept",
-    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "positions_to_mask",
-    "random_positions", "register_quantizer", "register_scheme", "register_suffix", "resnet18",
-    "scaled_sign", "tcs_hook", "top_k_mask", "top_k_positions", "unchanged",
+    "layer_sizes", "layerwise_top_k_positions", "mask_to_positions", "message_bits",
+    "positions_to_mask", "random_positions", "register_quantizer", "register_scheme",
+    "register_suffix", "resnet18", "scaled_sign", "tcs_hook", "top_k_above",
+    "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
 # Names that are gone, and what has taken their place.
 _SUCCESSORS = {
-    "Agreement": "Known", "ByteLink": "Link(unchanged)", "Checks": "Known.finite_part",
-    "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
-    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "SIDES": "MaskRule.client_type and server_type",
-    "Sent": "InFlight", "Side": "Client", "Size": "bytes_of",
-    "register_code": "CODES[name] = BlockCode()", "register_downlink": "Server.downlink",
+    "Agreement": "Known", "Arrival": "Link.up", "ByteLink": "Link(unchanged)",
+    "Checks": "Known.finite_part", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
+    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
+    "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
+    "Size": "bytes_of", "register_code": "CODES[name] = BlockCode()",
+    "register_downlink": "Server.downlink",
     "register_part": "SHARED_FROM[name] = a subclass of TCS",
     "register_sides": "MaskRule.client_type and server_type",
 }  # fmt: skip
@@ -130,6 +134,9 @@ QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
 CODES: dict[str, BlockCode] = {}  # by the scheme's `code`: how a message becomes bytes
 FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
 SUFFIXES: list[Suffix] = []
+# The shared mask of TCS from something else than the last update: by the scheme's `shared_from`,
+# the rule that stands in for TCS. tcs_lab.schemes has some.
+SHARED_FROM: dict[str, type[TCS]] = {}
 
 
 def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
@@ -150,13 +157,6 @@ def _check_whole(key: str, value: Any, low: int, high: int) -> int:
     if type(number) is not int or not low <= number <= high:
         _refuse(key, number, f"a whole number from {low} to {high}")
     return number
-
-
-def _check_share(key: str, value: Any) -> None:
-    if value is None:
-        return
-    if type(value) not in (int, float) or not 1e-12 <= value <= 1:
-        _refuse(key, value, "a share from 1e-12 to 1, or null")
 
 
 def _check_bits(key: str, value: Any) -> None:
@@ -187,38 +187,51 @@ def check_state_version(key: str, given: Any) -> None:
         )
 
 
-def check_same_state(key: str, given: Any, own: Any) -> None:
-    """ValueError unless `given` can take the place of `own`, a state of the object that loads it.
+def check_same_state(key: str, given: Any, like: Any) -> None:
+    """ValueError unless `given` can take the place of `like`, a state of the object that loads it.
 
     Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
     all else the same type (a whole number may stand for a float). Values are not compared. `key`
     says what the state is of; the error names the place inside it, what it is and what is allowed.
     """
-    if isinstance(own, dict):
+    if isinstance(like, dict):
         if not isinstance(given, dict):
             raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-        missing, unknown = own.keys() - given.keys(), given.keys() - own.keys()
+        missing, unknown = like.keys() - given.keys(), given.keys() - like.keys()
         if missing or unknown:
             names = "is missing" if missing else "is not known"
             raise ValueError(f"{key}: {', '.join(sorted(map(str, missing or unknown)))} {names}")
-        for name, value in own.items():
+        for name, value in like.items():
             check_same_state(f"{key}: {name}", given[name], value)
-    elif isinstance(own, list | tuple):
-        if not isinstance(given, list | tuple) or len(given) != len(own):
+    elif isinstance(like, list | tuple):
+        if not isinstance(given, list | tuple) or len(given) != len(like):
             got = len(given) if isinstance(given, list | tuple) else f"a {type(given).__name__}"
-            raise ValueError(f"{key}: got {got}, allowed: {len(own)} entries")
-        for place, value in enumerate(own):
+            raise ValueError(f"{key}: got {got}, allowed: {len(like)} entries")
+        for place, value in enumerate(like):
             check_same_state(f"{key}: {place}", given[place], value)
-    elif isinstance(own, Tensor):
-        wanted = f"{tuple(own.shape)} {own.dtype}"
+    elif isinstance(like, Tensor):
+        wanted = f"{tuple(like.shape)} {like.dtype}"
         if not isinstance(given, Tensor):
             raise ValueError(f"{key}: got {shorten(given)}, allowed: a tensor {wanted}")
-        if given.shape != own.shape or given.dtype != own.dtype:
+        if given.shape != like.shape or given.dtype != like.dtype:
             got = f"{tuple(given.shape)} {given.dtype}"
             raise ValueError(f"{key}: got shape {got}, allowed: {wanted}")
-    elif type(given) is not type(own) and not (type(own) is float and type(given) is int):
-        wanted = "none" if own is None else f"a {type(own).__name__}"
+    elif type(given) is not type(like) and not (type(like) is float and type(given) is int):
+        wanted = "none" if like is None else f"a {type(like).__name__}"
         raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
+
+
+def _by_value(value: Any) -> Any:
+    """A copy for a state, which nobody else changes: at any depth, tensors are cloned, and numpy's
+    numbers become Python's."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {_number(key): _by_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        inside = [_by_value(inner) for inner in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return copy.deepcopy(_number(value))
 
 
 def scheme_state(scheme: Scheme) -> dict[str, Any]:
@@ -228,7 +241,7 @@ def scheme_state(scheme: Scheme) -> dict[str, Any]:
     return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
 
 
-def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
+def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
     """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
     one. A field that the state lacks has its default."""
     if not isinstance(given, dict):
@@ -238,7 +251,7 @@ def check_same_scheme(key: str, given: Any, own: Scheme) -> None:
     if unknown := given.keys() - defaults.keys():
         raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
     said = []
-    for field, allowed in dataclasses.asdict(own).items():
+    for field, allowed in dataclasses.asdict(like).items():
         got = given.get(field, defaults[field])
         if type(got) is not type(allowed) or got != allowed:
             said.append(f"{field}: got {shorten(got)}, allowed: {allowed!r}")
@@ -291,7 +304,8 @@ class Scheme:
         _check_one_of("down_quantizer", self.down_quantizer, QUANTIZERS)
         _check_one_of("code", self.code, CODES)
         _check_one_of("error_unit", self.error_unit, ("difference", "gradient"))
-        _check_one_of("shared_from", self.shared_from, ("update", "stale", "weights", "random"))
+        sources = ("update", "stale", "weights", "random", *SHARED_FROM)
+        _check_one_of("shared_from", self.shared_from, dict.fromkeys(sources))
         if self.shared_from != "update" and self.rule != "TCS":
             _refuse("shared_from", self.shared_from, f"'update' with rule {self.rule}")
         _check_whole("local_steps", self.local_steps, 1, 10**9)
@@ -306,30 +320,33 @@ class Scheme:
         object.__setattr__(self, "momentum", float(self.momentum))
         for key in _SHARES:
             share = getattr(self, key)
-            _check_share(key, share)
-            object.__setattr__(self, key, None if share is None else float(share))
+            if share is None:
+                continue
+            if type(share) not in (int, float) or not 1e-12 <= share <= 1:
+                _refuse(key, share, "a share from 1e-12 to 1, or null")
+            object.__setattr__(self, key, float(share))
         if self.phi_global is None and self.phi_local is None:
             raise ValueError(f"{self.name}: phi_global and phi_local are null: nothing is sent")
 
-    @property
+    @cached_property
     def intervals(self) -> int:
         """P = 2^(q-1) intervals of the quantizer, one of q bits is the sign; 0: no quantizer."""
         return _intervals(self.value_bits)
 
-    @property
+    @cached_property
     def compresses_downlink(self) -> bool:
         """The server keeps errors of its own: what it sends is not all that it means to send."""
         return self.down_value_bits != 32 or self.phi_down is not None
 
-    @property
-    def dense(self) -> bool:
-        """Every entry is sent as it is, in 32 bits."""
+    @cached_property
+    def always_dense(self) -> bool:
+        """In every round, every entry is sent as it is, in 32 bits."""
         return self.rule == "dense" and not self.intervals and not self.compresses_downlink
 
-    @property
+    @cached_property
     def keeps_errors(self) -> bool:
         """A client adds what was not sent to its next difference."""
-        return self.error_accumulation and not self.dense
+        return self.error_accumulation and not self.always_dense
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
@@ -337,8 +354,8 @@ class Scheme:
 
         A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
         `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
-        Raises ValueError for an unknown name, a suffix that makes no sense, or the share of a mask
-        that a family of the paper's does not have.
+        Raises ValueError for an unknown name, a suffix that makes no sense, the share of a mask
+        that a family of the paper's does not have, or a change that contradicts what the name says.
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
@@ -351,6 +368,13 @@ class Scheme:
             if said & sets.keys() and not suffix.last:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
+            for field in sets.keys() & changes.keys():
+                is_said = number or type(sets[field]) is bool  # others are defaults: beta, phi_min
+                if is_said and changes[field] != sets[field]:
+                    got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
+                    raise ValueError(
+                        f"scheme {shorten(name)}: {field}: {got}, allowed: one of them"
+                    )
             said |= sets.keys()
             fields |= sets
         spelt = "".join(_spelt(part, suffix, fields) for part, suffix, _ in found)
@@ -588,10 +612,9 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 #    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
 
 
-@lru_cache
 def kept(phi: float, dimension: int) -> int:
     """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
-    return max(1, math.ceil(round(phi * dimension, 9)))
+    return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
 def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
@@ -601,124 +624,53 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
     value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
-    magnitudes_D = vector_D.detach().abs()
-    eligible = len(vector_D)
-    if excluded is not None:
-        taken_D = _as_mask(excluded, magnitudes_D)
-        magnitudes_D.masked_fill_(taken_D, -1.0)
-        if may_look(taken_D):
-            eligible -= int(taken_D.sum())
-    _check_k(k, eligible)
-    return _of_largest(magnitudes_D, k)
+    return top_k_above(0.0, vector_D, k, excluded)[0]
 
 
-def may_look(tensor: Tensor) -> bool:
-    """Whether the host may look at a value at no cost: not on a GPU, where it would have to wait
-    until all that was asked for is done."""
-    return tensor.device.type == "cpu"
+def top_k_above(
+    floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
+    among_K: Tensor | None = None,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """`top_k_positions`, and a floor that speeds up the call for the next vector of this kind.
 
+    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
+    few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
+    the floor is tried, and then 0, which leaves all entries. Whatever the floor, the positions are
+    the same. `among_K` are ascending positions outside of which the vector is 0, if they are known:
+    then these are the candidates.
 
-def _of_largest(numbers_D: Tensor, k: int) -> Tensor:
-    """Positions of the k largest numbers, ascending; of a GPU's the host looks at none."""
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64, device=numbers_D.device)
-    largest_K, places_K = numbers_D.topk(k, sorted=False)
-    kth = largest_K.min()
-    if may_look(kth) and kth.isnan():
-        raise ValueError(_NOT_A_NUMBER)
-    # topk takes any of those that tie with the k-th: the n-th of these becomes the n-th tie of all
-    is_tie_K = largest_K == kth
-    first_ties_K = _first(numbers_D == kth, k)
-    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
-    places_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], places_K)
-    return _first(positions_to_mask(places_K, len(numbers_D)), k)
-
-
-def _first(mask_D: Tensor, k: int) -> Tensor:
-    """Positions of a mask's first k ones, ascending, without a look at how many there are."""
-    return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
-
-
-_NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
-
-
-def _check_k(k: int, eligible: int) -> None:
-    if not 0 <= k <= eligible:
-        raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
-
-
-def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
-    """A mask, or positions, as a (D,) mask on the vector's device."""
-    if mask.dtype == torch.bool:
-        return mask
-    return positions_to_mask(mask.to(vector_D.device), len(vector_D))
-
-
-def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
-    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
-    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
-
-
-def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
-    """k different positions out of D, drawn from the seed, on the CPU: int64 (k,), ascending.
-
-    Whoever knows the seed draws the same positions, so that they need not be sent.
+    This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
+    would have to wait to learn how many candidates there are: there, and for other types, `topk`
+    chooses among all entries, and the floor stays as it is.
     """
-    generator = np.random.default_rng(seed)
-    chosen = generator.choice(dimension, k, replace=False, shuffle=False)
-    return torch.from_numpy(np.sort(chosen))
-
-
-def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
-    """(D,) bool mask with ones at the positions."""
-    mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
-    return mask_D.index_fill_(0, positions_K, True)
-
-
-def mask_to_positions(mask_D: Tensor) -> Tensor:
-    """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
-    if may_look(mask_D):  # numpy's call costs less
-        return torch.from_numpy(mask_D.numpy().nonzero()[0])
-    return mask_D.nonzero(as_tuple=True)[0]
-
-
-# The same on a CPU, with the threshold of last time ───────────────────────────────────────────────
-#    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-#    few candidates, among which S_top is chosen exactly; if there are fewer than k, half of it is
-#    tried, then all. numpy, since its calls cost less.
-
-
-class Selection:
-    """S_top of one kind of vector, round after round: what `top_k_positions` gives."""
-
-    def __init__(self, floor: float = 0.0):
-        self.floor = floor  # the last threshold, a little lowered
-
-    def __call__(
-        self, vector_D: Tensor, k: int, excluded_D: Tensor | None = None,
-        among_K: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`among_K` are ascending positions outside of which the vector is 0, if they are known."""
-        is_mask = excluded_D is None or excluded_D.dtype == torch.bool
-        if k <= 0 or not is_mask or not may_look(vector_D) or vector_D.dtype != torch.float32:
-            return top_k_positions(vector_D, k, excluded_D)
-        values_D = vector_D.detach().numpy()
-        if among_K is not None and len(among_K) >= k:
-            near = among_K.numpy()
-            chosen, kth = _largest(abs(values_D[near]), k)
-            if kth > 0:  # else zeros are chosen, and the first of all of them count
-                return torch.from_numpy(near[chosen])
-        excluded = None if excluded_D is None else excluded_D.numpy()
-        first = self.floor or _first_floor(values_D, k, excluded)
-        for floor in (first, first / 2, 0.0):
-            near = _not_below(floor, values_D, excluded)
-            if len(near) >= k:
-                break
-        else:
-            _check_k(k, len(near))
-        chosen, kth = _largest(abs(values_D[near]), k)
-        self.floor = 0.85 * kth
-        return torch.from_numpy(near[chosen])
+    k, floor, numbers_D = _number(k), _number(floor), vector_D.detach()
+    taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
+    if k <= 0 or not len(numbers_D):
+        _check_k(k, len(numbers_D))
+        return torch.empty(0, dtype=torch.int64, device=numbers_D.device), floor
+    if not may_look(numbers_D) or numbers_D.dtype != torch.float32:
+        magnitudes_D, eligible = numbers_D.abs(), len(numbers_D)
+        if taken_D is not None:
+            magnitudes_D.masked_fill_(taken_D, -1.0)
+            eligible -= int(taken_D.sum()) if may_look(taken_D) else 0
+        _check_k(k, eligible)
+        return _largest_by_topk(magnitudes_D, k), floor
+    values_D = numbers_D.numpy()
+    if among_K is not None and len(among_K) >= k:
+        near = among_K.numpy()
+        chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
+        if kth > 0:  # else zeros are chosen, and the first of all of them count
+            return torch.from_numpy(near[chosen]), floor
+    taken = None if taken_D is None else taken_D.numpy()
+    first = floor or _first_floor(values_D, k, taken)
+    for lowest in (first, first / 2, 0.0):
+        near = _not_below(lowest, values_D, taken)
+        if len(near) >= k:
+            break
+    else:
+        _check_k(k, len(near))
+    chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
+    return torch.from_numpy(near[chosen]), 0.85 * kth
 
 
 _PIECE = 1 << 17  # entries that stay in a core's cache
@@ -751,35 +703,97 @@ def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) ->
     if excluded_D is not None:
         sample = sample[~excluded_D[::step]]
     wanted = int(1.2 * k / step + 4 * math.sqrt(k / step)) + 1
-    return _kth_largest(sample, wanted) if wanted < len(sample) else 0.0
+    if wanted >= len(sample):
+        return 0.0
+    return float(np.partition(sample, len(sample) - wanted)[len(sample) - wanted])
 
 
-def _largest(magnitudes_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Positions of the k largest numbers, ascending, and the k-th largest itself."""
-    if k == 0:
-        return np.empty(0, np.int64), math.inf
-    kth = _kth_largest(magnitudes_D, k)
-    if math.isnan(kth):
+def may_look(tensor: Tensor) -> bool:
+    """Whether the host may look at a value at no cost: not on a GPU, where it would have to wait
+    until all that was asked for is done."""
+    return tensor.device.type == "cpu"
+
+
+def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
+    """Positions of the k >= 1 largest numbers, ascending; of a GPU's the host looks at none."""
+    largest_K, places_K = numbers_D.topk(k, sorted=False)
+    kth = largest_K.min()
+    if may_look(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
-    chosen = (magnitudes_D >= kth).nonzero()[0]
+    # topk takes any of those that tie with the k-th: the n-th of these becomes the n-th tie of all
+    is_tie_K = largest_K == kth
+    first_ties_K = _first(numbers_D == kth, k)
+    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
+    places_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], places_K)
+    return _first(positions_to_mask(places_K, len(numbers_D)), k)
+
+
+def _first(mask_D: Tensor, k: int) -> Tensor:
+    """Positions of a mask's first k ones, ascending, without a look at how many there are."""
+    return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
+
+
+def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """Positions of the k >= 1 largest numbers, ascending, and the k-th largest itself."""
+    near, width = numbers_D, max(8 * k, 512)
+    if len(near) > 4 * width:
+        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
+        rows = len(near) // width
+        maxima = near[: rows * width].reshape(rows, width).max(0)
+        bound = np.partition(maxima, width - k)[width - k]
+        near = near[~(near < bound)]
+    kth = np.partition(near, len(near) - k)[len(near) - k :].min()  # NaN is last, and wins
+    if np.isnan(kth):
+        raise ValueError(_NOT_A_NUMBER)
+    chosen = (numbers_D >= kth).nonzero()[0]
     if len(chosen) > k:  # of those that tie with the k-th, the first
-        tied = magnitudes_D[chosen] == kth
+        tied = numbers_D[chosen] == kth
         room = k - (len(chosen) - int(tied.sum()))
         chosen = chosen[~(tied & (tied.cumsum() > room))]
-    return chosen, kth
+    return chosen, float(kth)
 
 
-def _kth_largest(magnitudes_D: np.ndarray, k: int) -> float:
-    """The k-th largest number; NaN if one of the k is NaN."""
-    width = max(8 * k, 512)
-    if len(magnitudes_D) > 4 * width:
-        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
-        rows = len(magnitudes_D) // width
-        maxima = magnitudes_D[: rows * width].reshape(rows, width).max(0)
-        bound = _kth_largest(maxima, k)
-        magnitudes_D = magnitudes_D[~(magnitudes_D < bound)]
-    parted = np.partition(magnitudes_D, len(magnitudes_D) - k)
-    return float(parted[len(parted) - k :].min())  # NaN is last, and wins
+_NOT_A_NUMBER = "the vector holds a NaN: its largest entries are not defined"
+
+
+def _check_k(k: int, eligible: int) -> None:
+    if not 0 <= k <= eligible:
+        raise ValueError(f"k: got {k}, allowed: 0 to {eligible} (entries that may be chosen)")
+
+
+def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
+    """A mask, or positions, as a (D,) mask on the vector's device."""
+    if mask.dtype == torch.bool:
+        return mask
+    return positions_to_mask(mask.to(vector_D.device), len(vector_D))
+
+
+def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
+    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
+    return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
+
+
+def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
+    """k different positions out of D, drawn from the seed, on the CPU: int64 (k,), ascending.
+
+    Whoever knows the seed draws the same positions, so that they need not be sent.
+    """
+    generator = np.random.default_rng([_number(number) for number in seed])
+    chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(chosen))
+
+
+def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
+    """(D,) bool mask with ones at the positions."""
+    mask_D = torch.zeros(_number(dimension), dtype=torch.bool, device=positions_K.device)
+    return mask_D.index_fill_(0, positions_K, True)
+
+
+def mask_to_positions(mask_D: Tensor) -> Tensor:
+    """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
+    if may_look(mask_D):  # numpy's call costs less
+        return torch.from_numpy(mask_D.numpy().nonzero()[0])
+    return mask_D.nonzero(as_tuple=True)[0]
 
 
 # Layer-wise fairness ──────────────────────────────────────────────────────────────────────────────
@@ -794,6 +808,7 @@ def layerwise_top_k_positions(
     of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
     ValueError for sizes or a k that do not fit, or for a NaN.
     """
+    k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
         got = f"layer_sizes: got {sum(layer_sizes)} in all"
         raise ValueError(f"{got}, allowed: {len(vector_D)}")
@@ -806,27 +821,29 @@ def layerwise_top_k_positions(
     _check_k(k, eligible)
     if magnitudes_D.isnan().any():
         raise ValueError(_NOT_A_NUMBER)
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=vector_D.device)
     fair = []
     for end, size in zip(accumulate(layer_sizes), layer_sizes, strict=True):
         layer = magnitudes_D[end - size : end]
-        fair.append(_top(layer, kept(phi_min, size)) + (end - size))
+        fair.append(_largest(layer, kept(phi_min, size)) + (end - size))
     fair_F = torch.cat(fair)
     fair_F = fair_F[magnitudes_D[fair_F] >= 0]  # a layer may have fewer eligible entries
     if len(fair_F) >= k:
-        return fair_F[_top(magnitudes_D[fair_F], k)]
+        return fair_F[_largest(magnitudes_D[fair_F], k)]
     magnitudes_D[fair_F] = -1.0
-    rest_F = _top(magnitudes_D, k - len(fair_F))
+    rest_F = _largest(magnitudes_D, k - len(fair_F))
     return torch.cat([fair_F, rest_F]).sort().values
 
 
-def _top(magnitudes_D: Tensor, k: int) -> Tensor:
-    """Positions of the k largest, ascending; on a CPU by numpy, whose calls cost less."""
+def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
+    """Positions of the k >= 1 largest, ascending, by what is quicker on their device."""
     if not may_look(magnitudes_D) or magnitudes_D.dtype != torch.float32:
-        return _of_largest(magnitudes_D, k)
+        return _largest_by_topk(magnitudes_D, k)
     values = magnitudes_D.numpy()
     if k == 1:  # argmax is the first of equals
         return torch.from_numpy(values.argmax(0, keepdims=True))
-    return torch.from_numpy(_largest(values, k)[0])
+    return torch.from_numpy(_largest_by_numpy(values, k)[0])
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
@@ -851,9 +868,11 @@ def block_for(count: int, dimension: int) -> int:
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
 
-def _check_code(dimension: int, block: int) -> None:
+def _checked_code(dimension: int, block: int) -> tuple[int, int]:
+    dimension, block = _number(dimension), _number(block)
     if dimension < 1 or not block >= 1:
         raise ValueError(f"dimension, block: got {dimension}, {block}, allowed: >= 1")
+    return dimension, block
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
@@ -863,7 +882,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
     Raises ValueError for positions out of range or out of order.
     """
-    _check_code(dimension, block)
+    dimension, block = _checked_code(dimension, block)
     check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
@@ -877,7 +896,8 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     return bits
 
 
-def check_positions(positions_K: Tensor, dimension: int) -> None:
+def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None = None) -> None:
+    """ValueError unless they are int64 (K,), ascending, in range, and outside a CPU's mask (D,)."""
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
@@ -889,6 +909,8 @@ def check_positions(positions_K: Tensor, dimension: int) -> None:
     if numbers[0] < 0 or numbers[-1] >= dimension:
         got = f"{numbers[0]} to {numbers[-1]}"
         raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
+    if taken_D is not None and taken_D.numpy()[numbers].any():
+        raise ValueError("own mask: entries of the shared mask, allowed: only others")
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
@@ -898,7 +920,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     entry, over all block ends between two of them at once; what it finds is read side by side.
     Raises ValueError for anything that is not the code of some set of positions.
     """
-    _check_code(dimension, block)
+    dimension, block = _checked_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
         raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
@@ -954,27 +976,13 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
     intervals have mean 0. ValueError for no value, one that is not finite, or intervals < 1.
     """
+    intervals = _number(intervals)
     if intervals < 1:
         raise ValueError(f"intervals: got {intervals}, allowed: a whole number >= 1")
     if not len(values_K) or not values_K.isfinite().all():
         what = "NaN or infinity" if len(values_K) else "none"
         raise ValueError(f"values: got {what}, allowed: finite numbers")
     return _fractional(values_K, intervals)
-
-
-def _sums(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
-    """Every interval's sum of magnitudes and number of magnitudes that are not 0, (2, P)."""
-    sums_2P = magnitudes_K.new_zeros(2, intervals)
-    sums_2P[0].index_add_(0, interval_K, magnitudes_K)
-    sums_2P[1].index_add_(0, interval_K, (magnitudes_K > 0).double())
-    return sums_2P
-
-
-def _sums_at_once(interval_K: Tensor, magnitudes_K: Tensor, intervals: int) -> Tensor:
-    """`_sums` for a GPU, where additions to a place wait for each other and come in any order."""
-    own_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
-    parts_2K = torch.stack([magnitudes_K, (magnitudes_K > 0).double()])
-    return torch.stack([torch.where(own_PK, part_K, 0.0).sum(1) for part_K in parts_2K])
 
 
 @register_quantizer("Q", "fractional")
@@ -984,8 +992,15 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     edges, _ = interval_edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
-    several = intervals <= 64 and magnitudes_K.is_cuda
-    sums_2P = (_sums_at_once if several else _sums)(interval_K, magnitudes_K, intervals)
+    parts = magnitudes_K, (magnitudes_K > 0).double()  # what is added up, and what is counted
+    if intervals <= 64 and magnitudes_K.is_cuda:
+        # there, additions to one place wait for each other and come in any order
+        is_of_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
+        sums_2P = torch.stack([torch.where(is_of_PK, part_K, 0.0).sum(1) for part_K in parts])
+    else:
+        sums_2P = magnitudes_K.new_zeros(2, intervals)
+        for sums_P, part_K in zip(sums_2P, parts, strict=True):
+            sums_P.index_add_(0, interval_K, part_K)
     means_P = (sums_2P[0] / sums_2P[1].clamp(min=1)).float()
     return (interval_K + intervals * (values_K < 0)).int(), means_P
 
@@ -1017,7 +1032,7 @@ def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
     the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
     nan for centralized training: nothing is sent.
     """
-    scheme = _scheme(scheme)
+    scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
         return math.nan
     phi_global, phi_local = scheme.phi_global or 0.0, scheme.phi_local or 0.0
@@ -1084,15 +1099,20 @@ class Message:
     means: Tensor | None = None
     dense: bool = False
 
+    def __post_init__(self) -> None:
+        for key in ("sender", "round"):
+            object.__setattr__(self, key, _number(getattr(self, key)))
+
     @staticmethod
     def of(
         intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0,
         quantizer: str = "fractional",
     ) -> Message:  # fmt: skip
         """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
+        value_bits = _number(value_bits)
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
-        intervals = _intervals(value_bits)
+        intervals = 2 ** (value_bits - 1)
         if not len(intended_K):
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
@@ -1108,17 +1128,14 @@ class Message:
         none = torch.empty(0, dtype=torch.int64, device=values_D.device)
         return Message(values_D, none, sender, round, dense=True)
 
-    def places(self, shared_K: Tensor) -> Tensor:
-        """Where the values of a sparse message belong, int64 (K,)."""
-        return torch.cat([shared_K, self.positions])
-
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
         """Adds the values, `weight` times, where they belong in (D,)."""
-        values_K = self.values.detach()
+        values_K, weight = self.values.detach(), _number(weight)
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
-        else:
-            sum_D.index_add_(0, self.places(cast(Tensor, shared_K)), values_K, alpha=weight)
+            return
+        positions_K = torch.cat([cast(Tensor, shared_K), self.positions])
+        sum_D.index_add_(0, positions_K, values_K, alpha=weight)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
@@ -1196,19 +1213,21 @@ class Wire:
         """Four bytes that two sides agree on if they mean the same code, layers and order."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
-    def bits(self, message: Message) -> int:
-        """Exact length of the message's code in bits, without the overhead."""
-        if message.dense:
-            return 32 * self.dimension
-        return CODES[self.code].bits(message, self)
 
-    def block_code_bits(self, values: int, own: int) -> int:
-        """Bits of code "block" for so many values and own positions."""
-        return _block_code_bits(self.value_bits, values, own, self.dimension)
+def message_bits(message: Message, wire: Wire) -> int:
+    """Exact length of the message's code in bits, without the overhead."""
+    if message.dense:
+        return 32 * wire.dimension
+    if wire.code != "block":  # it has to be made
+        return 8 * len(CODES[wire.code].encode(message, wire)[0])
+    count, own = len(message.values), len(message.positions)
+    return block_code_bits(wire.value_bits, count, own, wire.dimension)
 
 
 @lru_cache(1024)
-def _block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
+def block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
+    """Exact length of code "block" in bits. It follows from the numbers of values and of own
+    positions alone."""
     bits = value_bits * values + 32 * _intervals(value_bits)
     if own:
         bits += position_bits(own, dimension, block_for(own, dimension))
@@ -1227,10 +1246,10 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     """The message as bytes: header, code, checksum. `mask_tag` stands for the shared mask that is
     meant (`Known.mask_tag`); 0 says nothing of it.
 
-    8 * len(bytes) is wire.bits(message), rounded up to whole bytes, plus 8 * OVERHEAD_BYTES.
-    Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender, round or
-    position out of range, values of another type, in other bits than the wire's, or that are not
-    those of their codes and means.
+    8 * len(bytes) is message_bits(message, wire), rounded up to whole bytes, plus those of the
+    overhead. Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender,
+    round or position out of range, values of another type, in other bits than the wire's, or that
+    are not those of their codes and means.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -1356,16 +1375,11 @@ class BlockCode:
     """How values and own positions of a sparse message become bytes, as in the paper: values at 32
     bits, or means and codes of q bits; then Alg. 4, in one stream.
 
-    Another code is a subclass with the same three functions, put into CODES by its name. `decode`
+    Another code is a subclass with the same two functions, put into CODES by its name. `decode`
     gets only what was encoded by its own code, but it may come from anyone: ValueError for what
     `encode` does not make, and memory within a small multiple of its length and of the number of
     values.
     """
-
-    def bits(self, message: Message, wire: Wire) -> int:
-        """Exact length in bits."""
-        count, own = len(message.values), len(message.positions)
-        return _block_code_bits(wire.value_bits, count, own, wire.dimension)
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         """The code, and whether it is that of the code "block", to which another may give way."""
@@ -1438,12 +1452,17 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
 
 
 # ══ 6. Alg. 2: which entries travel, what all know, a client, the server ══════════════════════════
-#    A round of sides that have a `Known` each, in processes of their own: `begin` on all of them;
-#    client.send -> server.add for every client; server.finish gives the update and the reply;
-#    server.known.observe(update), and client.receive(reply), which ends the round there.
-#    In one process, all sides share one `Known`, and `Compressor` plays the whole round.
-#    Read `Known`, `Client` and `Server` first. The mask rules stand before them; links, and N
-#    clients in one process, behind them.
+#    The path of one message, and who is asked on it:
+#      1. known.begin(): the rule says which mask all sides share in this round.
+#      2. client.send(delta): lines 9 to 12; the rule chooses the client's own mask (line 10).
+#      3. server.add(n, message) looks at the message and adds it to the sum.
+#      4. server.finish() gives the average and the reply that says it: lines 15 and 16.
+#      5. client.receive(reply), where a client has a `Known` of its own, ends the round there. Line
+#         13, `arrived`, takes out of its errors what it has sent.
+#      6. known.observe(update), at the server: the rule takes the next round's mask from it.
+#    In between, `Known.to_bytes` and `from_bytes` make bytes of a message and read them.
+#    In one process all sides share one `Known`. There `Compressor` plays the whole round, and calls
+#    `arrived` itself. A `Link` says how messages travel, and what they weigh.
 
 
 class MaskRule:
@@ -1452,15 +1471,15 @@ class MaskRule:
     Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
     attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
     Give them new values and change none in place: a round that fails puts the old ones back.
-    `round` is the number of the round that is open, or of the next one (`Known.round`), and `masks`
-    the factor by which all masks are larger in it: in the warm-up of a scheme with `warmup_masks`.
+    `round` is the number of the round that began last, and `mask_factor` says how many times as
+    large all masks are in it: more than once in the warm-up of a scheme with `warmup_masks`.
     """
 
     keeps: tuple[str, ...] = ()
     client_type: type[Client] | None = None  # of schemes whose clients keep more than errors
     server_type: type[Server] | None = None  # and of those whose server does
     round = 0
-    masks = 1
+    mask_factor = 1
 
     def __init__(self, scheme: Scheme, layer_sizes: list[int], device: Any = "cpu", seed: int = 0):
         self.scheme, self.layer_sizes = scheme, layer_sizes
@@ -1468,17 +1487,17 @@ class MaskRule:
         self.dimension = sum(layer_sizes)
         self.k_global = self.size(scheme.phi_global, self.dimension)
         self.k_local = self.size(scheme.phi_local, self.dimension - self.k_global)
-        self._selections: dict[str, Selection] = defaultdict(Selection)
+        self._floors: dict[str, float] = defaultdict(float)  # by kind of vector: see `select`
 
     def size(self, phi: float | None, most: int) -> int:
         """K of a mask with this share in this round; at most `most`, 0 for no mask."""
-        return min(self.masks * kept(phi, self.dimension), most) if phi else 0
+        return min(self.mask_factor * kept(phi, self.dimension), most) if phi else 0
 
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
+    def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
         """A round begins. A rule that looks at the model gets it here, (D,), if there is one."""
-        masks = masks if self.scheme.warmup_masks != 1 else 1
-        if masks != self.masks:
-            self.masks = _check_whole("masks", masks, 1, 1000)
+        factor = mask_factor if self.scheme.warmup_masks != 1 else 1
+        if factor != self.mask_factor:
+            self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
             self.k_global = self.size(self.scheme.phi_global, self.dimension)
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
@@ -1515,7 +1534,9 @@ class MaskRule:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
         if phi_min is not None:
             return layerwise_top_k_positions(vector_D, k, self.layer_sizes, phi_min, excluded_D)
-        return self._selections[whose](vector_D, k, excluded_D, among_K)
+        floor = self._floors[whose]
+        chosen_K, self._floors[whose] = top_k_above(floor, vector_D, k, excluded_D, among_K)
+        return chosen_K
 
     def state_dict(self) -> dict[str, Any]:
         return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
@@ -1526,11 +1547,12 @@ class MaskRule:
         rule that knows more of what it keeps extends this."""
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
-        own = {key: getattr(self, key) for key in kept_names(self)}
-        check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(own))
+        wanted = {key: getattr(self, key) for key in kept_names(self)}
+        check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
-            mine, numbers = own[key], (Tensor, int, float, type(None))
-            if not isinstance(given, numbers if isinstance(mine, numbers) else type(mine)):
+            mine, numbers = wanted[key], (Tensor, int, float, type(None))
+            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))  # saved as Python's
+            if not isinstance(given, numbers if is_number else type(mine)):
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
                 other_type = mine.dtype != given.dtype or mine.dim() != given.dim()
@@ -1544,21 +1566,14 @@ class MaskRule:
         self.check_state(state)
         for key, value in state.items():
             is_tensor = isinstance(value, Tensor)
-            own = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
-            setattr(self, key, own)
+            copied = value.to(self.device, copy=True) if is_tensor else copy.deepcopy(value)
+            setattr(self, key, copied)
 
 
 def kept_names(kept: Any) -> list[str]:
     """What `keeps` names, of an object's class and its base classes."""
     named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
     return list(dict.fromkeys(chain.from_iterable(named)))
-
-
-def _by_value(value: Any) -> Any:
-    """A copy that nobody else changes, of plain Python numbers."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
 
 
 class Dense(MaskRule):
@@ -1598,19 +1613,16 @@ class TCS(MaskRule):
     among_K: Tensor | None = None  # ascending positions outside of which the next update is 0
 
     def shared_mask(self) -> Tensor | None:
-        return self.positions if self.k_global else super().shared_mask()
-
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        super().begin(theta_D, masks)
-        before_K, magnitudes_K = self.positions, self.magnitudes_K
-        if before_K is None or magnitudes_K is None or len(before_K) <= self.k_global:
-            return
-        # masks were larger until now, in a sparse warm-up: of the last one the largest entries stay
-        last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
-        last_D[before_K] = magnitudes_K
-        fair = self.scheme.phi_min_global
-        self.positions = self.select(last_D, self.k_global, fair, None, "last")
-        self.magnitudes_K = last_D[self.positions] if self.masks != 1 else None
+        if not self.k_global:
+            return super().shared_mask()
+        if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
+            # masks were larger until now, in a sparse warm-up: the largest entries stay
+            last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+            last_D[self.positions] = self.magnitudes_K
+            fair = self.scheme.phi_min_global
+            self.positions = self.select(last_D, self.k_global, fair, None, "last")
+            self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
+        return self.positions
 
     def observe(self, update_D: Tensor) -> None:
         if not self.k_global:
@@ -1624,7 +1636,7 @@ class TCS(MaskRule):
             if not update_D[first].any() and not update_D[chosen_K].any():
                 return
             self.positions = chosen_K
-            self.magnitudes_K = update_D[chosen_K].abs() if self.masks != 1 else None
+            self.magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
             return
         magnitudes_K = update_D[chosen_K].abs()
         is_update = magnitudes_K.any()
@@ -1633,7 +1645,7 @@ class TCS(MaskRule):
             if self.magnitudes_K is not None:
                 magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
         self.positions = chosen_K
-        self.magnitudes_K = magnitudes_K if self.masks != 1 else None
+        self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
@@ -1651,11 +1663,6 @@ class TCS(MaskRule):
             check_same_state("state: rule: magnitudes_K", magnitudes_K, like)
 
 
-# The shared mask of TCS from something else than the last update: by the field `shared_from` of a
-# scheme, the rule that stands in for TCS. tcs_lab.schemes has some.
-SHARED_FROM: dict[str, type[TCS]] = {}
-
-
 def rule_of(scheme: Scheme) -> type[MaskRule]:
     """The class of a scheme's mask rule; ValueError for a variant that nobody has imported."""
     if scheme.shared_from == "update":
@@ -1668,7 +1675,7 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
-# What a round is for a `Known`; "averaged" is the server's alone, when it hears nobody any more.
+# The status of a round; "averaged" is the server's alone, when it hears nobody any more.
 CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
@@ -1703,7 +1710,7 @@ class Known:
         self.up = Wire.up(self.scheme, self.layer_sizes, order)
         self.down = Wire.down(self.scheme, self.layer_sizes, order)
         self.round = 0  # that is open, or the next one
-        self.phase = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
+        self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
         self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
         self.dense = True  # in this round everything travels
@@ -1712,65 +1719,87 @@ class Known:
         self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
         self._mask_tag: int | None = 0  # None: not worked out yet in this round
+        self.may_look = may_look(self.shared_D)
 
-    def begin(self, dense: bool = False, theta_D: Tensor | None = None, masks: int = 1) -> None:
+    def begin(
+        self, dense: bool = False, theta_D: Tensor | None = None, mask_factor: int = 1
+    ) -> None:
         """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
-        model gets `theta_D` (D,); for `masks` see `Phase`. ValueError while a round is open."""
-        if self.phase != CLOSED:
-            what = f"round {self.round} is {self.phase}"
+        model gets `theta_D` (D,); for `mask_factor` see `Phase`. ValueError while a round is open.
+        """
+        if self.status != CLOSED:
+            what = f"round {self.round} is {self.status}"
             raise ValueError(f"begin: {what}, allowed: after observe, or lose")
         self.rule.round = self.round
-        self.rule.begin(theta_D, masks)
-        mask = None if dense or self.scheme.dense else self.rule.shared_mask()
-        if mask is None and not dense and not self.scheme.dense and not self.scheme.dense_warmup:
+        self.rule.begin(theta_D, mask_factor)
+        dense = dense or self.scheme.always_dense
+        mask = None if dense else self.rule.shared_mask()
+        if mask is None and not dense and not self.scheme.dense_warmup:
             mask = torch.empty(0, dtype=torch.int64, device=self.device)
         if mask is not None:
-            self.shared_K = checked_positions(mask, self.dimension)
+            self.shared_K = self.positions_of(mask)
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
             self.own_count = self.rule.own_count(len(self.shared_K))
         self.dense = mask is None
         self._mask_tag = 0 if self.dense else None
-        self.phase = OPEN
+        self.status = OPEN
         self.senders = set()  # a new one, by which a `Server` knows what is of this round
 
     def observe(self, update_D: Tensor) -> None:
         """The round is over: its update (D,), of a dense round too, says what the next round's mask
         is. ValueError for another shape, or if no round is open."""
-        if self.phase == CLOSED:
+        if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
         if tuple(update_D.shape) != (self.dimension,):
             got = tuple(update_D.shape)
             raise ValueError(f"update_D: got shape {got}, allowed: ({self.dimension},)")
         self.rule.observe(update_D.detach())  # line 5 of the next round
-        self.round = self.rule.round = self.round + 1
-        self.phase = CLOSED
+        self.round += 1
+        self.status = CLOSED
 
-    def lose(self) -> None:
-        """The round is over, and nobody was heard in it: the mask is as before, the next round has
-        the next number. If none is open, the next one is left out."""
-        self.round = self.rule.round = self.round + 1
-        self.phase = CLOSED
+    def lose(self, round: int | None = None) -> None:
+        """The round, or the one of this number, is over, and nobody was heard in it: the mask is as
+        before, the next round has the next number. If none is open, the next one is left out."""
+        self.round = (self.round if round is None else round) + 1
+        self.status = CLOSED
         self.flags.clear()
+
+    def positions_of(self, mask: Any, taken_D: Tensor | None = None) -> Tensor:
+        """A mask that a rule gave, (D,) bool or positions, as ascending positions int64 (K,), all
+        outside another mask, `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks
+        at the numbers.)"""
+        if not isinstance(mask, Tensor):
+            got = type(mask).__name__
+            raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
+        if mask.dtype == torch.bool:
+            if tuple(mask.shape) != (self.dimension,):
+                shape = tuple(mask.shape)
+                raise ValueError(f"mask: got shape {shape}, allowed: ({self.dimension},)")
+            mask = mask_to_positions(mask)
+        if self.may_look:
+            check_positions(mask, self.dimension, taken_D)
+        return mask
 
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values; NotFiniteError if some are NaN or infinite.
 
         On a GPU the host would have to wait for the answer. There what is not finite counts as 0
-        and a flag is kept; `read_flags`, at the end of a round, looks at all of them together.
+        and a flag is kept; `look`, at the end of a round, looks at all of them together.
         """
-        if may_look(values):
-            if not _is_finite(values):
+        if self.may_look:  # a sum is quick, but it can overflow: then all values are looked at
+            if not math.isfinite(values.sum().item()) and not values.isfinite().all():
                 raise NotFiniteError(sender)
             return values
         is_finite = values.sum(dtype=torch.float64).abs() < math.inf  # no sum of float32 reaches it
         self.flags.append((sender, is_finite))
         return torch.where(is_finite, values, 0.0)
 
-    def read_flags(self, counted_D: Tensor | None = None) -> int:
-        """How many entries of a mask (D,) are set; NotFiniteError for the first sender with a flag
-        that says no. It is a GPU's only look at values in a round."""
-        if counted_D is not None and may_look(counted_D):
-            return int(np.count_nonzero(counted_D.numpy()))
+    def look(self, counted_D: Tensor | None = None) -> int:
+        """A GPU's only look at values in a round, so all that the host wants to know is asked here:
+        NotFiniteError for the first sender with a flag that says no, and how many entries of a mask
+        (D,) are set. (A CPU has no flags.)"""
+        if self.may_look:
+            return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
         asked += [] if counted_D is None else [counted_D.sum()]
         said = torch.stack(asked).tolist() if asked else []
@@ -1793,7 +1822,7 @@ class Known:
         """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open,
         with as many finite values as it should have, none of them in a place that is taken. (Of a
         client's dense message the average is looked at instead.)"""
-        if self.phase == CLOSED:
+        if self.status == CLOSED:
             call = "receive" if sender == SERVER else "add"
             what = f"{call}: round {self.round} is not open, allowed: after Known.begin"
             raise MessageError(sender, what)
@@ -1815,7 +1844,7 @@ class Known:
             "sender": (message.sender, sender),
             "round": (message.round, self.round),
             "dense": (message.dense, self.dense),
-            "quantized": (message.codes is not None, bool(wire.intervals) and not self.dense),
+            "quantized": (message.codes is not None, wire.value_bits != 32 and not self.dense),
             "own positions": (len(positions), len(positions) if own is None else own),
             "values": (
                 len(values),
@@ -1825,12 +1854,15 @@ class Known:
         for name, (found, allowed) in wanted.items():
             if found != allowed:
                 raise MessageError(sender, f"message: {name}: got {found}, allowed: {allowed}")
+        if not self.may_look:
+            return
         try:
-            checked_positions(positions, self.dimension, None if self.dense else self.shared_D)
+            check_positions(positions, self.dimension, None if self.dense else self.shared_D)
         except ValueError as error:
             raise MessageError(sender, f"message: {error}") from error
-        looked_at = sender == SERVER or not self.dense
-        if looked_at and may_look(values) and not _is_finite(values):
+        if sender != SERVER and self.dense:
+            return
+        if not math.isfinite(values.sum().item()) and not values.isfinite().all():
             raise MessageError(sender, "message: a value is NaN or infinity")
 
     @property
@@ -1844,7 +1876,7 @@ class Known:
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes. NotFiniteError where it was not known until now, on a
         GPU, that what was sent is not finite."""
-        self.read_flags()
+        self.look()
         wire = self.down if message.sender == SERVER else self.up
         return encode_message(message, wire, self.mask_tag)
 
@@ -1874,13 +1906,13 @@ class Known:
         """ValueError for a state of another scheme, seed or model, of one whose parameters lie
         otherwise in memory, or one that is not whole."""
         check_state_version("state of Known", state)
-        own = self._identity()
-        check_same_state("state", dict.fromkeys(state), dict.fromkeys([*own, "round", "rule"]))
+        wanted = self._identity()
+        check_same_state("state", dict.fromkeys(state), dict.fromkeys([*wanted, "round", "rule"]))
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key in ("seed", "layer_sizes", "order"):
-            if repr(state[key]) != repr(own[key]):  # so that 1, 1.0 and True differ
+            if repr(state[key]) != repr(wanted[key]):  # so that 1, 1.0 and True differ
                 got = shorten(state[key])
-                raise ValueError(f"state: {key}: got {got}, allowed: {shorten(own[key])}")
+                raise ValueError(f"state: {key}: got {got}, allowed: {shorten(wanted[key])}")
         if type(state["round"]) is not int or state["round"] < 0:
             _refuse("state: round", state["round"], "a whole number >= 0")
         self.rule.check_state(state["rule"])
@@ -1890,32 +1922,9 @@ class Known:
         nothing changed, for what `check_state` refuses."""
         self.check_state(state)
         self.rule.load_state_dict(state["rule"])
-        self.round = self.rule.round = state["round"]
-        self.phase = CLOSED
+        self.round = state["round"]
+        self.status = CLOSED
         self.flags.clear()
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether all are. A sum is quick, but it can overflow though they are: then all are looked
-    at."""
-    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
-
-
-def checked_positions(mask: Any, dimension: int, taken_D: Tensor | None = None) -> Tensor:
-    """A mask, (D,) bool or positions, as ascending positions int64 (K,), all outside another mask,
-    `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks at the numbers.)"""
-    if not isinstance(mask, Tensor):
-        got = type(mask).__name__
-        raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
-    if mask.dtype == torch.bool and tuple(mask.shape) != (dimension,):
-        raise ValueError(f"mask: got shape {tuple(mask.shape)}, allowed: ({dimension},)")
-    positions_K = mask_to_positions(mask) if mask.dtype == torch.bool else mask
-    if not may_look(positions_K):
-        return positions_K
-    check_positions(positions_K, dimension)
-    if taken_D is not None and taken_D.numpy()[positions_K.numpy()].any():
-        raise ValueError("own mask: entries of the shared mask, allowed: only others")
-    return positions_K
 
 
 class InFlight(NamedTuple):
@@ -1947,6 +1956,7 @@ class Client:
             errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         self.errors_D = errors_D
         self.in_flight: InFlight | None = None
+        self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
         """A model difference (D,), which stays as it is, to this round's message: lines 9 to 12.
@@ -1957,6 +1967,16 @@ class Client:
         is sent as 0, and `Known.to_bytes` or the end of the round raises.
         """
         known, what = self.known, f"client {self.number}: send"
+        if known.status != OPEN:
+            got = f"round {known.round} is {known.status}"
+            raise ValueError(f"{what}: {got}, allowed: after Known.begin")
+        if self.number in known.senders or self.sent_in(known.round):
+            raise ValueError(f"{what}: has sent in round {known.round} already")
+        return self.message_of(self.checked(delta_D))
+
+    def checked(self, delta_D: Tensor) -> Tensor:
+        """A difference that `message_of` can use, before anything is changed."""
+        known = self.known
         if not isinstance(delta_D, Tensor):
             raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
         if tuple(delta_D.shape) != (known.dimension,):
@@ -1964,26 +1984,25 @@ class Client:
             raise ValueError(f"{got}, allowed: ({known.dimension},)")
         if delta_D.dtype != torch.float32:
             raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
-        if known.phase != OPEN:
-            got = f"round {known.round} is {known.phase}"
-            raise ValueError(f"{what}: {got}, allowed: after Known.begin")
-        if self.number in known.senders or self.sent_in(known.round):
-            raise ValueError(f"{what}: has sent in round {known.round} already")
-        return self.message_of(known.finite_part(delta_D.detach(), self.number))
+        return known.finite_part(delta_D.detach(), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
-        """`send` of a difference that was checked."""
-        known, shared_K = self.known, self.known.shared_K
+        """Lines 9 to 12 for a difference that was `checked`, in a round that is open."""
+        known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
         intended_D = self.intended(delta_D)  # line 9
         known.senders.add(self.number)
         try:
             if known.dense:
-                return self._dense_message(intended_D)
+                values_D = known.finite_part(intended_D, self.number).clone()  # the message's own
+                none = values_D[:0].clone()
+                self.in_flight = InFlight(known.round, none.long(), none, none, True)
+                return Message.dense_of(values_D, *who)
             own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
-            finite_K = known.finite_part(intended_K, self.number).clone()  # the message's own
-            message = self._quantized(finite_K, own_K)  # line 12: sent, quantized (Sec. II-F)
+            finite_K = known.finite_part(intended_K, self.number).clone()
+            # line 12: sent, quantized (Sec. II-F)
+            message = Message.of(finite_K, own_K, self.value_bits, *who, self.quantizer)
         except NotFiniteError:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
@@ -1996,31 +2015,17 @@ class Client:
         """Line 9: the difference and what the server has not had, (D,). The errors become this."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
-    def _dense_message(self, intended_D: Tensor) -> Message:
-        known = self.known
-        values_D = known.finite_part(intended_D, self.number).clone()
-        none_K = torch.empty(0, dtype=torch.int64, device=known.device)
-        none = torch.empty(0, dtype=torch.float32, device=known.device)
-        self.in_flight = InFlight(known.round, none_K, none, none, True)
-        return Message.dense_of(values_D, self.number, known.round)
-
     def own_positions(self, intended_D: Tensor) -> Tensor:
         """Line 10: positions outside the shared mask, as the scheme's rule chooses them."""
         known, k = self.known, self.known.own_count
         mask = known.rule.own_mask(
             intended_D, known.shared_D, known.rule.k_local if k is None else k
         )
-        own_K = checked_positions(mask, known.dimension, known.shared_D)
+        own_K = known.positions_of(mask, known.shared_D)
         if k is not None and len(own_K) != k:
             advice = "own_count says so; let it return None if their number is open"
             raise ValueError(f"own_mask: got {len(own_K)}, allowed: {k} ({advice})")
         return own_K
-
-    def _quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
-        """Line 12: what is meant for shared and own positions as a message, Sec. II-F."""
-        scheme = self.known.scheme
-        how = scheme.value_bits, self.number, self.known.round, scheme.quantizer
-        return Message.of(intended_K, own_K, *how)
 
     def arrived(self, received: Message | None = None) -> None:
         """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
@@ -2053,7 +2058,7 @@ class Client:
         which it has not sent; NotFiniteError where it was not known until now, on a GPU."""
         known = self.known
         known.check_message(reply, SERVER)
-        known.read_flags()
+        known.look()
         if heard and not self.sent_in(known.round):
             what = f"has sent nothing in round {known.round}"
             raise ValueError(f"client {self.number}: receive: heard: got True, but it {what}")
@@ -2096,15 +2101,15 @@ class Client:
         """By value: errors, and a message that nobody has acknowledged yet."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
         parts = {"number": self.number, "in_flight": flight} | self._kept()
-        return {"version": STATE_VERSION} | {k: _values(part) for k, part in parts.items()}
+        return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for another client's state, for errors of another size, or one that is not
         whole."""
         check_state_version("state of Client", state)
-        own = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
+        wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
         flight = state.get("in_flight")
-        check_same_state("state", state | ({} if flight is None else {"in_flight": None}), own)
+        check_same_state("state", state | ({} if flight is None else {"in_flight": None}), wanted)
         if state["number"] != self.number:
             raise ValueError(f"state: client: got {state['number']}, allowed: {self.number}")
         if flight is None:
@@ -2140,11 +2145,6 @@ class Client:
         self.in_flight = InFlight(round=flight["round"], dense=flight["dense"], **moved)
 
 
-def _values(part: Any) -> Any:
-    """`_by_value` of a value, or of all in a dictionary."""
-    return {k: _by_value(v) for k, v in part.items()} if isinstance(part, dict) else _by_value(part)
-
-
 class Downlink(Client):
     """The server as a sender, where it does not send all that it means to: lines 9 to 13 for the
     update. Its own positions are a mask of its own, or all that came up; its values are quantized.
@@ -2154,6 +2154,7 @@ class Downlink(Client):
         errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         super().__init__(known, 0, errors_D)
         self.number = SERVER
+        self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
         self.explored_D = known.shared_D[:0]  # what came up in this round, (D,)
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
@@ -2181,12 +2182,7 @@ class Downlink(Client):
         k = rule.size(phi_down, known.dimension - rule.k_global)
         k += 0 if shared else rule.k_global
         mask = rule.own_mask(intended_D, known.shared_D, k)
-        return checked_positions(mask, known.dimension, known.shared_D)
-
-    def _quantized(self, intended_K: Tensor, own_K: Tensor) -> Message:
-        scheme = self.known.scheme
-        how = scheme.down_value_bits, SERVER, self.known.round, scheme.down_quantizer
-        return Message.of(intended_K, own_K, *how)
+        return known.positions_of(mask, known.shared_D)
 
 
 class Server:
@@ -2205,7 +2201,6 @@ class Server:
         self.heard: list[int] = []  # whose messages are in the sum
         self.senders: set[int] | None = None  # `Known.senders` of the round of these messages
         self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
-        self.total = 0.0  # their weights
         self.average_D: Tensor | None = None  # once it was taken
 
     def add(self, number: int, message: Message) -> None:
@@ -2216,32 +2211,33 @@ class Server:
         if not 0 <= number < limit:
             raise MessageError(number, f"add: has no weight, allowed: clients below {limit}")
         known.check_message(message, number)
-        if known.phase == AVERAGED:
+        if known.status == AVERAGED:
             raise MessageError(number, f"add: round {known.round} has been averaged without it")
-        is_stale = self.senders is not known.senders  # what came was of a round never finished
-        if number in self.heard and not is_stale:
+        is_first = self.senders is not known.senders  # of its round
+        if number in self.heard and not is_first:
             raise MessageError(number, f"add: a second message in round {known.round}")
-        if is_stale or not self.heard:
-            self.drop()
+        if is_first:
+            self.drop()  # what came in a round that was never finished
             self.senders = known.senders
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         weight = 1.0 if weights is None else weights[number]
         message.add_to_(self.sum_D, known.shared_K, weight)
         self.heard.append(number)
-        self.total += weight
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
         """The average of what came, (D,), after which nobody is heard in this round. MessageError
         if nothing came, NotFiniteError for sums that overflow."""
         known = self.known
-        if not self.heard or self.senders is not known.senders or known.phase == CLOSED:
+        if not self.heard or self.senders is not known.senders or known.status == CLOSED:
             way = "allowed: finish after add"
             raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
-            update_D = self.sum_D.div_(self.total)  # line 15
+            shares = self.weights
+            total = len(self.heard) if shares is None else sum(shares[n] for n in self.heard)
+            update_D = self.sum_D.div_(total)  # line 15
             self.average_D = known.finite_part(update_D, SERVER)
-            known.phase = AVERAGED
+            known.status = AVERAGED
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
@@ -2255,19 +2251,6 @@ class Server:
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
-    @property
-    def counts_reply(self) -> bool:
-        """Whether the length of `reply` follows from the number of its entries alone."""
-        return self.downlink is None and (self.known.dense or self.known.scheme.code == "block")
-
-    def reply_bits(self, explored: int) -> int:
-        """The length of `reply` in bits of its code, with so many entries that only some clients
-        sent: of a reply that need not be made, since everybody is in this process."""
-        known = self.known
-        if known.dense:
-            return 32 * known.dimension
-        return known.down.block_code_bits(len(known.shared_K) + explored, explored)
-
     def finish(self) -> tuple[Tensor, Message]:
         """What all sides have after the round, (D,), and the message that says it. `Known.observe`
         of the former ends the round. Who was averaged is forgotten: read `heard` before.
@@ -2275,7 +2258,7 @@ class Server:
         finite: then the round is lost, and `Known.lose` ends it."""
         update_D = self.average()
         try:
-            self.known.read_flags()
+            self.known.look()
         except NotFiniteError:
             self.drop()
             raise
@@ -2288,7 +2271,7 @@ class Server:
         """Forgets what came: the round is over, or failed."""
         if self.heard:
             self.explored_D.zero_()
-        self.heard, self.total, self.average_D = [], 0.0, None
+        self.heard, self.average_D, self.senders = [], None, None
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
@@ -2304,8 +2287,8 @@ class Server:
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for a state that is not whole, or of another scheme."""
         check_state_version("state of Server", state)
-        own = dict.fromkeys(self.state_dict())
-        check_same_state("state of Server", dict.fromkeys(state), own)
+        wanted = dict.fromkeys(self.state_dict())
+        check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
             got = "none" if state["downlink"] is None else "one"
             raise ValueError(f"state of Server: downlink: got {got}, allowed: as the scheme says")
@@ -2321,16 +2304,6 @@ class Server:
 
 
 # How messages travel ──────────────────────────────────────────────────────────────────────────────
-
-
-class Arrival(NamedTuple):
-    """A client, its message as the server has it (None: refused), and its length: bits of its
-    code, and bytes in all."""
-
-    client: int
-    message: Message | None
-    bits: int
-    bytes: int
 
 
 class Link:
@@ -2351,48 +2324,40 @@ class Link:
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
         self.channel, self.on_bad = channel, on_bad
 
-    def own(self, clients: int) -> range:
-        """Which of so many clients are of this process."""
-        return range(clients)
+    def up(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
+        """Client n's message as the server has it (None: refused), and the bits of its code."""
+        if self.channel is not None:
+            data = self.channel(n, known.to_bytes(message))
+            try:
+                message = known.from_bytes(data, n)
+            except MessageError:
+                if self.on_bad == "stop":
+                    raise
+                return None, 0
+        return message, message_bits(message, known.up)
 
-    def gather(
-        self, known: Known, chosen: list[int], send: Callable[[int], Message]
-    ) -> Iterator[Arrival]:
-        """The chosen clients' messages, in their order; `send(n)` makes client n's."""
-        for n in chosen:
-            message = send(n)
-            if self.channel is None:
-                bits = known.up.bits(message)
-                yield Arrival(n, message, bits, bytes_of(bits))
-            else:
-                yield self.accept(known, n, self.channel(n, known.to_bytes(message)))
+    def down(self, server: Server) -> tuple[Tensor, int]:
+        """The update that all clients have, (D,), and the bits of the message that says it.
 
-    def accept(self, known: Known, n: int, data: bytes) -> Arrival:
-        """Client n's message from bytes; one that can't be accepted is None, or an error."""
-        try:
-            message = known.from_bytes(data, n)
-        except MessageError:
-            if self.on_bad == "stop":
-                raise
-            return Arrival(n, None, 0, 0)
-        return Arrival(n, message, known.up.bits(message), len(data))
-
-    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, int, int]:
-        """What all clients have of the update, (D,), and the length of the message that says it,
-        in bits of its code and in bytes."""
+        Where the reply says all of the average, in code "block", and is not made into bytes, it
+        need not be made: its length follows from how many entries some clients explored.
+        """
         known = server.known
-        if self.channel is None and server.counts_reply:
-            bits = server.reply_bits(known.read_flags(None if known.dense else server.explored_D))
-            return update_D, bits, bytes_of(bits)
-        known.read_flags()
-        reply = server.reply(update_D)
-        if self.channel is None:
-            said_D = update_D if server.downlink is None else known.expanded(reply)
-            bits = known.down.bits(reply)
-            return said_D, bits, bytes_of(bits)
-        data = self.channel(SERVER, known.to_bytes(reply))
-        reply = known.from_bytes(data, SERVER)
-        return known.expanded(reply), known.down.bits(reply), len(data)
+        if self.channel is None and server.downlink is None and known.scheme.code == "block":
+            update_D = server.average()
+            if known.dense:
+                known.look()
+                return update_D, 32 * known.dimension
+            explored = known.look(server.explored_D)
+            values = len(known.shared_K) + explored
+            bits = block_code_bits(known.down.value_bits, values, explored, known.dimension)
+            return update_D, bits
+        update_D, reply = server.finish()
+        bits = message_bits(reply, known.down)
+        if self.channel is not None:
+            data = self.channel(SERVER, known.to_bytes(reply))
+            update_D = known.expanded(known.from_bytes(data, SERVER))
+        return update_D, bits
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
@@ -2424,9 +2389,9 @@ class Compressor:
     """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
 
     Arguments as those of `Known` and `Server`; `clients` is N, `link` how messages travel.
-    `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors. N
-    counts the clients of this process, `own`, as `link` has them; most often all. `traffic` is that
-    of the last round. ValueError for a scheme that needs more than compression: a `Federation`.
+    `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors.
+    `traffic` is that of the last round. ValueError for a scheme that needs more than compression, a
+    `Federation`.
     """
 
     def __init__(
@@ -2441,15 +2406,14 @@ class Compressor:
             raise ValueError(f"clients: got {clients}, allowed: 1 ({name} is centralized)")
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
-        self.own = self.link.own(clients)
-        rows = len(self.own) if self.scheme.keeps_errors else 0
+        rows = clients if self.scheme.keeps_errors else 0
         lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
-        errors = list(self.errors_ND) if rows else [None] * len(self.own)
+        errors = list(self.errors_ND) if rows else [None] * clients
         client_type = self.rule.client_type or Client
         server_type = self.rule.server_type or Server
-        pairs = zip(self.own, errors, strict=True)
-        self.clients = {n: client_type(self.known, n, errors_D) for n, errors_D in pairs}
+        made = [client_type(self.known, n, errors_D) for n, errors_D in enumerate(errors)]
+        self.clients = dict(enumerate(made))
         self.server = server_type(self.known, _checked_weights(weights, clients))
         self.traffic = Traffic()
         self._is_whole = True  # False in a round, and after one whose end was interrupted
@@ -2465,22 +2429,19 @@ class Compressor:
         changed in this process, for deltas or clients that can't be used. (A GPU finds what is not
         finite at the end of the round: then that is lost, as `round` says.)
         """
-        self._check_may_begin()
-        expected = (len(self.own), self.known.dimension)
+        self._check_usable(begins=True)
+        expected = (self.client_count, self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
-        if deltas_ND.dtype != torch.float32:
-            raise ValueError(f"deltas_ND: got {deltas_ND.dtype}, allowed: torch.float32")
         chosen = self.checked_clients(clients)
-        rows = dict(zip(self.own, deltas_ND.detach(), strict=True))
+        deltas = dict[int, Tensor]()
         for n in chosen:  # before any is changed
-            if n in rows:
-                rows[n] = self.known.finite_part(rows[n], n)
-        return self._round(lambda n: self.clients[n].message_of(rows[n]), chosen, dense)
+            deltas[n] = self.clients[n].checked(deltas_ND[n])
+        return self._round(deltas.__getitem__, chosen, dense)
 
     def round(
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
-        theta_D: Tensor | None = None, masks: int = 1,
+        theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
         """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
 
@@ -2489,94 +2450,93 @@ class Compressor:
         errors lose what was sent, as they lose any message. If the very end of a round, when errors
         are updated, is interrupted, every later call raises until a state is loaded.
         """
-        self._check_may_begin()
-        send = lambda n: self.clients[n].send(difference(n))  # noqa: E731
-        return self._round(send, self.checked_clients(chosen), dense, theta_D, masks)
+        self._check_usable(begins=True)
+        checked = lambda n: self.clients[n].checked(difference(n))  # noqa: E731
+        return self._round(checked, self.checked_clients(chosen), dense, theta_D, mask_factor)
 
     def _round(
-        self, send: Callable[[int], Message], chosen: list[int], dense: bool,
-        theta_D: Tensor | None = None, masks: int = 1,
+        self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
+        theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """A round in which `send(n)` makes client n's message: lines 9 to 12."""
+        """A round in which `checked(n)` is client n's difference: lines 9 to 16."""
         known, server, t = self.known, self.server, self.known.round
-        heard, refused, bits_up, bytes_up = list[int](), list[int](), 0, 0
-        asked: list[int] = []
-
-        def send_next(n: int) -> Message:
-            asked.append(n)
-            return send(n)
-
+        refused, bits_up, bytes_up = list[int](), 0, 0
+        asked: int | None = None  # the client whose message is being made
         # what a round that fails puts back: the tensors in these are replaced, not changed
-        parts = [part for part in (known.rule, server, server.downlink) if part is not None]
-        before = [(part, vars(part).copy()) for part in parts]
+        before = list[tuple[Any, dict[str, Any]]]()
+        for part in (known.rule, server, server.downlink):
+            if part is not None:
+                before.append((part, vars(part).copy()))
         is_closing = False  # then too much has changed to put it back
         try:
             self._is_whole = False
-            known.begin(dense, theta_D, masks)
-            for n, message, bits, size in self.link.gather(known, chosen, send_next):
+            known.begin(dense, theta_D, mask_factor)
+            for n in chosen:
+                asked = n
+                message, bits = self.link.up(known, n, self.clients[n].message_of(checked(n)))
                 if message is None:
                     refused.append(n)
                     continue
                 server.add(n, message)
-                heard.append(n)
-                bits_up, bytes_up = bits_up + bits, bytes_up + size
+                bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
                 del message  # of a dense round it is as large as the model
-            asked.clear()  # from here on no client is named
-            update_D, bits_down, bytes_down = self.link.down(server, server.average())  # 15, 16
+            asked, heard = None, tuple(server.heard)
+            update_D, bits_down = self.link.down(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
             server.drop()
             is_closing = True
             for n in heard:
-                if n in self.clients:
-                    self.clients[n].arrived()  # line 13
+                self.clients[n].arrived()  # line 13
         except BaseException as error:
             if is_closing:
                 error.add_note(f"round {t}: its end was interrupted; {_WAY_ON}")
                 raise
-            error.add_note(self._unheard(asked, t, error))
-            server.drop()
-            for part, attributes in before:
-                part.__dict__ = attributes
-            known.round = t
-            known.lose()
-            if isinstance(error, ClientError):
-                error.happened_in(t)
-                overflowed = server.downlink if error.client == SERVER else None
-                overflowed = self.clients.get(error.client, overflowed)
-                if isinstance(error, NotFiniteError) and overflowed is not None:
-                    overflowed.forget_overflow()
-            self._is_whole = True
+            self._put_back(before, t, asked, error)
             raise
         average_up = -(-bits_up // len(heard))
-        who = tuple(heard), tuple(refused)
-        self.traffic = Traffic(average_up, bits_down, bytes_up, bytes_down, *who)
+        sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
+        self.traffic = Traffic(*sizes, heard, tuple(refused))
         self._is_whole = True
         return update_D
 
-    def _check_usable(self) -> None:
+    def _put_back(
+        self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
+        error: BaseException,
+    ) -> None:  # fmt: skip
+        """After an error in round t, in which nobody was heard then: all is as it was `before`, but
+        that clients' errors hold what they meant to send."""
+        is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
+        who = "" if is_named else f"client {asked}, "
+        lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
+        error.add_note(f"{who}round {t}: nobody was heard in it{lost}")
+        self.server.drop()
+        for part, attributes in before:
+            part.__dict__ = attributes
+        self.known.lose(t)
+        if isinstance(error, ClientError):
+            error.happened_in(t)
+            sender = (self.clients | {SERVER: self.server.downlink}).get(error.client)
+            if isinstance(error, NotFiniteError) and sender is not None:
+                sender.forget_overflow()
+        self._is_whole = True
+
+    def _check_usable(self, begins: bool = False) -> None:
+        """ValueError inside a round or after one whose end was interrupted and, where a round
+        `begins`, while one is open in `known`."""
         if not self._is_whole:
             got = "a round is under way, or its end was interrupted"
             raise ValueError(f"Compressor: {got}; {_WAY_ON}")
-
-    def _check_may_begin(self) -> None:
-        self._check_usable()
-        if self.known.phase != CLOSED:
-            got = f"round {self.known.round} is {self.known.phase}"
+        if begins and self.known.status != CLOSED:
+            got = f"round {self.known.round} is {self.known.status}"
             raise ValueError(f"Compressor: {got}, allowed: after Known.observe, or Known.lose")
-
-    def _unheard(self, asked: list[int], t: int, error: BaseException) -> str:
-        """What a failed round means; a ClientError names its client itself."""
-        who = f"client {asked[-1]}, " if asked and not isinstance(error, ClientError) else ""
-        lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
-        return f"{who}round {t}: nobody was heard in it{lost}"
 
     def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
         if chosen is None:
             return list(range(self.client_count))
-        numbers = [_number(n) for n in chosen]
-        whole = all(type(n) is int and 0 <= n < self.client_count for n in numbers)
-        if not numbers or not whole or len(set(numbers)) < len(numbers):
+        numbers = list(map(_number, chosen))
+        whole = set(map(type, numbers)) == {int}  # no bool; and none where there is no client
+        if not whole or len({*numbers} & {*range(self.client_count)}) < len(numbers):
             allowed = f"one or more of 0 to {self.client_count - 1}, each once"
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
         return numbers
@@ -2594,14 +2554,10 @@ class Compressor:
         for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
             client.errors_D = errors_D
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
-        self.__dict__ |= state
-        self.keep_errors_in(self.errors_ND)
-
     def scale_errors_(self, factor: float) -> None:
         """All errors times a factor: where their unit changes."""
         self._check_usable()
+        factor = _number(factor)
         self._is_whole = False
         for client in self.clients.values():
             client.scale_(factor)
@@ -2618,8 +2574,8 @@ class Compressor:
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for the state of another scheme, seed or model, or one that is not whole."""
         check_state_version("state of Compressor", state)
-        own = dict.fromkeys(("version", "known", "clients", "server"))
-        check_same_state("state of Compressor", dict.fromkeys(state), own)
+        wanted = dict.fromkeys(("version", "known", "clients", "server"))
+        check_same_state("state of Compressor", dict.fromkeys(state), wanted)
         if not isinstance(state["clients"], list) or len(state["clients"]) != len(self.clients):
             got = len(state["clients"]) if isinstance(state["clients"], list) else "no list"
             raise ValueError(f"state: clients: got {got}, allowed: {len(self.clients)}")
@@ -2637,6 +2593,11 @@ class Compressor:
             client.load_state_dict(own_state)
         self.server.load_state_dict(state["server"])
         self._is_whole = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.keep_errors_in(self.errors_ND)
 
 
 _WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
@@ -2665,7 +2626,7 @@ class Phase(NamedTuple):
 
     eta: float
     dense: bool = False
-    masks: int = 1  # of a scheme with a sparse warm-up alone: larger there
+    mask_factor: int = 1  # of a scheme with a sparse warm-up alone: larger there
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -2688,17 +2649,24 @@ class Federation:
     Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
     `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
     `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
-    whose rate is the schedule's, or its own if `schedule` is None. `server_optimizer`, such another
-    function, steps by the average update (its gradient is minus that). `weights` are the clients'
+    whose rate is the schedule's, or its own if `schedule` is None. (An optimizer that was given
+    another rate than the schedule begins with, or several, is refused beside a schedule.)
+    `server_optimizer`, such another function, steps by the average update (its gradient is minus
+    that). `weights` are the clients'
     shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
     what clients draw in torch; `link` says how messages travel. `trainer` makes the `LocalTrainer`
     from its arguments: a class derived from it, for another way to run the same local steps.
     `on_delta(n, delta_D)`, if set, sees every difference before it is compressed; the next one
     takes its memory.
 
+    All parameters that are trained are averaged, also those of a head or of a norm. A head that is
+    to stay a client's own has to stand outside the module that is given here, and `loss` applies it
+    (notebook 15 shows how). A batch norm of a client's own, whose weights lie inside, is not
+    possible; only its running statistics are a client's own, until the model is evaluated.
+
     State: `theta_D` (D,), which every round and `state_dict` first read from the module and which
     `load_state_dict` puts into it, so that writing to it has no effect; `statistics_NS`, the norms'
-    running means and variances, a row for each client of this process; `momentum_D`; `compressor`;
+    running means and variances, a row for each client; `momentum_D`; `compressor`;
     `active`, the clients that the last round averaged; and `t`, the number of rounds begun.
     `losses_N` sums each client's losses over local steps, those of failed rounds too, until its
     owner sets it to zero (`losses_N.zero_()`); it is not saved. ValueError for a model, feed or
@@ -2722,17 +2690,17 @@ class Federation:
         self.clients = self.feed.clients
         _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
-        link = link or Link()
         self.trainer = (trainer or LocalTrainer)(
             model, self.feed, self.scheme, loss=loss, weight_decay=weight_decay,
-            local_optimizer=local_optimizer, seed=seed, own=link.own(self.clients),
+            local_optimizer=local_optimizer, seed=seed,
         )  # fmt: skip
         plain = dataclasses.replace(self.scheme, momentum=0.0, error_unit="difference")
         self.compressor = Compressor(
             plain, self.flat.layer_sizes, self.clients, device=self.flat.device, seed=seed,
             link=link, weights=weights, order=self.flat.order,
         )  # fmt: skip
-        self.own = self.compressor.own
+        if local_optimizer is not None and schedule is not None:
+            self.trainer.first_eta = float(self.schedule(0).eta)
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
@@ -2744,13 +2712,14 @@ class Federation:
         if server_optimizer is not None:
             self.server_optimizer = server_optimizer([self.server_theta])
             _check_made("server_optimizer", self.server_optimizer, [self.server_theta])
+            decays = [group.get("weight_decay") for group in self.server_optimizer.param_groups]
+            if weight_decay and any(decays):
+                got = f"got {weight_decay}, and the server_optimizer has {decays[0]}"
+                raise ValueError(f"weight_decay: {got}, allowed: one of the two")
 
     # What the trainer has, and a federation shows.
     model = property(lambda self: self.trainer.model)
     flat = property(lambda self: self.trainer.flat)
-    loss = property(lambda self: self.trainer.loss)
-    local_optimizer = property(lambda self: self.trainer.local_optimizer)
-    optimizers = property(lambda self: self.trainer.optimizers)
     theta_D = property(lambda self: self.trainer.theta_D)
     statistics_NS = property(lambda self: self.trainer.statistics_NS)
     losses_N = property(lambda self: self.trainer.losses_N)
@@ -2766,8 +2735,7 @@ class Federation:
         federation then refuses every call until a state is loaded.
         """
         chosen = self.compressor.checked_clients(clients)
-        self._check_not_shown("round")
-        self._check_not_interrupted("round")
+        self._check_usable("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
@@ -2778,7 +2746,7 @@ class Federation:
         self.t += 1
         try:
             with self.trainer.lent():
-                update_D = self.exchange(chosen, t, phase.eta, phase.dense, phase.masks)
+                update_D = self.exchange(chosen, t, phase.eta, phase.dense, phase.mask_factor)
                 self.is_whole = False  # until all below is done
                 heard = list(self.compressor.traffic.heard)
                 weights = self.compressor.server.weights
@@ -2787,7 +2755,7 @@ class Federation:
                 self.trainer.left_S = average_S
         except BaseException as error:
             if isinstance(error, NotFiniteError):
-                self.optimizers.pop(error.client, None)  # its moments are not finite either
+                self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
             if not self.is_whole:
                 error.add_note(f"round {t} is half done: load a state, or make a new Federation")
             raise
@@ -2803,11 +2771,11 @@ class Federation:
         eta = _number(phase.eta)
         if not isinstance(eta, Real) or not 0 <= cast(float, eta) < math.inf:
             _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
-        return Phase(cast(float, eta), bool(phase.dense), _number(phase.masks))
+        return Phase(cast(float, eta), bool(phase.dense), phase.mask_factor)
 
     def exchange(
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
-        masks: int = 1,
+        mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
         """The part of a round in which these clients train, send and receive: update_D (D,).
 
@@ -2822,31 +2790,32 @@ class Federation:
             return delta_D
 
         self.trainer.begin(chosen, t, eta)
-        return self.compressor.round(difference, chosen, dense, self.theta_D, masks)
+        return self.compressor.round(difference, chosen, dense, self.trainer.theta_D, mask_factor)
 
     def move(self, update_D: Tensor, eta: float | Tensor) -> None:
         """The step that ends a round, of theta and of the module."""
+        theta_D = self.trainer.theta_D
         if self.server_optimizer is not None:
-            self.server_theta.data.copy_(self.theta_D)
+            self.server_theta.data.copy_(theta_D)
             self.server_theta.grad = -update_D
             self.server_optimizer.step()
-            self.theta_D.copy_(self.server_theta.detach())
+            theta_D.copy_(self.server_theta.detach())
         elif self.momentum_D is None:
-            self.theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
+            theta_D.add_(update_D)  # Alg. 2, line 6 of the next round
         else:
             self.momentum_D.mul_(self.scheme.momentum).add_(update_D)  # Alg. 3, line 7
-            _descend(self.theta_D, self.momentum_D, eta, out=self.theta_D)  # Alg. 3, line 8
+            _descend(theta_D, self.momentum_D, eta, out=theta_D)  # Alg. 3, line 8
         self.trainer.put_theta()
 
-    def _check_not_interrupted(self, what: str) -> None:
+    def _check_usable(self, what: str, shown: bool = False) -> None:
+        """ValueError after an interrupted round and, but for what may be `shown`, inside of
+        `evaluated`."""
         if not self.is_whole:
             got = f"{what}: got called after round {self.t - 1} was interrupted while theta moved"
             raise ValueError(
                 f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
             )
-
-    def _check_not_shown(self, what: str) -> None:
-        if self._is_shown:
+        if self._is_shown and not shown:
             raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
 
     # Evaluation.
@@ -2859,7 +2828,7 @@ class Federation:
         statistics are put back. (A process with some of the clients has only their statistics.)
         Inside, `round` and `load_state_dict` raise ValueError.
         """
-        self._check_not_interrupted("evaluated")
+        self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
         modes = [m.training for m in modules]
         buffers, was_shown = self.flat.statistics_buffers(), self._is_shown
@@ -2877,7 +2846,7 @@ class Federation:
     def averaged_state_dict(self) -> dict[str, Any]:
         """What one saves: the module's state, by value, norms with averaged statistics."""
         with self.evaluated() as model:
-            return {key: _saved(value) for key, value in model.state_dict().items()}
+            return {key: _by_value(value) for key, value in model.state_dict().items()}
 
     # What a resumed run needs.
 
@@ -2885,7 +2854,7 @@ class Federation:
         """By value, all that a resumed run needs, the feed's place and optimizers too, and what
         the owner has changed in the module since the last round. Not in it: what a module's own
         `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
-        self._check_not_interrupted("state_dict")
+        self._check_usable("state_dict", shown=True)
         self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
         server = self.server_optimizer
         state = self._tensors() | {
@@ -2894,10 +2863,10 @@ class Federation:
             "t": int(self.t),
             "active": self.active,
             "feed": self.feed.state_dict() if hasattr(self.feed, "state_dict") else None,
-            "optimizers": {n: _optimizer_state(o) for n, o in self.optimizers.items()},
+            "optimizers": {n: _optimizer_state(o) for n, o in self.trainer.optimizers.items()},
             "server_optimizer": None if server is None else _optimizer_state(server),
         }
-        return _saved(state) | {"compressor": self.compressor.state_dict()}
+        return _by_value(state) | {"compressor": self.compressor.state_dict()}
 
     def _tensors(self) -> dict[str, Any]:
         """Those of a state that have a fixed shape; loading copies into them."""
@@ -2912,7 +2881,8 @@ class Federation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
         that of another scheme, seed or model."""
-        self._check_not_shown("load_state_dict")
+        if self._is_shown:
+            raise ValueError("load_state_dict: got called inside `evaluated`, allowed: after it")
         self.flat.check_unchanged()
         made = self._check_state(state)
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
@@ -2924,7 +2894,7 @@ class Federation:
                 self.feed.load_state_dict(state["feed"])
             for optimizer, saved in pairs:
                 undo.callback(optimizer.load_state_dict, optimizer.state_dict())
-                optimizer.load_state_dict(_saved(saved["state"]))  # else it shares tensors
+                optimizer.load_state_dict(_by_value(saved["state"]))  # else it shares tensors
             self.compressor.load_state_dict(state["compressor"])
             undo.pop_all()
         self.is_whole = False  # until all below is done
@@ -2946,8 +2916,8 @@ class Federation:
         keys = (*others, *tensors, "compressor")
         check_same_state("state", state, {key: state.get(key) for key in keys})  # all, no others
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
-        for key, own in tensors.items():
-            check_same_state(f"state: {key}", state[key], own)
+        for key, like in tensors.items():
+            check_same_state(f"state: {key}", state[key], like)
         _check_whole("state: t", state["t"], 0, 2**63 - 1)
         active = state["active"]
         known = isinstance(active, list) and all(type(n) is int for n in active)
@@ -2964,12 +2934,12 @@ class Federation:
             _check_optimizer_state("state: server_optimizer", state["server_optimizer"], server)
         if not isinstance(state["optimizers"], dict):
             _refuse("state: optimizers", state["optimizers"], "a dictionary, by client")
-        if state["optimizers"] and self.local_optimizer is None:
+        if state["optimizers"] and self.trainer.local_optimizer is None:
             raise ValueError("state: optimizers: got some, allowed: none without local_optimizer")
-        made = dict(self.optimizers)
+        made = dict(self.trainer.optimizers)
         for n, saved in state["optimizers"].items():
-            if type(n) is not int or n not in self.own:
-                _refuse("state: optimizers: client", n, "one of this process's")
+            if type(n) is not int or not 0 <= n < self.clients:
+                _refuse("state: optimizers: client", n, f"0 to {self.clients - 1}")
             key = f"state: optimizer of client {n}"
             _check_optimizer_state(key, saved, self.trainer.optimizer_of(n, made))
         return {n: made[n] for n in state["optimizers"]}
@@ -2979,28 +2949,30 @@ class LocalTrainer:
     """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
 
     Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
-    start. Each of this process's clients, `own`, has a row of the norms' running statistics,
-    `statistics_NS`, a sum of its losses, `losses_N`, and an optimizer where `local_optimizer` makes
-    one. The other arguments are those of `Federation`. A class derived from this one may train
-    several clients at the same time: `begin` says which are to come.
+    start. Each client has a row of the norms' running statistics, `statistics_NS`, a sum of its
+    losses, `losses_N`, and an optimizer where `local_optimizer` makes one. The other arguments are
+    those of `Federation`. A class derived from this one may train several clients at the same time:
+    `begin` says which are to come.
     """
+
+    first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
 
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
         loss: Callable[[nn.Module, Any], Tensor], weight_decay: float,
         local_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-        seed: int, own: range,
+        seed: int,
     ):  # fmt: skip
         self.feed, self.scheme, self.loss, self.weight_decay = feed, scheme, loss, weight_decay
-        self.local_optimizer, self.seed, self.own = local_optimizer, seed, own
+        self.local_optimizer, self.seed = local_optimizer, seed
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
         modes = [m.training for m in model.modules()]
         self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
         self.use(model)
         self.theta_D = torch.empty_like(self.gradient_D)
         self.left_S = self.flat.statistics()  # those that the module has between two rounds
-        self.statistics_NS = self.left_S.repeat(len(own), 1)
-        self.losses_N = torch.zeros(len(own), dtype=torch.float32, device=self.flat.device)
+        self.statistics_NS = self.left_S.repeat(feed.clients, 1)
+        self.losses_N = torch.zeros(feed.clients, dtype=torch.float32, device=self.flat.device)
         self.make_views()
         self.flat.read_(self.theta_views)
 
@@ -3019,11 +2991,6 @@ class LocalTrainer:
         self.gradient_views = self.flat.views(self.gradient_D)
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
-        self.__dict__ |= state
-        self.make_views()
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
         """These clients' differences of round t will be asked for, in this order. Here each is made
@@ -3083,17 +3050,21 @@ class LocalTrainer:
             _check_made("local_optimizer", found, self.flat.parameters)
             if any(found is other for other in made.values()):
                 raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+            if self.first_eta is not None:
+                _check_rate(found, self.first_eta)
             made[n] = found
         return made[n]
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
         """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
-        row = self.own.index(n)
-        self.flat.lend(self.statistics_views[row])
-        if isinstance(t, int):
-            _reseed(random_seed(self.seed, t, n), self.flat.device)
+        self.flat.lend(self.statistics_views[n])
+        if isinstance(t, int):  # what this client draws from here on
+            seed = random_seed(self.seed, t, n)
+            torch.default_generator.manual_seed(seed)
+            if self.flat.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
         for tau in range(self.scheme.local_steps):
-            versions = [p._version for p in self.flat.parameters]
+            versions = list(map(_VERSION, self.flat.parameters))
             loss = self.loss(self.model, self.feed.batch(n, t, tau))
             if not isinstance(loss, Tensor) or loss.dim():
                 kind = type(loss).__name__
@@ -3101,22 +3072,25 @@ class LocalTrainer:
                 raise ValueError(f"loss: got {got}, allowed: a scalar tensor")
             loss.backward()
             self._check_step(versions)
-            self.losses_N[row].add_(loss.detach())
+            self.losses_N[n].add_(loss.detach())
             yield tau
 
     def _check_step(self, versions: list[int]) -> None:
         """ValueError after a forward and backward pass that plain SGD can't go on from."""
         parameters = self.flat.parameters
-        if all(p.grad is None for p in parameters):
+        for p in parameters:
+            if p.grad is not None:
+                break
+        else:
             what = "got one that gives no trained parameter of the model a gradient"
             raise ValueError(f"loss: {what}, allowed: a loss of the module it is called with")
-        if self.local_optimizer is not None:
+        now = list(map(_VERSION, parameters))
+        if self.local_optimizer is not None or now == versions:
             return
-        for name, p, version in zip(self.flat.names, parameters, versions, strict=True):
-            if p._version != version:  # such as an embedding with max_norm
-                what = "changes in the forward pass"
-                way = "with local_optimizer=torch.optim.SGD, which goes on from there"
-                raise ValueError(f"model: {name}: {what}, allowed: {way}")
+        at = next(i for i, version in enumerate(versions) if now[i] != version)
+        what = f"{self.flat.names[at]}: changes in the forward pass"  # an embedding with max_norm
+        way = "with local_optimizer=torch.optim.SGD, which goes on from there"
+        raise ValueError(f"model: {what}, allowed: {way}")
 
     # The module, lent for a round.
 
@@ -3145,41 +3119,40 @@ class LocalTrainer:
         `left_S`. If anything is raised, theta is put into it and the clients' statistics are those
         from before."""
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
-        modes = [m.training for m in modules]
+        modes = list(map(_TRAINING, modules))
         if self.model.training:
             self._modes = modes
         elif len(self._modes) != len(modes):
             self._modes = [True] * len(modes)
-        gradients = [p.grad for p in self.flat.parameters]
-        drawn = _random_state(self.flat.device)
+        gradients = list(map(_GRADIENT, self.flat.parameters))
+        devices = [self.flat.device] if self.flat.device.type == "cuda" else []
         before_NS = self.statistics_NS.clone()
         try:
-            _set_modes(modules, self._modes)
+            if modes != self._modes:
+                _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
-            yield
+            with torch.random.fork_rng(devices):  # what clients draw
+                yield
         except BaseException:
             self.statistics_NS.copy_(before_NS)
             self.put_theta()
             raise
         finally:
             self.flat.lend(buffers)
-            self.flat.put_statistics(self.left_S)
-            self.left_S = self.flat.statistics()
-            _put_random_state(self.flat.device, drawn)
+            if buffers:
+                torch._foreach_copy_(buffers, list(self.left_S.split(self.flat.norm_sizes)))
+                self.left_S = self.flat.statistics()
             for p, gradient in zip(self.flat.parameters, gradients, strict=True):
                 p.grad = gradient
             _set_modes(modules, modes)
 
     def averaged_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
-        """The norms' statistics of these clients (of this process), by their weights: (S,)."""
-        mine = [n for n in clients if n in self.own]
-        if not mine:
-            return self.left_S
-        rows_NS = self.statistics_NS[[self.own.index(n) for n in mine]]
+        """The norms' statistics of these clients, by their weights: (S,)."""
+        rows_NS = self.statistics_NS[clients]
         if weights is None:
             return rows_NS.mean(0)
-        shares = [weights[n] for n in mine]
+        shares = [weights[n] for n in clients]
         weights_N = torch.tensor(shares, dtype=torch.float32, device=rows_NS.device)
         return (weights_N / weights_N.sum()) @ rows_NS
 
@@ -3188,8 +3161,19 @@ class LocalTrainer:
         self.theta_D.copy_(theta_D)
         self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
-        self.flat.put_statistics(left_S.to(self.flat.device))
+        if buffers := self.flat.statistics_buffers():
+            parts = left_S.to(self.flat.device).split(self.flat.norm_sizes)
+            torch._foreach_copy_(buffers, list(parts))
         self.left_S = self.flat.statistics()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy by pickle: there, each tensor has memory of its own."""
+        self.__dict__ |= state
+        self.make_views()
+
+
+# Of parameters and modules, in lists: their version, gradient, mode.
+_VERSION, _GRADIENT, _TRAINING = map(operator.attrgetter, ("_version", "grad", "training"))
 
 
 class FlatView:
@@ -3260,24 +3244,30 @@ class FlatView:
     def add_gradients_(self, views: list[Tensor]) -> None:
         """Adds the gradients that a backward pass left, and takes them away. A parameter that was
         not used has none."""
-        used = [(v, p) for v, p in zip(views, self.parameters, strict=True) if p.grad is not None]
-        gradients = [cast(Tensor, p.grad) for _, p in used]
-        gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
+        used, gradients = [], []
+        for view, p in zip(views, self.parameters, strict=True):
+            if p.grad is not None:
+                used.append(view)
+                gradients.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
         if gradients:
-            torch._foreach_add_([view for view, _ in used], gradients)
+            torch._foreach_add_(used, gradients)
         for p in self.parameters:
             p.grad = None
 
     def check_unchanged(self) -> None:
         """ValueError, which names the parameter, unless the module trains the same tensors as when
         this was made, of the same kind, and has the same norms."""
-        found = (p for m in self.model.modules() for p in m._parameters.values() if p is not None)
-        now = [p for p in dict.fromkeys(found) if p.requires_grad and p.numel()]
-        pairs = chain(
-            zip_longest(now, self.parameters), zip_longest(_norms(self.model), self.norms)
-        )
-        same = all(new is old for new, old in pairs)
-        if same and [(p.shape, p.stride(), p.dtype, p.device) for p in now] == self.kinds:
+        now, kinds, norms = dict[Any, None](), [], []
+        for module in self.model.modules():  # in one walk, since this is asked in every round
+            for p in module._parameters.values():
+                if p is not None and p.requires_grad and p.numel():
+                    now[p] = None  # a tied one counts once
+            if isinstance(module, _NORMS) and module._buffers.get("running_mean") is not None:
+                norms.append(module)
+        for p in now:
+            kinds.append((p.shape, p.stride(), p.dtype, p.device))
+        same = all(map(operator.is_, chain(now, norms), chain(self.parameters, self.norms)))
+        if same and kinds == self.kinds and len(norms) == len(self.norms):
             return
         name, got, allowed = self._change()
         way = "to train on with others, make a new Federation of the module"
@@ -3316,16 +3306,13 @@ class FlatView:
     def statistics(self) -> Tensor:
         """Those that the module has."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
-        return torch.cat([empty, *(b.detach() for b in self.statistics_buffers())])
+        return torch.cat([empty, *self.statistics_buffers()])
 
     def statistics_buffers(self) -> list[Tensor]:
-        both = (b for m in self.norms for b in (m.running_mean, m.running_var))
-        return [b for b in both if b is not None]
-
-    def put_statistics(self, statistics_S: Tensor) -> None:
-        if self.norms:
-            parts = statistics_S.split(self.norm_sizes)
-            torch._foreach_copy_(self.statistics_buffers(), list(parts))
+        buffers = list[Tensor]()
+        for norm in self.norms:
+            buffers += [norm._buffers["running_mean"], norm._buffers["running_var"]]
+        return buffers
 
     def lend(self, views: list[Tensor]) -> None:
         """From here on the norms' statistics live in these tensors."""
@@ -3348,7 +3335,11 @@ class FlatView:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
-    named = model.named_parameters()
+    named = list(model.named_parameters())
+    for name, p in named:
+        if nn.parameter.is_lazy(p):
+            way = "after one batch has passed through the model, which gives it its shape"
+            raise ValueError(f"model: {name}: got a parameter without a shape, allowed: {way}")
     return {name: p for name, p in named if p.requires_grad and p.numel()}
 
 
@@ -3387,9 +3378,12 @@ class Feed:
 
     Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
     a loader which shuffles does so again when a run is resumed; its own `generator` and those of
-    its samplers are seeded, too. What is drawn later in a pass (a shuffle buffer) or by numpy is
-    another after a resume. A feed of your own needs `clients` and `batch`. Raises ValueError for
-    anything but a list of iterables, or a client with no batch.
+    its samplers are seeded, too. Whatever has a `set_epoch` (the iterable, its data set, its
+    samplers, and what these are made of) is told the number of the pass first, counted from 0. (A
+    data set that several clients share hears it from each of them.) What is drawn later in a pass
+    (a shuffle buffer) or by numpy is another after a resume. A feed of your own needs `clients` and
+    `batch`. Raises ValueError for anything but a list of iterables, for a client with no batch, and
+    for workers that persist and would not hear the number of the pass.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
@@ -3412,6 +3406,8 @@ class Feed:
             if one_pass and any(source is other for other in sources[:n]):
                 what = "iterator" if isinstance(source, Iterator) else "persistent loader"
                 raise ValueError(f"feed: client {n}: got another's {what}, allowed: its own")
+            if getattr(source, "persistent_workers", False):
+                _check_workers_hear(n, source)
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
         self.passes = [0] * self.clients  # that each client has begun
@@ -3437,12 +3433,17 @@ class Feed:
         """A pass over client n's batches, without the first ones."""
         # the last number keeps a pass from drawing what a client draws in the round of its number
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
+        parts = _parts_of(source)
+        for part in parts:
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(self.passes[n] - 1)
         if self._running[n] is None and getattr(source, "persistent_workers", False):
             iter(source)  # the first iterator of such a loader draws one number more than others
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            for generator in _generators(source):
-                generator.manual_seed(seed)
+            for part in parts:
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(seed)
             running = iter(source)
             first = next(running, _END)  # a loader draws its order with it: here, under the seed
             for _ in range(skip - 1):  # `first` was one of those to skip
@@ -3475,29 +3476,43 @@ class Feed:
 _END: Any = object()  # no batch is this
 
 
-def _generators(source: Any) -> list[torch.Generator]:
-    """Those from which a loader and its samplers draw."""
-    batches = getattr(source, "batch_sampler", None)
-    places = [source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)]
-    found = [getattr(place, "generator", None) for place in places]
-    return [one for one in found if isinstance(one, torch.Generator)]
+_INNER = ("sampler", "batch_sampler", "dataset", "datasets", "data_source")
+
+
+def _parts_of(source: Any) -> list[Any]:
+    """A loader, its samplers and data sets, and those that these are made of, each once."""
+    found, seen, todo = list[Any](), set[int](), [source]
+    while todo:
+        part = todo.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        found.append(part)
+        for name in _INNER:
+            inner = getattr(part, name, None)
+            inner = list(inner.values()) if isinstance(inner, dict) else inner
+            todo += inner if isinstance(inner, list | tuple) else [inner]
+    return found
+
+
+def _check_workers_hear(n: int, source: Any) -> None:
+    """ValueError for a data set whose `set_epoch` would not reach workers that persist: they have a
+    copy of it. (What it keeps in shared memory reaches them.)"""
+    for part in _parts_of(source.dataset):
+        kept_values = list(getattr(part, "__dict__", {}).values())
+        shared = [value for value in kept_values if hasattr(value, "get_lock")]
+        shared += [
+            value for value in kept_values if isinstance(value, Tensor) and value.is_shared()
+        ]
+        if callable(getattr(part, "set_epoch", None)) and not shared:
+            got = f"got persistent workers with a {type(part).__name__} that has set_epoch"
+            way = "persistent_workers=False, or an epoch in shared memory (a tensor, a Value)"
+            raise ValueError(f"feed: client {n}: {got}, which they would not hear, allowed: {way}")
 
 
 def random_seed(*numbers: int) -> int:
     """One seed of several numbers."""
     return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
-
-
-def _saved(value: Any) -> Any:
-    """By value, for a state: tensors cloned, numpy's numbers as Python's, at any depth."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {_number(key): _saved(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        inside = [_saved(inner) for inner in value]
-        return inside if isinstance(value, list) else tuple(inside)
-    return value.item() if isinstance(value, np.generic) else copy.deepcopy(value)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -3506,10 +3521,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
     """ValueError for a state that is of another kind of optimizer, or of other parameters."""
-    own, kind = optimizer.state_dict(), type(optimizer).__name__
+    like, kind = optimizer.state_dict(), type(optimizer).__name__
     parts: Any = saved.get("state") if isinstance(saved, dict) else None
     whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
-    if not whole or parts.keys() != own.keys():
+    if not whole or parts.keys() != like.keys():
         _refuse(key, saved, "the kind and the state of an optimizer, as state_dict gives them")
     if saved["kind"] != kind:
         raise ValueError(f"{key}: got one of {saved['kind']}, allowed: {kind}")
@@ -3520,10 +3535,10 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             _refuse(f"{key}: group", group, "a dictionary with a list of `params`")
         sizes.append(len(group["params"]))
-    wanted = [len(group["params"]) for group in own["param_groups"]]
+    wanted = [len(group["params"]) for group in like["param_groups"]]
     if sizes != wanted:
         raise ValueError(f"{key}: got groups of {sizes} parameters, allowed: {wanted}")
-    for group, of_own in zip(groups, own["param_groups"], strict=True):
+    for group, of_own in zip(groups, like["param_groups"], strict=True):
         for name, value in of_own.items():
             kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
             if kinds and not isinstance(group.get(name), kinds):  # flags are torch's own affair
@@ -3531,32 +3546,14 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
     for place, given in entries.items():
         if place not in range(sum(wanted)) or not isinstance(given, dict):
             _refuse(f"{key}: parameter {place}", given, f"a dictionary, 0 to {sum(wanted) - 1}")
-        if place in own["state"]:
-            check_same_state(f"{key}: parameter {place}", given, own["state"][place])
+        if place in like["state"]:
+            check_same_state(f"{key}: parameter {place}", given, like["state"][place])
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
     for module, mode in zip(modules, modes, strict=True):
         if module.training != mode:
             module.training = mode
-
-
-def _reseed(seed: int, device: torch.device) -> None:
-    """Random numbers of torch from here on, on the CPU and the device."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    state = [torch.get_rng_state()]
-    return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
-
-
-def _put_random_state(device: torch.device, state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
 
 
 def _check_optimizers(
@@ -3587,6 +3584,18 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
     steps = {id(p) for group in made.param_groups for p in group["params"]}
     if steps.isdisjoint(map(id, given)):
         raise ValueError(f"{key}: gave one of other parameters, allowed: {allowed}")
+
+
+def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
+    """ValueError if somebody gave the optimizer another rate than its schedule begins with."""
+    given, *others = {float(group["lr"]) for group in optimizer.param_groups}
+    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
+    usual = None if parameter is None else parameter.default  # no number where it must be given
+    is_given = not others and isinstance(usual, Real) and given != usual
+    if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
+        got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
+        way = "no rate in the optimizer, or schedule=None, which keeps the optimizer's own"
+        raise ValueError(f"local_optimizer: {got}, allowed: {way}")
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
@@ -3788,6 +3797,7 @@ class TCSState:
         phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
         model: nn.parallel.DistributedDataParallel | None = None, can_undo: bool = False,
     ):  # fmt: skip
+        start_iter = _number(start_iter)
         if type(start_iter) is not int or start_iter < 1:
             raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
         self.start_iter, self.iter = start_iter, 0
@@ -3852,7 +3862,7 @@ class TCSState:
         if names not in self._buckets:
             self._buckets[names] = self._assembled(names, sizes, buffer.device)
         client = self._buckets[names]
-        if client.known.phase != CLOSED:  # the last backward pass was abandoned
+        if client.known.status != CLOSED:  # the last backward pass was abandoned
             client.known.lose()
         if self._watches:
             self._watch(client, parameters)
@@ -4141,7 +4151,7 @@ class BucketClient(Client):
         if before is None or before.iter != iter:
             return
         known = self.known
-        known.phase, known.round, known.rule.round = CLOSED, before.round, before.round
+        known.status, known.round = CLOSED, before.round
         cast(TCS, known.rule).positions = before.positions_K
         if before.errors_D is not None:
             self.errors_D = before.errors_D
@@ -4214,13 +4224,9 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
 def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
     """Step 1: the average, which gives the first shared mask if it is finite."""
     numbers_D = update_D.float()
-    if not gives_mask:
-        is_finite = False
-    elif may_look(numbers_D):
-        is_finite = _is_finite(numbers_D)  # without a temporary vector
-    else:
-        is_finite = _host_reads(numbers_D.isfinite().all())
-    if is_finite:
+    # on a CPU a sum says it most often, without a temporary vector
+    is_finite = gives_mask and may_look(numbers_D) and math.isfinite(float(numbers_D.sum()))
+    if is_finite or (gives_mask and _host_reads(numbers_D.isfinite().all())):
         known.observe(numbers_D)
     else:
         known.lose()

@@ -29,8 +29,6 @@
 
 # %% jupyter={"source_hidden": true}
 import io
-import tempfile
-from pathlib import Path
 
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
@@ -96,12 +94,16 @@ device = None  # auto, cpu or cuda
 # The tables share runs: Baseline stands in all three, TCS at η = 0.5 in two.
 
 # %% jupyter={"source_hidden": true}
-given = lab.given_notebook_params(globals())
-sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
-base = lab.read_params([sizes] if sizes.is_file() else [])
-base = base if profile else lab.with_every_seed(base)
-plans = {t: lab.read_params([lab.ROOT / f"params/table{t}.yaml"]) | base | given for t in tables}
+given = lab.given_notebook_params(globals(), own=["tables", "points", "evidence"])
+of_profile = ("profile", profile) if profile else ("evidence", evidence)
+base = lab.profile_params(*of_profile, given)
+asked = {t: lab.read_params([lab.params_file("tables", t)]) | base | given for t in tables}
+plans = asked if profile or seeds else {t: lab.with_every_seed(asked[t]) for t in tables}
 configs = {config.record_name: config for params in plans.values() for config in lab.plan(params)}
+if profile:
+    print(lab.forecast(configs.values(), given.get("jobs", 1)))
+
+# %% jupyter={"source_hidden": true}
 if profile:
     records = lab.run_all(configs.values(), jobs=given.get("jobs", 1))
 else:
@@ -113,25 +115,26 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # ## All tables and figures
 #
 # The files lie in `results/<profile>/`. If you draw records with settings that are not the profile's, or before all schemes of the
-# profile have a record, the tables and figures are drawn in a temporary folder, and those of the profile stay as they are.
+# profile have a record, the tables and figures are only shown here, and those of the profile stay as they are. They are also only
+# shown where that folder cannot be written.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = {name for params in plans.values() for name in params["schemes"]} - there
 begun = not lacking or (lab.results_folder(shown) / "table1.md").exists()
-folder = lab.results_folder(shown) if begun and not changed else Path(tempfile.mkdtemp())
-for params in plans.values():
+folder = lab.results_folder(shown) if begun and not changed else None
+drawn = {}
+for t, params in plans.items():
     runs = lab.plan(params)
-    lab.draw_table(params, list(lab.recorded(runs).values()), runs, folder)
-made = sorted(p.name for p in folder.glob("*.*") if p.name.startswith(("table", "figure")))
-print("\n".join(made))
+    drawn[t] = lab.draw_table(params, list(lab.recorded(runs).values()), runs, folder)
+print(f"{len(drawn)} tables drawn")
 
 # %%
-for t, params in plans.items():
-    display(Markdown(lab.unbroken((folder / f"table{t}.md").read_text(encoding="utf-8"))))
-    if records:
-        display(Image(filename=str(folder / f"figure{params['figure']}.png"), width=700))
+for table in drawn.values():
+    display(Markdown(lab.unbroken(table.text)))
+    if table.picture:
+        display(Image(table.picture, width=700))
 
 # %% [markdown]
 # Each of the three tables stands over its figure. A figure has curves on the left and their last points, enlarged, on the right. In
@@ -162,16 +165,9 @@ if len(traffic):
 # ## Claim
 
 # %%
-expected = {f"table{t}.{s}" for t in tables for s in ("csv", "md")}
-if records:
-    expected |= {
-        f"figure{params['figure']}.{s}" for params in plans.values() for s in ("png", "svg")
-    }
-assert expected <= set(made), f"missing: {sorted(expected - set(made))}"
+assert all(table.picture for table in drawn.values()) or not records, "a figure is missing"
 diverged = [r for r in records if r["status"] == "diverged"]
-print(
-    f"{len(records)} runs, {len(diverged)} of them diverged; the files of every table and figure are there"
-)
+print(f"{len(records)} runs, {len(diverged)} of them diverged; every table and figure is drawn")
 
 # %% [markdown]
 # ## What we saw
@@ -181,9 +177,9 @@ for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
 for t, params in plans.items():
     rows = lab.summary(lab.recorded(lab.plan(params)).values(), planned=lab.plan(params))
-    lacking = ", ".join(rows[rows["n"] == 0]["scheme"]) or "none"
     measured = f"{(rows['n'] > 0).sum()} of {len(rows)} schemes"
-    print(f"table {t}: {rows['n'].sum()} runs of {measured}; not measured yet (n = 0): {lacking}")
+    without = lab.lacking(lab.plan(asked[t]), records)
+    print(f"table {t}: {rows['n'].sum()} runs of {measured}; runs without a record: {without}")
 
 # %% [markdown]
 # The paper's claims are judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07. Next:

@@ -403,7 +403,7 @@ claim(
 claim("elsewhere it is within a bit", above.abs().max() <= 1, f"{above.abs().max():.2f} bits")
 
 # %%
-sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"])
+sizes = lab.read_params([lab.params_file("profile", profile)])
 small = tcs.build_model(sizes["model"], sizes["width"])
 small_d = sum(p.numel() for p in small.parameters())
 for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.items():

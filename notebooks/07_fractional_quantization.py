@@ -132,7 +132,7 @@ print(f"magnitudes from {least} to {most} in the example")
 # travel once a message, as 32-bit numbers. The receiver puts $Q(u) = \pm\mu_p$ in the value's place.
 
 # %%
-lab.show_code(tcs.interval_edges, tcs._fractional, tcs._sums)  # in tcs.fractional_quantize
+lab.show_code(tcs.interval_edges, tcs._fractional)  # in tcs.fractional_quantize
 
 # %% [markdown]
 # Two departures from the paper's text: intervals are half open, and the last one holds $u_{min}$ too, so that each value has

@@ -26,9 +26,6 @@
 # *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
 
 # %% jupyter={"source_hidden": true}
-import tempfile
-from pathlib import Path
-
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
@@ -93,20 +90,22 @@ device = None  # auto, cpu or cuda
 #
 # Table and profile together name a list of runs, one for every scheme and seed. A run leaves one JSON
 # record under `results/<profile>/runs/`; a record that is already there is used, so tables share
-# runs and an interrupted table goes on where it stopped. Records drawn with settings that are not the profile's leave its
-# table alone, and a profile whose schemes are not all there yet has none: it is drawn in a temporary folder.
+# runs and an interrupted table goes on where it stopped. The table and its curves are saved beside the records. They are only
+# shown, and not saved, if they are drawn with settings that are not the profile's, if some scheme of a new profile has no record
+# yet, or if the folder cannot be written.
 
 # %% jupyter={"source_hidden": true}
-given = lab.given_notebook_params(globals())
-own = lab.ROOT / f"params/table{table}.yaml"
-sizes = lab.ROOT / f"params/{profile or evidence}.yaml"
-files = [file for file in (own, sizes) if file.is_file()]
-params = lab.read_params(files) | given
+given = lab.given_notebook_params(globals(), own=["evidence"])
+of_profile = ("profile", profile) if profile else ("evidence", evidence)
+params = lab.read_params([lab.params_file("table", table)])
+params |= lab.profile_params(*of_profile, given) | given
 configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
 every_seed = configs if profile or seeds else lab.plan(lab.with_every_seed(params))
 print(
     f"{len(configs)} runs of {configs[0].epochs} epochs asked for; records in results/{params['profile']}/runs/"
 )
+if profile:
+    print(lab.forecast(configs, params.get("jobs", 1)))
 
 # %%
 if profile:
@@ -115,10 +114,10 @@ else:
     records = list(lab.recorded(every_seed).values())
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
-print(f"{len(records)} records; not measured yet (n = 0): {', '.join(lacking) or 'none'}")
+print(f"{len(records)} records; runs without a record: {lab.lacking(configs, records)}")
 folder = lab.results_folder(params["profile"])
 if changed or (lacking and not (folder / f"table{table}.md").exists()):
-    folder = Path(tempfile.mkdtemp())
+    folder = None  # what is drawn is shown, and not saved
 
 # %% [markdown]
 # ## The table
@@ -137,8 +136,8 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 # finished a training is.
 
 # %%
-summary = lab.draw_table(params, records, configs, folder)
-display(Markdown(lab.unbroken((folder / f"table{table}.md").read_text(encoding="utf-8"))))
+summary, text, picture = lab.draw_table(params, records, configs, folder)
+display(Markdown(lab.unbroken(text)))
 
 # %% [markdown]
 # One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways, warm-up
@@ -148,7 +147,7 @@ display(Markdown(lab.unbroken((folder / f"table{table}.md").read_text(encoding="
 
 # %%
 if records:
-    display(Image(filename=str(folder / f"figure{params['figure']}.png"), width=700))
+    display(Image(picture, width=700))
 else:
     print("no curves: nothing is measured yet")
 

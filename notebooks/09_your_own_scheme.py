@@ -63,7 +63,7 @@ lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "09_your_own_scheme")
 names = Annotated[list[str], Len(1)]
 lab.check_values(globals(), own=names, beside=names, seeds=lab.Count, jobs=lab.Count)
-files = [lab.ROOT / "params/table1.yaml", lab.ROOT / f"params/{profile}.yaml"]
+files = [lab.ROOT / "params/table1.yaml", lab.params_file("profile", profile)]
 params = lab.read_params(files) | {"seeds": seeds, "jobs": jobs, "data_root": data_root}
 print(
     f"{params['dataset']}, {params['model']} of width {params['width']}, {params['epochs']} epochs"
@@ -276,6 +276,7 @@ for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
 # %%
 configs = lab.plan(params | {"schemes": own + beside})
 print(f"{len(configs)} runs: {len(own) + len(beside)} schemes, {seeds} trial(s) each")
+print(lab.forecast(configs, jobs))
 
 # %%
 records = lab.run_all(configs, jobs=jobs)
@@ -293,8 +294,7 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 # %% jupyter={"source_hidden": true}
 label = records[0]["provenance"]["dataset"]
 drawn = lab.accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
-lab.save_figure(drawn, folder / "own_schemes")
-display(Image(filename=str(folder / "own_schemes.png"), width=700))
+display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700))
 
 # %% [markdown]
 # ## Are the bits honest?

@@ -229,7 +229,7 @@ plt.show()
 def sizes_of(message: tcs.Message, shared_K) -> dict[str, int]:
     """Bytes in both codes; bytes of the paper's that are not the counted ones; whether all comes back."""
     data = {name: tcs.encode_message(message, code) for name, code in codes.items()}
-    counted = math.ceil(wire.bits(message) / 8) + tcs.OVERHEAD_BYTES
+    counted = math.ceil(tcs.message_bits(message, wire) / 8) + tcs.OVERHEAD_BYTES
     got = tcs.decode_message(data["plus"], plus_wire, shared_K)
     same = torch.equal(got.values, message.values) and torch.equal(got.positions, message.positions)
     sizes = {name: len(bytes_) for name, bytes_ in data.items()}

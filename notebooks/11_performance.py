@@ -55,7 +55,7 @@ seed = 0  # of everything random
 lowered = 0.85  # the core's guess, this share of the last threshold; checked below
 step_dimension = 300_000  # D of the small measurement of compression
 round_width = 8  # channels of the net in the small measurement of a round
-repeat = 5  # turns of the small measurements
+repeat = 3  # turns of the small measurements
 records = None  # folder that holds bench/*.json; None: results/
 round_targets = {"resnet18 width 64": 0.97, "resnet18 width 16": 0.72,  # over plain top-K, a CPU
                  "resnet8 width 8": 0.65, "resnet8 width 4": 0.45}  # over the passes  # fmt: skip
@@ -92,7 +92,7 @@ print(f"{training.rounds_per_epoch} rounds an epoch, the first epoch dense")
 # again). It can't make the result wrong.
 
 # %%
-lab.show_code(tcs.Selection.__call__)
+lab.show_code(tcs.top_k_above)
 
 # %% [markdown]
 # The guess is the last threshold, a little lowered: for the global mask, that of the round
@@ -114,7 +114,7 @@ def plain(vector_D, k, taken_D):
 
 def by_core(vector_D, k, taken_D, floor):
     """S_top by the core, and the k-th magnitude."""
-    chosen_K = tcs.Selection(floor)(vector_D, k, taken_D)
+    chosen_K, _ = tcs.top_k_above(floor, vector_D, k, taken_D)
     return chosen_K, float(vector_D[chosen_K].abs().min())
 
 
@@ -152,7 +152,7 @@ for epoch in range(epochs):
     for update_D in training.rounds(epoch):
         seen += look(update_D)
         before_ND = compressor.errors_ND.clone()
-        floors = {whose: last.floor for whose, last in rule._selections.items()}
+        floors = dict(rule._floors)
         taken_D = tcs.positions_to_mask(rule.positions, D)
         assert abs(floors["shared"] / (lowered * seen[-1]["kth"]) - 1) < 1e-9
 seen = pd.DataFrame(seen)

@@ -33,8 +33,8 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from annotated_types import Len
-from IPython.display import Markdown, display
-from tcs_lab.studies import ddp_example, links, optimizers
+from IPython.display import Code, Markdown, display
+from tcs_lab.studies import links, optimizers
 from tcs_lab.support.processes import run_within, torchrun_command
 
 import tcs_core as tcs
@@ -343,10 +343,10 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 #
 # AdamW, autocast, accumulation, clipping, checkpoint and resume. Every rank saves a file of its own, since its errors are its own:
 #
-#     uv run torchrun --nproc-per-node 2 -m tcs_lab.studies.ddp_example 300 checkpoints
+#     uv run torchrun --nproc-per-node 2 notebooks/examples/ddp_training.py 300 checkpoints
 
 # %%
-lab.show_code(ddp_example.main)
+display(Code(filename=lab.ROOT / "notebooks/examples/ddp_training.py", language="python"))
 
 # %% [markdown]
 # *Accelerate* (1.15, tried on two CPU ranks): after `model = accelerator.prepare(model)`, `model.register_comm_hook(state, tcs.tcs_hook)`.

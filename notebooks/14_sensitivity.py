@@ -51,7 +51,7 @@ jobs = 2  # make: runs side by side
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
 given = {"seeds": seeds, "data_root": data_root}
-profile = lab.read_params([lab.ROOT / f"params/{evidence}.yaml"])
+profile = lab.read_params([lab.params_file("evidence", evidence)])
 profile |= {key: value for key, value in given.items() if value is not None}
 sweep = lab.read_sensitivity(lab.ROOT / "params" / "sensitivity.yaml")
 folder = lab.results_folder(evidence)
@@ -64,10 +64,14 @@ folder = lab.results_folder(evidence)
 # its record is used. Seeds up to 99 are looked for; a row counts those that every value of its setting has.
 
 # %%
+wanted = {}
 if make:
     plans = [lab.sensitivity_plan(sweep, profile, name) for name in settings or sweep.settings]
     wanted = {c.record_name: c for plan in plans for runs in plan.values() for c in runs}
-    _ = lab.run_all(wanted.values(), jobs=jobs)
+    print(lab.forecast(wanted.values(), jobs))
+
+# %%
+_ = lab.run_all(wanted.values(), jobs=jobs)
 records = {}
 for name in sweep.settings:
     for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
@@ -83,8 +87,8 @@ for first in list(records.values())[:1]:
     scale = f"{images}, {net}, {profile['epochs']} epochs unless varied"
 title = f"Sensitivity: {scale}"
 table = lab.sensitivity_table(sweep, profile | {"seeds": 100})
-lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
-display(Markdown(lab.unbroken((folder / "sensitivity.md").read_text(encoding="utf-8"))))
+text = lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
+display(Markdown(lab.unbroken(text)))
 
 # %% [markdown]
 # Each row is a value: accuracy in percent, ± one standard deviation over n seeds (none

@@ -55,7 +55,7 @@ lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "16_text")
 lab.check_values(globals(), rounds=lab.Count, phi_global=lab.Share, ddp_steps=lab.Count)
 lab.check_values(globals(), ddp_rank=lab.Count, seed=lab.Seed)
-files = [lab.ROOT / "params/table_text.yaml", lab.ROOT / f"params/{evidence}.yaml"]
+files = [lab.ROOT / "params/table_text.yaml", lab.params_file("evidence", evidence)]
 params = lab.read_params(files)
 
 # %% jupyter={"source_hidden": true}

@@ -46,17 +46,19 @@ lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "17_rivals")
 numbers = Annotated[list[lab.Positive], Len(1)]
 lab.check_values(globals(), seeds=lab.Count, below=lab.Positive, links=numbers, latencies=numbers)
-sizes = lab.read_params([lab.ROOT / f"params/{profile}.yaml"]) | {"seeds": seeds}
+sizes = lab.read_params([lab.params_file("profile", profile)]) | {"seeds": seeds}
 sizes |= {"data_root": data_root} if data_root else {}
 asked = lab.read_sensitivity(lab.ROOT / f"params/rivals_{profile}.yaml")
 points = lab.sensitivity_plan(asked, sizes, "learning_rate")
 schemes = list(dict.fromkeys(name for _, name in points))
 rates = list(dict.fromkeys(float(word) for word, _ in points))
 print(f"{len(schemes)} schemes, rates {rates}, profile {profile}")
+wanted = [config for group in points.values() for config in group] if make else []
+if make:
+    print(lab.forecast(wanted))
 
 # %% jupyter={"source_hidden": true}
-if make:
-    _ = lab.run_all([config for group in points.values() for config in group], jobs=1)
+_ = lab.run_all(wanted, jobs=1)
 found = {point: lab.recorded(group) for point, group in points.items()}
 records = {file: record for group in found.values() for file, record in group.items()}
 

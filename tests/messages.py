@@ -102,7 +102,7 @@ def round_trip(data, name, dimension):
     message, shared = drawn_message(data, wire, dimension)
     encoded = tcs.encode_message(message, wire)
     same(message, tcs.decode_message(encoded, wire, shared, message.sender, message.round))
-    return encoded, wire.bits(message)
+    return encoded, tcs.message_bits(message, wire)
 
 
 def attack(name, seal, attempts):

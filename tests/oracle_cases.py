@@ -521,11 +521,12 @@ def federate(log, name, rounds=ROUNDS, chosen=None, resumed=None, touched=None, 
 
 
 def sgd(parameters):
+    # the rate with which `phases` begin: another would be refused beside them
     return torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def adamw(parameters):
-    return torch.optim.AdamW(parameters, 0.01)
+    return torch.optim.AdamW(parameters, 0.05)
 
 
 def adam(parameters):
@@ -842,6 +843,7 @@ def lab_training(log, name, **changes):
     """Two epochs of the lab, on a few small images."""
     settings = config(name, **changes)
     torch.set_num_threads(2 if settings.client_threads else 1)
+    images()  # made while `lab.synthetic_dataset` is still the lab's own
     with pytest.MonkeyPatch.context() as patch:
         home = sys.modules[lab.load_dataset.__module__]  # another one in older checkouts
         patch.setattr(home, "synthetic_dataset", images)

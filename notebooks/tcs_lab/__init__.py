@@ -36,13 +36,14 @@ __getattr__, __dir__ = lazily(
         "training.training": "Training load_data outcomes",
         "training.watching": "UpdateWatch",
         "runs.parameters": (
-            "PARAMETERS check_notebook_params given_notebook_params notebook_params plan "
-            "read_params"
+            "PARAMETERS check_notebook_params given_notebook_params notebook_params params_file "
+            "plan profile_params read_params"
         ),
+        "runs.forecast": "forecast",
         "runs.plans": "made_of planned_runs searches_of",
         "runs.progress": "Progress followed",
         "runs.records": (
-            "config_of core_sha256 differences made_with read_record record_path recorded "
+            "config_of core_sha256 differences lacking made_with read_record record_path recorded "
             "results_folder"
         ),
         "runs.runs": "run run_all",

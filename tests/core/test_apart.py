@@ -269,7 +269,7 @@ def test_a_reply_of_another_round_changes_nothing(changes, text):
     with pytest.raises(tcs.MessageError, match=f"^server: message: {text}"):
         client.receive(dataclasses.replace(reply, **changes))
     assert same_state(client.state_dict(), before)
-    assert client.known.round == known["round"] and client.known.phase == tcs.OPEN
+    assert client.known.round == known["round"] and client.known.status == tcs.OPEN
     assert client.receive(reply).any()
 
 

@@ -24,7 +24,7 @@ def scheme_of(name):
 def compressor(name, rounds=3, seed=0, sizes=SIZES, masks=1, clients=2):
     made = tcs.Compressor(scheme_of(name), sizes, clients, seed=seed)
     for deltas_ND in deltas_like_training(rounds, clients, sizes):
-        made.round(deltas_ND.__getitem__, range(clients), masks=masks)
+        made.round(deltas_ND.__getitem__, range(clients), mask_factor=masks)
     return made
 
 

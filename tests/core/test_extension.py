@@ -123,7 +123,7 @@ def test_a_rule_is_told_of_every_round_before_its_mask_is_asked_for(registry):
     known, theta_D = tcs.Known("Mine", [30]), torch.ones(30)
     known.begin(dense=True)
     known.observe(torch.arange(30.0))
-    known.begin(theta_D=theta_D, masks=3)
+    known.begin(theta_D=theta_D, mask_factor=3)
     (none, one), (theirs_D, three), mask = told
     assert (none, one, theirs_D is theta_D, three, mask) == (None, 1, True, 3, "mask")
 

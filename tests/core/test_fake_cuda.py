@@ -3,6 +3,8 @@ but two devices in one operation raise, and so does every value that the host lo
 
 Backward passes need a device that is there, so they are held to the second on a fake CPU."""
 
+import contextlib
+
 import pytest
 import torch
 from common import Alone, Bucket, HeldFeed, alone_in_a_group
@@ -44,16 +46,16 @@ def play(name, loss=tcs.cross_entropy):
     return federation
 
 
+def leave_random_numbers(monkeypatch):
+    """Only a device that is there has a random state, and a fake tensor holds none."""
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+
+
 @pytest.fixture
 def on_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)
     monkeypatch.setattr(tcs.LocalTrainer, "_check_step", lambda *_: None)  # no gradients are there
-    for name in (
-        "_random_state",
-        "_put_random_state",
-        "_reseed",
-    ):  # a device that is there has them
-        monkeypatch.setattr(tcs, name, lambda *_: None)
+    leave_random_numbers(monkeypatch)
     with FakeTensorMode(), torch.device("cuda"):
         yield
 
@@ -61,8 +63,7 @@ def on_cuda(monkeypatch):
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
-    for name in ("_random_state", "_put_random_state", "_reseed"):  # no state of fake tensors
-        monkeypatch.setattr(tcs, name, lambda *_: None)
+    leave_random_numbers(monkeypatch)
     with FakeTensorMode():
         yield
 
@@ -94,7 +95,7 @@ def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
     compressor = play(name).compressor
     compressor.known.flags += compressor.link.flags
     with pytest.raises(DataDependentOutputException):
-        compressor.known.read_flags()
+        compressor.known.look()
 
 
 @pytest.mark.parametrize("name", ["TCS-Q5", "top-K", "rand-K", "FedAvg"])
@@ -128,8 +129,10 @@ SPOILED = [(looks, DataDependentOutputException, "_local_scalar_dense"),
 
 
 def spoil_masks(monkeypatch, spoiled):
-    plain = tcs._of_largest
-    monkeypatch.setattr(tcs, "_of_largest", lambda *vector_and_k: spoiled(plain(*vector_and_k)))
+    plain = tcs._largest_by_topk
+    monkeypatch.setattr(
+        tcs, "_largest_by_topk", lambda *vector_and_k: spoiled(plain(*vector_and_k))
+    )
     return tcs.cross_entropy
 
 

@@ -226,7 +226,7 @@ def test_a_local_step_that_fails_leaves_the_model_where_it_was():
     batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
     made = linear_federation(torch.nn.Linear(6, 3), [batch], "TCS-L2")
     made.round()
-    before_D, loss, calls = made.theta_D.clone(), made.loss, []
+    before_D, loss, calls = made.theta_D.clone(), made.trainer.loss, []
 
     def fails_later(model, batch):
         calls.append(1)

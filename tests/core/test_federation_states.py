@@ -46,8 +46,8 @@ def federation(kind="SGD", scheme="TCS-L2", rounds=0, **more):
 def everything(made):
     """All that loading could change."""
     module = {key: value.clone() for key, value in made.model.state_dict().items()}
-    objects = [id(made.compressor), *map(id, made.optimizers.values())]
-    return [made.state_dict(), module, list(made.optimizers), objects]
+    objects = [id(made.compressor), *map(id, made.trainer.optimizers.values())]
+    return [made.state_dict(), module, list(made.trainer.optimizers), objects]
 
 
 def wrong(value):
@@ -342,14 +342,57 @@ def test_rates_that_differ_by_layer_are_refused_beside_a_schedule_and_kept_witho
         federation(schedule=0.1, weight_decay=0.0, local_optimizer=by_layer(*rates)).round()
     kept = federation(schedule=None, weight_decay=0.0, local_optimizer=by_layer(*rates))
     kept.round()
-    found = [group["lr"] for group in kept.optimizers[0].param_groups]
+    found = [group["lr"] for group in kept.trainer.optimizers[0].param_groups]
     assert found == list(rates)
 
 
 def test_groups_of_one_rate_have_that_of_the_schedule():
-    made = federation(schedule=0.3, weight_decay=0.0, local_optimizer=by_layer(0.1, 0.1, 0.1))
-    made.round()
-    assert {group["lr"] for group in made.optimizers[1].param_groups} == {0.3}
+    falling = lambda t: 0.3 / (1 + t)  # noqa: E731
+    made = federation(schedule=falling, weight_decay=0.0, local_optimizer=by_layer(0.3, 0.3, 0.3))
+    made.round(), made.round()
+    assert {group["lr"] for group in made.trainer.optimizers[1].param_groups} == {0.15}
+
+
+def sgd(rate):
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
+
+
+GIVEN = {
+    "SGD": (sgd(0.01), 0.1),
+    "AdamW, far too small": (lambda p: torch.optim.AdamW(p, lr=1e-5), 0.1),
+    "in all groups": (by_layer(0.2, 0.2, 0.2), 0.1),
+    "a tensor": (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.5)), 0.1),
+    "beside a warm-up": (sgd(0.1), lambda t: tcs.Phase(0.1 * (t + 1) / 5)),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_a_rate_of_the_optimizer_beside_another_of_the_schedule_is_refused_every_time(case):
+    optimizer, schedule = GIVEN[case]
+    made = federation(schedule=schedule, weight_decay=0.0, local_optimizer=optimizer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^local_optimizer: got the learning rate .*allowed"):
+            made.round()
+    assert not made.trainer.optimizers
+    federation(schedule=None, weight_decay=0.0, local_optimizer=optimizer).round()
+
+
+@pytest.mark.parametrize(
+    "optimizer", [sgd(0.1), torch.optim.SGD, torch.optim.AdamW, lambda p: torch.optim.Adam(p)]
+)
+def test_the_schedules_own_rate_or_none_in_the_optimizer_is_taken(optimizer):
+    made = federation(schedule=lambda t: 0.1 / (1 + t), weight_decay=0.0, local_optimizer=optimizer)
+    made.round([0]), made.round()  # client 1's is made when the rate has fallen
+    assert {made.trainer.optimizers[n].param_groups[0]["lr"] for n in (0, 1)} == {0.05}
+
+
+@pytest.mark.parametrize("decay", [0.1, 1e-4, np.float64(0.5)])
+def test_weight_decay_of_clients_and_of_the_server_at_once_is_refused(decay):
+    both = {"weight_decay": decay}
+    with pytest.raises(ValueError, match=r"^weight_decay: got .*allowed: one of the two$"):
+        federation(server_optimizer=lambda p: torch.optim.SGD(p, 1.0, **both), **both)
+    federation(server_optimizer=lambda p: torch.optim.SGD(p, 1.0), **both)
+    federation(server_optimizer=lambda p: torch.optim.AdamW(p, **both), weight_decay=0.0)
 
 
 # Seeds ────────────────────────────────────────────────────────────────────────────────────────────

@@ -73,7 +73,7 @@ def nobody_was_heard(made, before, error, t):
     assert same_state(shared(made)[0][:2], before[0][:2])
     assert made.server.heard == [] and not made.server.explored_D.any()
     assert made.traffic == before[3]
-    assert made.known.round == t + 1 and made.known.phase == tcs.CLOSED
+    assert made.known.round == t + 1 and made.known.status == tcs.CLOSED
     update_D = made.step(torch.ones(3, 40))
     assert update_D.isfinite().all() and made.known.round == t + 2
 
@@ -132,7 +132,7 @@ def test_ctrl_c_before_any_line_of_a_round_leaves_it_done_for_all_or_nobody(
 
 def continues(made, t):
     """Nothing had begun, or all was done but for saying so."""
-    assert made.known.phase == tcs.CLOSED and made.known.round in (t, t + 1)
+    assert made.known.status == tcs.CLOSED and made.known.round in (t, t + 1)
     if made.known.round == t:
         made.step(torch.ones(3, 40))
 

@@ -161,11 +161,7 @@ def good_message(compressor):
     sent = {}
     compressor.link.channel = lambda sender, data: sent.setdefault(sender, data)
     compressor.known.begin()
-    list(
-        compressor.link.gather(
-            compressor.known, [1], lambda n: compressor.clients[n].send(deltas(2)[n])
-        )
-    )
+    compressor.link.up(compressor.known, 1, compressor.clients[1].send(deltas(2)[1]))
     return sent[1]
 
 

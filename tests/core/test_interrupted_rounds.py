@@ -204,7 +204,6 @@ def trained(model, feed, optimizer, steps):
     trainer = tcs.LocalTrainer(
         model, tcs.Feed(feed), tcs.Scheme.named(f"TCS-L{steps}"), loss=tcs.cross_entropy,
         weight_decay=0.0 if optimizer else 1e-3, local_optimizer=optimizer, seed=3,
-        own=range(CLIENTS),
     )  # fmt: skip
     with trainer.lent():
         differences = [trainer.difference(n, 0, 0.1).clone() for n in range(CLIENTS)]

@@ -24,9 +24,8 @@ def test_exactly_k_with_ties_to_the_lower_index(values, data):
     assert tcs.top_k_positions(vector, k).tolist() == expected
     with mock.patch.object(tcs, "may_look", lambda tensor: False):  # a GPU's
         assert tcs.top_k_positions(vector, k).tolist() == expected
-    selection = tcs.Selection()
-    selection.floor = data.draw(st.sampled_from([0.0, 1e-41, 1.0, 2.0, 100.0]))
-    assert selection(vector, k).tolist() == expected
+    floor = data.draw(st.sampled_from([0.0, 1e-41, 1.0, 2.0, 100.0]))
+    assert tcs.top_k_above(floor, vector, k)[0].tolist() == expected
 
 
 @given(
@@ -80,9 +79,9 @@ def test_a_long_vector_gives_what_a_full_sort_gives(k, change):
 def test_a_nan_in_a_long_vector_is_found(place):
     vector = torch.randn(5003)
     vector[place] = math.nan
-    for select in (tcs.top_k_positions, tcs.Selection()):
+    for floor in (0.0, 1.5, 1e9):
         with pytest.raises(ValueError, match="holds a NaN"):
-            select(vector, 5)
+            tcs.top_k_above(floor, vector, 5)
 
 
 def test_a_shared_mask_is_excluded_from_own_masks_alone():
@@ -98,12 +97,12 @@ def test_a_shared_mask_is_excluded_from_own_masks_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_any_type_with_a_floor_and_one_candidate(dtype):
-    vector, selection = torch.tensor([5.0, 1.0, 1.0, -6.0], dtype=dtype), tcs.Selection()
+    vector = torch.tensor([5.0, 1.0, 1.0, -6.0], dtype=dtype)
     for excluded, expected in [([3], [0]), ([0], [3]), ([], [3])]:
-        excluded_K, selection.floor = torch.tensor(excluded).long(), 4.0
+        excluded_K = torch.tensor(excluded).long()
         assert tcs.top_k_positions(vector, 1, excluded_K).tolist() == expected
         excluded_D = tcs.positions_to_mask(excluded_K, 4)
-        assert selection(vector, 1, excluded_D).tolist() == expected
+        assert tcs.top_k_above(4.0, vector, 1, excluded_D)[0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,8 @@ def test_any_type_with_a_floor_and_one_candidate(dtype):
 def test_a_gpus_selection_breaks_ties_as_the_cpus_does(values):
     """-1 stands for an excluded entry: the last to be taken."""
     magnitudes = torch.tensor(values).float()
-    for k in range(10):
-        assert torch.equal(tcs._of_largest(magnitudes, k), tcs._top(magnitudes, k))
+    for k in range(1, 10):
+        assert torch.equal(tcs._largest_by_topk(magnitudes, k), tcs._largest(magnitudes, k))
 
 
 @given(VECTORS, st.data())
@@ -141,9 +140,9 @@ def test_the_vector_is_left_alone(random):
 
 @pytest.mark.parametrize("k", [-1, 11])
 def test_k_out_of_range(k):
-    for select in (tcs.top_k_mask, tcs.Selection()):
+    for floor in (0.0, 0.5, 9.0):
         with pytest.raises(ValueError, match=f"k: got {k}, allowed: 0 to 10"):
-            select(torch.ones(10), k)
+            tcs.top_k_above(floor, torch.ones(10), k)
 
 
 def test_nan_is_an_error():
@@ -220,4 +219,4 @@ def test_a_fair_mask_names_the_k_that_was_asked_for():
 def test_a_selection_leaves_out_positions_as_it_leaves_out_a_mask():
     vector_D = torch.tensor([5.0, 1.0, -4.0, 3.0])
     for excluded in (torch.tensor([0, 2]), torch.tensor([True, False, True, False])):
-        assert tcs.Selection()(vector_D, 1, excluded).tolist() == [3]
+        assert tcs.top_k_above(4.5, vector_D, 1, excluded)[0].tolist() == [3]

@@ -28,7 +28,11 @@ def test_dense_messages(values):
     message = tcs.Message.dense_of(torch.tensor(values), tcs.SERVER, 3)
     encoded = tcs.encode_message(message, wire)
     same(message, tcs.decode_message(encoded, wire, None, tcs.SERVER, 3))
-    assert 8 * len(encoded) == wire.bits(message) + 8 * tcs.OVERHEAD_BYTES == 32 * len(values) + 160
+    assert (
+        8 * len(encoded)
+        == tcs.message_bits(message, wire) + 8 * tcs.OVERHEAD_BYTES
+        == 32 * len(values) + 160
+    )
 
 
 def test_bits_by_hand():
@@ -36,7 +40,7 @@ def test_bits_by_hand():
     scheme = tcs.Scheme.named("TCS-Q3", phi_global=0.02, phi_local=0.02)
     wire = tcs.Wire.up(scheme, [100])
     message = tcs.Message.of(torch.tensor([1.0, -2.0, 4.0]), torch.tensor([60]), 3)
-    assert wire.bits(message) == 3 * 3 + 4 * 32 + (1 + 6) + 2
+    assert tcs.message_bits(message, wire) == 3 * 3 + 4 * 32 + (1 + 6) + 2
     encoded = tcs.encode_message(message, wire)
     assert len(encoded) == 16 + (16 + 3) + 4  # header; means, 18 bits in 3 bytes; checksum
     # values 4 > 2 > 1 in four intervals of sigma = 2 ** -0.5: 1 in the last, 2 in the second after the

@@ -1,6 +1,7 @@
 """Schemes by name, and what their suffixes mean."""
 
 import pytest
+import torch
 
 import tcs_core as tcs
 
@@ -78,6 +79,23 @@ def test_what_only_a_variant_can_do_is_refused_where_none_is_registered(monkeypa
         tcs.Scheme.named("rand-K", shared_from="weights")
 
 
+def test_a_source_of_the_shared_mask_of_ones_own(monkeypatch):
+    """What is registered can be asked for; what is not is refused, and the error lists it."""
+
+    class FirstEntries(tcs.TCS):
+        def shared_mask(self):
+            return torch.arange(self.k_global)
+
+    with pytest.raises(ValueError, match=r"^shared_from: got 'first' .*allowed: update, stale"):
+        tcs.Scheme.named("TCS", shared_from="first")
+    monkeypatch.setitem(tcs.SHARED_FROM, "first", FirstEntries)
+    compressor = tcs.Compressor(tcs.Scheme.named("TCS", shared_from="first"), [300], 1)
+    compressor.step(torch.ones(1, 300))
+    assert compressor.known.shared_K.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"^shared_from: got 'last' .*allowed: .*, first$"):
+        tcs.Scheme.named("TCS", shared_from="last")
+
+
 @pytest.mark.parametrize("name", sorted(tcs._SUCCESSORS))
 def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
     with pytest.raises(AttributeError, match=f"^tcs_core.{name} is gone, allowed: "):
@@ -88,3 +106,22 @@ def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
 def test_a_compressor_refuses_what_only_a_federation_can_do(changes):
     with pytest.raises(ValueError, match=r"^TCS: .* is a federation's: use tcs_core\.Federation$"):
         tcs.Compressor(tcs.Scheme.named("TCS", **changes), [10], 2)
+
+
+CONTRADICTIONS = [
+    ("TCS-L4", "local_steps", 2), ("TCS-L4-Q5", "value_bits", 3), ("top-K-Q5", "quantizer", "sign"),
+    ("FedAvg-L2-Global Momentum", "local_steps", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field", "value"), CONTRADICTIONS)
+def test_a_change_that_contradicts_the_name_is_refused(name, field, value):
+    with pytest.raises(ValueError, match=rf"^scheme '{name}': {field}: got .*allowed: one of"):
+        tcs.Scheme.named(name, **{field: value})
+    same = getattr(tcs.Scheme.named(name), field)
+    assert tcs.Scheme.named(name, **{field: same}) == tcs.Scheme.named(name)
+
+
+def test_a_change_of_what_a_suffix_leaves_open_is_taken():
+    assert tcs.Scheme.named("TCS-Global Momentum", momentum=0.5).momentum == 0.5
+    assert tcs.Scheme.named("TCS-LF", phi_min_global=0.01).phi_min_global == 0.01

@@ -206,7 +206,7 @@ def test_sides_that_refuse_each_others_messages_refuse_each_others_states():
             other.from_bytes(data, 0)
         with pytest.raises(ValueError, match=r"^state: order: got "):
             other.load_state_dict(one.state_dict())
-        assert other.round == 0 and other.phase == tcs.OPEN
+        assert other.round == 0 and other.status == tcs.OPEN
         for known in (one, other):
             known.lose()
             known.round = 0

@@ -42,7 +42,7 @@ def test_a_client_without_a_weight_is_named():
 def test_a_difference_of_another_type_is_refused_before_anything_is_changed(kind):
     compressor = tcs.Compressor("FedAvg", LAYERS, 2)
     deltas_ND = torch.ones(2, sum(LAYERS), dtype=kind)
-    with pytest.raises(ValueError, match=rf"^deltas_ND: got {kind}, allowed: torch.float32$"):
+    with pytest.raises(ValueError, match=rf"^delta_D: got {kind}, allowed: torch.float32$"):
         compressor.step(deltas_ND)
     compressor.known.begin(dense=True)
     with pytest.raises(ValueError, match=rf"^delta_D: got {kind}, allowed: torch.float32$"):

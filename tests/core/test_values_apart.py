@@ -252,8 +252,8 @@ def test_a_server_whose_errors_overflow_is_named_and_recovers(name, looks, monke
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_average_that_was_not_finite_is_not_given_a_second_time(times, monkeypatch):
     """On a GPU what is not finite counts as 0 until the end of the round, which is then lost."""
-    known, server, clients = halves("TCS")
     monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    known, server, clients = halves("TCS")
     known.begin()
     bad_D = torch.ones(200)
     bad_D[:times] = torch.nan
@@ -329,11 +329,11 @@ def test_an_update_of_zeros_keeps_the_mask(name, masks, looks, monkeypatch):
         monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
     known = tcs.Known(name, [150, 50])
     for update_D in (torch.linspace(-1, 1, 200), torch.linspace(3, 1, 200)):
-        known.begin(masks=masks)
+        known.begin(mask_factor=masks)
         known.observe(update_D)
     before = known.rule.positions.clone(), known.rule.magnitudes_K
     for zero_D in (torch.zeros(200), -torch.zeros(200)):
-        known.begin(masks=masks)
+        known.begin(mask_factor=masks)
         known.observe(zero_D)
         assert torch.equal(known.rule.positions, before[0])
         assert same_state(known.rule.magnitudes_K, before[1])
@@ -346,7 +346,7 @@ def test_masks_shrink_to_the_largest_entries_of_the_last_update(factors):
     known, generator = tcs.Known("TCS-W10", [200]), torch.Generator().manual_seed(0)
     last_D = None
     for factor in factors:
-        known.begin(masks=factor)
+        known.begin(mask_factor=factor)
         if last_D is not None and factor <= before:  # noqa: F821
             wanted_K = tcs.top_k_positions(last_D, 2 * factor)
             assert torch.equal(known.shared_K, wanted_K)
@@ -359,7 +359,7 @@ def test_masks_shrink_to_the_largest_entries_of_the_last_update(factors):
 def test_a_scheme_without_a_sparse_warm_up_has_masks_of_one_size(name, masks):
     known = tcs.Known(name, SIZES)
     sizes = known.rule.k_global, known.rule.k_local
-    known.begin(masks=masks)
+    known.begin(mask_factor=masks)
     assert (known.rule.k_global, known.rule.k_local) == sizes
 
 
@@ -448,3 +448,59 @@ def test_a_compressors_round_asks_only_clients_that_it_has(chosen):
     with pytest.raises(ValueError, match=r"^clients: got "):
         made.round(lambda n: torch.ones(200), chosen)
     assert same_state(whole_state(made), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("real", REALS)
+def test_numbers_of_numpy_and_torch_are_taken_by_the_functions_of_every_section(kind, real):
+    whole, number = KINDS[kind], REALS[real]
+    values = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([1, 5, 40])
+    same = [
+        lambda i, r: tcs.fractional_quantize(values, i(4))[0],
+        lambda i, r: tcs.top_k_positions(values, i(4)),
+        lambda i, r: tcs.top_k_above(r(0.1), values, i(4))[0],
+        lambda i, r: tcs.layerwise_top_k_positions(values, i(9), [i(20), i(30)], r(0.1)),
+        lambda i, r: tcs.random_positions(i(3), i(50), i(7)),
+        lambda i, r: tcs.positions_to_mask(positions, i(50)),
+        lambda i, r: tcs.encode_positions(positions, i(50), i(8)),
+        lambda i, r: tcs.decode_positions(tcs.encode_positions(positions, 50, 8), i(50), i(8)),
+        lambda i, r: torch.tensor([tcs.bit_budget("TCS-Q5", i(5000)), tcs.kept(r(0.1), i(50))]),
+        lambda i, r: tcs.Message.of(values[:3], positions, i(5), i(2), i(4)).codes,
+    ]  # fmt: skip
+    for function in same:
+        assert torch.equal(function(whole, number), function(int, float))
+    sent = [tcs.Message.dense_of(values, whole(1), whole(2)), tcs.Message.dense_of(values, 1, 2)]
+    assert sent[0] == sent[1] and type(sent[0].round) is type(sent[0].sender) is int
+    sums = torch.zeros(2, 50)
+    sent[0].add_to_(sums[0], None, number(0.5)), sent[1].add_to_(sums[1], None, 0.5)
+    assert torch.equal(*sums)
+    made = tcs.Compressor("TCS", SIZES, 2)
+    made.step(torch.ones(2, 200))
+    made.scale_errors_(number(0.5))
+    state = tcs.TCSState(None, number(0.25), number(0.125), whole(3))
+    assert type(state.start_iter) is int
+    tcs.TCSState(None, 0.25, 0.125, 3).load_state_dict(saved(state.state_dict()))
+
+
+class Kept(tcs.TCS):
+    keeps = ("count", "share", "seen")
+    count, share, seen = np.int64(3), np.array(0.5), [np.float32(1.5), {"n": np.array(2)}]
+
+
+def test_what_a_rule_or_an_optimizer_keeps_is_saved_as_plain_numbers():
+    tcs.register_scheme("Kept")(Kept)
+    made = tcs.Compressor("Kept", SIZES, 2)
+    state = saved(made.state_dict())
+    assert state["known"]["rule"]["count"] == 3 and state["known"]["rule"]["seen"] == [
+        1.5,
+        {"n": 2},
+    ]
+    made.load_state_dict(state)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=np.array(0.1))  # noqa: E731
+    batches = [[torch.ones(2, 3)]] * 2
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    for more in ({"local_optimizer": sgd}, {"schedule": 0.1, "server_optimizer": sgd}):
+        federation = tcs.Federation(torch.nn.Linear(3, 1), batches, "TCS", loss=loss, **more)
+        federation.round()
+        federation.load_state_dict(saved(federation.state_dict()))

@@ -418,3 +418,18 @@ def test_two_clients_with_one_iterator():
         tcs.Federation(Classifier(), [one, one], "TCS", 0.1)
     same = batches(3)
     assert tcs.Federation(Classifier(), [same, same], "TCS", 0.1).round().any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LazyLinear(3),
+        lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 3)),
+    ],
+)
+def test_a_parameter_that_has_no_shape_yet_is_named(make):
+    model, batch = make(), (torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match=r"^model: (0\.)?weight: got a parameter without a shape"):
+        tcs.Federation(model, [[batch]], "TCS", 0.1)
+    model(batch[0])
+    tcs.Federation(model, [[batch]], "TCS", 0.1).round()

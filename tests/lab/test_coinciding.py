@@ -16,13 +16,14 @@ class Seen(tcs.Link):
 
     def __init__(self):
         super().__init__()
-        self.rounds = []
+        self.round, self.rounds = -1, []
 
-    def gather(self, known, chosen, send):
-        self.rounds.append((known.dense, len(known.shared_K), []))
-        for arrival in super().gather(known, chosen, send):
-            self.rounds[-1][2].append(arrival.message.positions)
-            yield arrival
+    def up(self, known, n, message):
+        if self.round != known.round:
+            self.round = known.round
+            self.rounds.append((known.dense, len(known.shared_K), []))
+        self.rounds[-1][2].append(message.positions)
+        return super().up(known, n, message)
 
 
 def sent_at(settings):

@@ -137,7 +137,7 @@ def small_federation(name):
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
-    rate = lambda t: tcs.Phase(0.1 / (1 + t), masks=1)  # noqa: E731
+    rate = lambda t: tcs.Phase(0.1 / (1 + t), mask_factor=1)  # noqa: E731
     return tcs.Federation(model, feed, name, rate, weight_decay=1e-3)
 
 
@@ -296,7 +296,7 @@ def test_a_round_on_a_gpu_never_waits_for_the_host(name, together):
 def test_wide_masks_of_a_warm_up_end_with_it():
     eager, static = small_federation("TCS-W4"), small_federation("TCS-W4")
     for made in (eager, static):
-        made.schedule = lambda t: tcs.Phase(0.1, masks=4 if t < 3 else 1)
+        made.schedule = lambda t: tcs.Phase(0.1, mask_factor=4 if t < 3 else 1)
         for _ in range(3):
             made.round()
     rounds = GraphRounds(static, 4)

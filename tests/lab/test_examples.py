@@ -14,7 +14,20 @@ import tcs_core as tcs
 FOLDER = lab.ROOT / "notebooks" / "examples"
 sys.path.insert(0, str(FOLDER))
 
+import ddp_training  # noqa: E402
 import federation  # noqa: E402
+
+
+def torchrun(example, *words):
+    """Two processes of an example, as its first lines say."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(FOLDER / example), *words]
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+# federation.py ────────────────────────────────────────────────────────────────────────────────────
 
 
 def federated(_, folder, scheme, rounds):
@@ -24,9 +37,8 @@ def federated(_, folder, scheme, rounds):
 @pytest.mark.parametrize("scheme", ["TCS-Q5", "FedAvg"])
 def test_a_federation_of_processes_ends_in_the_bits_of_one_process(tmp_path, scheme):
     model, rounds = federation.first_model(), federation.DENSE_ROUNDS + 3
-    theta_D = nn.utils.parameters_to_vector(model.parameters()).detach()
+    start_D = theta_D = nn.utils.parameters_to_vector(model.parameters()).detach()
     compressor = tcs.Compressor(scheme, tcs.layer_sizes(model), 2)
-    start_D = theta_D
     for t in range(rounds):
         deltas_ND = torch.stack([federation.local_difference(theta_D, n, t) for n in range(2)])
         theta_D = theta_D + compressor.step(deltas_ND, dense=t < federation.DENSE_ROUNDS)
@@ -34,9 +46,27 @@ def test_a_federation_of_processes_ends_in_the_bits_of_one_process(tmp_path, sch
     assert start(2, tmp_path, federated, scheme, rounds) == [theta_D.tolist()] * 2
 
 
-def test_it_starts_as_its_first_lines_say():
-    words = ["--standalone", "--nproc-per-node", "2", str(FOLDER / "federation.py"), "2"]
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout.splitlines()) == 2
+def test_the_federation_starts_as_its_first_lines_say():
+    assert len(torchrun("federation.py", "2").splitlines()) == 2
+
+
+# ddp_training.py ──────────────────────────────────────────────────────────────────────────────────
+
+
+def trained(ranks, folder, stops):
+    for steps in stops:
+        model = ddp_training.main(steps, folder / "-".join(map(str, stops)))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def test_the_ddp_training_resumes_to_the_bit(tmp_path):
+    """Killed after 40 of 60 steps, ten of them sparse; and it has moved."""
+    unbroken, same = start(2, tmp_path, trained, [60])
+    resumed, too = start(2, tmp_path, trained, [40, 60])
+    assert (unbroken == resumed).all() and (same == too).all() and (unbroken == same).all()
+    assert (unbroken != start(2, tmp_path, trained, [50])[0]).any()
+
+
+def test_the_ddp_training_starts_as_its_first_lines_say(tmp_path):
+    torchrun("ddp_training.py", "10", str(tmp_path / "checkpoints"))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["rank0.pt", "rank1.pt"]

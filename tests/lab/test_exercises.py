@@ -45,8 +45,7 @@ def test_the_folded_solution_is_the_one_that_is_executed_and_right(path):
         exec(below.source, namespace)
         solved += re.findall(r"^def (\w+)", folded, re.M)
         assert asserts == folded.count("def ")
-    assert len(solved) == 2
-    assert [verdict(name, namespace[name]) for name in solved] == [RIGHT, RIGHT]
+    assert solved and {verdict(name, namespace[name]) for name in solved} == {RIGHT}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, **by_name)
@@ -57,21 +56,12 @@ def test_run_all_passes_while_nothing_is_written(path, capsys):
         if "return None  # yours" in cell.source:
             exec(cell.source, namespace)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.endswith(f": {UNWRITTEN}") for line in lines)
+    assert lines and all(line.endswith(f": {UNWRITTEN}") for line in lines)
 
 
 def test_every_exercise_is_in_one_notebook():
     text = "".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
     assert sorted(re.findall(r'^lab\.check_exercise\("(\w+)"', text, re.M)) == sorted(EXERCISES)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, **by_name)
-def test_a_notebook_says_what_it_teaches_and_asks_before_it_measures(path):
-    cells = cells_of(path)
-    assert "\n\nAfter this notebook you will be able to\n\n- " in cells[0].source
-    asked = [n for n, cell in enumerate(cells) if "**What do you expect?** " in cell.source]
-    measured = next(n for n, cell in enumerate(cells) if "## Claim\n" in cell.source)
-    assert len(asked) == 1 and asked[0] < measured
 
 
 @pytest.mark.parametrize(("name", "mistaken", "hint"), MISTAKES)

@@ -171,3 +171,42 @@ def test_superlink_and_supernodes_on_loopback_one_of_them_killed(tmp_path, monke
         kept = torch.load(state / f"partition-{n}.pt")
         assert torch.equal(kept["theta_D"], expected)
     assert len(json.loads((state / "rows.json").read_text(encoding="utf-8"))) == 5
+
+
+# What a person leaves out ─────────────────────────────────────────────────────────────────────────
+
+
+def without(engine, node=(), run=(), **given):
+    """The engine's second node with another configuration, and a run without some settings."""
+    old = engine.contexts[11]
+    settings = {"partition-id": 1} | given
+    own = {key.replace("_", "-"): value for key, value in settings.items() if key not in node}
+    kept = {key: value for key, value in old.run_config.items() if key not in run}
+    engine.contexts[11] = Context(7, 11, own, RecordDict(), kept)
+
+
+LEFT_OUT = {
+    "no configuration": ({"node": ["partition-id"]}, r"partition-id: got None, allowed: 0 to 1 .*--node-config"),
+    "no number": ({"partition-id": "first"}, r"partition-id: got 'first', allowed: 0 to 1"),
+    "a client too many": ({"partition-id": 2}, r"partition-id: got 2, allowed: 0 to 1"),
+    "below zero": ({"partition-id": "-1"}, r"partition-id: got '-1', allowed: 0 to 1"),
+    "no folder": ({"run": ["tcs-folder"]}, r"tcs-folder: got None, allowed: a folder .*--run-config"),
+    "a number as folder": ({"tcs-folder": 3}, r"tcs-folder: got 3, allowed: a folder"),
+    "a file as folder": ({"tcs-folder": __file__}, r"tcs-folder: got '.*', allowed: a folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_a_node_lacks_is_named_with_its_option(tmp_path, case):
+    given, says = LEFT_OUT[case]
+    engine = Engine(tmp_path)
+    without(engine, **given)
+    with pytest.raises(ValueError, match=f"^{says}"):
+        engine.theta_and_rows()
+
+
+def test_a_number_as_text_is_a_number(tmp_path):
+    engine = Engine(tmp_path)
+    without(engine, **{"partition-id": " 1 "})
+    engine.theta_and_rows()
+    assert (tmp_path / "partition-1.pt").exists()

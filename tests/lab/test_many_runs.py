@@ -108,10 +108,20 @@ def own_scheme():
     del tcs.RULES["TCS-Mine"], tcs.FAMILIES["TCS-Mine"]
 
 
-def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme):
-    """A scheme of one's own is made in this process."""
-    wanted = configs(own_scheme, "TCS-L2", "top-K", "Baseline", **few)
-    side_by_side = lab.run_all(wanted, tmp_path / "two", jobs=2)
+def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme, monkeypatch):
+    """Only a scheme of one's own is made in this process."""
+    others = ["TCS-L2", "top-K", "Baseline", "QSGD", "EF21", "STC"]
+    wanted, made_here = configs(own_scheme, *others, **few), []
+    here = lab.runs.runs._run_here
+
+    def noted(configs, *arguments):
+        made_here.extend(c.scheme.name for c in configs)
+        return here(configs, *arguments)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(lab.runs.runs, "_run_here", noted)
+        side_by_side = lab.run_all(wanted, tmp_path / "two", jobs=2)
+    assert made_here == [own_scheme]
     assert not multiprocessing.active_children()
     in_turn = lab.run_all(wanted, tmp_path / "one")
     assert [numbers(r) for r in side_by_side] == [numbers(r) for r in in_turn]

@@ -1,14 +1,11 @@
 """What notebook 12 shows: its optimizers' trainings are the hook's, its example resumes, its
 calculation of links counts what the hook counts."""
 
-import subprocess
-import sys
-
 import pytest
 import tcs_lab as lab
 import torch
 from processes import start
-from tcs_lab.studies import ddp_example, links, optimizers
+from tcs_lab.studies import links, optimizers
 from torch.nn.parallel import DistributedDataParallel
 
 import tcs_core as tcs
@@ -67,7 +64,7 @@ def test_corrected_sgd_is_sgd_with_momentum_while_all_is_dense():
     known.begin()
     sent = client.send(torch.ones(100))
     assert sent.values.tolist() == [3.0] * len(sent.values)  # 0.5 * 4 + 1
-    places_K = sent.places(known.shared_K)
+    places_K = torch.cat([known.shared_K, sent.positions])
     client.arrived()
     left = torch.full((100,), 3.0).index_fill_(0, places_K, 0.0)
     assert torch.equal(client.momentum_D, left) and torch.equal(client.errors_D, left)
@@ -129,30 +126,6 @@ def test_the_records_that_are_there_are_those_of_the_plan():
         assert record["rate"] == optimizers.best_rate(judged.plan, cell.optimizer, folder)
         assert record["steps"] == 5100 and record["seed"] == seed
         assert record["diverged"] or record["losses"][-1][0] == 5100
-
-
-# The example ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def trained(ranks, folder, stops):
-    for steps in stops:
-        model = ddp_example.main(steps, folder / "-".join(map(str, stops)))
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
-
-
-def test_the_example_resumes_to_the_bit(tmp_path):
-    """Killed after 40 of 60 steps, ten of them sparse; and it has moved."""
-    unbroken, same = start(2, tmp_path, trained, [60])
-    resumed, too = start(2, tmp_path, trained, [40, 60])
-    assert (unbroken == resumed).all() and (same == too).all() and (unbroken == same).all()
-    assert (unbroken != start(2, tmp_path, trained, [50])[0]).any()
-
-
-def test_the_example_runs_as_its_first_lines_say(tmp_path):
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "tcs_lab.studies.ddp_example", "10"]
-    command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "checkpoints")]
-    subprocess.run(command, check=True, capture_output=True, cwd=lab.ROOT, timeout=120)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["rank0.pt", "rank1.pt"]
 
 
 # Links ────────────────────────────────────────────────────────────────────────────────────────────

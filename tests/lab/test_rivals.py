@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
-from common import config, deltas_like_training, numbers
+from common import config, deltas_like_training
 from tcs_lab.schemes.rivals import nearest_quantize, stochastic_quantize
 from torch import nn
 
@@ -332,15 +332,8 @@ def test_weights_and_link_go_along():
     assert compressor.link is link and compressor.server.weights == [1.0, 2.0, 3.0]
 
 
-def test_workers_make_the_rivals_runs(tmp_path, monkeypatch):
-    """The same records as in this process, under names that do not hang on a source."""
-    few = {"epochs": 1, "train_samples": 60}
-    configs = [config(name, **few) for name in ("QSGD", "EF21", "STC")]
-    assert not any("rule_sha256" in c.identity() for c in configs)
-    in_turn = lab.run_all(configs, tmp_path / "one")
-    monkeypatch.setattr(lab.runs.runs, "_run_here", lambda here, *rest: [] if not here else 1 / 0)
-    side_by_side = lab.run_all(configs, tmp_path / "two", jobs=2)
-    assert [numbers(r) for r in side_by_side] == [numbers(r) for r in in_turn]
+def test_the_rivals_runs_have_names_that_do_not_hang_on_a_source():
+    assert not any("rule_sha256" in config(name).identity() for name in ("QSGD", "EF21", "STC"))
 
 
 def test_another_client_is_another_run():

@@ -6,9 +6,12 @@ import math
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tcs_lab as lab
+import torch
 import yaml
+from tcs_lab.studies import nodes
 from tcs_lab.training import configuration as settings
 
 import tcs_core as tcs
@@ -310,3 +313,77 @@ def test_a_rules_source_is_that_of_the_start_and_its_sets_have_an_order(tmp_path
     assert settings._member_source("observe", observe) == before
     words = settings._member_source("kinds", {"weight", "bias", "norm"})
     assert words == "kinds = [\"'bias'\", \"'norm'\", \"'weight'\"]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"context": 32}, "context"),
+        ({"context": 128, "dataset": "folder"}, "context"),
+        ({"crop_padding": 2, "dataset": "text", "model": "gpt"}, "crop_padding"),
+        ({"crop_padding": 0, "dataset": "text", "model": "gpt"}, "crop_padding"),
+    ],
+)
+def test_a_setting_without_a_meaning_for_the_data_is_refused(changes, key):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{key}: got .*, allowed with dataset {changes.get('dataset', 'synthetic')}",
+    ):
+        lab.RunConfig("TCS", **changes)
+
+
+# Numbers as people have them ──────────────────────────────────────────────────────────────────────
+
+KINDS = {"numpy": (np.int64, np.float64), "tensor": (torch.tensor, lambda n: torch.tensor(n, dtype=torch.float64)),
+         "array": (np.array, np.array)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_numpy_and_torch_are_plain_numbers_in_configurations_and_plans(kind):
+    whole, real = KINDS[kind]
+    given = {"learning_rate": real(0.25), "epochs": whole(4), "drops": (real(0.5), real(0.75))}
+    plain = {"learning_rate": 0.25, "epochs": 4, "drops": (0.5, 0.75)}
+    made = lab.RunConfig("TCS", seed=whole(3), wire=whole(1) == 1, **given)
+    assert made == lab.RunConfig("TCS", seed=3, wire=True, **plain)
+    assert all(
+        type(value).__module__ == "builtins"
+        for value in vars(made).values()
+        if value is not made.scheme
+    )
+    for seeds, numbers in [
+        (whole(2), 2),
+        ([whole(2), whole(5)], [2, 5]),
+        (np.arange(3), [0, 1, 2]),
+    ]:
+        params = {"schemes": ["TCS"], "seeds": seeds, "phi_global": real(0.125), **given}
+        assert lab.plan(params) == lab.plan(
+            params | plain | {"seeds": numbers, "phi_global": 0.125}
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_numpy_and_torch_in_the_labs_other_functions(kind):
+    whole, real = KINDS[kind]
+    lab.check_values({"n": whole(2), "share": real(0.5)}, n=lab.Count, share=lab.Share)
+    assert lab.run_all([], jobs=whole(1)) == []
+    data = lab.synthetic_dataset(whole(20), whole(10))
+    assert data.first(whole(8), whole(4)).resized(whole(16)).train_images.shape == (8, 16, 16, 3)
+    assert (
+        lab.generator_for(whole(1), whole(2)).initial_seed()
+        == lab.generator_for(1, 2).initial_seed()
+    )
+    assert lab.GPT(whole(5), whole(16), whole(4))(torch.zeros(1, 4, dtype=torch.int64)).shape == (
+        1,
+        4,
+        5,
+    )
+    job = nodes.Job("TCS", lambda: torch.nn.Linear(2, 1), lambda *_: None, clients=whole(2), rounds=whole(3),
+                    weights=[real(1.0), real(3.0)], seed=whole(1))  # fmt: skip
+    assert nodes.Rounds(job).heard == [-1, -1] and job.rounds == 3
+
+
+@pytest.mark.parametrize("wrong", [np.True_, torch.tensor(2.0), np.array([2]), np.float64(2), "2"])
+def test_what_is_no_whole_number_stays_refused(wrong):
+    for key in ("epochs", "clients", "seed"):
+        with pytest.raises(ValueError, match=rf"^{key}: got .*allowed: a whole number"):
+            lab.RunConfig("TCS", **{key: wrong})

@@ -384,7 +384,7 @@ def test_nothing_recorded_is_said_and_no_error(tmp_path):
                 str(path), None, {"evidence": "gpu"}, progress_bar=False, cwd=str(tmp_path)
             )
             text = "".join(o.get("text", "") for c in made.cells for o in c.get("outputs", []))
-            assert "not measured yet (n = 0): TCS, TCS-L2" in text
+            assert "runs without a record: TCS (all 3 seeds), TCS-L2 (all 3 seeds)" in text
     finally:
         for new in set(folder.rglob("*")) - set(before):
             new.unlink()

@@ -100,8 +100,8 @@ def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them():
         assert not one.compressor.known.dense and len(update_D.nonzero()) > 2 * plain
     other.load_state_dict(one.state_dict())
     for run in (one, other):  # the second as after a resume
-        run.compressor.rule.begin(masks=1)
-        assert torch.equal(run.compressor.rule.positions, tcs.top_k_positions(update_D, plain))
+        run.compressor.rule.begin(mask_factor=1)
+        assert torch.equal(run.compressor.rule.shared_mask(), tcs.top_k_positions(update_D, plain))
         assert run.compressor.rule.k_local == tcs.kept(1e-3, dimension)
     assert torch.equal(next(one.rounds(1)), next(other.rounds(1)))
 
@@ -110,11 +110,11 @@ def test_the_masks_that_stay_after_a_wide_warm_up_are_fair_to_layers():
     """Every layer keeps its minimum, though all large entries are in one."""
     scheme = tcs.Scheme.named("TCS-LF-W8", phi_min_global=0.005)
     rule = tcs.Known(scheme, [300, 200, 500]).rule
-    rule.begin(masks=8)
+    rule.begin(mask_factor=8)
     update_D = torch.linspace(-1, 2, 1000)
     rule.observe(update_D)
-    rule.begin(masks=1)
-    mask_D = tcs.positions_to_mask(rule.positions, 1000)
+    rule.begin(mask_factor=1)
+    mask_D = tcs.positions_to_mask(rule.shared_mask(), 1000)
     assert [int(part.sum()) for part in mask_D.split([300, 200, 500])] == [2, 1, 7]
     assert torch.equal(rule.shared_mask(), rule.positions) and len(rule.positions) == rule.k_global
 
@@ -307,7 +307,9 @@ def test_two_bits_and_a_larger_mask_down_are_as_short_as_the_papers_five_bits_up
     ways = ((tcs.Wire.up(scheme, sizes), scheme.phi_local),
             (tcs.Wire.down(scheme, sizes), scheme.phi_down))  # fmt: skip
     up, down = (
-        wire.block_code_bits(shared + tcs.kept(phi, dimension), tcs.kept(phi, dimension))
+        tcs.block_code_bits(
+            wire.value_bits, shared + tcs.kept(phi, dimension), tcs.kept(phi, dimension), dimension
+        )
         for wire, phi in ways
     )
     assert down <= 1.02 * up

@@ -149,14 +149,14 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
     """The names of the core that 03 is about: whole, one below the other, none changed."""
     shown = []
     monkeypatch.setattr("IPython.display.display", shown.append)
-    lab.show_code(tcs.Client.arrived, tcs.kept)
+    lab.show_code(tcs.Client.arrived, tcs.block_for)
     first, *lines, last = shown[0].data.splitlines()
     assert (first, last) == ("```python", "```")
     assert lines[0] == "def arrived(self, received: Message | None = None) -> None:"
     assert lines[1].startswith('    """The message has arrived')
     source = Path(tcs.__file__).read_text(encoding="utf-8").splitlines()
     assert {line.strip() for line in lines} <= {line.strip() for line in source}
-    assert lines.count("") == 1 and lines[lines.index("") + 1] == "@lru_cache"
+    assert lines.count("") == 1 and lines[lines.index("") + 1] == "@lru_cache(1024)"
 
 
 @pytest.mark.parametrize(("pause", "lines"), [(0.0, False), (1.1, True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -14,13 +14,21 @@ from tcs_lab.tables.tables import NOTE_PLANNED, save_table, summary
 from tcs_lab.training.configuration import RunConfig
 
 
+class Drawn(NamedTuple):
+    """A table of the paper as rows and as Markdown, and its curves as a .png, b"" without records."""
+
+    table: pd.DataFrame
+    text: str
+    picture: bytes
+
+
 def draw_table(
     params: dict[str, Any], records: Sequence[dict[str, Any]], planned: Iterable[RunConfig],
-    folder: Path,
-) -> pd.DataFrame:  # fmt: skip
-    """Saves a table of the paper in the folder, table<n>.csv and .md, and, if there are records,
-    its curves, figure<m>.png and .svg; the table. `params` is what table and profile say. Where the
-    profile has a planned model, differences are the model's.
+    folder: Path | None,
+) -> Drawn:  # fmt: skip
+    """Draws a table of the paper and, if there are records, its curves. Saves them in the folder, if
+    one is given and can be written: table<n>.csv and .md, figure<m>.png and .svg. `params` is what
+    table and profile say. Where the profile has a planned model, differences are the model's.
 
     Raises ValueError if they lack the table's number, its figure's or its title."""
     needed = ("table", "figure", "title", "profile")
@@ -28,15 +36,16 @@ def draw_table(
         raise ValueError(f"{', '.join(lacking)}: missing, a table's or a profile's file says it")
     gaps = planned_gaps(params["profile"], records)
     table = summary(records, params.get("paper"), planned, gaps)
-    setting = f"profile {params['profile']}"
+    setting, picture = f"profile {params['profile']}", b""
     if records:
         made, epochs = records[0]["provenance"], records[0]["config"]["epochs"]
         setting += f", {made['dataset']}, {epochs} epochs"
         title = f"Fig. {params['figure']}: {setting}\nbands and bars: ± one std of (n) seeds"
         if records[0]["config"].get("test_unused"):
             title += "; the last epoch is tested on more images"
-        save_figure(accuracy_figure(records, title), folder / f"figure{params['figure']}")
+        target = None if folder is None else folder / f"figure{params['figure']}"
+        picture = save_figure(accuracy_figure(records, title), target)
     note = NOTE_PLANNED if gaps else None
-    target, title = folder / f"table{params['table']}", f"{params['title']}: {setting}"
-    save_table(table, target, title, note=note)
-    return table
+    target = None if folder is None else folder / f"table{params['table']}"
+    text = save_table(table, target, f"{params['title']}: {setting}", note=note)
+    return Drawn(table, text, picture)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,8 @@ import yaml
 from pydantic import Field
 
 from tcs_core import Scheme
-from tcs_lab.support.errors import cut, one_line, reject_unknown, short_errors
+from tcs_lab.support.errors import cut, one_line, plain, reject_unknown, short_errors, shown
+from tcs_lab.support.places import ROOT
 from tcs_lab.training.configuration import (
     RUN_CHECKS,
     RUN_KEYS,
@@ -61,6 +63,38 @@ def checked(key: str, value: Any) -> Any:
     return check_value(key, value, _CHECKS[key])
 
 
+def params_file(key: str, value: Any) -> Path:
+    """The file under params/ that a notebook's parameter names: a `table` by its number, a profile
+    by its name. ValueError names the parameter, what was given and which there are."""
+    value = plain(value)
+    path = ROOT / "params" / f"{'table' if key.startswith('table') else ''}{value}.yaml"
+    known = sorted(_named_files("table" if key.startswith("table") else "profile"))
+    if type(value) not in (str, int) or str(value) not in known:
+        way = f"{', '.join(known)} (files params/{path.name.replace(str(value), '…')})"
+        raise ValueError(f"{key}: got {shown(value)}, allowed: {way}")
+    return path
+
+
+def profile_params(key: str, name: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What the file of a profile says. ValueError for a profile that has none, unless the reader's
+    own settings, `given`, say how long it trains: then nothing."""
+    exists = isinstance(name, str) and (ROOT / "params" / f"{name}.yaml").is_file()
+    if "epochs" in given and not exists and key == "profile":
+        return {}
+    return read_params([params_file(key, name)])
+
+
+@cache
+def _named_files(kind: str) -> list[str]:
+    """Of the files under params/ that say of which table or profile they are: these names."""
+    found = []
+    for path in (ROOT / "params").glob("*.yaml"):
+        said = read_params([path]).get(kind)
+        if said is not None and path.stem == ("table" if kind == "table" else "") + str(said):
+            found.append(str(said))
+    return found
+
+
 def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
     """The known parameters among a notebook's variables; call it with globals().
 
@@ -87,9 +121,16 @@ def _check_default(key: str, params: dict[str, Any]) -> None:
         )
 
 
-def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Of a notebook in which None means "as the files say": what its reader or papermill set."""
+def given_notebook_params(namespace: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """Of a notebook in which None means "as the files say": what its reader or papermill set.
+
+    `own` are the notebook's parameters that are none of runs. ValueError for any other name that
+    the reader has assigned in the cell of parameters, or in one between that and this."""
     params = notebook_params(namespace, complete=False)
+    for cell in namespace.get("In", [])[-2::-1]:
+        if (assigned := literals(cell)) is None:
+            break
+        reject_unknown(assigned, PARAMETERS | set(own), "parameter")
     injected, _ = _papermill_names(namespace)
     return {key: value for key, value in params.items() if value is not None or key in injected}
 
@@ -117,6 +158,16 @@ def _assigned(cell: str) -> set[str]:
     return {t.id for t in targets if isinstance(t, ast.Name)}
 
 
+def literals(cell: str) -> dict[str, Any] | None:
+    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
+    try:
+        nodes: list[Any] = ast.parse(cell).body
+        values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
+    except (SyntaxError, ValueError, AttributeError):
+        return None
+    return values or None
+
+
 def plan(params: dict[str, Any]) -> list[RunConfig]:
     """Every run that a table and a profile ask for, scheme by scheme, seed by seed.
 
@@ -127,6 +178,7 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     Raises ValueError naming the key, the value and what is allowed.
     """
     reject_unknown(params, PARAMETERS, "parameter")
+    params = plain(params)
     for key in sorted(params.keys() - RUN_KEYS):
         checked(key, params[key])
     names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)

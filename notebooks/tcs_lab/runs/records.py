@@ -210,6 +210,23 @@ def recorded(
     return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
 
 
+def lacking(configs: Iterable[RunConfig], records: Iterable[Record]) -> str:
+    """Which of these runs have no record, as a person reads it: "TCS (seeds 1, 2), FedAvg (all 3
+    seeds)"; "none" if all have one."""
+    there = {record["digest"] for record in records}
+    asked: dict[str, list[RunConfig]] = {}
+    for config in configs:
+        asked.setdefault(config.scheme.name, []).append(config)
+    said = []
+    for name, runs in asked.items():
+        seeds = [str(config.seed) for config in runs if config.digest not in there]
+        if len(seeds) == len(runs):
+            said.append(name if len(runs) == 1 else f"{name} (all {len(runs)} seeds)")
+        elif seeds:
+            said.append(f"{name} (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})")
+    return ", ".join(said) or "none"
+
+
 def one_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
     """ValueError for records of one data set, or one cut of it, that was another each time."""
     seen = {(data_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}

@@ -195,7 +195,7 @@ def run_all(
     all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
     left.
     """
-    checked("jobs", jobs)
+    jobs = checked("jobs", jobs)
     configs = list(configs)
     if jobs == 1:
         backend, asked = get_active_backend()  # under parallel_config
@@ -230,7 +230,7 @@ def run_queue(
     another process is making is left to it, and this one takes the next. The first run that fails
     ends the queue; the same call goes on.
     """
-    checked("jobs", jobs)
+    jobs = checked("jobs", jobs)
     wanted = {record_path(c, results): c for c in planned()}
     # before hours of work: are the records that exist of the same data?
     _records_of({path: c for path, c in wanted.items() if path.exists()})

@@ -128,8 +128,8 @@ class Cocktail(MaskRule):
     share = 0.1
     _outside_D: Tensor | None = None  # all but the round's random entries
 
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        super().begin(theta_D, masks)
+    def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
+        super().begin(theta_D, mask_factor)
         k_down = self.size(self.scheme.phi_down, self.dimension)
         count = max(kept(self.share, self.dimension), self.k_local, k_down)
         chosen_K = random_positions(count, self.dimension, self.seed, self.round)

@@ -18,6 +18,7 @@ from tcs_core import (
     BlockCode,
     Message,
     Wire,
+    block_code_bits,
     float_bytes,
     floats_of,
     from_bits,
@@ -32,12 +33,10 @@ from tcs_core import (
 class EntropyCode(BlockCode):
     """Its length depends on the values, so that a message has to be made to know it."""
 
-    def bits(self, message: Message, wire: Wire) -> int:
-        return 8 * len(self.encode(message, wire)[0])
-
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         code = _entropy_code(message, wire)
-        if 8 * len(code) < 8 + wire.block_code_bits(len(message.values), len(message.positions)):
+        count, own = len(message.values), len(message.positions)
+        if 8 * len(code) < 8 + block_code_bits(wire.value_bits, count, own, wire.dimension):
             return code, False
         return super().encode(message, wire)[0], True
 

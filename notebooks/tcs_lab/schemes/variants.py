@@ -166,8 +166,8 @@ class FromWeights(TCS):
 
     _theta_D: Tensor | None = None
 
-    def begin(self, theta_D: Tensor | None = None, masks: int = 1) -> None:
-        super().begin(theta_D, masks)
+    def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
+        super().begin(theta_D, mask_factor)
         self._theta_D = theta_D
 
     def shared_mask(self) -> Tensor | None:

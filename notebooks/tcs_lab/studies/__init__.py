@@ -1,7 +1,7 @@
 """Measurements beside the runs: speed, the hook on real networks and optimizers, Flower.
 
 Here belongs an experiment that is no run of a RunConfig. The commands `tcs bench`, `tcs optimizers` and
-`tcs links` make their measurements; `ddp_example` is a program of its own.
+`tcs links` make their measurements.
 """
 
 from tcs_lab.support.lazy import lazily
@@ -18,7 +18,6 @@ __getattr__, __dir__ = lazily(
         "loopback": "free_port",
         "optimizers": "",
         "links": "",
-        "ddp_example": "",
         "flower": "",
     },
 )

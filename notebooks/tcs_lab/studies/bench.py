@@ -117,7 +117,7 @@ def _passes(training: Training) -> Callable[[], None]:
             for first in range(0, len(ready[0][1]), feed.size):
                 for batch in ready:
                     part = [tensor[first : first + feed.size] for tensor in batch]
-                    federation.loss(federation.model, part).backward()
+                    federation.trainer.loss(federation.model, part).backward()
 
     return work
 
@@ -149,7 +149,7 @@ def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
     def difference(n: int, t: int) -> Tensor:
         model.zero_grad()
         images, labels = feed.batch(n, t, 0)
-        federation.loss(model, (images.contiguous(memory_format=layout), labels)).backward()
+        federation.trainer.loss(model, (images.contiguous(memory_format=layout), labels)).backward()
         return torch.cat([-eta * cast(Tensor, p.grad).flatten() for p in parameters])
 
     @torch.no_grad()
@@ -228,7 +228,7 @@ def bench_round(
 def _one_pass(training: Training) -> Callable[[], None]:
     """Forward and backward pass of one batch."""
     federation, batch = training.federation, training.feed.batch(0, 0, 0)
-    return lambda: federation.loss(federation.model.train(), batch).backward()
+    return lambda: federation.trainer.loss(federation.model.train(), batch).backward()
 
 
 def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:

@@ -45,12 +45,11 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
     or of the run's. Flower's `context.state` has its name and checksum."""
 
     def node_of(context: Context) -> Node:
-        number = int(context.node_config["partition-id"])
-        folder = context.node_config.get("tcs-folder") or context.run_config["tcs-folder"]
+        job = make_job(context.run_config)
+        number, folder = partition_of(context, job.clients), folder_of(context)
         kept = context.state.config_records.get("tcs")
         mark = str(kept["checksum"]) if kept else ""
-        job, path = make_job(context.run_config), Path(str(folder)) / f"partition-{number}.pt"
-        return Node(job, number, path, context.run_id, mark)
+        return Node(job, number, folder / f"partition-{number}.pt", context.run_id, mark)
 
     def answer(message: Message, context: Context, work: Any = None) -> Message:
         node = node_of(context)
@@ -65,6 +64,26 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
     app.train()(lambda message, context: answer(message, context, Node.train))
     app.evaluate()(lambda message, context: answer(message, context, Node.end))
     return app
+
+
+def partition_of(context: Context, clients: int) -> int:
+    """Which client a node is: `partition-id` of its configuration. ValueError that names it."""
+    given = context.node_config.get("partition-id")
+    text = str(given).strip()
+    if isinstance(given, bool) or not text.isdecimal() or int(text) >= clients:
+        way = "flower-supernode --node-config 'partition-id=0', another number for each node"
+        raise ValueError(f"partition-id: got {given!r}, allowed: 0 to {clients - 1} ({way})")
+    return int(text)
+
+
+def folder_of(context: Context) -> Path:
+    """Where a node keeps its file: `tcs-folder` of its configuration, or of the run's. ValueError
+    that names both."""
+    given = context.node_config.get("tcs-folder") or context.run_config.get("tcs-folder")
+    if not isinstance(given, str) or (Path(given).exists() and not Path(given).is_dir()):
+        way = """flwr run --run-config 'tcs-folder="FOLDER"', or flower-supernode --node-config"""
+        raise ValueError(f"tcs-folder: got {given!r}, allowed: a folder ({way})")
+    return Path(given)
 
 
 def server_app(make_job: MakeJob) -> ServerApp:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tcs_core as tcs
+from tcs_lab.support.errors import plain
 from tcs_lab.support.files import write_whole
 
 
@@ -38,6 +39,10 @@ class Job:
     least: int | None = None
     patience: float = 0.0
     done: Callable[[nn.Module, list[dict[str, int]]], None] = lambda model, rows: None
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "rounds", "warmup", "weights", "seed", "least", "patience"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 class Stand(NamedTuple):
@@ -142,7 +147,7 @@ class Node(Half):
             self.theta_D = torch.frombuffer(bytearray(order["theta"]), dtype=torch.float32)
             self.known.load_state_dict(state_from_bytes(order["known"]))
         elif "reply" in order:
-            if self.known.phase == tcs.CLOSED:  # this object was made after the message was sent
+            if self.known.status == tcs.CLOSED:  # this object was made after the message was sent
                 self.known.begin(order["reply_dense"], self.theta_D)
             reply = self.known.from_bytes(order["reply"], tcs.SERVER)
             self.theta_D.add_(self.client.receive(reply, heard))
@@ -180,8 +185,7 @@ class Rounds(Half):
     def __init__(self, job: Job):
         super().__init__(job)
         server_type = self.known.rule.server_type or tcs.Server
-        weights = None if job.weights is None else [float(weight) for weight in job.weights]
-        self.server = server_type(self.known, weights)
+        self.server = server_type(self.known, job.weights)
         self.here = self.stand
         self.before = self.here  # in the round that `reply` ended
         self.reply, self.reply_dense = b"", False

@@ -45,10 +45,10 @@ class PaperSize:
     def _known(self, scheme: Scheme, first: bool, times: int) -> Known:
         """What all sides know in a round whose masks are so many times as large."""
         known = Known(scheme, self.layer_sizes)
-        known.begin(masks=times)
+        known.begin(mask_factor=times)
         if not first:
             known.observe(self.old_D)
-            known.begin(masks=times)
+            known.begin(mask_factor=times)
         return known
 
     def message(

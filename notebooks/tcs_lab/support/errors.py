@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import reprlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +36,7 @@ def cut(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an exception says, without its line breaks."""
     return " ".join(str(error).split())
 
@@ -45,6 +47,17 @@ def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> Non
     if unknown:
         found = ", ".join(map(cut, unknown[:20]))
         raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
+
+
+def plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's, alone or in lists, tuples, arrays and dictionaries."""
+    if hasattr(value, "tolist") and hasattr(value, "ndim"):  # neither is imported for this
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
 
 
 def validated(kind: Any, given: Any, source: object, strict: bool | None = None) -> Any:
@@ -82,20 +95,23 @@ def text_hint(name: str, given: Any, fits: Callable[[Any], Any]) -> str:
 # In a notebook ────────────────────────────────────────────────────────────────────────────────────
 
 _OURS = (str(Path(tcs_core.__file__)), str(LAB))  # where refusals are raised
+_PYTHONS = sysconfig.get_path("stdlib")  # its functions fail with files that ours asked for
 
 
 def short_errors() -> None:
-    """In a notebook, from here on: one line where the package refuses a value, where a claim does
-    not hold, and where a name is missing in a cell; `%tb` shows the whole way to it.
+    """In a notebook, from here on: one line where the package refuses a value or a file, where a
+    claim does not hold, where a name is missing in a cell, and where the reader interrupts what the
+    package does; `%tb` shows the whole way to it.
 
     Errors in functions of the reader's own, and in other libraries, keep their traceback."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is not None:
-        shell.set_custom_exc((ValueError, AssertionError, NameError), _show)
+        kinds = (ValueError, AssertionError, NameError, OSError, KeyboardInterrupt)
+        shell.set_custom_exc(kinds, _show)
 
 
-def _show(shell: Any, kind: type, error: Exception, trace: TracebackType, **_: Any) -> None:
+def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType, **_: Any) -> None:
     """IPython's handler of these exceptions."""
     line = _instead(error, trace)
     if line is None:
@@ -105,8 +121,18 @@ def _show(shell: Any, kind: type, error: Exception, trace: TracebackType, **_: A
     shell._showtraceback(kind, error, [f"\x1b[1m{line}\x1b[0m  (%tb: the whole traceback)"])
 
 
-def _instead(error: Exception, trace: TracebackType) -> str | None:
+def _instead(error: BaseException, trace: TracebackType) -> str | None:
     """The line in place of a traceback; None if that should be seen."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    if isinstance(error, KeyboardInterrupt):
+        ours = [name for name in files if name.startswith(_OURS)]
+        goes_on = "; run the cell again: finished epochs are kept, and it goes on after them"
+        runs = any(name.startswith(str(LAB / "runs")) for name in ours)
+        return "interrupted" + goes_on * runs if ours else None
+    if isinstance(error, OSError):
+        of_python = [name.startswith(_PYTHONS) and "site-packages" not in name for name in files]
+        asked = [name for name, is_python in zip(files, of_python, strict=True) if not is_python]
+        return one_line(error) if asked and asked[-1].startswith(_OURS) and str(error) else None
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code

@@ -18,13 +18,17 @@ from tqdm import tqdm
 
 
 def cache_folder() -> Path:
-    """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache."""
+    """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache.
+
+    ValueError that names the variable, for a file or where there is no home folder."""
+    name = next((key for key in ("TCS_CACHE", "XDG_CACHE_HOME") if os.environ.get(key)), None)
     try:
-        if given := os.environ.get("TCS_CACHE"):
-            return Path(given).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tcs-core"
+        folder = Path(os.environ[name]).expanduser() if name else Path.home() / ".cache"
     except RuntimeError as error:  # no home folder
         raise ValueError(f"the cache folder: {error} Set $TCS_CACHE to a folder") from error
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"${name}: got {folder}, which is a file, allowed: a folder")
+    return folder if name == "TCS_CACHE" else folder / "tcs-core"
 
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
@@ -45,10 +49,30 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what could not be written is what people should read
+            part.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
+
+
+_unsaved: list[Path] = []  # of this process, in their order
+
+
+def write_shown(path: Path, write: Callable[[Any], Any]) -> bool:
+    """`write_whole` of something that a notebook shows as well: False where it can't be written.
+
+    The first time, one line says so; what is shown is complete all the same.
+    """
+    try:
+        write_whole(path, write)
+    except OSError as error:
+        if not _unsaved:
+            said = f"{error.strerror or error}: {error.filename or path}"
+            print(f"Nothing is saved, but all is shown ({said}).", flush=True)
+        _unsaved.append(path)
+        return False
+    return True
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -67,10 +91,15 @@ def alone(path: Path, wait_for: str | None = None) -> Iterator[bool]:
     """
     mark = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]
     name = cache_folder() / "locks" / f"{path.stem[:80]}-{mark}.lock"
-    name.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(name)
-    with contextlib.suppress(Timeout):
-        lock.acquire(blocking=False)
+    try:
+        name.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(name)
+        with contextlib.suppress(Timeout):
+            lock.acquire(blocking=False)
+    except OSError as error:
+        got = f"got {cache_folder()} ({error.strerror or error})"
+        way = "a folder that can be written, which $TCS_CACHE names"
+        raise ValueError(f"the cache folder: {got}, allowed: {way}") from error
     if wait_for and not lock.is_locked:
         say_waiting(wait_for)
         lock.acquire()

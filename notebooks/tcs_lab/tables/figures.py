@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tcs_lab.support.files import write_whole
+from tcs_lab.support.files import write_shown
 
 # Colours ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -318,11 +318,18 @@ def plain_log(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
-    """As .png and .svg beside each other; the same bytes every time."""
+def save_figure(figure: Any, path: str | Path | None) -> bytes:
+    """As .png and .svg beside each other; the same bytes every time. Returns those of the .png, also
+    where neither can be written. Without a path, neither is."""
     import matplotlib
 
+    pictures = []
     with matplotlib.rc_context({"svg.hashsalt": "tcs", "svg.fonttype": "none"}):
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
             look = {"format": suffix[1:], "dpi": 150, "metadata": metadata}
-            write_whole(Path(f"{path}{suffix}"), partial(figure.savefig, **look))
+            picture = io.BytesIO()
+            figure.savefig(picture, **look)
+            pictures.append(picture.getvalue())
+            if path is not None:
+                write_shown(Path(f"{path}{suffix}"), lambda file: file.write(pictures[-1]))
+    return pictures[0]

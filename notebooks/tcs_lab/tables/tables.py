@@ -13,7 +13,7 @@ import pandas as pd
 from scipy.special import stdtrit  # Student's quantile; scipy.stats takes seconds to import
 
 from tcs_core import OVERHEAD_BYTES, Scheme, bit_budget, kept
-from tcs_lab.support.files import write_whole
+from tcs_lab.support.files import write_shown
 from tcs_lab.training.configuration import RunConfig, _record_file
 from tcs_lab.training.training import Row
 
@@ -347,19 +347,22 @@ def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -
 
 
 def save_table(
-    table: pd.DataFrame, path: str | Path, title: str,
+    table: pd.DataFrame, path: str | Path | None, title: str,
     reader: Callable[[pd.DataFrame], pd.DataFrame] = readable, note: str | None = None,
-) -> None:  # fmt: skip
+) -> str:  # fmt: skip
     """The summary as .csv (numbers) and .md (as a person reads it, by `reader`; a line about what is
-    not measured; a note: of a summary, what its columns mean)."""
+    not measured; a note: of a summary, what its columns mean). Returns the text of the .md, also
+    where neither can be written. Without a path, neither is."""
     csv = table.to_csv(index=False, lineterminator="\n")
-    write_whole(Path(f"{path}.csv"), lambda f: f.write(csv.encode()))
     shown = reader(table)
     missing = unmeasured(table) if reader is readable else ""
     parts = [f"**{title}**", plain_markdown(shown) if len(shown) else "", missing]
     parts.append(NOTE if note is None and reader is readable and len(shown) else note or "")
     text = "\n\n".join(part for part in parts if part) + "\n"
-    write_whole(Path(f"{path}.md"), lambda f: f.write(text.encode()))
+    for suffix, content in ((".csv", csv), (".md", text)) if path is not None else ():
+        data = content.encode()
+        write_shown(Path(f"{path}{suffix}"), lambda file: file.write(data))  # noqa: B023
+    return text
 
 
 def plain_markdown(table: pd.DataFrame) -> str:

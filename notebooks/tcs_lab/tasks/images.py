@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from tcs_lab.support.errors import cut, one_line, shown
+from tcs_lab.support.errors import cut, one_line, plain, shown
 from tcs_lab.support.files import alone, cache_folder, write_whole
 
 # Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
@@ -71,7 +71,7 @@ class Dataset:
     def resized(self, size: int | None) -> Dataset:
         """Images of size x size pixels, each the mean of an area; None: as they are. Training takes
         that much less arithmetic. ValueError for more pixels than there are."""
-        side = min(self.train_images.shape[1:3])
+        size, side = plain(size), min(self.train_images.shape[1:3])
         if size is None or (size, size) == self.train_images.shape[1:3]:
             return self
         if type(size) is not int or not 1 <= size <= side:
@@ -560,5 +560,5 @@ def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
 
 def generator_for(seed: int, *path: int) -> torch.Generator:
     """The CPU generator of one purpose: the same numbers for the same (seed, path), everywhere."""
-    state = np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0]
+    state = np.random.SeedSequence(plain([seed, *path])).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))

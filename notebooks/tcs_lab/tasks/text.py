@@ -10,6 +10,8 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
+from tcs_lab.support.errors import plain
+
 _HELD_OUT = 10  # the last tenth of every topic is the test
 
 
@@ -85,6 +87,7 @@ class GPT(nn.Module):
 
     def __init__(self, classes: int, width: int, context: int):
         super().__init__()
+        classes, width, context = plain((classes, width, context))
         if width % (heads := max(1, width // 16)):
             raise ValueError(
                 f"width: got {width}, allowed of a gpt: a multiple of its {heads} heads"

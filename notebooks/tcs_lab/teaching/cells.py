@@ -3,11 +3,10 @@ seed by seed."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
-from tcs_lab.support.errors import text_hint, validated
+from tcs_lab.runs.parameters import literals
+from tcs_lab.support.errors import plain, text_hint, validated
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
 from tcs_lab.tables.verdicts import (
     CONTRADICTED,
@@ -39,25 +39,27 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
         raise ValueError(f"{', '.join(missing)}: missing in the cell of parameters")
     for name, kind in kinds.items():
         check = partial(validated, kind, source=name, strict=True)
+        given = plain(namespace[name])
         try:
-            check(namespace[name])
+            check(given)
         except ValueError as error:
-            raise ValueError(f"{error}{text_hint(name, namespace[name], check)}") from None
+            raise ValueError(f"{error}{text_hint(name, given, check)}") from None
 
 
 class Listening(tcs.Link):
     """Keeps the clients' messages of a round."""
 
-    messages: list[tcs.Message]
+    def __init__(self, channel: Callable[[int, bytes], bytes] | None = None):
+        super().__init__(channel)
+        self.round, self.messages = -1, list[tcs.Message]()
 
-    def gather(
-        self, known: tcs.Known, chosen: list[int], send: Callable[[int], tcs.Message]
-    ) -> Iterator[tcs.Arrival]:
-        self.messages = []
-        for arrival in super().gather(known, chosen, send):
-            if arrival.message is not None:
-                self.messages.append(arrival.message)
-            yield arrival
+    def up(self, known: tcs.Known, n: int, message: tcs.Message) -> tuple[tcs.Message | None, int]:
+        if known.round != self.round:
+            self.round, self.messages = known.round, []
+        arrived, bits = super().up(known, n, message)
+        if arrived is not None:
+            self.messages.append(arrived)
+        return arrived, bits
 
 
 def show_code(*things: Any) -> None:
@@ -72,16 +74,6 @@ def show_code(*things: Any) -> None:
 def bold(word: str) -> str:
     """For print, in a notebook or on a terminal."""
     return f"\x1b[1m{word}\x1b[0m"
-
-
-def literals(cell: str) -> dict[str, Any] | None:
-    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
-    try:
-        nodes: list[Any] = ast.parse(cell).body
-        values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
-    except (SyntaxError, ValueError, AttributeError):
-        return None
-    return values or None
 
 
 class Statements:

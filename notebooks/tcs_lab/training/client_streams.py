@@ -36,7 +36,7 @@ class ClientStreams(LocalTrainer):
         super().__init__(*settings, **more)
         if self.local_optimizer is not None:
             raise ValueError("local_optimizer: got one, allowed with a client a stream: none")
-        self.seats = {n: seat_of(self) for n in self.own}
+        self.seats = {n: seat_of(self) for n in range(self.feed.clients)}
         self.streams = [torch.cuda.Stream(self.theta_D.device) for _ in range(STREAMS)]
         self.trained: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 

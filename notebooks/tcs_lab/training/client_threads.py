@@ -87,7 +87,7 @@ class ClientThreads(LocalTrainer):
                 self._end()  # before anything is put back
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
-        self.waiting.extend(n for n in chosen if n in self.own)
+        self.waiting.extend(chosen)
 
     def _end(self) -> None:
         """Nothing is trained any more. Only where a round went wrong is there something left."""

@@ -24,7 +24,12 @@ def _forward(model: nn.Module, images: Tensor) -> Tensor:
 def _compiler() -> str:
     """The C++ compiler that torch.compile calls."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    return (shlex.split(os.environ.get("CXX", "")) or [usual])[0]
+    given = os.environ.get("CXX", "")
+    try:
+        return (shlex.split(given) or [usual])[0]
+    except ValueError as error:
+        allowed = "the command of a C++ compiler, or nothing"
+        raise ValueError(f"$CXX: got {given!r} ({error}), allowed: {allowed}") from error
 
 
 def goes_compiled(config: RunConfig) -> bool:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 import tcs_lab.schemes  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
-from tcs_lab.support.errors import shown, text_hint
+from tcs_lab.support.errors import plain, shown, text_hint
 
 # Kinds of values. A new setting is one line in RunConfig; its check, and what an error says is
 # allowed, follow from its kind.
@@ -151,6 +151,10 @@ class RunConfig:
         for key in of_images if text else ():
             if value := getattr(self, key):
                 raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
+        other = "crop_padding" if text else "context"  # has no meaning for this data
+        if (value := getattr(self, other)) != (usual := getattr(RunConfig, other)):
+            allowed = f"allowed with dataset {self.dataset}: {usual}, which has no effect there"
+            raise ValueError(f"{other}: got {value!r}, {allowed}")
 
     # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
     # no warm-up, whatever the federated settings beside it say (Sec. III-B).
@@ -338,6 +342,7 @@ def check_value(key: str, value: Any, check: TypeAdapter) -> Any:
 
     Raises ValueError naming the key, the value and what is allowed.
     """
+    value = plain(value)
     try:
         return check.validate_python(value)
     except ValidationError:

@@ -24,6 +24,7 @@ from tcs_core import (
     Server,
     TopK,
     Traffic,
+    block_code_bits,
     bytes_of,
 )
 from tcs_lab.training.configuration import RunConfig
@@ -35,7 +36,7 @@ def suits(scheme: Scheme, link: Link) -> bool:
     fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
     plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
     usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
-    known = scheme.dense or RULES[scheme.rule] in (TCS, TopK)
+    known = scheme.always_dense or RULES[scheme.rule] in (TCS, TopK)
     return known and plain and usual and type(link) is Link and link.channel is None
 
 
@@ -55,11 +56,11 @@ class DeferredLink(Link):
         self.flags: list[tuple[int, Tensor]] = []
         self.explored = torch.zeros((), dtype=torch.int64, device=known.device)
 
-    def down(self, server: Server, update_D: Tensor) -> tuple[Tensor, int, int]:
-        known = server.known
+    def down(self, server: Server) -> tuple[Tensor, int]:
+        known, update_D = server.known, server.average()
         self.flags, known.flags = known.flags, []
         self.explored = self.explored.new_zeros(()) if known.dense else server.explored_D.sum()
-        return update_D, 0, 0
+        return update_D, 0
 
 
 class GraphRounds:
@@ -76,8 +77,12 @@ class GraphRounds:
     def __init__(
         self, federation: Federation, most: int, watch: UpdateWatch | MaskWatch | None = None
     ):
-        for name in ("local_optimizer", "server_optimizer"):
-            if getattr(federation, name) is not None:
+        used = {
+            "local_optimizer": federation.trainer.local_optimizer,
+            "server_optimizer": federation.server_optimizer,
+        }
+        for name, optimizer in used.items():
+            if optimizer is not None:
                 raise ValueError(f"{name}: allowed in static rounds: none")
         device = federation.theta_D.device
         self.federation = weakref.proxy(federation)  # which may hold this
@@ -95,12 +100,12 @@ class GraphRounds:
     def ready(self, rounds: range) -> bool:
         """Whether these rounds, judged by the first, are of a dense scheme, or sparse ones that have
         a mask to start with."""
-        if self.federation.scheme.dense:
+        if self.federation.scheme.always_dense:
             return True
         rule, first = self.federation.compressor.rule, self.federation.schedule(rounds.start)
-        rule.begin(masks=first.masks)  # masks of a warm-up end with it
+        rule.begin(mask_factor=first.mask_factor)  # masks of a warm-up end with it
         mask = None if first.dense else rule.shared_mask()
-        return mask is not None and len(mask) == rule.k_global and first.masks == 1
+        return mask is not None and len(mask) == rule.k_global and first.mask_factor == 1
 
     def play(self, rounds: range) -> list[Traffic]:
         """Makes these rounds; what each of them sent.
@@ -132,11 +137,13 @@ class GraphRounds:
         """Of a round in which so many entries were sent by some clients only."""
         clients, known = self.federation.clients, self.federation.compressor.known
         rule, everyone = known.rule, tuple(range(clients))
-        if self.federation.scheme.dense:
+        if self.federation.scheme.always_dense:
             bits = 32 * known.dimension
             return Traffic(bits, bits, bytes_of(bits) * clients, bytes_of(bits), everyone)
-        up = known.up.block_code_bits(rule.k_global + rule.k_local, rule.k_local)
-        down = known.down.block_code_bits(rule.k_global + explored, explored)
+        shared, own = rule.k_global, rule.k_local
+        up = block_code_bits(known.up.value_bits, shared + own, own, known.dimension)
+        values = shared + explored
+        down = block_code_bits(known.down.value_bits, values, explored, known.dimension)
         return Traffic(up, down, bytes_of(up) * clients, bytes_of(down), everyone)
 
     def _play(self, index: int, eta: float) -> None:

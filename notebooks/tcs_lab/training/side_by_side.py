@@ -193,27 +193,26 @@ class SideBySide(LocalTrainer):
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
         """All of them train."""
-        mine = [n for n in chosen if n in self.own]
-        sums_ND = self._train(mine, t, eta)
-        self._rows = dict(zip(mine, sums_ND, strict=True))
+        sums_ND = self._train(chosen, t, eta)
+        self._rows = dict(zip(chosen, sums_ND, strict=True))
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         return self._rows[n]
 
-    def _batches(self, mine: list[int], t: int | Tensor, tau: int) -> tuple[Tensor, ...]:
+    def _batches(self, chosen: list[int], t: int | Tensor, tau: int) -> tuple[Tensor, ...]:
         """Those of all these clients, stacked."""
         if isinstance(t, Tensor) and "together" in vars(type(self.feed)):
             return cast(Any, self.feed).together(t, tau)
-        batches = [self.feed.batch(n, t, tau) for n in mine]
+        batches = [self.feed.batch(n, t, tau) for n in chosen]
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
 
-    def _train(self, mine: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
+    def _train(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
         """Alg. 1, l. 3 to 6, of all these clients: their summed gradients, (N, D)."""
-        rows = slice(None) if mine == list(self.own) else [self.own.index(n) for n in mine]
+        rows = slice(None) if chosen == list(range(self.feed.clients)) else chosen
         theta, decay = self.theta_D, self.weight_decay
         sums_ND = theta[:0]
         for tau in range(self.scheme.local_steps):
-            gradients_ND, losses_N, seen_NS = self._passes(theta, self._batches(mine, t, tau))
+            gradients_ND, losses_N, seen_NS = self._passes(theta, self._batches(chosen, t, tau))
             gradients_ND = gradients_ND.add_(theta, alpha=decay)
             sums_ND = sums_ND.add_(gradients_ND) if tau else gradients_ND
             self.losses_N[rows] += losses_N

@@ -174,7 +174,7 @@ class Training:
         # dense schemes' updates say which entries are important
         self.watch: UpdateWatch | MaskWatch = (
             UpdateWatch(self.flat.layer_sizes, device=self.device)
-            if scheme.dense
+            if scheme.always_dense
             else MaskWatch(self.compressor.known)
         )
         self.graph = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tcs_core
-from tcs_core import TCS, Known, Selection, may_look
+from tcs_core import TCS, Known, may_look, top_k_above
 
 Row = dict[str, Any]  # of a record: what one epoch did
 
@@ -38,7 +38,7 @@ class UpdateWatch:
         self.before_K = torch.arange(-self.k, 0, device=device)  # at first, none that there are
         self.before_L = torch.zeros_like(self.sizes_L)  # how many of these a layer
         self.found: list[Tensor] = []  # (2,), round by round
-        self.selection = Selection()
+        self.floor = 0.0  # of the last selection
 
     def begin(self) -> None:
         """An epoch begins."""
@@ -51,7 +51,7 @@ class UpdateWatch:
     def compared(self, update_D: Tensor) -> Tensor:
         """How many entries an update (D,) shares with the one before, the first with none, and by
         chance: (2,) float64. A GPU is not waited for, and finds all in the same tensors."""
-        now_K = self.selection(update_D, self.k)
+        now_K, self.floor = top_k_above(self.floor, update_D, self.k)
         now_L = torch.searchsorted(now_K, self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
         shared = in_common(self.before_K, now_K)
         chance = (self.before_L * now_L / self.sizes_L).sum()

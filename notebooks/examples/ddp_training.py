@@ -1,6 +1,6 @@
 """A DDP training with the hook, to be copied: AdamW, autocast, accumulation, clipping, resumed.
 
-uv run torchrun --nproc-per-node 2 -m tcs_lab.studies.ddp_example 300 checkpoints
+uv run torchrun --nproc-per-node 2 notebooks/examples/ddp_training.py 300 checkpoints
 """
 
 import os

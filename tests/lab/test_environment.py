@@ -1,0 +1,42 @@
+"""Environment variables that the lab reads: a wrong one is named, with what is allowed."""
+
+import pytest
+import tcs_lab as lab
+from tcs_lab.support.files import alone
+from tcs_lab.training.compiled import goes_compiled
+
+
+def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("TCS_CACHE", "")
+    for name in ("XDG_CACHE_HOME", "TCS_CACHE"):
+        monkeypatch.setenv(name, str(file))
+        with pytest.raises(ValueError, match=rf"^\${name}: got .*file.*allowed: a folder$"):
+            lab.cache_folder()
+    monkeypatch.setenv("TCS_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert lab.cache_folder() == tmp_path / "tcs-core"
+    monkeypatch.setenv("TCS_CACHE", str(tmp_path / "new"))
+    assert lab.cache_folder() == tmp_path / "new"
+
+
+@pytest.mark.parametrize("name", ["below a file", "not to be written"])
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TCS_CACHE", str(tmp_path / "file" / "cache"))
+    if name == "not to be written":
+        monkeypatch.setenv("TCS_CACHE", "/proc/tcs")
+    with (
+        pytest.raises(ValueError, match=r"the cache folder: got .*allowed: .*\$TCS_CACHE"),
+        alone(tmp_path / "x"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("given", ["'", 'g++ "', "clang++ -I'x"])
+def test_a_compiler_that_is_no_command_is_named(monkeypatch, given):
+    monkeypatch.setenv("CXX", given)
+    config = lab.RunConfig("TCS", compiled=True, device="cpu")
+    with pytest.raises(ValueError, match=r"^\$CXX: got .*allowed: the command of a C\+\+ compiler"):
+        goes_compiled(config)
