@@ -635,9 +635,9 @@ def top_k_above(
 
     Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
     few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
-    the floor is tried, and then 0, which leaves all entries. Whatever the floor, the positions are
-    the same. `among_K` are ascending positions outside of which the vector is 0, if they are known:
-    then these are the candidates.
+    the floor is tried, and then 0, which leaves all entries. Without a floor, a sample of a long
+    vector gives one. `among_K` are ascending positions outside of which the vector is 0, if they
+    are known: then no other entry is read. Whatever these two are, the positions are the same.
 
     This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
     would have to wait to learn how many candidates there are: there, and for other types, `topk`
@@ -661,10 +661,10 @@ def top_k_above(
         chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
         if kth > 0:  # else zeros are chosen, and the first of all of them count
             return torch.from_numpy(near[chosen]), floor
-    taken = None if taken_D is None else taken_D.numpy()
-    first = floor or _first_floor(values_D, k, taken)
+    excluded_D = None if taken_D is None else taken_D.numpy()
+    first = floor or _first_floor(values_D, k, excluded_D)
     for lowest in (first, first / 2, 0.0):
-        near = _not_below(lowest, values_D, taken)
+        near = _not_below(lowest, values_D, excluded_D)
         if len(near) >= k:
             break
     else:
@@ -4151,7 +4151,7 @@ class BucketClient(Client):
         if before is None or before.iter != iter:
             return
         known = self.known
-        known.status, known.round = CLOSED, before.round
+        known.status, known.round, known.rule.round = CLOSED, before.round, before.round
         cast(TCS, known.rule).positions = before.positions_K
         if before.errors_D is not None:
             self.errors_D = before.errors_D
@@ -4224,9 +4224,15 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
 def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
     """Step 1: the average, which gives the first shared mask if it is finite."""
     numbers_D = update_D.float()
-    # on a CPU a sum says it most often, without a temporary vector
-    is_finite = gives_mask and may_look(numbers_D) and math.isfinite(float(numbers_D.sum()))
-    if is_finite or (gives_mask and _host_reads(numbers_D.isfinite().all())):
+    if not gives_mask:
+        is_finite = False
+    elif may_look(numbers_D):
+        # a sum takes no temporary vector, but it can overflow
+        total = numbers_D.sum().item()
+        is_finite = math.isfinite(total) or bool(numbers_D.isfinite().all())
+    else:
+        is_finite = _host_reads(numbers_D.isfinite().all())
+    if is_finite:
         known.observe(numbers_D)
     else:
         known.lose()

@@ -107,7 +107,7 @@ if profile:
 if profile:
     records = lab.run_all(configs.values(), jobs=given.get("jobs", 1))
 else:
-    records = list(lab.recorded(configs.values()).values())
+    records = list(lab.load_records(configs.values()).values())
 shown = profile or evidence
 print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs/")
 
@@ -127,7 +127,7 @@ folder = lab.results_folder(shown) if begun and not changed else None
 drawn = {}
 for t, params in plans.items():
     runs = lab.plan(params)
-    drawn[t] = lab.draw_table(params, list(lab.recorded(runs).values()), runs, folder)
+    drawn[t] = lab.draw_table(params, list(lab.load_records(runs).values()), runs, folder)
 print(f"{len(drawn)} tables drawn")
 
 # %%
@@ -153,7 +153,7 @@ for table in drawn.values():
 
 # %%
 params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
-traffic = lab.summary(lab.recorded(lab.plan(params)).values())
+traffic = lab.summary(lab.load_records(lab.plan(params)).values())
 if len(traffic):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
@@ -176,7 +176,7 @@ print(f"{len(records)} runs, {len(diverged)} of them diverged; every table and f
 for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
 for t, params in plans.items():
-    rows = lab.summary(lab.recorded(lab.plan(params)).values(), planned=lab.plan(params))
+    rows = lab.summary(lab.load_records(lab.plan(params)).values(), planned=lab.plan(params))
     measured = f"{(rows['n'] > 0).sum()} of {len(rows)} schemes"
     without = lab.lacking(lab.plan(asked[t]), records)
     print(f"table {t}: {rows['n'].sum()} runs of {measured}; runs without a record: {without}")

@@ -532,8 +532,8 @@ def local_difference(theta_D, gradient, eta, steps):
     return local_D - theta_D
 
 
-assert lab.teaching.verdict("fedavg_round", fedavg_round) == "right"
-assert lab.teaching.verdict("local_difference", local_difference) == "right"
+assert lab.teaching.judge_solution("fedavg_round", fedavg_round) == "right"
+assert lab.teaching.judge_solution("local_difference", local_difference) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -570,8 +570,8 @@ def accumulate(errors_D, delta_D, k):
     return sent_D, intended_D - sent_D
 
 
-assert lab.teaching.verdict("s_top", s_top) == "right"
-assert lab.teaching.verdict("accumulate", accumulate) == "right"
+assert lab.teaching.judge_solution("s_top", s_top) == "right"
+assert lab.teaching.judge_solution("accumulate", accumulate) == "right"
 
 # %% [markdown]
 # ## What we saw

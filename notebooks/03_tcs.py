@@ -574,8 +574,8 @@ def shared_mask(theta_D, delta_D, update_D, k_global):
     return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
 
 
-assert lab.teaching.verdict("client_lines", client_lines) == "right"
-assert lab.teaching.verdict("shared_mask", shared_mask) == "right"
+assert lab.teaching.judge_solution("client_lines", client_lines) == "right"
+assert lab.teaching.judge_solution("shared_mask", shared_mask) == "right"
 
 # %% [markdown]
 # ## What we saw

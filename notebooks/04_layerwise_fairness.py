@@ -447,7 +447,7 @@ def free_places(layer_sizes, k, phi_min):
     return max(0, k - bound)
 
 
-assert lab.teaching.verdict("free_places", free_places) == "right"
+assert lab.teaching.judge_solution("free_places", free_places) == "right"
 
 # %% [markdown]
 # **2. Fair top-K.** The positions, from 0 and ascending: first every layer's own largest entries, then
@@ -492,7 +492,7 @@ def fair_top_k(vector_D, k, layer_sizes, phi_min):
     return torch.cat([fair_K, rest_K]).sort().values
 
 
-assert lab.teaching.verdict("fair_top_k", fair_top_k) == "right"
+assert lab.teaching.judge_solution("fair_top_k", fair_top_k) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -403,7 +403,7 @@ def momentum_step(theta_D, w_D, g_D, eta, beta):
     return theta_D - eta * w_D, w_D
 
 
-assert lab.teaching.verdict("momentum_step", momentum_step) == "right"
+assert lab.teaching.judge_solution("momentum_step", momentum_step) == "right"
 
 # %% [markdown]
 # **2. Where the sign slips.** The text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
@@ -436,7 +436,7 @@ def loss_changes(gradient_D, eta):
     return gradient_D @ step_D, gradient_D @ -step_D  # up by the plus, down by the minus
 
 
-assert lab.teaching.verdict("loss_changes", loss_changes) == "right"
+assert lab.teaching.judge_solution("loss_changes", loss_changes) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -483,8 +483,8 @@ def code_bits(count, dimension, block):
     return count * (1 + math.ceil(math.log2(block))) + blocks
 
 
-assert lab.teaching.verdict("decode", decode) == "right"
-assert lab.teaching.verdict("code_bits", code_bits) == "right"
+assert lab.teaching.judge_solution("decode", decode) == "right"
+assert lab.teaching.judge_solution("code_bits", code_bits) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -512,8 +512,8 @@ def dequantize(codes, means):
     return [signed[code] for code in codes]
 
 
-assert lab.teaching.verdict("interval_of", interval_of) == "right"
-assert lab.teaching.verdict("dequantize", dequantize) == "right"
+assert lab.teaching.judge_solution("interval_of", interval_of) == "right"
+assert lab.teaching.judge_solution("dequantize", dequantize) == "right"
 
 # %% [markdown]
 # ## What we saw

@@ -111,7 +111,7 @@ if profile:
 if profile:
     records = lab.run_all(configs, jobs=params.get("jobs", 1))
 else:
-    records = list(lab.recorded(every_seed).values())
+    records = list(lab.load_records(every_seed).values())
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
 print(f"{len(records)} records; runs without a record: {lab.lacking(configs, records)}")

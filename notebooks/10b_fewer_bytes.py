@@ -380,11 +380,11 @@ def setting(record: dict) -> tuple:
 
 
 # %%
-folder = lab.results_folder(evidence) / "runs"
-if not any(folder.glob("*.json")):
-    folder = lab.results_folder("short") / "runs"
+there = lab.find_records(profile=evidence)
+if not there:
+    there = lab.find_records(profile="short")
     print(f"NO EVIDENCE in results/{evidence}/runs: that of profile short is shown")
-found = [r for r in map(lab.read_record, sorted(folder.glob("*.json"))) if standard(r)]
+found = [record for record in there.values() if standard(record)]
 found = [r for r in found if not r["config"]["scheme"]["centralized"]]
 common = collections.Counter(setting(record) for record in found).most_common(1)[0][0]
 records = [r for r in found if setting(r) == common and r["status"] == "finished"]

@@ -26,7 +26,6 @@
 # *Run time*: under a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
 
 # %% jupyter={"source_hidden": true}
-import json
 import re
 import tempfile
 
@@ -260,8 +259,7 @@ print(stated(made_here))
 # minutes; `--part`, `--device`, `--precision`, `--threads`).
 
 # %%
-paths = sorted(lab.results_folder("bench", records).glob("*.json"))
-found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+found = list(lab.find_records(lab.studies.bench.BenchRun, records).values())
 found.sort(key=lambda record: record["provenance"]["finished"], reverse=True)
 missing = "no record yet; to make one: uv run tcs bench"
 targets = []  # what was measured, and its target

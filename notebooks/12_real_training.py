@@ -33,7 +33,7 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from annotated_types import Len
-from IPython.display import Code, Markdown, display
+from IPython.display import Markdown, display
 from tcs_lab.studies import links, optimizers
 from tcs_lab.support.processes import run_within, torchrun_command
 
@@ -82,15 +82,15 @@ if start_iter > steps - 2:
 # two ranks. *What does it cost?* A GPT of 33,191 parameters was trained. The last two answers, from records:
 
 # %% jupyter={"source_hidden": true}
-measured, judged = links.Links(links.read_rows()), optimizers.Judged(optimizers.read_plan())
-nets = {links.parameters(*net): net for net in ((10, 1000), (4, 5000))}
+measured, costs = links.Links(links.read_rows()), optimizers.Costs()
+nets = {links.count_parameters(*net): net for net in ((10, 1000), (4, 5000))}
 answer, most = [], list(links.SHARES)[-1]
 for way in links.SHARES:
     rate = min(measured.pays_to(way, o, *net) for net in nets.values() for o in ("plain", "bf16"))
-    cost = judged.cost(optimizers.Cell("AdamW", way))
+    cost = costs.cost(optimizers.Setup("AdamW", way))
     nats = lab.with_interval(cost.value, cost.low, cost.high)
     answer.append(f"""- **{way}** has shorter steps than plain DDP and its bf16 hook on links to {rate:,.0f} Mbit/s. It changes AdamW's test loss by {nats} nats:
-  **{judged.word(cost)}**.""")
+  **{costs.judge(cost)}**.""")
 found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.WAYS[1:]}
          for D_net, net in nets.items()}  # fmt: skip
 lines = [{"Seconds a step at 1,000 Mbit/s": f"{D_net:,} parameters"}
@@ -288,7 +288,7 @@ plt.show()
 # ## The link, measured
 #
 # Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
-# of its own, with root; `uv run python -m tcs_lab.studies.links` measures again). All traffic, both ways, shares the rate. Nets are
+# of its own, with root; `uv run tcs links` measures again). All traffic, both ways, shares the rate. Nets are
 # ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, PowerSGD at the rank that sends about as many bytes as TCS at 1 %, in one
 # bucket. Seconds a step, medians of five steps or nine, of fewer where n says so (of two or four, the upper); in brackets, measured over
 # calculated. `results/hook/links.json` has the machine and its load:
@@ -319,19 +319,19 @@ display(Markdown(lab.markdown(measured.unlimited())))
 # below 0.05. *Costs*: it is above. Else the verdict is *open*.
 
 # %%
-display(Markdown(lab.markdown(judged.table())))
-print(f"{len(judged.records)} of {judged.planned} planned runs")
+display(Markdown(lab.markdown(costs.table())))
+print(f"{len(costs.records)} of {costs.planned} planned runs")
 
 # %%
 for optimizer in ("AdamW", "momentum"):
-    gap = judged.loses_more(optimizer)
+    gap = costs.excess_over_sgd(optimizer)
     print(f"{optimizer} loses {gap.value:+.3f} ± {gap.half:.3f} more than SGD, TCS at 1 %")
-for cell in (cell for cell in optimizers.cells(judged.plan) if cell.corrected):
-    gap = judged.helped(cell)
-    print(f"{cell}: {gap.value:+.3f} ± {gap.half:.3f} against the same uncorrected")
+for setup in (setup for setup in costs.stage.setups if setup.corrected):
+    gap = costs.effect_of_correction(setup)
+    print(f"{setup}: {gap.value:+.3f} ± {gap.half:.3f} against the same uncorrected")
 for scheme in ("TCS 1 %", "TCS 10 %"):
-    print("best of all,", judged.advice(scheme))
-    print("best of what the hook has,", judged.advice(scheme, corrected=False))
+    print("best of all,", costs.advise(scheme))
+    print("best of what the hook has,", costs.advise(scheme, corrected=False))
 
 # %% [markdown]
 # A scheme is worth it where its interval, against the best dense cell, ends below 0.1.
@@ -346,7 +346,8 @@ for scheme in ("TCS 1 %", "TCS 10 %"):
 #     uv run torchrun --nproc-per-node 2 notebooks/examples/ddp_training.py 300 checkpoints
 
 # %%
-display(Code(filename=lab.ROOT / "notebooks/examples/ddp_training.py", language="python"))
+example = lab.ROOT / "notebooks/examples/ddp_training.py"
+display(Markdown(f"```python\n{example.read_text(encoding='utf-8')}```"))
 
 # %% [markdown]
 # *Accelerate* (1.15, tried on two CPU ranks): after `model = accelerator.prepare(model)`, `model.register_comm_hook(state, tcs.tcs_hook)`.

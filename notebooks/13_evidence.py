@@ -15,7 +15,6 @@
 # *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
 
 # %% jupyter={"source_hidden": true}
-import json
 import math
 import textwrap
 
@@ -45,9 +44,9 @@ def params_of(*names: str) -> dict:
 read, records = lab.planned_records(evidence, results)
 profile = params_of(evidence)
 plan_file = lab.ROOT / f"params/{evidence}_plan.yaml"
-plans = lab.planned_runs(plan_file) if plan_file.is_file() else {}
+plans = lab.plan_runs(plan_file) if plan_file.is_file() else {}
 judged = lab.judged(read, records)
-made = lab.made_of(plans, results)
+made = lab.count_made(plans, results)
 
 # %% [markdown]
 # ## The result
@@ -304,7 +303,7 @@ rows, of_tcs = [], []
 for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
     for scheme in ("TCS", "top-K"):
         asked = params_of("table1", name) | {"schemes": [scheme], "seeds": 10}
-        found = lab.recorded(lab.plan(asked), results if name == evidence else None).values()
+        found = lab.load_records(lab.plan(asked), results if name == evidence else None).values()
         each = pd.DataFrame([lab.coinciding(record) for record in found])
         of_tcs += [each] if scheme == "TCS" and len(each) else []
         rows += [{"training": name, "scheme": scheme, "of all values, at least": f"{each['all'].mean():.0%}",
@@ -331,7 +330,7 @@ statements.save()
 wide = {}
 for config in plans.get("rates", []):
     factor = f"× {profile['reference_batch'] / config.reference_batch:g}"
-    for record in lab.recorded([config], results, diverged=False).values():
+    for record in lab.load_records([config], results, diverged=False).values():
         wide.setdefault(config.scheme.name, {})[factor] = 100 * record["rows"][-1]["accuracy"]
 rows, outside = [], []
 for name, found in wide.items():
@@ -385,8 +384,8 @@ for reason, count in waiting.items():
 
 # %% jupyter={"source_hidden": true}
 controls = lab.ROOT / "params/controls_plan.yaml"
-control_runs = lab.planned_runs(controls, results=results)
-for row in lab.made_of(control_runs, results).to_dict("records"):
+control_runs = lab.plan_runs(controls, results=results)
+for row in lab.count_made(control_runs, results).to_dict("records"):
     print(f"Stage {row['stage']}: {row['made']} of {row['planned']} runs are made.")
 answers = lab.control_answers(controls, results)
 display(Markdown(lab.markdown(lab.readable_answers(answers))))
@@ -417,14 +416,14 @@ if len(sources):
 
 # %% jupyter={"source_hidden": true}
 rows = []
-folders = {path.parent.name: path for path in (lab.ROOT / "results").glob("*/runs")}
-if (own := lab.results_folder(evidence, results) / "runs").is_dir():
-    folders[evidence] = own
-for name, folder in sorted(folders.items()):
-    texts = [file.read_text(encoding="utf-8") for file in folder.glob("*.json")]
-    times = [json.loads(text)["provenance"]["wall_seconds"] for text in texts]
-    hours = f"{sum(times) / 3600:.1f}"
-    rows += [{"profile": name, "records": f"{len(times)}", "hours": hours}] if times else []
+hours = {}  # of each record, by profile
+for path, record in lab.find_records().items():
+    hours.setdefault(path.parents[1].name, []).append(record["provenance"]["wall_seconds"] / 3600)
+if own := lab.find_records(results=results, profile=evidence):
+    hours[evidence] = [record["provenance"]["wall_seconds"] / 3600 for record in own.values()]
+for name, of_profile in sorted(hours.items()):
+    total = f"{sum(of_profile):.1f}"
+    rows.append({"profile": name, "records": f"{len(of_profile)}", "hours": total})
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
@@ -482,9 +481,8 @@ print(lacking or "No claim is left out.")
 # mask, what is among the next round's.
 
 # %% jupyter={"source_hidden": true}
-rows, files = [], sorted((lab.results_folder("gpu") / "runs").glob("*.json"))
-found = [lab.read_record(file) for file in files]
-found = [r for r in found if r["config"]["epochs"] == params_of("gpu")["epochs"]]
+rows = []
+found = list(lab.find_records(profile="gpu", epochs=params_of("gpu")["epochs"]).values())
 gaps = lab.summary(found).set_index("scheme")["difference"] if found else {}
 for record in sorted(found, key=lambda record: record["rows"][-1]["accuracy"]):
     name, epochs = record["config"]["scheme"]["name"], pd.DataFrame(record["rows"])
@@ -564,7 +562,7 @@ def training(name: str, epochs: int, where: str | None = None) -> dict[str, str]
     """One row; nothing if there are no records."""
     change = {"epochs": epochs, "schemes": ["Baseline", "TCS", "TCS-L4"]}
     configs = lab.plan(lab.with_every_seed(params_of("table1", name)) | change)
-    found = list(lab.recorded(configs, where).values())
+    found = list(lab.load_records(configs, where).values())
     gaps = lab.planned_gaps(name, found) if epochs == params_of(name)["epochs"] else None
     rows = lab.summary(found, planned=configs, gaps=gaps).set_index("scheme")
     return {"training": f"{name}, {epochs} epochs", "net": net_of(found[0]),
@@ -591,7 +589,7 @@ whole = [c for c in plans.get("1", []) if c.scheme in schemes and c.seed in seed
 rows, finals = [], {}  # finals: accuracy by epochs and scheme
 for epochs in sorted({config.epochs for config in shorter + whole}):
     configs = [config for config in shorter + whole if config.epochs == epochs]
-    found = list(lab.recorded(configs, results, diverged=False).values())
+    found = list(lab.load_records(configs, results, diverged=False).values())
     ends = {r["config"]["scheme"]["name"]: 100 * r["rows"][-1]["accuracy"] for r in found}
     if "Baseline" in ends:
         finals[epochs] = ends
@@ -624,7 +622,8 @@ def against(name: str, first: str, second: str) -> tuple[float, str]:
         return row["measured"], lab.difference_said(row)
     runs = [params_of("table1", name) | {"schemes": [one], "seeds": 3} for one in (first, second)]
     one, other = (
-        [r["rows"][-1]["accuracy"] for r in lab.recorded(lab.plan(run)).values()] for run in runs
+        [r["rows"][-1]["accuracy"] for r in lab.load_records(lab.plan(run)).values()]
+        for run in runs
     )
     gap = lab.mean_interval(100 * (a - b) for a, b in zip(one, other, strict=True))
     return gap[0], f"{lab.with_interval(*gap)}, n = {len(one)}"
@@ -687,7 +686,7 @@ for name, lengths in (("small", (150, 300)), ("cpu", (150, 300))):
         for e in lengths
     ]
     levels = [
-        [100 * r["rows"][-1]["accuracy"] for r in lab.recorded(lab.plan(one)).values()]
+        [100 * r["rows"][-1]["accuracy"] for r in lab.load_records(lab.plan(one)).values()]
         for one in asked
     ]
     if all(levels):

@@ -75,7 +75,7 @@ _ = lab.run_all(wanted.values(), jobs=jobs)
 records = {}
 for name in sweep.settings:
     for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
-        records |= lab.recorded(configs)
+        records |= lab.load_records(configs)
 print(f"{len(records)} records in results/{evidence}/runs/")
 
 # %%

@@ -59,7 +59,7 @@ if make:
 
 # %% jupyter={"source_hidden": true}
 _ = lab.run_all(wanted, jobs=1)
-found = {point: lab.recorded(group) for point, group in points.items()}
+found = {point: lab.load_records(group) for point, group in points.items()}
 records = {file: record for group in found.values() for file, record in group.items()}
 
 
@@ -415,9 +415,8 @@ claim(
     f"but for {1e9 * worst:.0f} billionths",
 )
 papers = {lab.read_params([lab.ROOT / f"params/table{t}.yaml"])["learning_rate"] for t in (1, 2, 3)}
-there = lab.results_folder(profile) / "runs"
-files = {tuple(path.name.rsplit("-", 3)[:2]) for path in there.glob("*.json")}
-used = {float(rate) for name, rate in files if name in schemes}
+configs = [record["config"] for record in lab.find_records(profile=profile).values()]
+used = {c["learning_rate"] for c in configs if c["scheme"]["name"] in schemes}
 claim("every rate is on the grid, or a table's", used <= papers.union(rates), f"{sorted(used)}")
 
 # %% [markdown]

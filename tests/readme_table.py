@@ -92,13 +92,13 @@ def records(scheme: str, profile: str, **changes: Any) -> list[Record]:
     """The finished records of a scheme at Table 1's rate in a profile, by seed."""
     seeds = {} if profile == PROFILE else {"seeds": 100}
     asked = params("table1", profile) | seeds | {"schemes": [scheme]} | changes
-    return list(lab.recorded(lab.plan(asked), diverged=False).values())
+    return list(lab.load_records(lab.plan(asked), diverged=False).values())
 
 
 def stands(stage: str) -> bool:
     """Whether all runs of a stage of the plan are made."""
-    planned = lab.planned_runs(ROOT / "params/evidence_plan.yaml")[stage]
-    return len(lab.recorded(planned)) == len(planned)
+    planned = lab.plan_runs(ROOT / "params/evidence_plan.yaml")[stage]
+    return len(lab.load_records(planned)) == len(planned)
 
 
 def both_ways(found: Iterable[Record]) -> float:
@@ -200,7 +200,7 @@ def tuned_runs() -> tuple[int, int]:
 
 def control_runs() -> tuple[int, int]:
     """The same of the controls."""
-    table = lab.made_of(lab.planned_runs(ROOT / "params/controls_plan.yaml"))
+    table = lab.count_made(lab.plan_runs(ROOT / "params/controls_plan.yaml"))
     return int(table["made"].sum()), int(table["planned"].sum())
 
 
@@ -299,7 +299,7 @@ def at_best_rates(profile: str) -> dict[str, list[Record]]:
     """The rivals' records of notebook 17, of each at the best of the rates tried."""
     sweep = lab.read_sensitivity(ROOT / f"params/rivals_{profile}.yaml")
     points = lab.sensitivity_plan(sweep, params(profile) | {"seeds": 5}, "learning_rate")
-    found = {point: lab.recorded(group) for point, group in points.items()}
+    found = {point: lab.load_records(group) for point, group in points.items()}
     best = lab.best_values(found)
     return {name: list(found[rate, name].values()) for name, rate in best.items()}
 
@@ -359,25 +359,25 @@ def ddp_rows() -> list[list[str]]:
     """From the records of 12: where a step is shorter than with bf16, bytes of a whole training,
     test loss; and of a larger net bytes of a step, and how much shorter or longer it is."""
     measured, nets = links.Links(links.read_rows()), ((10, 1000), (4, 5000))
-    judged = optimizers.Judged(optimizers.read_plan())
-    dense = 4 * sum(judged.sizes)
+    costs = optimizers.Costs()
+    dense = 4 * sum(costs.sizes)
     less, losses, counts, rates = [], [], set(), set()
     for share in SHARES:
-        cell = optimizers.Cell("AdamW", f"TCS {share}")
-        found = [record for (of, _), record in judged.records.items() if of == cell]
+        setup = optimizers.Setup("AdamW", f"TCS {share}")
+        found = [record for (of, _), record in costs.records.items() if of == setup]
         counts.add(len(found))
-        sparse = optimizers.bytes_a_step(found[0], judged.sizes)
-        steps = judged.plan["dense_steps"], judged.plan["sparse_steps"]
+        sparse = optimizers.bytes_per_step(costs.stage.schemes[setup.scheme], costs.sizes)
+        steps = costs.stage.dense_steps, costs.stage.sparse_steps
         ratio = dense * sum(steps) / (dense * steps[0] + sparse * steps[1])
         less.append(f"{share}: {lab.times(ratio)}")
-        cost = judged.cost(cell)
+        cost = costs.cost(setup)
         losses.append(f"{share}: {lab.with_interval(cost.value, cost.low, cost.high)}")
         rates.update(measured.pays_to(f"TCS {share}", "bf16", *net) for net in nets)
     up_to, large = min(rates), nets[1]
     steps = [f"{share}: {over_bf16(measured, share, large)}" for share in SHARES]
-    where = f"12: GPT of {sum(judged.sizes):,} parameters, AdamW, {found[0]['steps']:,} steps, n = {counts.pop()}"
+    where = f"12: GPT of {sum(costs.sizes):,} parameters, AdamW, {found[0]['steps']:,} steps, n = {counts.pop()}"
     loss = f"Test loss, nats (more is worse)<br>{'<br>'.join(losses)}"
-    fast = f"12: {links.parameters(*large) // 10**6} million parameters, two CPU processes"
+    fast = f"12: {links.count_parameters(*large) // 10**6} million parameters, two CPU processes"
     time = f"Step time ÷ bf16 hook's at {FASTEST:,} Mbit/s<br>{'<br>'.join(steps)}"
     a_step = [f"{share}: {lab.times(less_a_step(f'TCS {share}', large))}" for share in SHARES]
     dense_way = "**do not sparsify**: DDP's bf16 hook; on one machine, also plain DDP"
@@ -395,7 +395,7 @@ def ddp_rows() -> list[list[str]]:
 
 def less_a_step(way: str, net: tuple[int, int]) -> float:
     """How many times fewer bytes than plain DDP a rank hands over in a sparse step."""
-    return sum(links.handed_over("plain", *net)) / sum(links.handed_over(way, *net))
+    return sum(links.count_handed_bytes("plain", *net)) / sum(links.count_handed_bytes(way, *net))
 
 
 def over_bf16(measured: links.Links, share: str, net: tuple[int, int]) -> str:
@@ -444,8 +444,8 @@ def situations() -> list[list[str]]:
 
 def evidence_block() -> str:
     """What the evidence costs to repeat."""
-    plans = lab.planned_runs(ROOT / "params/evidence_plan.yaml")
-    found = lab.recorded(chain(*plans.values())).values()
+    plans = lab.plan_runs(ROOT / "params/evidence_plan.yaml")
+    found = lab.load_records(chain(*plans.values())).values()
     hours = {"AMD EPYC": 0.0, "NVIDIA H100 80GB HBM3": 0.0, "NVIDIA H200": 0.0}  # as it says
     for record in found:
         hours[record["provenance"]["device"]] += record["provenance"]["wall_seconds"] / 3600
@@ -505,11 +505,11 @@ def unequal_numbers() -> dict[str, Any]:
 
 def ddp_numbers() -> dict[str, Any]:
     """Seconds per step of ten million parameters by link, and what sparse steps cost in loss."""
-    measured, judged = links.Links(links.read_rows()), optimizers.Judged(optimizers.read_plan())
+    measured, costs = links.Links(links.read_rows()), optimizers.Costs()
     net, large = (10, 1000), (4, 5000)
-    cells = {share: optimizers.Cell("AdamW", f"TCS {share} %") for share in (1, 10)}
-    costs = {f"loss{share}": judged.cost(cell) for share, cell in cells.items()}
-    (n,) = {len([1 for of, _ in judged.records if of == cell]) for cell in cells.values()}
+    setups = {share: optimizers.Setup("AdamW", f"TCS {share} %") for share in (1, 10)}
+    losses = {f"loss{share}": costs.cost(setup) for share, setup in setups.items()}
+    (n,) = {len([1 for of, _ in costs.records if of == setup]) for setup in setups.values()}
     for way in ("TCS 10 %", "TCS 1 %"):  # on the fastest link, and without one, plain or bf16 win
         for mbit in (FASTEST, None):
             ours = measured.row(way, *large, mbit=mbit)["seconds"]
@@ -520,8 +520,8 @@ def ddp_numbers() -> dict[str, Any]:
         seconds = [measured.row(way, *net, mbit=mbit)["seconds"] for way in DDP_WAYS]
         lines.append([f"{mbit:,} Mbit/s", *(f"{s:.2f}" if s < 10 else f"{s:.0f}" for s in seconds)])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in costs.items()}
-    count = f"{round(links.parameters(*net) / 1e6)} million"
+    said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in losses.items()}
+    count = f"{round(links.count_parameters(*net) / 1e6)} million"
     return said | {"links": table, "parameters": count, "ddp_n": n}
 
 
@@ -581,7 +581,7 @@ def notebooks_block() -> str:
 
 def reproducibility_block() -> str:
     """The evidence's plan: its commit, and how much of it is made."""
-    table = lab.made_of(lab.planned_runs(ROOT / "params/evidence_plan.yaml"))
+    table = lab.count_made(lab.plan_runs(ROOT / "params/evidence_plan.yaml"))
     missing = table[table["made"] < table["planned"]]
     words = "; ".join(
         f"the other {row.planned - row.made} belong to stage {row.stage}, which was to be made only "
@@ -611,7 +611,7 @@ def gpu_gaps() -> dict[str, str]:
     """Final accuracies of profile gpu at its own length, one seed, in points from the Baseline."""
     names = ("Baseline", "TCS", "FedAvg", "top-K", "TCS-L4-Q5")
     asked = params("table1", "gpu") | {"schemes": list(names), "seeds": [0]}
-    found = [lab.read_record(file) for file in sorted((ROOT / "results/gpu/runs").glob("*.json"))]
+    found = list(lab.find_records(profile="gpu").values())
     long = [
         r for r in found if r["config"]["epochs"] == asked["epochs"] and not r["config"]["seed"]
     ]
@@ -633,10 +633,10 @@ def at_other_rates() -> str:
     One seed at twice the plan's rate counts as higher where it is outside the range at that rate;
     TCS at the paper's higher rate is as judged."""
     twice, over = params(PROFILE)["reference_batch"] // 2, {}
-    planned = lab.planned_runs(ROOT / "params/evidence_plan.yaml")["rates"]
+    planned = lab.plan_runs(ROOT / "params/evidence_plan.yaml")["rates"]
     for config in (config for config in planned if config.reference_batch == twice):
         usual = final(records(config.scheme.name, PROFILE)).values()
-        (now,) = final(lab.recorded([config]).values()).values()
+        (now,) = final(lab.load_records([config]).values()).values()
         inside = min(usual) <= now <= max(usual)
         over[config.scheme.name] = 0.0 if inside else now - fmean(usual)
     assert not over["TCS-L4-Q5"] and not over["Baseline"]

@@ -40,10 +40,11 @@ __getattr__, __dir__ = lazily(
             "plan profile_params read_params"
         ),
         "runs.forecast": "forecast",
-        "runs.plans": "made_of planned_runs searches_of",
+        "runs.index": "find_records",
+        "runs.plans": "count_made find_searches plan_runs",
         "runs.progress": "Progress followed",
         "runs.records": (
-            "config_of core_sha256 differences lacking made_with read_record record_path recorded "
+            "config_of core_sha256 differences lacking load_records made_with read_record record_path "
             "results_folder"
         ),
         "runs.runs": "run run_all",

@@ -165,16 +165,20 @@ def _add_repeat(command: Command) -> None:
 
 def _add_measurements(command: Command) -> None:
     optimizers = command(
-        "optimizers", "make the runs of params/optimizers.yaml: what the DDP hook costs optimizers",
-        "tcs optimizers --dry-run", "tcs optimizers",
+        "optimizers", "make the trainings of params/optimizers.yaml: what the DDP hook costs optimizers",
+        "tcs optimizers --dry-run", "tcs optimizers --jobs 2",
     )  # fmt: skip
+    optimizers("--jobs", type=int, help="how many trainings at once (default: 1)")
+    optimizers("--results", help="results folder (default: results/ beside notebooks/)")
     _add_dry_run(optimizers)
     links = command(
-        "links", "measure steps of DDP over links of given rates (Linux, as root); writes results/hook/links.json",
+        "links", "measure steps of DDP over links of given rates (Linux, as root); writes results/hook/links/",
         "two ranks, 10 layers of 1000 x 1000, no limit and 1000 Mbit/s:",
         "tcs links 2 10 1000 none 1000",
         'tcs links 2 10 1000 100 plain "TCS 1 %"',
+        "what notebook 12 shows: tcs queue params/links.yaml",
     )  # fmt: skip
+    links("--results", help="results folder (default: results/ beside notebooks/)")
     for name in ("ranks", "layers", "width"):
         links(name, metavar=name.upper(), type=int)
     links("rates", metavar="RATE", nargs="+",

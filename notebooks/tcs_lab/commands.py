@@ -26,11 +26,13 @@ from tcs_lab.evidence.sensitivity import (
 )
 from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.runs.deadline import Deadline
-from tcs_lab.runs.estimates import Expected, expected, missing_runs
+from tcs_lab.runs.estimates import Expected, expect
+from tcs_lab.runs.jobs import Job, make_anew, missing_jobs
 from tcs_lab.runs.parameters import checked, plan, read_params, read_yaml
-from tcs_lab.runs.plans import made_of, minutes_of, planned_runs, read_plan, runs_to_follow
+from tcs_lab.runs.plans import count_made, jobs_to_follow, plan_jobs, read_plan
+from tcs_lab.runs.queue import run_queue
 from tcs_lab.runs.records import config_of, differences, read_record, record_path
-from tcs_lab.runs.runs import run_all, run_queue
+from tcs_lab.runs.runs import Run, run_all
 from tcs_lab.studies.bench import USUAL, bench_table, run_benches
 from tcs_lab.support.errors import cut, one_line, reject_unknown, shown
 from tcs_lab.support.places import ROOT
@@ -112,7 +114,7 @@ def _make(
     jobs = checked("jobs", params.get("jobs", 1))
     if arguments.dry_run:
         count = len({config.digest for config in configs})
-        left = expected(missing_runs(configs, arguments.results), arguments.results)
+        left = expect(missing_jobs(map(Run, configs), arguments.results), arguments.results)
         print(_in_words(count, left, jobs))
         return 0
     records = run_all(configs, arguments.results, jobs)
@@ -122,7 +124,7 @@ def _make(
 
 def _ended(records: list[dict[str, Any]]) -> int:
     """The exit code of runs that are made; says which of them diverged."""
-    diverged = [record for record in records if record["status"] == "diverged"]
+    diverged = [record for record in records if record.get("status") == "diverged"]
     for record in diverged:
         name = record["config"]["scheme"]["name"]
         print(f"diverged: {name}: {record['reason']}", file=sys.stderr)
@@ -157,12 +159,12 @@ def make_plans(arguments: argparse.Namespace) -> int:
         print(_in_words(planned, left, jobs or 1))
         return 0
 
-    def wanted() -> list[RunConfig]:
-        named = _each_stage(arguments, lambda file: planned_runs(file, changes, arguments.results))
-        return [config for _, _, configs in named for config in configs]
+    def wanted() -> list[Job]:
+        named = _each_stage(arguments, lambda file: plan_jobs(file, changes, arguments.results))
+        return [job for _, _, stage in named for job in stage]
 
     if arguments.minutes is not None:
-        return _make_in_time(arguments, wanted(), changes)
+        return _make_in_time(arguments, wanted())
     if arguments.pack:
         raise ValueError(f"--pack: got {arguments.pack}, allowed without --minutes: none")
     records = run_queue(wanted, arguments.results, jobs=jobs or 1)
@@ -170,18 +172,15 @@ def make_plans(arguments: argparse.Namespace) -> int:
     return _ended(records)
 
 
-def _make_in_time(
-    arguments: argparse.Namespace, configs: list[RunConfig], changes: dict[str, Any]
-) -> int:
-    """Those of a plan's runs that fit into some minutes; says what has become of all of them."""
+def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
+    """Those of a plan's jobs that fit into some minutes; says what has become of all of them."""
     if not 0 < arguments.minutes < math.inf:
         raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a number above 0")
     files = list(dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan))
     if len(files) > 1:
         raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: one file")
-    minutes, sharing = minutes_of(files[0], changes), read_plan(files[0]).sharing
     where = arguments.results, arguments.jobs, arguments.pack
-    deadline = Deadline(configs, minutes, sharing, *where)
+    deadline = Deadline(jobs, read_plan(files[0]).sharing, *where)
     records = deadline.make(arguments.minutes)
     print(plain_markdown(deadline.table()))
     return max(_ended(records), int(deadline.failed))
@@ -202,31 +201,30 @@ def tell_status(arguments: argparse.Namespace) -> int:
 
 class _Stage:
     """A stage of a plan: what is made of it, and what is left. Of `follow`, it is only known how many
-    they are and what they are like (see `runs_to_follow`)."""
+    they are and what they are like (see `jobs_to_follow`)."""
 
     def __init__(
-        self, file: str, name: str, configs: list[RunConfig], follow: list[RunConfig],
-        minutes: dict[str, float], results: str | None,
-    ):  # fmt: skip
+        self, file: str, name: str, jobs: list[Job], follow: list[Job], results: str | None
+    ):
         self.file, self.name, self.searches = file, name, bool(follow)
-        self.made = made_of({name: configs}, results).to_dict("records")[0]
+        self.made = count_made({name: jobs}, results).to_dict("records")[0]
         self.planned = self.made["planned"] + len(follow)
-        self.left = expected(missing_runs(configs, results) + follow, results, minutes)
+        self.left = expect([*missing_jobs(jobs, results), *follow], results)
 
     def row(self) -> dict[str, Any]:
         return {
             "plan": self.file, "stage": self.name, "planned": self.planned,
-            "made": self.made["made"], "diverged": self.made["diverged"], "left": self.left.runs,
+            "made": self.made["made"], "diverged": self.made["diverged"], "left": self.left.jobs,
             "hours taken": f"{self.made['hours']:.1f}", "hours left": _hours(self.left),
         }  # fmt: skip
 
 
 def _stages_of(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_Stage]:
     results, stages = arguments.results, []
-    named = _each_stage(arguments, lambda file: planned_runs(file, changes, results))
-    for file, name, configs in named:
-        follow = runs_to_follow(file, changes, results).get(name, [])
-        stages.append(_Stage(file, name, configs, follow, minutes_of(file, changes), results))
+    named = _each_stage(arguments, lambda file: plan_jobs(file, changes, results))
+    for file, name, jobs in named:
+        follow = jobs_to_follow(file, changes, results)[name]
+        stages.append(_Stage(file, name, jobs, follow, results))
     return stages
 
 
@@ -238,12 +236,12 @@ def _sum(stages: list[_Stage]) -> Expected:
 
 
 def _each_stage(
-    arguments: argparse.Namespace, runs_of: Callable[[str], dict[str, list[RunConfig]]]
-) -> Iterator[tuple[str, str, list[RunConfig]]]:
-    """The stages that are asked for: file, name, and their runs by `runs_of(file)`."""
+    arguments: argparse.Namespace, jobs_of: Callable[[str], dict[str, list[Job]]]
+) -> Iterator[tuple[str, str, list[Job]]]:
+    """The stages that are asked for: file, name, and their jobs by `jobs_of(file)`."""
     for given in arguments.plan:
         file, stage = _file_and_stage(given)
-        stages = runs_of(file)
+        stages = jobs_of(file)
         wanted = [stage] if stage else arguments.stage or list(stages)
         reject_unknown(wanted, stages, f"stage in {file}")
         yield from ((file, name, stages[name]) for name in stages if name in wanted)
@@ -259,8 +257,8 @@ def _file_and_stage(given: str) -> tuple[str, str]:
 
 def _in_words(planned: int, left: Expected, jobs: int) -> str:
     """How many runs are planned and left, and the hours that these take."""
-    text = f"{planned} runs, {planned - left.runs} of them made, {left.runs} left"
-    if left.runs > left.unknown:
+    text = f"{planned} runs, {planned - left.jobs} of them made, {left.jobs} left"
+    if left.jobs > left.unknown:
         text += f": about {_number(left.hours)} hours one after the other"
         if jobs > 1:
             text += f", at best {_number(left.hours / jobs)} with {jobs} at once"
@@ -269,7 +267,7 @@ def _in_words(planned: int, left: Expected, jobs: int) -> str:
 
 def _hours(left: Expected) -> str:
     """A cell of a table; a question mark stands for what is not known."""
-    known = [_number(left.hours)] if left.runs > left.unknown or not left.runs else []
+    known = [_number(left.hours)] if left.jobs > left.unknown or not left.jobs else []
     return " + ".join(known + (["?"] if left.unknown else []))
 
 
@@ -315,23 +313,19 @@ def repeat_record(arguments: argparse.Namespace) -> int:
 
 
 def compare_optimizers(arguments: argparse.Namespace) -> int:
-    """The runs of params/optimizers.yaml that are missing, one after the other."""
-    from tcs_lab.studies import optimizers
-
-    if arguments.dry_run:
-        print(_in_words(*optimizers.left_to_make(), 1))
-        return 0
-    optimizers.make_all()
-    return 0
+    """The trainings of params/optimizers.yaml: `queue` with this plan."""
+    path = str(ROOT / "params" / "optimizers.yaml")
+    own = {"plan": [path], "stage": None, "set": [], "minutes": None, "pack": None}
+    return make_plans(argparse.Namespace(**own, **vars(arguments)))
 
 
 def measure_links(arguments: argparse.Namespace) -> int:
-    """Rows of results/hook/links.json, measured in processes of their own."""
+    """A record of steps on links, measured in processes of their own."""
     from tcs_lab.studies import links
 
     for name in ("ranks", "layers", "width"):
         _whole(name.upper(), getattr(arguments, name))
-    ways = [word for word in arguments.rates if word in links.WAYS]
+    ways = tuple(word for word in arguments.rates if word in links.WAYS)
     rates = [word for word in arguments.rates if word not in links.WAYS]
     for word in rates:
         if word != "none" and not _is_positive(word):
@@ -339,8 +333,11 @@ def measure_links(arguments: argparse.Namespace) -> int:
             raise ValueError(f"RATE: got {shown(word)}, allowed: {allowed}")
     if not rates:
         raise ValueError("RATE: got ways alone, allowed: at least one number of Mbit/s, or none")
-    size = [str(getattr(arguments, name)) for name in ("ranks", "layers", "width")]
-    return links.main([*size, *rates, *ways])
+    size = (arguments.ranks, arguments.layers, arguments.width)
+    mbit = tuple(None if word == "none" else float(word) for word in rates)
+    record = make_anew(links.LinkMeasurement(*size, mbit, ways or links.WAYS), arguments.results)
+    print(plain_markdown(pd.DataFrame(record["rows"])))
+    return 0
 
 
 def _is_positive(word: str) -> bool:

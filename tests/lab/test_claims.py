@@ -7,7 +7,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from scipy.special import stdtrit
-from tcs_lab.training.training import packed
+from tcs_lab.training.training import pack_flags
 
 PLAN = lab.ROOT / "params" / "evidence_plan.yaml"
 
@@ -43,7 +43,7 @@ def record(name, seed, accuracy, bits=0.0, eta=0.5, overlap=None, right=None):
         | ({"update_overlap": overlap, "update_overlap_chance": 0.2} if overlap else {})
         for dense in (10, 0, 0)
     ]  # fmt: skip
-    rows[-1] |= {"right": packed(torch.from_numpy(right))} if right is not None else {}
+    rows[-1] |= {"right": pack_flags(torch.from_numpy(right))} if right is not None else {}
     config = {"scheme": scheme, "seed": seed, "learning_rate": eta}
     return {"config": config, "dimension": 1000, "rows": rows, "status": "finished"}
 
@@ -377,7 +377,7 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
 
 
 def test_a_plan_beside_what_is_made(tmp_path):
-    table = lab.made_of(lab.planned_runs(PLAN), tmp_path)
+    table = lab.count_made(lab.plan_runs(PLAN), tmp_path)
     assert table.planned[0] == 35 and table.stage[0] == "1"
     assert not table[["made", "diverged", "hours"]].to_numpy().any()
 

@@ -90,7 +90,7 @@ def test_the_claims_of_the_paper_can_be_read_and_quote_its_tables():
 def test_every_scheme_that_is_judged_is_planned():
     """With equal clients, and in every setting of unequal ones."""
     read, own = lab.read_claims(CLAIMS), lab.read_params([CLAIMS.with_stem("evidence")])
-    plans = lab.planned_runs(CLAIMS.with_stem("evidence_plan"))
+    plans = lab.plan_runs(CLAIMS.with_stem("evidence_plan"))
     planned = {run.digest for runs in plans.values() for run in runs}
     asked = [{"schemes": [name], "learning_rate": eta} for name, eta in read.sides]
     asked += [

@@ -16,8 +16,9 @@ from processes import start_command, until
 from tcs_lab.__main__ import main
 from tcs_lab.runs import deadline
 from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
-from tcs_lab.runs.deadline import Deadline, Timed, most_at_once, next_to_start
-from tcs_lab.runs.plans import minutes_of
+from tcs_lab.runs.deadline import Attempt, Deadline, most_at_once, next_to_start
+from tcs_lab.runs.plans import plan_jobs
+from tcs_lab.runs.runs import Run
 
 SHARING = [1.0, 1.5, 2.0]  # two at once do as much as 1.33 alone, three as much as 1.5
 
@@ -53,14 +54,14 @@ def test_no_more_runs_share_a_machine_than_is_faster_in_all():
 
 def test_a_run_is_expected_to_go_on_as_it_went():
     """Alone: what it took while others ran is divided by how much they slow it."""
-    run = Timed(config(epochs=10), minutes=5)
+    run = Attempt(Run(config(epochs=10), minutes=5))
     assert run.work == 300
-    run.ended_epoch({"epoch": 1, "seconds": 40.0}, 2.0)
+    run.end_part({"epoch": 1, "seconds": 40.0}, 2.0)
     assert run.work == pytest.approx(1.05 * 9 * 20)
     for epoch in range(2, 8):
-        run.ended_epoch({"epoch": epoch, "seconds": 3.0}, 1.0)
+        run.end_part({"epoch": epoch, "seconds": 3.0}, 1.0)
     assert run.work == pytest.approx(1.05 * 3 * 3)  # the first, slow ones do not count any more
-    assert Timed(config(epochs=10), minutes=5, done=9).work == 30
+    assert Attempt(Run(config(epochs=10), minutes=5), done=9).work == 30
 
 
 class Machine:
@@ -72,9 +73,12 @@ class Machine:
         self.now, self.left, self.begun, self.ended, self.stopped = 0.0, {}, [], {}, []
         monkeypatch.setattr(deadline, "time", self)
         monkeypatch.setattr(Deadline, "_begin", lambda *given: self.begin(*given))
-        monkeypatch.setattr(Deadline, "_path", lambda _, run: SimpleNamespace(
-            exists=lambda: run.config.scheme.name in self.ended.keys() - self.exitcodes))  # fmt: skip
-        monkeypatch.setattr(deadline, "read_record", lambda *_: {})
+        monkeypatch.setattr(
+            Run,
+            "is_made",
+            lambda job, _: job.config.scheme.name in self.ended.keys() - self.exitcodes,
+        )
+        monkeypatch.setattr(Run, "read", lambda *_: {})
 
     def monotonic(self):
         return self.now
@@ -88,7 +92,7 @@ class Machine:
             self.ended[name] = self.now
 
     def begin(self, owner, run, told):
-        name = run.config.scheme.name
+        name = run.job.config.scheme.name
         self.begun.append((name, self.now))
         run.begun = self.now
         self.left[name] = self.alone[name]
@@ -103,33 +107,30 @@ class Machine:
         del self.left[name]
 
 
-@pytest.mark.parametrize("minutes", [2, 4, 5.5, 7, 9, 12])
-def test_nothing_is_begun_that_does_not_end(monkeypatch, minutes):
+@pytest.mark.parametrize("left", [2, 4, 5.5, 7, 9, 12])
+def test_nothing_is_begun_that_does_not_end(monkeypatch, left):
     """If the runs take as long as the plan says."""
     monkeypatch.setattr(deadline, "_POLL_SECONDS", 1.0)
     expected = {"FedAvg": 1.3, "TCS": 1.3, "TCS-Q5": 6.6, "top-K": 5.7, "Baseline": 11, "rand-K": 2}
     machine = Machine(monkeypatch, SHARING, {name: 60 * t for name, t in expected.items()})
-    configs = [config(name) for name in expected]
-    minutes_by = {c.digest: expected[c.scheme.name] for c in configs}
-    made = Deadline(configs, minutes_by, SHARING)
-    records = made.make(minutes, progress=False)
+    made = Deadline([Run(config(name), minutes) for name, minutes in expected.items()], SHARING)
+    records = made.make(left, progress=False)
     assert not machine.stopped and len(records) == len(machine.begun) == len(machine.ended)
-    assert max(machine.ended.values()) <= 60 * minutes + 6  # of rounding up to a poll
+    assert max(machine.ended.values()) <= 60 * left + 6  # of rounding up to a poll
     assert [name for name, _ in machine.begun][:2] == ["FedAvg", "TCS"]
     outcomes = dict(zip(expected, made.table().outcome, strict=True))
     assert {name for name, became in outcomes.items() if became.startswith("made in ")} == set(
         machine.ended
     )
     left = {name for name, became in outcomes.items() if became.startswith("not begun: ")}
-    assert left == set(expected) - set(machine.ended) and ("Baseline" in left or minutes == 12)
+    assert left == set(expected) - set(machine.ended) and ("Baseline" in left or left == 12)
 
 
 def test_what_is_too_slow_is_stopped_when_time_is_up(monkeypatch):
     """It takes three times as long as the plan says."""
     monkeypatch.setattr(deadline, "_POLL_SECONDS", 1.0)
     machine = Machine(monkeypatch, [1.0], {"TCS": 180, "top-K": 30})
-    configs = [config("TCS"), config("top-K")]
-    made = Deadline(configs, dict.fromkeys([c.digest for c in configs], 1.0), [1.0])
+    made = Deadline([Run(config("TCS"), 1.0), Run(config("top-K"), 1.0)], [1.0])
     assert made.make(2.0, progress=False) == []
     assert machine.stopped == ["TCS"] and machine.now == pytest.approx(120, abs=1)
     assert list(made.table().outcome) == [
@@ -141,8 +142,7 @@ def test_a_run_that_fails_or_is_made_elsewhere_keeps_no_other_back(monkeypatch):
     monkeypatch.setattr(deadline, "_POLL_SECONDS", 1.0)
     seconds = {"TCS": 30, "top-K": 20, "FedAvg": 40, "rand-K": 60}
     Machine(monkeypatch, SHARING, seconds, exitcodes={"TCS": 1, "FedAvg": 0})
-    configs = [config(name) for name in seconds]
-    made = Deadline(configs, dict.fromkeys([c.digest for c in configs], 1.0), SHARING)
+    made = Deadline([Run(config(name), 1.0) for name in seconds], SHARING)
     assert len(made.make(12, progress=False)) == 2 and made.failed
     assert list(made.table().outcome) == [
         "failed (exit code 1)", "made in 0.7 minutes",
@@ -155,9 +155,8 @@ def test_no_more_than_so_many_jobs(monkeypatch):
     names = ["TCS", "top-K", "rand-K", "FedAvg"]
     for jobs in (1, 2, 3, 9):
         machine = Machine(monkeypatch, SHARING, dict.fromkeys(names, 60.0))
-        configs = [config(name) for name in names]
-        minutes_by = dict.fromkeys([c.digest for c in configs], 1.0)
-        Deadline(configs, minutes_by, SHARING, jobs=jobs).make(12, progress=False)
+        planned = [Run(config(name), 1.0) for name in names]
+        Deadline(planned, SHARING, most=jobs).make(12, progress=False)
         at_once = [len(list(same)) for _, same in itertools.groupby(t for _, t in machine.begun)]
         assert at_once[0] == min(jobs, 3) and sum(at_once) == 4
 
@@ -186,16 +185,17 @@ def plan(tmp_path):
 
 def test_a_plan_says_how_long_its_runs_take(plan):
     file = plan("{schemes: [TCS, top-K], minutes: 2}", "{schemes: [Baseline]}")[1]
-    (runs,) = lab.planned_runs(file).values()
-    assert minutes_of(file) == {c.digest: 2 for c in runs[:2]} and len(runs) == 3
-    plain = plan("{schemes: [TCS, top-K]}", "{schemes: [Baseline]}")[1]
-    assert lab.planned_runs(plain)["a"] == runs and minutes_of(plain) == {}
+    (runs,) = plan_jobs(file).values()
+    assert [run.minutes for run in runs] == [2, 2, None]
+    (plain,) = plan_jobs(plan("{schemes: [TCS, top-K]}", "{schemes: [Baseline]}")[1]).values()
+    assert [run.config for run in plain] == [run.config for run in runs]
+    assert [run.minutes for run in plain] == [None, None, None]
 
 
 def test_the_plan_for_a_gpu_says_it_of_all_its_runs():
     file = lab.ROOT / "params" / "gpu_plan.yaml"
-    configs = [c for runs in lab.planned_runs(file).values() for c in runs]
-    assert {c.digest for c in configs} == set(minutes_of(file))
+    configs = [c for runs in lab.plan_runs(file).values() for c in runs]
+    assert all(job.minutes for jobs in plan_jobs(file).values() for job in jobs)
     assert {c.epochs for c in configs} == {60, 300}
     papers = lab.read_params([lab.ROOT / "params" / "paper.yaml"]) | {
         "schemes": ["TCS"],
@@ -207,13 +207,13 @@ def test_the_plan_for_a_gpu_says_it_of_all_its_runs():
 @pytest.mark.parametrize("sharing", ["[]", "[1.2]", "[1.0, 0.9]", "[1.0, 2.0, 1.5]", "[1.0, x]"])
 def test_factors_that_mean_nothing_are_refused(plan, sharing):
     with pytest.raises(ValueError, match=r"plan\.yaml: sharing: "):
-        lab.planned_runs(plan("{schemes: [TCS]}", sharing=sharing)[1])
+        lab.plan_runs(plan("{schemes: [TCS]}", sharing=sharing)[1])
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1.0", "soon"])
 def test_minutes_that_are_none_are_refused(plan, minutes):
     with pytest.raises(ValueError, match=r"plan\.yaml: .*minutes: "):
-        lab.planned_runs(plan(f"{{schemes: [TCS], minutes: {minutes}}}")[1])
+        lab.plan_runs(plan(f"{{schemes: [TCS], minutes: {minutes}}}")[1])
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_what_fits_is_made_as_by_run_and_brought_back_in_one_file(plan, tmp_path
         ("TCS", "failed (exit code 1)"), ("Baseline", "made"),
     ]  # fmt: skip
     assert "error: TCS, seed 3: batch_size: got 90" in said.err and "Traceback" not in said.err
-    (runs,) = lab.planned_runs(words[1]).values()
+    (runs,) = lab.plan_runs(words[1]).values()
     made = {c.record_name: c for c in (runs[0], runs[3])}
     folder = tmp_path / "results" / "ci" / "runs"
     assert {path.name for path in folder.iterdir()} == set(made)
@@ -274,16 +274,17 @@ def test_what_fits_is_made_as_by_run_and_brought_back_in_one_file(plan, tmp_path
     for name in made:
         unpacked = tmp_path / "unpacked" / "ci" / "runs" / name
         assert unpacked.read_bytes() == (folder / name).read_bytes()
-    again = Deadline(runs, minutes_of(words[1]), [1.0], tmp_path / "results")
-    assert [run.became for run in again.runs.values()] == ["was there", "", "", "was there"]
-    assert [run.config for run in again.waiting] == runs[1:3]
+    again = Deadline(plan_jobs(words[1])["a"], [1.0], tmp_path / "results")
+    outcomes = [attempt.outcome for attempt in again.attempts.values()]
+    assert outcomes == ["was there", "", "", "was there"]
+    assert [attempt.job.config for attempt in again.waiting] == runs[1:3]
 
 
 def test_a_run_that_is_stopped_keeps_its_checkpoint_and_a_second_call_goes_on(
     plan, tmp_path, capsys, monkeypatch
 ):
     words = plan("{schemes: [TCS-Q5], epochs: 80, minutes: 1}")
-    ((wanted,),) = lab.planned_runs(words[1]).values()
+    ((wanted,),) = lab.plan_runs(words[1]).values()
 
     def until_it_has_a_checkpoint():
         return 1e9 if checkpoint_path(wanted).exists() else 0.0
@@ -297,9 +298,8 @@ def test_a_run_that_is_stopped_keeps_its_checkpoint_and_a_second_call_goes_on(
     assert 0 < kept < 80 and outcome.endswith(f"goes on after epoch {kept} |")
     assert not (tmp_path / "results" / "ci").exists()
     rows = json.loads(lab.runs.checkpoints.torch.load(checkpoint_path(wanted))["rows"])
-    assert Deadline([wanted], minutes_of(words[1]), [1.0]).waiting[0].work == pytest.approx(
-        60 * (1 - kept / 80)
-    )
+    (attempt,) = Deadline(plan_jobs(words[1])["a"], [1.0]).waiting
+    assert attempt.work == pytest.approx(60 * (1 - kept / 80))
     assert main([*words, "--minutes", "2"]) == 0
     record = lab.read_record(lab.record_path(wanted, tmp_path / "results"))
     assert record["rows"][:kept] == rows  # also the seconds that they took
@@ -309,7 +309,7 @@ def test_a_run_that_is_stopped_keeps_its_checkpoint_and_a_second_call_goes_on(
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_no_run_outlives_the_command(plan, tmp_path, how):
     words = plan("{schemes: [TCS-Q5], epochs: 100000, minutes: 1}")
-    ((wanted,),) = lab.planned_runs(words[1]).values()
+    ((wanted,),) = lab.plan_runs(words[1]).values()
     (tmp_path / "cache").mkdir(exist_ok=True)
     process = start_command([*words, "--minutes", "100"], tmp_path)
     until(checkpoint_path(wanted).exists, 120)

@@ -7,7 +7,7 @@ import jupytext
 import pytest
 import tcs_lab as lab
 import torch
-from tcs_lab.teaching.exercises import EXERCISES, RIGHT, UNWRITTEN, verdict
+from tcs_lab.teaching.exercises import EXERCISES, RIGHT, UNWRITTEN, judge_solution
 
 import tcs_core as tcs
 
@@ -45,7 +45,7 @@ def test_the_folded_solution_is_the_one_that_is_executed_and_right(path):
         exec(below.source, namespace)
         solved += re.findall(r"^def (\w+)", folded, re.M)
         assert asserts == folded.count("def ")
-    assert solved and {verdict(name, namespace[name]) for name in solved} == {RIGHT}
+    assert solved and {judge_solution(name, namespace[name]) for name in solved} == {RIGHT}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, **by_name)
@@ -66,7 +66,7 @@ def test_every_exercise_is_in_one_notebook():
 
 @pytest.mark.parametrize(("name", "mistaken", "hint"), MISTAKES)
 def test_a_typical_mistake_is_recognized(name, mistaken, hint):
-    said = verdict(name, mistaken)
+    said = judge_solution(name, mistaken)
     assert re.search(r"(got|is) .*, wanted .*\. " + re.escape(hint) + " Given: ", said)
     assert "\n" not in said
 
@@ -98,7 +98,7 @@ S_TOP = "positions: got [3], wanted [1] (counted from 0). Given: vector_D = [1, 
     ],
 )
 def test_what_is_off_is_said_in_one_line(name, function, says):
-    said = verdict(name, function)
+    said = judge_solution(name, function)
     assert says in said and "\n" not in said
 
 
@@ -113,7 +113,7 @@ def test_what_was_given_is_left_as_it_was():
         w_D.mul_(beta).add_(g_D)
         return theta_D - eta * w_D, w_D
 
-    said = verdict("momentum_step", in_place)
+    said = judge_solution("momentum_step", in_place)
     assert said == "it changes what it was given (w_D): make a new one instead"
 
 

@@ -9,7 +9,7 @@ import pytest
 import tcs_lab as lab
 import torch
 from tcs_lab.evidence import fair
-from tcs_lab.training.training import packed
+from tcs_lab.training.training import pack_flags
 
 PROFILE = "profile: tiny\ndataset: synthetic\nepochs: 1\ntrain_samples: 100\ntest_samples: 60\n"
 SPANS = {"choose_on": [[10, 20]], "score_on": [[0, 10], [20, 60]]}
@@ -57,7 +57,7 @@ def write(folder, config, right, status="finished"):
     right_I = np.asarray(right, dtype=bool)
     row = {"epoch": 1, "rounds": 10, "dense_rounds": 1, "accuracy": float(right_I.mean()),
            "bits_up": 1000, "bits_down": 1000, "bytes_up": 2_000_000, "bytes_down": 500_000,
-           "right": packed(torch.from_numpy(right_I))}  # fmt: skip
+           "right": pack_flags(torch.from_numpy(right_I))}  # fmt: skip
     record = {"version": 1, "digest": config.digest, "status": status, "config": config.identity(),
               "dimension": 1000, "rows": [row] if status == "finished" else [],
               "provenance": {"fingerprint": "made up", "wall_seconds": 1.0}}  # fmt: skip
@@ -79,7 +79,7 @@ def images(choosing, scoring):
 def searches(folder):
     return {
         s.scheme: s
-        for of in lab.searches_of(folder / "fair.yaml", results=folder).values()
+        for of in lab.find_searches(folder / "fair.yaml", results=folder).values()
         for s in of
     }
 
@@ -281,7 +281,7 @@ def test_a_verdict_that_the_bootstrap_does_not_share_is_named(folder):
 
 
 def control_runs(folder, stage):
-    return lab.planned_runs(folder / "controls.yaml", results=folder)[stage]
+    return lab.plan_runs(folder / "controls.yaml", results=folder)[stage]
 
 
 def control(folder, stage, **counts):

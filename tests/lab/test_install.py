@@ -14,6 +14,7 @@ PROJECT = tomllib.loads((lab.ROOT / "pyproject.toml").read_text(encoding="utf-8"
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 LAB = sorted((lab.ROOT / "notebooks" / "tcs_lab").rglob("*.py"))
 NOTEBOOKS = sorted((lab.ROOT / "notebooks").glob("*.py"))
+EXAMPLES = sorted((lab.ROOT / "notebooks" / "examples").glob("*.py"))
 TESTS = sorted((lab.ROOT / "tests").rglob("*.py"))
 
 
@@ -37,7 +38,7 @@ def imported(paths):
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
     tops = {name.split(".")[0] for name in modules} - sys.stdlib_module_names
-    own = {"tcs_core", "tcs_lab", "federation", *(path.stem for path in TESTS)}
+    own = {"tcs_core", "tcs_lab", *(path.stem for path in (*EXAMPLES, *TESTS))}
     brought = packages_distributions() | {"flwr": ["flwr"]}  # installed for notebook 18 alone
     return names(brought[name][0] for name in tops - own)
 
@@ -47,7 +48,7 @@ def test_all_that_is_imported_is_named_where_it_is_needed():
     flower = [path for path in LAB if path.stem == "flower"]
     assert imported(flower) - OF_LAB == names(EXTRAS["flower"])
     assert imported(set(LAB) - set(flower)) <= OF_LAB
-    assert imported(NOTEBOOKS) <= OF_LAB
+    assert imported([*NOTEBOOKS, *EXAMPLES]) <= OF_LAB
     assert imported(TESTS) - names(EXTRAS["flower"]) <= OF_TESTS
 
 

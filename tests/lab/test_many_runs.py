@@ -20,6 +20,7 @@ import torch
 from common import IMAGES, as_tar, config, numbers, tiny_command
 from processes import logged, start_command, until
 from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import alone
 
 import tcs_core as tcs
@@ -156,9 +157,9 @@ def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, mon
     """With 12 threads and four jobs: three, whether five runs are left or one."""
     asked, work = [], lab.runs.runs._work
 
-    def noted(config, *arguments):
-        asked.append(config.threads)
-        return work(dataclasses.replace(config, threads=1), *arguments)
+    def noted(job, *arguments):
+        asked.append(job.config.threads)
+        return work(Run(dataclasses.replace(job.config, threads=1)), *arguments)
 
     monkeypatch.setattr(lab.runs.runs, "_work", noted)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
@@ -208,7 +209,7 @@ def test_no_worker_outlives_its_parent(tmp_path, few, how):
 
 def test_a_worker_that_gets_to_work_too_late_ends_at_once(tmp_path):
     """Its parent was killed while it imported: it has another one, so to say process 1."""
-    wanted, told = config(**BRIEF), tmp_path / "rows"
+    wanted, told = Run(config(**BRIEF)), tmp_path / "rows"
     with pytest.raises(BrokenProcessPool):
         joblib.Parallel(2, backend="loky")(
             joblib.delayed(lab.runs.runs._work)(wanted, tmp_path, True, told, 1) for _ in range(2)
@@ -222,7 +223,7 @@ def test_a_worker_that_gets_to_work_too_late_ends_at_once(tmp_path):
 def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
     one = config(epochs=2)
     row = {"epoch": 2, "accuracy": 0.5, "bits_up": 10, "rounds": 1}
-    with lab.Progress([one]) as bar:
+    with lab.Progress([Run(one)]) as bar:
         bar.epoch(one.digest, row)
         bar.ended(one.digest)
         bar.epoch(one.digest, row)

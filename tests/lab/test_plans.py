@@ -10,9 +10,11 @@ from common import TINY, config, numbers
 from processes import FORKSERVER
 from tcs_lab.__main__ import main
 from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
-from tcs_lab.runs.estimates import expected, missing_runs
+from tcs_lab.runs.estimates import expect
+from tcs_lab.runs.jobs import missing_jobs
+from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import alone, write_json
-from tcs_lab.training.training import accuracy_on, packed
+from tcs_lab.training.training import accuracy_on, pack_flags
 
 IMAGES = 40  # tested after the last epoch of a hand-made record
 
@@ -50,7 +52,7 @@ def made_record(wanted, right, status="finished"):
     rows = [
         {"epoch": e + 1, "accuracy": accuracy} | dict.fromkeys(counted, 1) for e in range(count)
     ]
-    rows[-1]["right"] = packed(right)
+    rows[-1]["right"] = pack_flags(right)
     return {
         "version": 1, "digest": wanted.digest, "status": status, "reason": None,
         "config": wanted.identity(), "dimension": 1000, "rows": rows,
@@ -77,7 +79,7 @@ def tuned(plan, accuracies, seed=11):
 
 def asked(plan, stage="tuned"):
     """The runs of a stage, as far as it is known: scheme, factor and seed."""
-    configs = lab.planned_runs(plan, results=plan.parent)[stage]
+    configs = lab.plan_runs(plan, results=plan.parent)[stage]
     usual = {True: 0.1, False: 0.5}
     return [(c.scheme.name, c.eta / usual[c.scheme.centralized], c.seed) for c in configs]
 
@@ -122,14 +124,14 @@ def test_a_choice_is_scored_once_it_stands_and_seed_by_seed(plan):
     tuned(plan, {"Baseline": {0.5: 9, 1: 12, 2: 11}})
     scored = [(name, 1, seed) for seed in (1, 2) for name in ("TCS", "Baseline")]
     assert asked(plan) == [*FIRST, *scored]
-    baseline = lab.planned_runs(plan, results=plan.parent)["tuned"][-1]
+    baseline = lab.plan_runs(plan, results=plan.parent)["tuned"][-1]
     assert baseline.eta == 0.1 and baseline.learning_rate_at(0) == 0.1
 
 
 def test_only_the_images_that_choose_choose(plan):
     """`tuned` makes all scoring images right where fewer than ten of the others are."""
     tuned(plan, {"TCS": {0.5: 9, 1: 12, 2: 9}, "Baseline": {0.5: 0, 1: 10, 2: 0}})
-    (searches,) = lab.searches_of(plan, results=plan.parent).values()
+    (searches,) = lab.find_searches(plan, results=plan.parent).values()
     assert [search.chosen for search in searches] == [1, 1]
     assert searches[0].tried() == {0.5: 9 / 20, 1: 12 / 20, 2: 9 / 20}
 
@@ -147,13 +149,13 @@ def test_the_grid_goes_on_at_both_ends_while_the_best_is_there(plan):
 
 def test_of_two_rates_that_are_equally_good_the_smaller_one_is_taken(plan):
     tuned(plan, {"TCS": {0.5: 9, 1: 12, 2: 12}})
-    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    (tcs, _) = lab.find_searches(plan, results=plan.parent)["tuned"]
     assert tcs.chosen == 1 and list(tcs.tried()) == [0.5, 1, 2]
 
 
 def test_a_run_that_diverged_is_the_worst(plan):
     tuned(plan, {"TCS": {0.5: 0, 1: "diverged", 2: "diverged"}})
-    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    (tcs, _) = lab.find_searches(plan, results=plan.parent)["tuned"]
     assert list(tcs.tried()) == [0.25, 0.5, 1, 2] and tcs.chosen is None  # none right is better
     tuned(plan, {"TCS": {0.25: "diverged"}})
     assert tcs.chosen == 0.5
@@ -161,7 +163,7 @@ def test_a_run_that_diverged_is_the_worst(plan):
 
 def test_a_scheme_that_always_diverges_is_not_scored(plan):
     tuned(plan, {"TCS": dict.fromkeys((0.5, 1, 2, 0.25, 0.125), "diverged")})
-    (tcs, _) = lab.searches_of(plan, results=plan.parent)["tuned"]
+    (tcs, _) = lab.find_searches(plan, results=plan.parent)["tuned"]
     assert tcs.chosen is None
     assert {seed for name, _, seed in asked(plan) if name == "TCS"} == {11}
 
@@ -183,14 +185,14 @@ def test_a_plan_that_would_not_be_fair_is_refused(plan, was, now, says):
     assert was in PLAN
     plan.write_text(PLAN.replace(was, now, 1), encoding="utf-8")
     with pytest.raises(ValueError, match=rf"(?s)plan\.yaml.*{says}"):
-        lab.planned_runs(plan, results=plan.parent)
+        lab.plan_runs(plan, results=plan.parent)
 
 
 def test_the_plans_that_are_there_can_be_read():
     for name in ("fair_plan", "controls_plan", "evidence_plan"):
-        planned = lab.planned_runs(lab.ROOT / "params" / f"{name}.yaml")
+        planned = lab.plan_runs(lab.ROOT / "params" / f"{name}.yaml")
         assert planned and all(configs for configs in planned.values())
-    (main, _) = lab.searches_of(lab.ROOT / "params" / "fair_plan.yaml").values()
+    (main, _) = lab.find_searches(lab.ROOT / "params" / "fair_plan.yaml").values()
     assert [search.scheme for search in main] == ["Baseline", "FedAvg", "TCS", "top-K"]
 
 
@@ -204,17 +206,19 @@ def test_a_queue_asks_its_plan_anew_after_each_run(tmp_path, small):
     def planned():
         first, second = config(epochs=1), config("top-K", epochs=1)
         asked_for.append(lab.record_path(first, tmp_path).exists())
-        return [first, second] if asked_for[-1] else [first]
+        return [Run(first), Run(second)] if asked_for[-1] else [Run(first)]
 
-    records = lab.runs.runs.run_queue(planned, tmp_path)
+    records = lab.runs.run_queue(planned, tmp_path)
     assert [record["config"]["scheme"]["name"] for record in records] == ["TCS-L2-Q5", "top-K"]
     assert asked_for == [False, True, True]
-    assert [numbers(r) for r in records] == [numbers(lab.run(c, tmp_path / "x")) for c in planned()]
+    assert [numbers(r) for r in records] == [
+        numbers(lab.run(run.config, tmp_path / "x")) for run in planned()
+    ]
 
 
 def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monkeypatch):
     """The second one comes first, and the first one's record is taken when it is there."""
-    monkeypatch.setattr(lab.runs.runs, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lab.runs.queue, "_LOOK_SECONDS", 0.1)
     first, second = config(epochs=1), config("top-K", epochs=1)
     elsewhere = lab.run(first, tmp_path / "elsewhere")
     order, train = [], lab.runs.runs._train
@@ -237,9 +241,9 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
     def planned():
         if lab.record_path(second, tmp_path).exists():
             made.set()
-        return [first, second]
+        return [Run(first), Run(second)]
 
-    records = lab.runs.runs.run_queue(planned, tmp_path)
+    records = lab.runs.run_queue(planned, tmp_path)
     thread.join()
     assert order == ["top-K"] and records[0] == elsewhere
 
@@ -249,14 +253,14 @@ def fails():
 
 
 def test_a_run_that_fails_in_a_process_of_its_own_ends_the_queue(tmp_path, small, monkeypatch):
-    def start_run(config, results, told):
+    def start_job(job, results, told):
         process = FORKSERVER.Process(target=fails)
         process.start()
         return process
 
-    monkeypatch.setattr(lab.runs.runs, "start_run", start_run)
+    monkeypatch.setattr(lab.runs.queue, "start_job", start_job)
     with pytest.raises(ChildProcessError, match="the same command goes on"):
-        lab.runs.runs.run_queue(lambda: [config(), config("top-K")], tmp_path, jobs=2)
+        lab.runs.run_queue(lambda: [Run(config()), Run(config("top-K"))], tmp_path, jobs=2)
 
 
 # What is left ─────────────────────────────────────────────────────────────────────────────────────
@@ -305,19 +309,19 @@ def test_how_long_runs_take_is_what_such_runs_took(tmp_path):
     made_in(12 * HOUR, tmp_path, "TCS-L4")
     same, twice = config("TCS", seed=8), config("TCS", seed=8, epochs=6)
     for wanted, hours in (([same], 6), ([twice], 12), ([config("TCS-L4-Q5")], 12), (there, 0)):
-        left = expected(missing_runs(wanted, tmp_path), tmp_path)
+        left = expect(missing_jobs(map(Run, wanted), tmp_path), tmp_path)
         assert left == (1 if hours else 0, pytest.approx(hours), 0)
-    assert expected([same], tmp_path, {same.digest: 90.0}) == (1, pytest.approx(1.5), 0)
+    assert expect([Run(same, 90.0)], tmp_path) == (1, pytest.approx(1.5), 0)
 
 
 def test_of_runs_like_no_other_a_round_is_timed(tmp_path):
     """Unless it would take long, or nobody knows how many samples there are."""
-    short, long = (expected([config("TCS-L2", epochs=n)], tmp_path) for n in (10, 30))
+    short, long = (expect([Run(config("TCS-L2", epochs=n))], tmp_path) for n in (10, 30))
     assert long == (1, pytest.approx(3 * short.hours), 0) and 0 < short.hours < 1
     assert not (tmp_path / "ci").exists()
     large = {"model": "resnet18", "width": 64, "batch_size": 64}
     unknown = [config(**large, clients=10), config(dataset="folder", train_samples=None)]
-    assert expected(unknown, tmp_path) == (2, 0.0, 2)
+    assert expect(map(Run, unknown), tmp_path) == (2, 0.0, 2)
 
 
 def test_of_a_run_that_was_stopped_the_rest_is_left(tmp_path, small):
@@ -331,4 +335,4 @@ def test_of_a_run_that_was_stopped_the_rest_is_left(tmp_path, small):
     with pytest.raises(KeyboardInterrupt):
         lab.run(one, tmp_path, stop)
     assert epochs_kept(one) == 1
-    assert expected([one], tmp_path).hours == pytest.approx(4)
+    assert expect([Run(one)], tmp_path).hours == pytest.approx(4)

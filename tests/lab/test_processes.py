@@ -81,19 +81,21 @@ def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path):
     assert (tmp_path / "said").read_text().count("met [0, 1]") == 2
 
 
+def measurement(mbit=(10.0,), ways=("plain",)):
+    return links.LinkMeasurement(2, 10, 1000, mbit, ways)
+
+
 def test_a_measurement_of_links_has_a_limit_beyond_what_it_takes():
     """At least ten times the wire's part of it, and never none."""
-    wire = links.calculated("plain", 10, 1000, 2, 10.0, 0.0)
-    assert links.longest(2, 10, 1000, [10.0], ["plain"]) > 10 * wire
-    assert links.longest(2, 10, 1000, [], []) >= 0 < links.longest(2, 1, 10, [None], ["plain"])
+    wire = links.calculate_step("plain", 10, 1000, 2, 10.0, 0.0)
+    assert measurement().limit > 10 * wire
+    assert measurement((None,)).limit > 0
 
 
-def test_a_measurement_that_fails_says_its_last_lines(monkeypatch, capsys):
+def test_a_measurement_that_fails_says_its_last_lines(monkeypatch):
     def failing(seconds, command, **rest):
         run_within(seconds, python("print('no link'); raise SystemExit(3)"))
 
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(links, "run_within", failing)
-    assert links.main(["2", "10", "1000", "none", "plain"]) == 1
-    said = capsys.readouterr().err
-    assert "ended with 3" in said and "no link" in said
+    with pytest.raises(ChildProcessError, match=r"(?s)ended with 3.*no link"):
+        measurement().make()

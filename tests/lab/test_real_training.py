@@ -1,33 +1,41 @@
 """What notebook 12 shows: its optimizers' trainings are the hook's, its example resumes, its
 calculation of links counts what the hook counts."""
 
+import dataclasses
+import math
+
 import pytest
 import tcs_lab as lab
 import torch
 from processes import start
+from tcs_lab.runs.jobs import make_job, missing_jobs, read_jobs
+from tcs_lab.runs.plans import Planning, plan_jobs, read_plan
+from tcs_lab.runs.records import seal
 from tcs_lab.studies import links, optimizers
+from tcs_lab.support.files import write_json
 from torch.nn.parallel import DistributedDataParallel
 
 import tcs_core as tcs
 
-PLAN = optimizers.read_plan() | {"dense_steps": 2}
+(STAGE,) = read_plan(optimizers.PLAN).stages
+SHORT = STAGE.model_copy(update={"dense_steps": 2})
 
 
 # Optimizers ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def through_the_hook(ranks, folder, cell, steps):
+def through_the_hook(ranks, folder, setup, steps):
     """The same training under DDP; the model, and what was sent in the last step."""
-    model, windows = optimizers.first_model(PLAN, 3), optimizers.Windows(PLAN, 3)
+    model, windows = optimizers.make_model(SHORT, 3), optimizers.Windows(SHORT, 3)
     hooked = DistributedDataParallel(model)
-    state = tcs.TCSState(start_iter=PLAN["dense_steps"], **PLAN["schemes"][cell.scheme])
+    state = tcs.TCSState(start_iter=2, **STAGE.schemes[setup.scheme].model_dump())
     hooked.register_comm_hook(state, tcs.tcs_hook)
-    optimizer = optimizers.optimizer_of(PLAN, cell, model, 3e-3)
+    optimizer = optimizers.make_optimizer(SHORT, setup, model, 3e-3)
     for step in range(steps):
         before = sum(state.bytes_sent.values())
         optimizer.zero_grad()
-        optimizers.loss_of(hooked, windows.of(step, ranks.rank)).backward()
-        factor = optimizers.rate_factor(step, PLAN["dense_steps"], steps)
+        optimizers.measure_loss(hooked, windows.draw(step, ranks.rank)).backward()
+        factor = optimizers.rate_factor(step, 2, steps)
         optimizer.param_groups[0]["lr"] = 3e-3 * factor
         optimizer.step()
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -37,29 +45,29 @@ def through_the_hook(ranks, folder, cell, steps):
 @pytest.mark.parametrize("scheme", ["TCS 1 %", "top-K 1 %"])
 def test_clients_of_one_process_train_as_ranks_do_through_the_hook(tmp_path, scheme):
     """Bit for bit, and a step has the bytes that the table says."""
-    cell, steps = optimizers.Cell("AdamW", scheme), 8
-    model = optimizers.train(PLAN, cell, 3, 3e-3, steps)
+    setup, steps = optimizers.Setup("AdamW", scheme), 8
+    model = optimizers.train(SHORT, setup, 3, 3e-3, steps)
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     sizes = tcs.layer_sizes(model)
-    for flat, sent in start(2, tmp_path, through_the_hook, cell, steps):
+    for flat, sent in start(2, tmp_path, through_the_hook, setup, steps):
         assert torch.equal(torch.from_numpy(flat), expected)
-        assert sent == optimizers.bytes_a_step({"shares": PLAN["schemes"][scheme]}, sizes)
+        assert sent == optimizers.bytes_per_step(STAGE.schemes[scheme], sizes)
 
 
 def test_corrected_sgd_is_sgd_with_momentum_while_all_is_dense():
     """And forgets, once sparse, the momentum of what it sent."""
-    plan = PLAN | {"dense_steps": 5}
+    stage = STAGE.model_copy(update={"dense_steps": 5})
     plain, corrected = (
-        optimizers.train(plan, optimizers.Cell("momentum", "TCS 10 %", moved), 3, 0.1, 5)
+        optimizers.train(stage, optimizers.Setup("momentum", "TCS 10 %", moved), 3, 0.1, 5)
         for moved in (False, True)
     )
-    start_of = optimizers.first_model(plan, 3)
+    start_of = optimizers.make_model(stage, 3)
     for p, q, first in zip(*(m.parameters() for m in (plain, corrected, start_of)), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
         assert not torch.equal(p, first)
     known = tcs.Known("TCS", [100])
     known.rule.observe(torch.arange(100.0))
-    client = optimizers.Corrected(known, 0, momentum=0.5, share=1.0)
+    client = optimizers.MomentumCorrection(known, 0, momentum=0.5, share=1.0)
     client.momentum_D.fill_(4.0)
     known.begin()
     sent = client.send(torch.ones(100))
@@ -70,62 +78,74 @@ def test_corrected_sgd_is_sgd_with_momentum_while_all_is_dense():
     assert torch.equal(client.momentum_D, left) and torch.equal(client.errors_D, left)
 
 
-def test_rates_go_on_until_the_best_is_inside(tmp_path, monkeypatch):
-    tried = []
-
-    def made(path, plan, cell, seed, rate, steps):
-        tried.append(rate)
-        return {"diverged": rate > 20 or None, "losses": [[steps, abs(rate - 9)]]}
-
-    monkeypatch.setattr(optimizers, "made", made)
-    assert optimizers.best_rate(PLAN, "SGD", tmp_path) == 9.0
+def test_rates_go_on_until_the_best_is_inside(tmp_path):
+    """The stage names what is tried next, and the trainings once all rates stand."""
+    planning, tried = Planning(read_plan(optimizers.PLAN), {}, {}, tmp_path), []
+    best = {"SGD": 9, "AdamW": 3e-3, "momentum": 0.1}
+    while jobs := missing_jobs(STAGE.plan_jobs(planning), tmp_path):
+        if not all(job.is_sweep for job in jobs):
+            break
+        assert len(STAGE.jobs_to_follow(planning)) == 51
+        for job in jobs:
+            optimizer, rate = job.setup.optimizer, job.rate
+            tried += [rate] if optimizer == "SGD" else []
+            loss = abs(math.log(rate / best[optimizer]))
+            end = {"diverged": "it is" if rate > 20 else None, "losses": [[1000, loss]]}
+            write_json(job.path(tmp_path), seal(job.identity | end))
     assert tried == [0.3, 1.0, 3.0, 9.0, 30.0]
+    assert len(jobs) == 51 and not STAGE.jobs_to_follow(planning)
+    assert {job.setup.optimizer: job.rate for job in jobs} == best
 
 
 def test_a_record_of_other_settings_is_refused_and_one_that_is_there_is_taken(tmp_path):
-    plan, cell = PLAN | {"test_every": 2}, optimizers.Cell("SGD", "dense")
-    path = tmp_path / "one.json"
-    record = optimizers.made(path, plan, cell, 0, 0.1, 4)
+    stage = STAGE.model_copy(update={"test_every": 2})
+    job = optimizers.HookTraining(stage, optimizers.Setup("SGD", "dense"), 0, 0.1, 4)
+    rows = []
+    record = make_job(job, tmp_path, rows.append)
     assert [step for step, _ in record["losses"]] == [2, 4]
-    assert optimizers.made(path, plan, cell, 0, 0.1, 4) == record
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 2), (2, 4)] and job.length == 2
+    usual = {"core_sha256", "lab_sha256", "commit", "python", "torch", "device", "fingerprint"}
+    assert usual < record["provenance"].keys() and record["provenance"]["threads"] == 1
+    assert make_job(job, tmp_path, rows.append) == record and len(rows) == 2
+    wide = dataclasses.replace(job, stage=stage.model_copy(update={"width": 64}))
     with pytest.raises(
-        ValueError, match=r"one\.json: settings: got .*'width': 32.*allowed: .*'width': 64"
+        ValueError, match=r"SGD-dense-0\.json: settings: got .*'width': 32.*allowed: .*'width': 64"
     ):
-        optimizers.made(path, plan | {"width": 64}, cell, 0, 0.1, 4)
-    for rate, steps, key in ((0.3, 4, "rate"), (0.1, 5, "steps")):
-        with pytest.raises(ValueError, match=rf"one\.json: {key}: got"):
-            optimizers.made(path, plan, cell, 0, rate, steps)
+        make_job(wide, tmp_path)
+    for change in {"rate": 0.3}, {"steps": 5}:
+        with pytest.raises(ValueError, match=rf"SGD-dense-0\.json: {next(iter(change))}: got"):
+            make_job(dataclasses.replace(job, **change), tmp_path)
 
 
 def test_a_cost_is_judged_as_planned(monkeypatch):
     """Known differences from dense, of three seeds with effects of their own."""
-    judged = optimizers.Judged(optimizers.read_plan())
+    costs = optimizers.Costs()
     seeds, cost = {1: 0.0, 2: 0.3, 3: -0.2}, {"dense": 0.0, "TCS 1 %": 0.2, "TCS 10 %": 0.05}
     losses = {
-        (optimizers.Cell("SGD", scheme), seed): 2.0 + gap + effect + 0.001 * (seed == 1)
+        (optimizers.Setup("SGD", scheme), seed): 2.0 + gap + effect + 0.001 * (seed == 1)
         for scheme, gap in cost.items()
         for seed, effect in seeds.items()
     }
-    losses[optimizers.Cell("SGD", "TCS 10 %"), 2] += 0.01
-    monkeypatch.setattr(judged, "losses", losses)
-    monkeypatch.setattr(judged, "compared", lab.Comparison(losses, {}))
-    words = [judged.word(judged.cost(optimizers.Cell("SGD", s))) for s in ("TCS 1 %", "TCS 10 %")]
+    losses[optimizers.Setup("SGD", "TCS 10 %"), 2] += 0.01
+    monkeypatch.setattr(costs, "losses", losses)
+    monkeypatch.setattr(costs, "comparison", lab.Comparison(losses, {}))
+    words = [costs.judge(costs.cost(optimizers.Setup("SGD", s))) for s in ("TCS 1 %", "TCS 10 %")]
     assert words == ["costs", "open"]
-    assert judged.cost(optimizers.Cell("SGD", "TCS 1 %")).value == pytest.approx(0.2)
-    assert judged.advice("TCS 1 %").startswith("TCS 1 %: don't, in a training of this length; best")
-    assert judged.advice("TCS 10 %").startswith("TCS 10 %: SGD, TCS 10 % (+0.053")
+    assert costs.cost(optimizers.Setup("SGD", "TCS 1 %")).value == pytest.approx(0.2)
+    assert costs.advise("TCS 1 %").startswith("TCS 1 %: don't, in a training of this length; best")
+    assert costs.advise("TCS 10 %").startswith("TCS 10 %: SGD, TCS 10 % (+0.053")
 
 
 def test_the_records_that_are_there_are_those_of_the_plan():
-    """Settings, rates and lengths; no run diverged unsaid."""
-    judged, folder = optimizers.Judged(optimizers.read_plan()), optimizers.folder_of()
-    names = {path.name for _, _, path in optimizers.runs(judged.plan)}
-    there = {path.name for path in folder.glob("*.json") if not path.name.startswith("sweep")}
-    assert there and there <= names
-    for (cell, seed), record in judged.records.items():
-        assert record["rate"] == optimizers.best_rate(judged.plan, cell.optimizer, folder)
-        assert record["steps"] == 5100 and record["seed"] == seed
-        assert record["diverged"] or record["losses"][-1][0] == 5100
+    """Settings, rates and lengths; no training diverged unsaid."""
+    jobs = plan_jobs(optimizers.PLAN)["optimizers"]
+    there = {job.path(): record for job, record in zip(jobs, read_jobs(jobs), strict=True)}
+    assert there == lab.find_records(optimizers.HookTraining, stage="optimizers")
+    assert len(there) == 61
+    costs = optimizers.Costs()
+    assert len(costs.records) == costs.planned == 51
+    for record in costs.records.values():
+        assert record["diverged"] or record["losses"][-1][0] == record["steps"] == 5100
 
 
 # Links ────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +176,7 @@ def counted(ranks, folder, way):
 @pytest.mark.parametrize("way", ["bf16", "PowerSGD", "TCS 1 %", "TCS 10 %"])
 def test_what_is_calculated_is_what_is_handed_over(tmp_path, way):
     """Within the few flags of the hook (of six parameters in a bucket) and whole entries."""
-    summed, gathered = links.handed_over(way, 3, 100)
+    summed, gathered = links.count_handed_bytes(way, 3, 100)
     for handed in start(2, tmp_path, counted, way):
         assert summed <= handed["sum"] <= summed + 4 * (6 + 2)
         assert gathered <= handed["gather"] <= gathered + 8
@@ -164,14 +184,14 @@ def test_what_is_calculated_is_what_is_handed_over(tmp_path, way):
 
 def test_powersgd_has_about_the_bytes_of_tcs():
     for net in ((10, 1000), (4, 5000)):
-        ours, theirs = (sum(links.handed_over(way, *net)) for way in ("TCS 1 %", "PowerSGD"))
+        ours, theirs = (sum(links.count_handed_bytes(way, *net)) for way in ("TCS 1 %", "PowerSGD"))
         assert 0.9 < theirs / ours < 1.12
 
 
 def test_seconds_on_a_link_by_hand():
     """Two ranks of 1,010,000 parameters, 4.04 MB each, over a shared link of 8 Mbit/s, 1 MB/s: 8.08
     s, and 1514/1448 of that for packets' heads; half a second without a limit."""
-    seconds = links.calculated("plain", 100, 100, 2, 8.0, 0.5)
+    seconds = links.calculate_step("plain", 100, 100, 2, 8.0, 0.5)
     assert seconds == pytest.approx(0.5 + 8.08 * 1514 / 1448)
 
 

@@ -165,7 +165,7 @@ def test_the_command_makes_the_runs_and_the_table_is_rebuilt_from_them(tmp_path,
     assert table["records"][0] in made and table["records"][2] == table["records"][0]
     assert table["accuracy"][:5].between(0, 1).all() and math.isnan(table["accuracy"][5])
     assert table["megabytes_up"][1] > table["megabytes_up"][0] > table["megabytes_warmup"][0] / 2
-    (record,) = lab.recorded(lab.sensitivity_plan(SWEPT, TINY | {"seeds": [3]}, "phi_local")[("0.01", "TCS-Q5")],
+    (record,) = lab.load_records(lab.sensitivity_plan(SWEPT, TINY | {"seeds": [3]}, "phi_local")[("0.01", "TCS-Q5")],
                              tmp_path / "results").values()  # fmt: skip
     assert table["accuracy"][1] == record["rows"][-1]["accuracy"]
     assert table["megabytes_up"][1] == lab.traffic(record)["up"] / 1e6

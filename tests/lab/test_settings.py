@@ -207,19 +207,19 @@ def test_a_plan_has_each_stage_once_and_what_is_given_beside_it_wins(tmp_path):
     (tmp_path / "ci.yaml").write_text("epochs: 3\n", encoding="utf-8")
     file = tmp_path / "plan.yaml"
     file.write_text(PLAN % "b", encoding="utf-8")
-    planned = lab.planned_runs(file, {"learning_rate": 0.1})
+    planned = lab.plan_runs(file, {"learning_rate": 0.1})
     assert [(c.scheme.name, c.seed) for c in planned["a"]] == [
         ("TCS", 1), ("top-K", 1), ("TCS", 1), ("TCS", 2), ("top-K", 2), ("TCS", 2),
     ]  # fmt: skip
     assert {c.learning_rate for runs in planned.values() for c in runs} == {0.1}
     for key, value in {"schemes": ["TCS"], "seeds": [9], "jobs": 4}.items():
         with pytest.raises(ValueError, match=f"^{key}: got .*, allowed: none beside a plan"):
-            lab.planned_runs(file, {key: value})
+            lab.plan_runs(file, {key: value})
     with pytest.raises(ValueError, match=r"^unknown parameter: path"):
-        lab.planned_runs(file, {"path": "x"})
+        lab.plan_runs(file, {"path": "x"})
     file.write_text(PLAN % "a", encoding="utf-8")
     with pytest.raises(ValueError, match=r"plan\.yaml.*two stages have one name"):
-        lab.planned_runs(file)
+        lab.plan_runs(file)
 
 
 def test_a_field_added_later_leaves_older_digests_alone():

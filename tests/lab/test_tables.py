@@ -224,14 +224,14 @@ def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     monkeypatch.setattr(lab.runs.records, "read_record", lambda path, config: made[config])
-    assert len(lab.recorded(planned, tmp_path)) == 2
+    assert len(lab.load_records(planned, tmp_path)) == 2
     made[planned[1]]["status"] = "diverged"
-    assert list(lab.recorded(planned, tmp_path, diverged=False)) == [planned[0].record_name]
-    table = lab.readable(lab.summary(lab.recorded(planned, tmp_path).values()))
+    assert list(lab.load_records(planned, tmp_path, diverged=False)) == [planned[0].record_name]
+    table = lab.readable(lab.summary(lab.load_records(planned, tmp_path).values()))
     assert list(table["Ours: accuracy %"]) == ["diverged (1 of 2)"]
     made[planned[1]]["provenance"] = {"fingerprint": "others"}
     with pytest.raises(ValueError, match="records of different data, allowed: a folder for each"):
-        lab.recorded(planned, tmp_path)
+        lab.load_records(planned, tmp_path)
 
 
 def test_a_saved_table_reads_as_it_was(tmp_path):
@@ -298,7 +298,7 @@ def test_tables_and_figures_are_rebuilt_from_the_records(path, tmp_path):
 
     files = [lab.ROOT / f"params/{name}.yaml" for name in (path.stem, path.parent.name)]
     params = lab.read_params(files)
-    records = list(lab.recorded(lab.plan(lab.with_every_seed(params))).values())
+    records = list(lab.load_records(lab.plan(lab.with_every_seed(params))).values())
     lab.draw_table(params, records, lab.plan(params), tmp_path)
     project = (lab.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     tested = f'"matplotlib=={matplotlib.__version__}"' in project
@@ -313,7 +313,7 @@ def test_the_table_of_longer_runs_is_rebuilt_from_the_records(path):
         [lab.ROOT / f"params/{name}.yaml" for name in ("table1", path.parent.name)]
     )
     params |= {"epochs": int(path.stem.partition("_")[2])}
-    records = lab.recorded(lab.plan(params | {"seeds": 100})).values()
+    records = lab.load_records(lab.plan(params | {"seeds": 100})).values()
     table = lab.summary(records, params["paper"], lab.plan(params))
     assert lab.plain_markdown(lab.readable(table[table["n"] > 0])) in path.read_text(
         encoding="utf-8"
@@ -332,6 +332,7 @@ NO_TABLE = {
     "evidence_plan",
     "fair_plan",
     "gpu_plan",
+    "links",
     "optimizers",
     "prediction",
     "rivals_small",

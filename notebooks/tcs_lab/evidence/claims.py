@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, PositiveInt,
 
 from tcs_core import Scheme, kept
 from tcs_lab.runs.parameters import checked, plan, read_params
-from tcs_lab.runs.records import recorded
+from tcs_lab.runs.records import load_records
 from tcs_lab.support.errors import reject_unknown, validated
 from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm, minus
@@ -175,7 +175,7 @@ def claim_records(
     asked = [_asked(side) for side in read.sides] + [
         {key: table[key] for key in ("schemes", "learning_rate")} for table in tables
     ]
-    return recorded((run for one in asked for run in plan(profile | one)), results)
+    return load_records((run for one in asked for run in plan(profile | one)), results)
 
 
 def has_plan(profile: str) -> bool:
@@ -231,7 +231,9 @@ def unequal_records(
         return {}
     asked = [_asked(side) for side in read.unequal.sides]
     return {
-        title: recorded((run for one in asked for run in plan(profile | changes | one)), results)
+        title: load_records(
+            (run for one in asked for run in plan(profile | changes | one)), results
+        )
         for title, changes in read.unequal.settings.items()
     }
 

@@ -29,9 +29,11 @@ from tcs_lab.evidence.claims import (
     supported_if,
     verdict,
 )
+from tcs_lab.runs.index import find_records
 from tcs_lab.runs.parameters import read_params
-from tcs_lab.runs.plans import Plan, Search, planned_runs, read_plan, searches_of
-from tcs_lab.runs.records import read_record, record_path, recorded, results_folder
+from tcs_lab.runs.plans import Plan, Search, find_searches, plan_runs, read_plan
+from tcs_lab.runs.records import load_records, read_record, record_path
+from tcs_lab.runs.runs import Run
 from tcs_lab.support.errors import reject_unknown, validated
 from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
@@ -123,7 +125,7 @@ def methods_of(path: str | Path, results: str | Path | None = None) -> list[Meth
     seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
     return [
         Method(stage, search, seeds[stage], results)
-        for stage, searches in searches_of(path, results=results).items()
+        for stage, searches in find_searches(path, results=results).items()
         for search in searches
     ]
 
@@ -282,13 +284,13 @@ def control_answers(path: str | Path, results: str | Path | None = None) -> pd.D
     """
     read = read_plan(path)
     analysis = validated(ControlAnalysis, read.analysis, f"{path}: analysis")
-    runs = planned_runs(path, results=results)
+    runs = plan_runs(path, results=results)
     seeds = {stage.stage: len(stage.seeds) for stage in read.stages}
     rows = []
     for name, question in analysis.questions.items():
         reject_unknown([question.stage], runs, f"stage ({path}: {name})")
         configs = runs[question.stage]
-        found, planned = recorded(configs, results), len({config.digest for config in configs})
+        found, planned = load_records(configs, results), len({config.digest for config in configs})
         whole = len(found) == planned
         claim = Claim(**question.model_dump(exclude={"stage", "n"}), n=seeds[question.stage])
         alone = Claims(confidence=analysis.confidence, claims={name: claim})
@@ -309,7 +311,7 @@ def _with_judged(
     there = {r["config"]["scheme"]["name"] for r in found.values()}
     if {name for name, _ in question.sides} <= there:
         return dict(found)
-    profile = read_params([Path(path).parent / read.profile])["profile"]
+    profile = read_params([Path(path).parent / str(read.profile)])["profile"]
     return planned_records(profile, results)[1] | dict(found)
 
 
@@ -345,14 +347,12 @@ def _at_full_length(results: str | Path | None) -> dict[str, dict[int, float]]:
     """Final accuracies in percent by scheme and seed, of runs as long and as large as the paper's."""
     paper = read_params([ROOT / "params/paper.yaml"])
     ends: dict[str, dict[int, float]] = {}
+    size = {key: paper[key] for key in ("epochs", "model", "width")}
     for profile in PAPER_RUNS:
-        for file in sorted((results_folder(profile, results) / "runs").glob("*.json")):
-            record = read_record(file)
+        found = find_records(Run, results, profile=profile, status="finished", **size)
+        for record in found.values():
             config = record["config"]
-            is_long = config["epochs"] == paper["epochs"] and record["status"] == "finished"
-            is_large = config["model"] == paper["model"] and config["width"] == paper["width"]
-            usual = config["scheme"]["centralized"] or config["learning_rate"] == PAPER_RATE
-            if is_long and is_large and usual:
+            if config["scheme"]["centralized"] or config["learning_rate"] == PAPER_RATE:
                 of_scheme = ends.setdefault(config["scheme"]["name"], {})
                 of_scheme[config["seed"]] = 100 * record["rows"][-1]["accuracy"]
     return ends

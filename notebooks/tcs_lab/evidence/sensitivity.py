@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from tcs_core import Scheme
 from tcs_lab.runs.parameters import SCHEME_KEYS, plan, read_params
-from tcs_lab.runs.records import recorded
+from tcs_lab.runs.records import load_records
 from tcs_lab.support.errors import shown, validated
 from tcs_lab.tables.tables import _digits, _ours, measured, summary
 from tcs_lab.training.configuration import RUN_KEYS, WHERE_KEYS, RunConfig
@@ -127,7 +127,7 @@ def sensitivity_table(
     rows = []
     for name in sweep.settings if names is None else names:
         plans = sensitivity_plan(sweep, params, name)
-        found = {point: recorded(runs, results) for point, runs in plans.items()}
+        found = {point: load_records(runs, results) for point, runs in plans.items()}
         alike = _of_common_seeds(found)
         rows += [_row(name, word, scheme, group) for (word, scheme), group in alike.items()]
     return pd.DataFrame(rows)

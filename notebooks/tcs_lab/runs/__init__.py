@@ -1,7 +1,8 @@
 """A run's life: what is asked for, the queue, checkpoints and progress, the record in the end.
 
-`parameters` reads what files and notebooks ask for, `plans` and `runs` make the runs, `records`
-writes and reads what they give. Here belongs whatever touches a file of a run.
+`parameters` and `plans` read what files and notebooks ask for, `queue` and `deadline` make it, `records`
+writes and reads what comes of it, `index` finds it. `jobs` says what a new kind of run has to bring;
+`runs` is the first kind, the training of a RunConfig. Here belongs whatever touches a file of a run.
 """
 
 from tcs_lab.support.lazy import lazily
@@ -14,12 +15,18 @@ __getattr__, __dir__ = lazily(
             "notebook_params plan read_params read_yaml"
         ),
         "records": (
-            "Record config_of core_sha256 differences made_with read_record record_path recorded "
-            "results_folder"
+            "Record config_of core_sha256 differences load_records made_with provenance "
+            "read_json_record read_record record_path results_folder seal"
         ),
-        "runs": "run run_all run_queue",
-        "plans": "Plan Search made_of minutes_of planned_runs read_plan runs_to_follow searches_of",
-        "estimates": "Expected expected missing_runs",
+        "jobs": "Job make_job missing_jobs read_jobs",
+        "runs": "Run run run_all",
+        "index": "find_records",
+        "plans": (
+            "Plan Planning Search Stage count_made find_searches jobs_to_follow plan_jobs plan_runs "
+            "read_plan widen_search"
+        ),
+        "queue": "run_queue",
+        "estimates": "Expected expect",
         "checkpoints": "checkpoint_path epochs_kept",
         "progress": "Progress followed",
         "deadline": "Deadline",

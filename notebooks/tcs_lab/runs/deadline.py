@@ -1,6 +1,6 @@
-"""Runs before a deadline: those of a plan that fit into a few minutes, several of them at once.
+"""Jobs before a deadline: those of a plan that fit into a few minutes, several of them at once.
 
-For a machine that is there by chance and for a short time. The plan says how long each run takes,
+For a machine that is there by chance and for a short time. The plan says how long each job takes,
 and by how much it slows if others share the machine.
 """
 
@@ -16,20 +16,18 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.runs.checkpoints import epochs_kept
+from tcs_lab.runs.jobs import Job, check_folder
 from tcs_lab.runs.progress import Progress, rows_shown
-from tcs_lab.runs.records import read_record, record_path, results_folder
-from tcs_lab.runs.runs import check_folder, start_run, stop_processes
+from tcs_lab.runs.queue import start_job, stop_processes
+from tcs_lab.runs.records import Record, results_folder
 from tcs_lab.support.files import write_whole
-from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.training import Row
 
 _POLL_SECONDS = 0.1  # how often it looks whether a run has ended
 _LATEST = 5  # epochs whose pace counts: the first ones, dense, go at another one
 _CHECKPOINTS = 1.05  # a run spends up to a twentieth of its time on them, beside its epochs
 
 
-# Which run is begun ───────────────────────────────────────────────────────────────────────────────
+# Which job is begun ───────────────────────────────────────────────────────────────────────────────
 #    All times are in seconds. "Work" is the time that a run, or the rest of it, takes alone.
 
 
@@ -68,45 +66,44 @@ def seconds_together(works: Sequence[float], sharing: Sequence[float]) -> float:
     return passed
 
 
-# A run, and what becomes of it ────────────────────────────────────────────────────────────────────
+# A job, and what becomes of it ────────────────────────────────────────────────────────────────────
 
 
 @dataclass
-class Timed:
-    """A run whose time is known: from the plan at first, from its own epochs as soon as it has
-    made some. `became` says what has become of it, in words."""
+class Attempt:
+    """A job whose time is known: from the plan at first, from its own parts as soon as it has made
+    some. `outcome` says what has become of it, in words."""
 
-    config: RunConfig
-    minutes: float  # all of it, alone on the machine
-    became: str = ""
-    done: int = 0  # epochs
-    paces: list[float] = field(default_factory=list)  # seconds of its epochs, each as if alone
+    job: Job
+    outcome: str = ""
+    done: int = 0  # parts
+    paces: list[float] = field(default_factory=list)  # seconds of its parts, each as if alone
     process: Any = None
     begun: float = 0.0  # when, by the clock of `time.monotonic`
 
     @property
     def work(self) -> float:
         """The seconds that the rest of it takes, alone on the machine."""
-        each = 60 * self.minutes / self.config.epochs
+        each = 60 * (self.job.minutes or 0.0) / self.job.length
         if self.paces:
             each = _CHECKPOINTS * statistics.median(self.paces[-_LATEST:])
-        return each * (self.config.epochs - self.done)
+        return each * (self.job.length - self.done)
 
-    def ended_epoch(self, row: Row, slowdown: float) -> None:
+    def end_part(self, row: dict[str, Any], slowdown: float) -> None:
         """Takes note of a row that was made while the machine was so many times as slow."""
         self.done = row["epoch"]
         self.paces.append(row["seconds"] / slowdown)
 
 
-class _Followed(Progress):
-    """The line that follows runs, which also tells each of them how long its epochs took."""
+class _Follower(Progress):
+    """The line that follows jobs, which also tells each of them how long its parts took."""
 
-    def __init__(self, runs: dict[str, Timed], enabled: bool):
-        super().__init__([run.config for run in runs.values()], enabled)
-        self.runs, self.slowdown = runs, 1.0
+    def __init__(self, attempts: dict[str, Attempt], enabled: bool):
+        super().__init__([attempt.job for attempt in attempts.values()], enabled)
+        self.attempts, self.slowdown = attempts, 1.0
 
-    def epoch(self, digest: str, row: Row) -> None:
-        self.runs[digest].ended_epoch(row, self.slowdown)
+    def epoch(self, digest: str, row: dict[str, Any]) -> None:
+        self.attempts[digest].end_part(row, self.slowdown)
         super().epoch(digest, row)
 
 
@@ -114,54 +111,48 @@ class _Followed(Progress):
 
 
 class Deadline:
-    """Makes planned runs, in their order, as long as they end within so many minutes.
+    """Makes planned jobs, in their order, as long as they end within so many minutes.
 
-    `minutes_of` holds the plan's expectation of each run by its digest, `sharing` how many times as
-    long a run takes if 1, 2, ... runs share the machine, and `jobs` how many may do so at most.
-    Every run is made in a process of its own, as `run` makes it. With `pack`, a tar of the new
-    records is written after each run. ValueError for runs of which the plan does not say how long
-    they take, and for folders that can't be written.
+    `sharing` says how many times as long a job takes if 1, 2, ... of them share the machine, and
+    `most` how many may do so at most. Every job is made in a process of its own, as `make_job` makes
+    it. With `pack`, a tar of the new records is written after each job. ValueError for jobs of which
+    the plan does not say how long they take, and for folders that can't be written.
     """
 
     def __init__(
-        self, configs: Sequence[RunConfig], minutes_of: dict[str, float], sharing: Sequence[float],
-        results: str | Path | None = None, jobs: int | None = None, pack: str | Path | None = None,
+        self, jobs: Sequence[Job], sharing: Sequence[float],
+        results: str | Path | None = None, most: int | None = None, pack: str | Path | None = None,
     ):  # fmt: skip
-        self.sharing = list(sharing)[: jobs or None]
+        self.sharing = list(sharing)[: most or None]
         self.results, self.pack = results, Path(pack) if pack else None
-        self.runs: dict[str, Timed] = {}
-        for config in configs:
-            if config.digest not in minutes_of:
-                name = f"{config.scheme.name}, seed {config.seed}"
+        self.attempts: dict[str, Attempt] = {}
+        for job in jobs:
+            if job.minutes is None:
                 allowed = "allowed before a deadline: runs whose plan says how many they take"
-                raise ValueError(f"minutes: got none for {name}, {allowed}")
-            run = Timed(config, minutes_of[config.digest], done=epochs_kept(config))
-            if self._path(run).exists():
-                read_record(self._path(run), config)
-                run.became = "was there"
-            self.runs.setdefault(config.digest, run)
+                raise ValueError(f"minutes: got none for {job.name}, {allowed}")
+            attempt = Attempt(job, done=job.parts_kept())
+            if job.is_made(results):
+                job.read(results)
+                attempt.outcome = "was there"
+            self.attempts.setdefault(job.digest, attempt)
         for folder in [results_folder("", results), *([self.pack.parent] if self.pack else [])]:
             check_folder(folder)
-        self.waiting = [run for run in self.runs.values() if not run.became]
-        self.running: list[Timed] = []
-        self.made: list[Timed] = []
+        self.waiting = [one for one in self.attempts.values() if not one.outcome]
+        self.running: list[Attempt] = []
+        self.made: list[Attempt] = []
 
-    def _path(self, run: Timed) -> Path:
-        return record_path(run.config, self.results)
-
-    def make(self, minutes: float, progress: bool = True) -> list[dict[str, Any]]:
+    def make(self, minutes: float, progress: bool = True) -> list[Record]:
         """Makes what fits into so many minutes from now; the new records. What has not ended by
         then is told to end, and goes on from its last checkpoint the next time."""
         ends = time.monotonic() + 60 * minutes
-        todo = {run.config.digest: run for run in self.waiting}
-        bar = _Followed(todo, progress)
+        bar = _Follower({one.job.digest: one for one in self.waiting}, progress)
         with bar, rows_shown(bar) as told:
             try:
                 while (left := ends - time.monotonic()) > 0:
                     self._collect(bar)
                     bar.slowdown = self.sharing[max(len(self.running), 1) - 1]
-                    running = [run.work for run in self.running]
-                    waiting = [run.work for run in self.waiting]
+                    running = [one.work for one in self.running]
+                    waiting = [one.work for one in self.waiting]
                     place = next_to_start(running, waiting, left, self.sharing)
                     if place is not None:
                         self._begin(self.waiting.pop(place), told)
@@ -170,34 +161,34 @@ class Deadline:
                     else:
                         time.sleep(min(_POLL_SECONDS, left))
             finally:
-                stopped = stop_processes([run.process for run in self.running])
+                stopped = stop_processes([one.process for one in self.running])
                 self._collect(bar, stopped)
-        for run in self.waiting:
-            rest = f", epochs {run.done + 1} to {run.config.epochs}" if run.done else ""
-            run.became = f"not begun: {run.work / 60:.1f} minutes alone{rest}"
-        return [read_record(self._path(run), run.config) for run in self.made]
+        for one in self.waiting:
+            rest = f", epochs {one.done + 1} to {one.job.length}" if one.done else ""
+            one.outcome = f"not begun: {one.work / 60:.1f} minutes alone{rest}"
+        return [one.job.read(self.results) for one in self.made]
 
-    def _begin(self, run: Timed, told: Path) -> None:
-        run.process = start_run(run.config, self.results, told)
-        run.begun = time.monotonic()
-        self.running.append(run)
+    def _begin(self, attempt: Attempt, told: Path) -> None:
+        attempt.process = start_job(attempt.job, self.results, told)
+        attempt.begun = time.monotonic()
+        self.running.append(attempt)
 
-    def _collect(self, bar: _Followed, stopped: Sequence[Any] = ()) -> None:
-        """Takes note of the runs whose process has ended; `stopped` are those that were told to."""
-        for run in [run for run in self.running if not run.process.is_alive()]:
-            self.running.remove(run)
-            bar.ended(run.config.digest)
-            if self._path(run).exists():
-                run.became = f"made in {(time.monotonic() - run.begun) / 60:.1f} minutes"
-                self.made.append(run)
+    def _collect(self, bar: _Follower, stopped: Sequence[Any] = ()) -> None:
+        """Takes note of the jobs whose process has ended; `stopped` are those that were told to."""
+        for one in [one for one in self.running if not one.process.is_alive()]:
+            self.running.remove(one)
+            bar.ended(one.job.digest)
+            if one.job.is_made(self.results):
+                one.outcome = f"made in {(time.monotonic() - one.begun) / 60:.1f} minutes"
+                self.made.append(one)
                 self._write_pack()
-            elif run.process in stopped:
-                kept = epochs_kept(run.config)
-                run.became = f"stopped after epoch {run.done}; goes on after epoch {kept}"
-            elif run.process.exitcode:
-                run.became = f"failed (exit code {run.process.exitcode})"
+            elif one.process in stopped:
+                kept = one.job.parts_kept()
+                one.outcome = f"stopped after epoch {one.done}; goes on after epoch {kept}"
+            elif one.process.exitcode:
+                one.outcome = f"failed (exit code {one.process.exitcode})"
             else:
-                run.became = "left to another process, which is making it"
+                one.outcome = "left to another process, which is making it"
 
     def _write_pack(self) -> None:
         """A tar of all new records, under the paths that they have in the results folder."""
@@ -207,21 +198,17 @@ class Deadline:
 
         def write(file: Any) -> None:
             with tarfile.open(fileobj=file, mode="w") as archive:
-                for run in self.made:
-                    path = self._path(run)
+                for one in self.made:
+                    path = one.job.path(self.results)
                     archive.add(path, arcname=path.relative_to(top).as_posix())
 
         write_whole(self.pack, write)
 
     def table(self) -> pd.DataFrame:
-        """A row for each run: what has become of it."""
-        rows = [
-            {"scheme": run.config.scheme.name, "eta": f"{run.config.eta:g}",
-             "seed": run.config.seed, "epochs": run.config.epochs, "outcome": run.became}
-            for run in self.runs.values()
-        ]  # fmt: skip
-        return pd.DataFrame(rows)
+        """A row for each job: what has become of it."""
+        attempts = self.attempts.values()
+        return pd.DataFrame([one.job.columns | {"outcome": one.outcome} for one in attempts])
 
     @property
     def failed(self) -> bool:
-        return any(run.became.startswith("failed") for run in self.runs.values())
+        return any(one.outcome.startswith("failed") for one in self.attempts.values())

@@ -1,4 +1,4 @@
-"""How long runs will take: as their plan says, as records of such runs took, or as a round takes now."""
+"""How long jobs will take: as their plan says, as records of such jobs took, or as a round takes now."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tcs_core import ClientError
-from tcs_lab.runs.checkpoints import epochs_kept
-from tcs_lab.runs.records import record_path, results_folder
+from tcs_lab.runs.jobs import Job
+from tcs_lab.runs.records import results_folder
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.tasks.text import load_text
 from tcs_lab.training.configuration import RunConfig
@@ -27,48 +27,37 @@ _SIZE = ("dataset", "image_size", "context", "model", "width", "precision")
 
 
 class Expected(NamedTuple):
-    """Of some runs: how many they are, the hours that they take one after the other, and of how many
+    """Of some jobs: how many they are, the hours that they take one after the other, and of how many
     nothing tells how long they take (their hours are not counted)."""
 
-    runs: int
+    jobs: int
     hours: float
     unknown: int
 
     def plus(self, other: Expected) -> Expected:
-        runs, hours, unknown = other
-        return Expected(self.runs + runs, self.hours + hours, self.unknown + unknown)
+        jobs, hours, unknown = other
+        return Expected(self.jobs + jobs, self.hours + hours, self.unknown + unknown)
 
 
-def missing_runs(
-    configs: Iterable[RunConfig], results: str | Path | None = None
-) -> list[RunConfig]:
-    """Those that are not made yet, each once."""
-    return [c for c in dict.fromkeys(configs) if not record_path(c, results).exists()]
-
-
-def expected(
-    configs: Iterable[RunConfig], results: str | Path | None = None,
-    minutes: Mapping[str, float] | None = None,
-) -> Expected:  # fmt: skip
-    """What it takes to make these runs; of one that was stopped, to make the rest.
-
-    `minutes` holds what a plan expects of runs, by digest. Of other runs the records of their
-    profile tell it: the median time of a sample by the same scheme, or else by a scheme with as many
-    local steps. Where there is none, a round is made and timed, unless that would take long.
-    """
-    runs, hours, unknown = 0, 0.0, 0
-    for config in configs:
-        runs += 1
-        seconds = None
-        if minutes and config.digest in minutes:
-            seconds = 60 * minutes[config.digest]
-        elif (pace := _recorded_pace(config, results) or _tried_pace(config)) is not None:
-            seconds = pace * config.epochs
+def expect(jobs: Iterable[Job], results: str | Path | None = None) -> Expected:
+    """What it takes to make these jobs; of one that was stopped, to make the rest."""
+    count, hours, unknown = 0, 0.0, 0
+    for job in jobs:
+        count += 1
+        seconds = job.seconds_alone(results)
         if seconds is None:
             unknown += 1
         else:
-            hours += seconds * (1 - epochs_kept(config) / config.epochs) / 3600
-    return Expected(runs, hours, unknown)
+            hours += seconds * (1 - job.parts_kept() / job.length) / 3600
+    return Expected(count, hours, unknown)
+
+
+def estimate_run(config: RunConfig, results: str | Path | None) -> float | None:
+    """The seconds that a run takes, by records of its profile: the median time of a sample by the
+    same scheme, or else by a scheme with as many local steps. Where there is none, a round is made
+    and timed, unless that would take long; then None."""
+    pace = _recorded_pace(config, results) or _tried_pace(config)
+    return None if pace is None else pace * config.epochs
 
 
 def _recorded_pace(config: RunConfig, results: str | Path | None) -> float | None:

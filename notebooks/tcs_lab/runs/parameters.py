@@ -31,14 +31,14 @@ from tcs_lab.training.configuration import (
 
 PAPER = "a mapping: scheme: [accuracy, deviation, bits]"
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)] | None
-_Cell = Annotated[list[_Number] | tuple[_Number, ...], Field(min_length=3, max_length=3)]
+_PaperRow = Annotated[list[_Number] | tuple[_Number, ...], Field(min_length=3, max_length=3)]
 _Names = Annotated[list[str] | tuple[str, ...], Field(min_length=1, max_length=1000)]
 _Seeds = Annotated[list[Seed] | tuple[Seed, ...], Field(min_length=1)]
 _TABLE = {
     "table": Whole | None,
     "figure": Whole | None,
     "title": Annotated[Text, Field(max_length=1000)] | None,
-    "paper": Annotated[dict[str, _Cell], Field(description=PAPER)] | None,
+    "paper": Annotated[dict[str, _PaperRow], Field(description=PAPER)] | None,
     "jobs": Annotated[int, Field(ge=1, le=256)],
     "schemes": Annotated[_Names, Field(description="a list of scheme names")],
     "seeds": Annotated[

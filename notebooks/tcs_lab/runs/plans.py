@@ -1,13 +1,16 @@
-"""Plans: many runs, in the order in which they are made.
+"""Plans: many jobs, in the order in which they are made.
 
 A plan is a file like params/evidence_plan.yaml (runs that are fixed from the start),
-params/fair_plan.yaml (runs whose learning rate is tuned first) or params/gpu_plan.yaml (runs of
-which the plan says how long they take).
+params/fair_plan.yaml (runs whose learning rate is tuned first), params/gpu_plan.yaml (runs of
+which the plan says how long they take) or params/optimizers.yaml (jobs of another kind).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +18,10 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from tcs_lab.runs.jobs import Job, read_jobs
 from tcs_lab.runs.parameters import plan, read_params
-from tcs_lab.runs.records import read_record, record_path, recorded
-from tcs_lab.support.errors import shown, validated
+from tcs_lab.runs.runs import Run
+from tcs_lab.support.errors import cut, shown, validated
 from tcs_lab.training.configuration import Positive, RunConfig, Seed
 from tcs_lab.training.training import accuracy_on
 
@@ -80,21 +84,114 @@ class Entry(BaseModel, extra="allow"):
         return self.model_extra or {}
 
 
+@dataclass(frozen=True)
+class Planning:
+    """What a stage needs in order to name its jobs: its plan, the plan's profile, the parameters that
+    all of its runs get whatever the plan says, and the folder of the records that decide what
+    comes next."""
+
+    plan: Plan
+    profile: Mapping[str, Any]
+    changes: Mapping[str, Any]
+    results: str | Path | None = None
+
+
 class Stage(BaseModel, extra="forbid"):
-    """A part of a plan. Either `runs` says what each run changes of the profile; they are made seed
-    by seed, and for each seed one after the other. Or `tune` names schemes whose learning rate is
-    tuned first; then they are run with it, seed by seed."""
+    """A part of a plan, of one kind: the trainings of RunConfigs, unless its `kind` names the module of
+    the lab that makes something else (`kind: studies.optimizers`).
+
+    Such a module has a class of jobs and a subclass of this one with the module's name as its `kind`,
+    which says what may stand in the stage and which jobs follow from it. Nothing else has to know
+    of it.
+    """
 
     stage: str
+    kind: str = "runs"
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        _STAGES[cls.model_fields["kind"].default] = cls
+
+    def plan_jobs(self, planning: Planning) -> Sequence[Job]:
+        """The jobs that are known so far, in the order in which they are made."""
+        raise NotImplementedError
+
+    def jobs_to_follow(self, planning: Planning) -> Sequence[Job]:
+        """Stand-ins for jobs of which only the number is known, and what they are like: which ones
+        they are follows from records that are not there yet."""
+        return ()
+
+    def check(self, plan: Plan) -> None:
+        """ValueError if the plan lacks what this stage needs of it."""
+
+
+_STAGES: dict[str, type[Stage]] = {}
+
+
+def _read_stage(given: Any) -> Stage:
+    """A stage as the class of its kind, whose module is imported if need be."""
+    kind = str(given.get("kind", "runs")) if isinstance(given, dict) else "runs"
+    if kind not in _STAGES and re.fullmatch(r"[a-z]\w*\.[a-z]\w*", kind):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"tcs_lab.{kind}")
+    if kind not in _STAGES:
+        allowed = (
+            "allowed: runs, or a module of the lab that has stages, such as studies.optimizers"
+        )
+        raise ValueError(f"kind: got {shown(kind)}, {allowed}")
+    return validated(_STAGES[kind], given, "stage")
+
+
+class TrainingStage(Stage):
+    """Trainings of RunConfigs. Either `runs` says what each run changes of the profile; they are made
+    seed by seed, and for each seed one after the other. Or `tune` names schemes whose learning rate
+    is tuned first; then they are run with it, seed by seed."""
+
     seeds: Annotated[list[Seed], Field(min_length=1)]
     runs: Annotated[list[Entry], Field(min_length=1)] | None = None
     tune: Annotated[list[str], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _is_one_kind(self) -> Stage:
+    def _is_one_kind(self) -> TrainingStage:
         if (self.runs is None) == (self.tune is None):
             raise ValueError("allowed: either runs or tune")
         return self
+
+    def check(self, plan: Plan) -> None:
+        if plan.profile is None:
+            raise ValueError(f"profile: stage {self.stage} needs it")
+        if self.tune and plan.tuning is None:
+            raise ValueError(f"tuning: stage {self.stage} needs it")
+        if self.tune and plan.tuning and plan.tuning.seed in self.seeds:
+            got = f"got seed {plan.tuning.seed}, which tunes"
+            raise ValueError(f"stage {self.stage}: seeds: {got}, allowed: other seeds")
+
+    def plan_jobs(self, planning: Planning) -> Sequence[Run]:
+        if self.tune:
+            return _tuned_runs(self.searches(planning), self.seeds)
+        changes = planning.changes
+        return [
+            Run(config, entry.minutes)
+            for seed in self.seeds
+            for entry in self.runs or []
+            for config in plan({**planning.profile, **entry.changes, **changes, "seeds": [seed]})
+        ]
+
+    def jobs_to_follow(self, planning: Planning) -> Sequence[Run]:
+        """Those that are scored with a rate that is not chosen yet, with the first one that is tried."""
+        return [
+            Run(search.config(search.tuning.factors[0], seed))
+            for search in self.searches(planning)
+            if None in search.tried().values()
+            for seed in self.seeds
+        ]
+
+    def searches(self, planning: Planning) -> list[Search]:
+        """The searches for the schemes' learning rates."""
+        tuning, profile = planning.plan.tuning, {**planning.profile, **planning.changes}
+        if tuning is None:
+            return []
+        return [Search(name, tuning, profile, planning.results) for name in self.tune or []]
 
 
 def _each_once(stages: list[Stage]) -> list[Stage]:
@@ -113,23 +210,22 @@ def _slowdowns(factors: list[float]) -> list[float]:
 class Plan(BaseModel, extra="forbid"):
     """A file like params/evidence_plan.yaml; `profile` is a file beside it. `analysis` is read by
     the notebook that judges the records. The n-th number of `sharing` says how many times as long a
-    run takes if n runs share the machine."""
+    job takes if n jobs share the machine."""
 
-    profile: str
+    profile: str | None = None
     sharing: Annotated[list[float], Field(min_length=1), AfterValidator(_slowdowns)] = [1.0]
     tuning: Tuning | None = None
-    stages: Annotated[list[Stage], Field(min_length=1), AfterValidator(_each_once)]
+    stages: Annotated[
+        list[Annotated[Any, AfterValidator(_read_stage)]],
+        Field(min_length=1),
+        AfterValidator(_each_once),
+    ]
     analysis: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _can_tune(self) -> Plan:
-        tuned = [stage for stage in self.stages if stage.tune]
-        if tuned and self.tuning is None:
-            raise ValueError(f"tuning: stage {tuned[0].stage} needs it")
-        for stage in tuned:
-            if self.tuning and self.tuning.seed in stage.seeds:
-                got = f"got seed {self.tuning.seed}, which tunes"
-                raise ValueError(f"stage {stage.stage}: seeds: {got}, allowed: other seeds")
+    def _has_what_stages_need(self) -> Plan:
+        for stage in self.stages:
+            stage.check(self)
         return self
 
 
@@ -138,50 +234,51 @@ def read_plan(path: str | Path) -> Plan:
     return validated(Plan, read_params([path]), path)
 
 
-# Its runs ─────────────────────────────────────────────────────────────────────────────────────────
+# Its jobs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def planned_runs(
+def plan_jobs(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
-) -> dict[str, list[RunConfig]]:
-    """The runs of each stage of a plan, in order; `changes` are parameters that all of them get,
+) -> dict[str, list[Job]]:
+    """The jobs of each stage of a plan, in order; `changes` are parameters that all runs get,
     whatever the plan says of these.
 
-    Of a tuned stage these are the runs that are known so far: what is tried next, and with which
-    rate a scheme is scored, follows from the records in `results`.
+    Of a stage that looks for a learning rate these are the jobs that are known so far: what is tried
+    next, and with which rate a scheme is scored, follows from the records in `results`.
     Raises ValueError naming the file, the key and what is allowed.
     """
-    read, profile, changes = read_plan(path), _profile(path), _checked_changes(changes)
-    runs: dict[str, list[RunConfig]] = {}
-    for stage in read.stages:
-        if stage.runs is not None:
-            runs[stage.stage] = [config for config, _ in _fixed_runs(stage, profile, changes)]
-        else:
-            searches = _searches(read, stage, profile | changes, results)
-            runs[stage.stage] = _tuned_runs(searches, stage.seeds)
-    return runs
+    planning = _read_planning(path, changes, results)
+    return {stage.stage: list(stage.plan_jobs(planning)) for stage in planning.plan.stages}
 
 
-def _fixed_runs(
-    stage: Stage, profile: dict[str, Any], changes: dict[str, Any]
-) -> Iterator[tuple[RunConfig, float | None]]:
-    """The runs of a stage that tunes nothing, in order, each with the minutes that it should take."""
-    for seed in stage.seeds:
-        for entry in stage.runs or []:
-            for config in plan(profile | entry.changes | changes | {"seeds": [seed]}):
-                yield config, entry.minutes
+def jobs_to_follow(
+    path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
+) -> dict[str, list[Job]]:
+    """Stand-ins for the jobs of each stage that `plan_jobs` cannot name yet; see `Stage`."""
+    planning = _read_planning(path, changes, results)
+    return {stage.stage: list(stage.jobs_to_follow(planning)) for stage in planning.plan.stages}
 
 
-def minutes_of(path: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """How long a plan expects its runs to take, by their digests; arguments as `planned_runs`'. Runs
-    of which the plan does not say it are left out."""
-    read, profile, changes = read_plan(path), _profile(path), _checked_changes(changes)
-    stages = [_fixed_runs(stage, profile, changes) for stage in read.stages]
-    return {c.digest: minutes for runs in stages for c, minutes in runs if minutes is not None}
+def plan_runs(
+    path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
+) -> dict[str, list[RunConfig]]:
+    """The configurations of `plan_jobs`, of those stages that train RunConfigs."""
+    stages = plan_jobs(path, changes, results).items()
+    runs = {name: [job for job in jobs if isinstance(job, Run)] for name, jobs in stages}
+    return {name: [job.config for job in found] for name, found in runs.items() if found}
 
 
-def _profile(path: str | Path) -> dict[str, Any]:
-    return {"learning_rate": 0.5} | read_params([Path(path).parent / read_plan(path).profile])
+def _read_planning(
+    path: str | Path, changes: Mapping[str, Any] | None, results: str | Path | None
+) -> Planning:
+    read, profile = read_plan(path), dict[str, Any]()
+    changes = _checked_changes(changes)
+    if read.profile is not None:
+        profile = {"learning_rate": 0.5} | read_params([Path(path).parent / read.profile])
+    elif changes:
+        given = ", ".join(map(cut, sorted(changes)))
+        raise ValueError(f"{given}: allowed: no parameters beside {path}, which has no profile")
+    return Planning(read, profile, changes, results)
 
 
 def _checked_changes(changes: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -214,33 +311,23 @@ class Search:
     def accuracy(self, factor: float) -> float | None:
         """On the images that choose, 0..1; minus infinity if the run diverged, None if it is not
         made yet."""
-        config = self.config(factor, self.tuning.seed)
-        path = record_path(config, self.results)
-        if not path.is_file():
+        run = Run(self.config(factor, self.tuning.seed))
+        if not run.is_made(self.results):
             return None
-        record = read_record(path, config)
+        record = run.read(self.results)
         diverged = record["status"] != "finished"
         return float("-inf") if diverged else accuracy_on(record, self.tuning.choose_on)
 
     def tried(self) -> dict[float, float | None]:
         """The factors to try, each with its accuracy: None if its run is not made yet. Of two that
         are equally good the smaller one counts as the best."""
-        tried = {factor: self.accuracy(factor) for factor in self.tuning.factors}
-        while None not in tried.values():
-            beyond = self._beyond(tried)
-            if beyond is None:
-                break
-            tried[beyond] = self.accuracy(beyond)
-        return dict(sorted(tried.items()))
+        grid = self.tuning.grid
 
-    def _beyond(self, tried: Mapping[float, Any]) -> float | None:
-        """The factor to try next, because the best one is at an end; None if it is not, or if the
-        plan goes no further."""
-        grid, best = self.tuning.grid, _best(tried)
-        place = grid.index(best)
-        if best == max(tried) and place + 1 < len(grid):
-            return grid[place + 1]
-        return grid[place - 1] if best == min(tried) and place else None
+        def neighbour(factor: float, side: int) -> float | None:
+            place = grid.index(factor) + side
+            return grid[place] if 0 <= place < len(grid) else None
+
+        return widen_search(self.tuning.factors, self.accuracy, neighbour)
 
     @property
     def chosen(self) -> float | None:
@@ -251,18 +338,31 @@ class Search:
         return _best(tried)
 
 
+def widen_search(
+    first: Sequence[float], score: Callable[[float], float | None],
+    neighbour: Callable[[float, int], float | None],
+) -> dict[float, float | None]:  # fmt: skip
+    """The values that a search tries, in their order, each with its score: None if that is not known.
+
+    The `first` ones are tried in any case. While the best of all is the smallest or the largest of
+    them, its `neighbour` on that side (-1 or 1) is tried, too; None ends it.
+    """
+    tried = {value: score(value) for value in first}
+    while None not in tried.values():
+        best = _best(tried)
+        sides = [side for side, end in ((1, max(tried)), (-1, min(tried))) if best == end]
+        beyond = [value for side in sides if (value := neighbour(best, side)) is not None]
+        if not beyond:
+            break
+        tried[beyond[0]] = score(beyond[0])
+    return dict(sorted(tried.items()))
+
+
 def _best(tried: Mapping[float, Any]) -> float:
-    return max(sorted(tried), key=lambda factor: tried[factor])
+    return max(sorted(tried), key=lambda value: tried[value])
 
 
-def _searches(
-    read: Plan, stage: Stage, profile: Mapping[str, Any], results: str | Path | None
-) -> list[Search]:
-    assert read.tuning is not None and stage.tune is not None  # as `Plan` has checked
-    return [Search(name, read.tuning, profile, results) for name in stage.tune]
-
-
-def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[RunConfig]:
+def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[Run]:
     """First what is tried from the start, factor by factor; then what lies beyond; then what is
     scored, seed by seed."""
     tried = {search.scheme: list(search.tried()) for search in searches}
@@ -271,49 +371,35 @@ def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[RunConfig]:
         runs += [s.config(factor, s.tuning.seed) for s in searches if factor in tried[s.scheme]]
     chosen = [(search, search.chosen) for search in searches]
     runs += [s.config(best, seed) for seed in seeds for s, best in chosen if best is not None]
-    return runs
+    return [Run(config) for config in runs]
 
 
-def searches_of(
+def find_searches(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[Search]]:
-    """The searches of each tuned stage of a plan, scheme by scheme; arguments as `planned_runs`'."""
-    read, profile = read_plan(path), _profile(path) | _checked_changes(changes)
-    tuned = [stage for stage in read.stages if stage.tune]
-    return {stage.stage: _searches(read, stage, profile, results) for stage in tuned}
-
-
-def runs_to_follow(
-    path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
-) -> dict[str, list[RunConfig]]:
-    """The runs of each stage that `planned_runs` cannot name yet, because the rate that they are
-    scored with is not chosen: they stand here with the first rate that is tried. Arguments as
-    `planned_runs`'."""
-    seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
-    return {
-        stage: [
-            search.config(search.tuning.factors[0], seed)
-            for search in searches
-            if None in search.tried().values()
-            for seed in seeds[stage]
-        ]
-        for stage, searches in searches_of(path, changes, results).items()
-    }
+    """The searches of each tuned stage of a plan, scheme by scheme; arguments as `plan_jobs`'."""
+    planning = _read_planning(path, changes, results)
+    stages = [stage for stage in planning.plan.stages if isinstance(stage, TrainingStage)]
+    return {stage.stage: stage.searches(planning) for stage in stages if stage.tune}
 
 
 # What was made ────────────────────────────────────────────────────────────────────────────────────
 
 
-def made_of(plans: dict[str, list[RunConfig]], results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each stage of a plan: how many of its runs are planned, made, and of these
+def count_made(
+    stages: Mapping[str, Iterable[Job | RunConfig]], results: str | Path | None = None
+) -> pd.DataFrame:
+    """One row for each stage of a plan: how many of its jobs are planned, made, and of these
     diverged; the hours of computation that the made ones took."""
     rows = []
-    for stage, configs in plans.items():
-        found = recorded(configs, results).values()
-        seconds = sum(record["provenance"]["wall_seconds"] for record in found)
-        diverged = sum(record["status"] == "diverged" for record in found)
-        rows.append(
-            {"stage": stage, "planned": len({config.digest for config in configs}),
-             "made": len(found), "diverged": diverged, "hours": seconds / 3600}
-        )  # fmt: skip
+    for stage, given in stages.items():
+        jobs = [Run(one) if isinstance(one, RunConfig) else one for one in given]
+        once = {job.path(results): job for job in jobs}.values()
+        there = [job for job in once if job.is_made(results)]
+        records = list(zip(there, read_jobs(there, results, closely=False), strict=True))
+        rows.append({
+            "stage": stage, "planned": len(once), "made": len(there),
+            "diverged": sum(job.divergence(record) is not None for job, record in records),
+            "hours": sum(job.seconds_taken(record) for job, record in records) / 3600,
+        })  # fmt: skip
     return pd.DataFrame(rows)

@@ -1,4 +1,4 @@
-"""Progress: one line that follows runs, in this process and in workers."""
+"""Progress: one line that follows jobs, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.training import Row
+from tcs_lab.runs.jobs import Job
 
 
 class Progress:
-    """One line that follows runs: on a terminal, in a notebook, under papermill.
+    """One line that follows jobs: on a terminal, in a notebook, under papermill.
 
     In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean.
     """
 
-    def __init__(self, configs: list[RunConfig], enabled: bool = True):
-        self.configs: dict[str, RunConfig] = {}
-        self.left: dict[str, int] = {}  # epochs, by run
-        self._add(configs)
+    def __init__(self, jobs: Sequence[Job], enabled: bool = True):
+        self.jobs: dict[str, Job] = {}
+        self.left: dict[str, int] = {}  # parts, by job
+        self._add(jobs)
         self.line = _NotebookLine() if _in_notebook() else None
         self.lock = threading.Lock()  # `rows_shown` calls from another thread
-        quiet = not enabled or not configs or not (self.line or sys.stderr.isatty())
+        quiet = not enabled or not jobs or not (self.line or sys.stderr.isatty())
         self.bar = tqdm(
-            total=sum(self.left.values()), unit=" epochs", disable=quiet, leave=False,
+            total=sum(self.left.values()), disable=quiet, leave=False,
             file=self.line or sys.stderr, mininterval=1.0 if self.line else 0.1,
             ncols=130 if self.line else None, ascii=False, dynamic_ncols=not self.line,
-            bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt} epochs, {remaining} left",
+            bar_format="{desc} |{bar:16}| {n_fmt}/{total_fmt}, {remaining} left",
         )  # fmt: skip
 
-    def _add(self, configs: Iterable[RunConfig]) -> None:
-        new = {c.digest: c for c in configs if c.digest not in self.configs}
-        self.configs |= new
-        self.left |= {digest: config.epochs for digest, config in new.items()}
+    def _add(self, jobs: Iterable[Job]) -> None:
+        new = {job.digest: job for job in jobs if job.digest not in self.jobs}
+        self.jobs |= new
+        self.left |= {digest: job.length for digest, job in new.items()}
 
-    def more(self, configs: Iterable[RunConfig]) -> None:
-        """Adds runs that were not known before; those that it knows are left as they are."""
+    def more(self, jobs: Iterable[Job]) -> None:
+        """Adds jobs that were not known before; those that it knows are left as they are."""
         with self.lock:
-            self._add(configs)
+            self._add(jobs)
             self.bar.total = self.bar.n + sum(self.left.values())
             self.bar.refresh()
 
@@ -60,27 +59,18 @@ class Progress:
         if self.line and shown:
             self.line.clear()
 
-    def epoch(self, digest: str, row: Row) -> None:
-        """Shows a row; one that another process sent before its run was counted may come late."""
+    def epoch(self, digest: str, row: dict[str, Any]) -> None:
+        """Shows a row; one that another process sent before its job was counted may come late."""
         with self.lock:
             if digest in self.left:
-                self._show(digest, row)
-
-    def _show(self, digest: str, row: Row) -> None:
-        config, runs = self.configs[digest], len(self.configs)
-        bits = row["bits_up"] / (row["rounds"] * config.scheme.local_steps)
-        traffic = "" if config.scheme.centralized else f", {bits / 8e3:,.1f} kB up a step"
-        self.left[digest] -= 1
-        self.bar.set_description_str(
-            f"run {runs - len(self.left) + 1}/{runs}: {config.scheme.name} eta {config.eta:g} "
-            f"seed {config.seed}, epoch {row['epoch']}/{config.epochs}, "
-            f"{100 * row['accuracy']:.1f} %{traffic}",
-            refresh=False,
-        )
-        self.bar.update(1)
+                self.left[digest] -= 1
+                place = len(self.jobs) - len(self.left) + 1
+                what = self.jobs[digest].describe(row)
+                self.bar.set_description_str(f"run {place}/{len(self.jobs)}: {what}", refresh=False)
+                self.bar.update(1)
 
     def ended(self, digest: str) -> None:
-        """Counts the run; epochs that were reused, or never came, are taken off the total."""
+        """Counts the job; parts that were reused, or never came, are taken off the total."""
         with self.lock:
             self.bar.total -= self.left.pop(digest, 0)
             self.bar.refresh()

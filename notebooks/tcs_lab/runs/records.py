@@ -1,4 +1,5 @@
-"""Records: one JSON file a run, written whole or not at all, checked when it is read."""
+"""Records: one JSON file each, written whole or not at all, checked when it is read. First what all kinds
+of records have in common, then the records of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,43 +35,69 @@ RECORD_VERSION = 1
 Record = dict[str, Any]
 
 
-def record_path(config: RunConfig, results: str | Path | None = None) -> Path:
-    return results_folder(config.profile, results) / "runs" / config.record_name
-
-
 def results_folder(profile: str, results: str | Path | None = None) -> Path:
     return (Path(results) if results else ROOT / "results") / profile
 
 
-def made_record(
-    config: RunConfig, training: Training, data: Data, rows: list[Row],
-    ways: list[dict[str, Any]], status: str, reason: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The record of a run that ended; its rows were made in these `ways` (see `rounding`)."""
-    made = provenance(config)
-    made |= {"dataset": data.label, "fingerprint": data.fingerprint}
-    if len(ways) > 1:
-        made |= {"repeats": _REPEATS["mixed"], "ways": ways}
-    made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
-    record = {
-        "version": RECORD_VERSION,
-        "digest": config.digest,
-        "status": status,
-        "reason": reason,
-        "config": config.identity(),
-        "dimension": len(training.theta_D),
-        "batch_norm_bits": 32 * training.statistics_NS.shape[1],
-        "rows": rows,
-        "provenance": made,
-    }
+def seal(record: Record) -> Record:
+    """The record with its checksum: an accident or a slip of the hand is noticed when it is read.
+    (Whoever wants to deceive can compute it anew.)"""
     return record | {"sha256": _content_sha256(record)}
 
 
-def _content_sha256(record: dict[str, Any]) -> str:
-    """Of a record without its own "sha256": an accident or a slip of the hand is noticed. (Whoever
-    wants to deceive can compute it anew.)"""
+def _content_sha256(record: Record) -> str:
+    """Of a record without its own "sha256"."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_json_record(
+    path: str | Path, check: Callable[[Record], None] | None = None, advice: str = ""
+) -> Record:
+    """A record of any kind from its file. `check` raises ValueError for one that is not as it should
+    be; then the checksum is looked at, if there is one (old records have none). ValueError names
+    the file and what is wrong with it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        record = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path}: not a readable record ({error}){advice}") from error
+    try:
+        if check:
+            check(record)
+        if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
+            raise ValueError(f"{path}: its content is not what was written (sha256)")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a value is wrong ({cut(repr(error))}){advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}{advice}") from error
+    return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+# Where records come from ──────────────────────────────────────────────────────────────────────────
+
+
+def provenance(config: RunConfig | None = None) -> dict[str, Any]:
+    """Which code, on which machine, when; of a run also what decides how its sums are rounded."""
+    usual = {"torch": torch.__version__, "numpy": np.__version__, "device": cpu_name()}
+    return {
+        "core_sha256": _CORE_SHA256,
+        "lab_sha256": _LAB_SHA256,
+        **git_state(),
+        "python": platform.python_version(),
+        **_threads(config),
+        **(usual if config is None else rounding(config)),
+        **({} if config is None else {"repeats": _repeats(config)}),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _repeats(config: RunConfig) -> str:
+    return _REPEATS["compiled" if goes_compiled(config) else config.torch_device.type]
 
 
 _REPEATS = {
@@ -96,22 +123,8 @@ def rounding(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _threads(config: RunConfig) -> dict[str, int]:
-    return {"threads": config.threads or torch.get_num_threads()}
-
-
-def provenance(config: RunConfig) -> dict[str, Any]:
-    """Which code, on which machine, when."""
-    return {
-        "core_sha256": _CORE_SHA256,
-        "lab_sha256": _LAB_SHA256,
-        **git_state(),
-        "python": platform.python_version(),
-        **_threads(config),
-        **rounding(config),
-        "repeats": _REPEATS["compiled" if goes_compiled(config) else config.torch_device.type],
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+def _threads(config: RunConfig | None) -> dict[str, int]:
+    return {"threads": (config and config.threads) or torch.get_num_threads()}
 
 
 def _sha256_of(*files: Path) -> str:
@@ -178,25 +191,45 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-def read_record(path: str | Path, config: RunConfig | None = None) -> dict[str, Any]:
-    """A record from its file, checked; ValueError names the file and what is wrong with it. With
-    the `config` of a run that wants it, it must be that run's."""
+# Records of runs ──────────────────────────────────────────────────────────────────────────────────
+
+
+def record_path(config: RunConfig, results: str | Path | None = None) -> Path:
+    return results_folder(config.profile, results) / "runs" / config.record_name
+
+
+def make_record(
+    config: RunConfig, training: Training, data: Data, rows: list[Row],
+    ways: list[dict[str, Any]], status: str, reason: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The record of a run that ended, without its checksum; its rows were made in these `ways` (see
+    `rounding`)."""
+    made = provenance(config)
+    made |= {"dataset": data.label, "fingerprint": data.fingerprint}
+    if len(ways) > 1:
+        made |= {"repeats": _REPEATS["mixed"], "ways": ways}
+    made["wall_seconds"] = round(sum(row["seconds"] for row in rows), 1)
+    return {
+        "version": RECORD_VERSION,
+        "digest": config.digest,
+        "status": status,
+        "reason": reason,
+        "config": config.identity(),
+        "dimension": len(training.theta_D),
+        "batch_norm_bits": 32 * training.statistics_NS.shape[1],
+        "rows": rows,
+        "provenance": made,
+    }
+
+
+def read_record(path: str | Path, config: RunConfig | None = None) -> Record:
+    """A run's record from its file, checked; ValueError names the file and what is wrong with it.
+    With the `config` of a run that wants it, it must be that run's."""
     advice = "; delete it to run again" if config else ""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        record = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{path}: not a readable record ({error}){advice}") from error
-    try:
-        _check_record(record, path, config)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a value is wrong ({cut(repr(error))}){advice}") from error
-    except ValueError as error:
-        raise ValueError(f"{error}{advice}") from error
-    return record
+    return read_json_record(path, lambda record: check_record(record, path, config), advice)
 
 
-def recorded(
+def load_records(
     configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = True
 ) -> dict[str, Record]:
     """The records of these runs that are there, by file name; no run is made.
@@ -280,10 +313,6 @@ def differences(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return found
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
 # What a record must be ────────────────────────────────────────────────────────────────────────────
 
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -326,8 +355,8 @@ class _Record(BaseModel):
     provenance: _Made
 
 
-def _check_record(record: Any, path: str | Path, config: RunConfig | None) -> None:
-    """ValueError unless it is a record, as it was written, and of this run if one is given."""
+def check_record(record: Any, path: str | Path, config: RunConfig | None = None) -> None:
+    """ValueError unless it is a run's record, and of this run if one is given."""
     validated(_Record, record, f"{path}: not a record")
     own = digest_of(record["config"])
     if own != record["digest"] or (config is not None and own != config.digest):
@@ -335,5 +364,3 @@ def _check_record(record: Any, path: str | Path, config: RunConfig | None) -> No
     made, epochs = len(record["rows"]), record["config"]["epochs"]
     if record["status"] == "finished" and made != epochs:
         raise ValueError(f"{path}: rows: got {made} epochs, allowed: {epochs}")
-    if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
-        raise ValueError(f"{path}: its content is not what was written (sha256)")

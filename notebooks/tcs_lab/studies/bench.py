@@ -7,10 +7,10 @@ import contextlib
 import copy
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from tcs_core import (
     Compressor,
@@ -31,10 +30,17 @@ from tcs_core import (
     kept,
     top_k_mask,
 )
-from tcs_lab.runs.records import RECORD_VERSION, provenance, results_folder
+from tcs_lab.runs.jobs import Job, Tell, make_anew
+from tcs_lab.runs.progress import Progress
+from tcs_lab.runs.records import (
+    RECORD_VERSION,
+    Record,
+    provenance,
+    results_folder,
+    rounding,
+)
 from tcs_lab.runs.runs import _arithmetic, _memory_kept
 from tcs_lab.support.errors import reject_unknown
-from tcs_lab.support.files import write_json
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.training.compiled import goes_compiled
 from tcs_lab.training.configuration import RunConfig
@@ -384,30 +390,72 @@ BENCHES: dict[str, list[Any]] = {
 USUAL = [part for part in BENCHES if part != "paper"]
 
 
+@dataclass(frozen=True)
+class BenchRun(Job):
+    """Some parts of the bench. Its record is named after the device. ValueError for an unknown part."""
+
+    pattern = "bench/*.json"
+    parts: tuple[str, ...] = tuple(USUAL)
+    repeat: int = 7
+    device: str = "auto"
+    precision: str = "fp32"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        reject_unknown(self.parts, BENCHES, "part")
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig(
+            Scheme.named("TCS"), device=self.device, precision=cast(Any, self.precision),
+            threads=self.threads, profile="bench",
+        )  # fmt: skip
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        device = rounding(self.config)["device"]
+        return {"device": device, "precision": self.precision, "parts": list(self.parts)}
+
+    @property
+    def name(self) -> str:
+        device = re.sub(r"\W+", "-", self.identity["device"]).strip("-")
+        return f"{device}-{self.precision}-{'-'.join(self.parts)}"
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return sum(len(BENCHES[part]) for part in self.parts)
+
+    def path(self, results: str | Path | None = None) -> Path:
+        return results_folder("bench", results) / f"{self.name}.json"
+
+    def make(self, tell: Tell = None) -> Record:
+        bench = Bench(self.repeat, self.device, self.precision)
+        cases = [case for part in self.parts for case in BENCHES[part]]
+        with _arithmetic(self.threads):
+            for place, case in enumerate(cases, 1):
+                began = time.perf_counter()
+                case(bench)
+                if tell:
+                    tell({"epoch": place, "seconds": time.perf_counter() - began})
+            made = provenance(self.config) | {"precision": self.precision, "cores": os.cpu_count()}
+        return {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
+
+    def check(self, record: Record, path: Path) -> None:
+        """Its name says all."""
+
+
 def run_benches(
     parts: Iterable[str] = tuple(USUAL), repeat: int = 7, device: str = "auto",
     precision: str = "fp32", threads: int | None = None, results: str | Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure the named parts; the record, also written to results/bench/. Takes minutes.
+) -> Record:  # fmt: skip
+    """Measure the named parts, also where there is a record of them; the record, also written to
+    results/bench/. Takes minutes.
 
     Raises ValueError for an unknown part.
     """
-    reject_unknown(parts, BENCHES, "part")
-    config = RunConfig(
-        Scheme.named("TCS"), device=device, precision=cast(Any, precision), threads=threads,
-        profile="bench",
-    )  # fmt: skip
-    bench = Bench(repeat, device, precision)
-    cases = [case for part in parts for case in BENCHES[part]]
-    with _arithmetic(threads):
-        for case in tqdm(cases, desc="bench", leave=False, disable=not sys.stderr.isatty()):
-            case(bench)
-        made = provenance(config) | {"precision": precision, "cores": os.cpu_count()}
-    record = {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
-    device_name = re.sub(r"\W+", "-", made["device"]).strip("-")
-    name = f"{device_name}-{precision}-{'-'.join(parts)}.json"
-    write_json(results_folder("bench", results) / name, record)
-    return record
+    job = BenchRun(tuple(parts), repeat, device, precision, threads)
+    with Progress([job]) as bar:
+        return make_anew(job, results, partial(bar.epoch, job.digest))
 
 
 def bench_table(record: dict[str, Any]) -> pd.DataFrame:

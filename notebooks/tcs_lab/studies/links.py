@@ -1,9 +1,11 @@
 """Seconds and memory of a DDP step over links of a given speed: plain, and by four hooks.
 
+    uv run tcs queue params/links.yaml        what notebook 12 shows, as far as it is not measured yet
     uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
 
 measures in a network namespace of its own, which needs root on Linux: the loopback is limited, and
-all ranks' traffic, in both directions, shares its rate. Rows go to results/hook/links.json.
+all ranks' traffic, in both directions, shares its rate. A record for each net goes to results/hook/links;
+results/hook/links.json holds the rows of those that are older.
 """
 
 from __future__ import annotations
@@ -14,65 +16,73 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
+from pydantic import AfterValidator, Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
 from tcs_core import TCSState, tcs_hook
-from tcs_lab.runs.records import core_sha256, cpu_name, results_folder
+from tcs_lab.runs.index import find_records
+from tcs_lab.runs.jobs import Job, Tell
+from tcs_lab.runs.plans import Planning, Stage
+from tcs_lab.runs.records import Record, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
-from tcs_lab.support.files import write_whole
+from tcs_lab.support.errors import reject_unknown
 from tcs_lab.support.places import ROOT
 from tcs_lab.support.processes import run_within, torchrun_command
+from tcs_lab.training.configuration import Positive, Whole
 
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
-WAYS = ("passes", "plain", "bf16", "PowerSGD", *SHARES)  # the first exchanges nothing
+# the first exchanges nothing
+WAYS = ("passes", "plain", "bf16", "PowerSGD", *SHARES)
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
 _FRAME, _PAYLOAD = 1514, 1448  # bytes of a full packet, as the limit counts it
 _SOON = 60.0  # seconds, within which what should take none is over
 
 
-def parameters(layers: int, width: int) -> int:
+def count_parameters(layers: int, width: int) -> int:
     return layers * (width * width + width)
 
 
-def rank_for(layers: int, width: int, handed: float) -> int:
+def choose_rank(layers: int, width: int, handed: float) -> int:
     """PowerSGD's rank for about so many bytes a step: (n + m) r for a matrix, biases as they are."""
     return max(1, round((handed / 4 - layers * width) / (2 * width * layers)))
 
 
-def handed_over(way: str, layers: int, width: int) -> tuple[float, float]:
+def count_handed_bytes(way: str, layers: int, width: int) -> tuple[float, float]:
     """Bytes that a rank hands to all_reduce and to all_gather in a step."""
-    dimension = parameters(layers, width)
+    dimension = count_parameters(layers, width)
     if way in SHARES:
         phi_global, phi_local = SHARES[way]
         return 4 * phi_global * dimension, 8 * phi_local * dimension
     if way == "PowerSGD":
-        rank = rank_for(layers, width, sum(handed_over("TCS 1 %", layers, width)))
+        rank = choose_rank(layers, width, sum(count_handed_bytes("TCS 1 %", layers, width)))
         return 4 * (2 * width * rank + width) * layers, 0.0
     return {"passes": 0.0, "plain": 4.0 * dimension, "bf16": 2.0 * dimension}[way], 0.0
 
 
-def on_the_wire(way: str, layers: int, width: int, ranks: int) -> float:
+def count_wire_bytes(way: str, layers: int, width: int, ranks: int) -> float:
     """Bytes that one rank sends in a step, by rings, with their packets' heads."""
-    summed, gathered = handed_over(way, layers, width)
+    summed, gathered = count_handed_bytes(way, layers, width)
     sent = 2 * (ranks - 1) / ranks * summed + (ranks - 1) * gathered
     return sent * _FRAME / _PAYLOAD
 
 
-def calculated(
+def calculate_step(
     way: str, layers: int, width: int, ranks: int, mbit: float, unlimited: float
 ) -> float:
     """Seconds a step where all ranks share the link: what it takes without a limit, and the wire."""
-    return unlimited + 8 * ranks * on_the_wire(way, layers, width, ranks) / (1e6 * mbit)
+    return unlimited + 8 * ranks * count_wire_bytes(way, layers, width, ranks) / (1e6 * mbit)
 
 
 # A rank ───────────────────────────────────────────────────────────────────────────────────────────
@@ -89,7 +99,7 @@ def _model(way: str, layers: int, width: int) -> DistributedDataParallel:
     if way == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     if way == "PowerSGD":
-        rank = rank_for(layers, width, sum(handed_over("TCS 1 %", layers, width)))
+        rank = choose_rank(layers, width, sum(count_handed_bytes("TCS 1 %", layers, width)))
         settings = power_sgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
         model.register_comm_hook(settings, power_sgd.powerSGD_hook)
     if way in SHARES:
@@ -135,8 +145,8 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
         if rank == 0:
             _limit(mbit)
         dist.barrier()
-        wire = calculated(way, layers, width, ranks, mbit, 0.0) if mbit else 0.0
-        most = 9 if parameters(layers, width) < 10**8 else 5
+        wire = calculate_step(way, layers, width, ranks, mbit, 0.0) if mbit else 0.0
+        most = 9 if count_parameters(layers, width) < 10**8 else 5
         times = sorted(step() for _ in range(max(1, min(most, int(SECONDS / max(wire, 0.1))))))
         rows.append(
             {"way": way, "ranks": ranks, "layers": layers, "width": width, "mbit": mbit,
@@ -150,44 +160,134 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
     return rows
 
 
-def _as_rank(layers: int, width: int, links: list[float | None], ways: list[str]) -> None:
+def _measure_as_rank(
+    file: str, layers: int, width: int, links: list[float | None], ways: list[str]
+) -> None:
+    """One process of torchrun: measures, and adds a line for each row to the file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # loads what no way shall count as its own
     for way in ways:
         rows = _measure(way, layers, width, links)
         if dist.get_rank() == 0:
-            _add(rows)
-            print(way, *(f"{row['seconds']:.3f}" for row in rows), flush=True)
+            with Path(file).open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(row) + "\n" for row in rows)
     dist.barrier()
     os._exit(0)  # a thread of gloo may outlive Python and abort
 
 
-# The record ───────────────────────────────────────────────────────────────────────────────────────
+# Measurements as jobs ─────────────────────────────────────────────────────────────────────────────
 
 
-def record_file(results: Path | None = None) -> Path:
-    return results_folder("hook", results) / "links.json"
+def _check_ways(ways: tuple[str, ...]) -> tuple[str, ...]:
+    reject_unknown(ways, WAYS, "way to exchange")
+    return ways
 
 
-def read_rows(results: Path | None = None) -> list[dict[str, Any]]:
-    path = record_file(results)
+class LinkStage(Stage):
+    """Nets, each measured on all links and in all ways, one net after the other."""
+
+    kind: str = "studies.links"
+    ranks: Whole
+    layers: Whole
+    width: Whole
+    mbit: Annotated[list[Positive | None], Field(min_length=1)]  # None: no limit
+    ways: Annotated[tuple[str, ...], AfterValidator(_check_ways)] = WAYS
+
+    def plan_jobs(self, planning: Planning | None = None) -> list[LinkMeasurement]:
+        net = self.ranks, self.layers, self.width
+        return [LinkMeasurement(*net, tuple(self.mbit), self.ways)]
+
+
+@dataclass(frozen=True)
+class LinkMeasurement(Job):
+    """Steps of one net on some links in some ways; its record has a row for each of both."""
+
+    pattern = "hook/links/*.json"
+    ranks: int
+    layers: int
+    width: int
+    mbit: tuple[float | None, ...]
+    ways: tuple[str, ...] = WAYS
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return fields | {"mbit": list(self.mbit), "ways": list(self.ways)}
+
+    @property
+    def name(self) -> str:
+        return f"links: {self.ranks} ranks, {self.layers} layers of {self.width}"
+
+    def path(self, results: str | Path | None = None) -> Path:
+        name = f"{self.ranks}-{self.layers}-{self.width}-{self.digest}.json"
+        return results_folder("hook", results) / "links" / name
+
+    def is_made(self, results: str | Path | None = None) -> bool:
+        """All rows of older measurements count, too."""
+        return super().is_made(results) or all(self._find_old(results))
+
+    def read(self, results: str | Path | None = None) -> Record:
+        if super().is_made(results):
+            return super().read(results)
+        return self.identity | {"rows": self._find_old(results)}
+
+    def _find_old(self, results: str | Path | None) -> list[dict[str, Any] | None]:
+        old = Links(_read_old_rows(results))
+        net = self.layers, self.width, self.ranks
+        return [old.row(way, *net, mbit) for way in self.ways for mbit in self.mbit]
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a measurement has certainly hung: ten times what it should take."""
+        net, seconds = (self.layers, self.width, self.ranks), 0.0
+        for way in self.ways:
+            seconds += _SOON * (1 + count_parameters(self.layers, self.width) / 1e7)  # to warm up
+            for mbit in self.mbit:
+                wire = calculate_step(way, *net, mbit, 0.0) if mbit else 0.0
+                seconds += SECONDS + wire
+        return 10 * seconds
+
+    def make(self, tell: Tell = None) -> Record:
+        load, began = round(os.getloadavg()[0], 1), time.perf_counter()
+        rates = ["none" if mbit is None else f"{mbit:g}" for mbit in self.mbit]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows"
+            words = [str(file), str(self.layers), str(self.width), *rates, *self.ways]
+            inside = torchrun_command(self.ranks, "-m", "tcs_lab.studies.links", *words)
+            set_up = f"ip link set lo mtu 1500 up; {shlex.join(inside)}"
+            command = ["unshare", "-n", "bash", "-c", set_up]
+            try:
+                run_within(self.limit, command, show=True, cwd=ROOT, OMP_NUM_THREADS="1")
+            except RuntimeError as error:
+                raise ChildProcessError(f"{self.name} (needs root on Linux): {error}") from error
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if tell:
+            tell({"epoch": 1, "seconds": time.perf_counter() - began})
+        made = {"cores": os.cpu_count(), "load": load, **provenance()}
+        return self.identity | {"rows": rows, "provenance": made}
+
+
+# The records, read ────────────────────────────────────────────────────────────────────────────────
+
+
+def read_rows(results: str | Path | None = None) -> list[dict[str, Any]]:
+    """All rows, the older ones first; of one case only the newest."""
+    records = find_records(LinkMeasurement, results).values()
+    rows = {_case_of(row): row for row in _read_old_rows(results)}
+    for record in sorted(records, key=lambda record: record["provenance"]["finished"]):
+        rows |= {_case_of(row): row for row in record["rows"]}
+    return list(rows.values())
+
+
+def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("way", "ranks", "layers", "width", "mbit"))
+
+
+def _read_old_rows(results: str | Path | None) -> list[dict[str, Any]]:
+    """Those that were measured before each net had a record of its own."""
+    path = results_folder("hook", results) / "links.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
-def _add(rows: list[dict[str, Any]]) -> None:
-    """To the record, in place of rows of the same case."""
-    key = ("way", "ranks", "layers", "width", "mbit")
-    new = {tuple(row[name] for name in key) for row in rows}
-    old = [row for row in read_rows() if tuple(row[name] for name in key) not in new]
-    machine = {
-        "cpu": cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1),
-        "torch": torch.__version__, "core": core_sha256(),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }  # fmt: skip
-    lines = [json.dumps(row | ({} if row in old else machine)) for row in old + rows]
-    text = "[\n " + ",\n ".join(lines) + "\n]\n"
-    write_whole(record_file(), lambda file: file.write(text.encode()))
 
 
 class Links:
@@ -203,7 +303,7 @@ class Links:
         found = [row for row in self.rows if wanted.items() <= row.items()]
         return found[0] if found else None
 
-    def calculated(self, row: dict[str, Any]) -> float | None:
+    def calculate(self, row: dict[str, Any]) -> float | None:
         """Of a limited row, from the same without a limit; None where that was not measured.
 
         An all-reduce of all gradients without a limit is as long as it takes to copy them; on a
@@ -214,8 +314,8 @@ class Links:
         if free is None or passes is None:
             return None
         if row["way"] not in ("plain", "bf16"):
-            return calculated(row["way"], *case, row["mbit"], free["seconds"])
-        wired = calculated(row["way"], *case, row["mbit"], passes["seconds"])
+            return calculate_step(row["way"], *case, row["mbit"], free["seconds"])
+        wired = calculate_step(row["way"], *case, row["mbit"], passes["seconds"])
         return max(free["seconds"], wired)
 
     def unlimited(self) -> pd.DataFrame:
@@ -227,7 +327,7 @@ class Links:
                 continue
             share = max(0.0, 1 - passes["seconds"] / row["seconds"])
             table.append(
-                {"Parameters": f"{parameters(row['layers'], row['width']):,}",
+                {"Parameters": f"{count_parameters(row['layers'], row['width']):,}",
                  "Ranks": row["ranks"], "Way": row["way"], "s a step": f"{row['seconds']:.3f}",
                  "from – to": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
                  "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
@@ -241,12 +341,12 @@ class Links:
             if row["mbit"] is None or row["way"] == "passes":
                 continue
             line = table.setdefault((row["layers"], row["width"], row["mbit"]), {})
-            wanted = self.calculated(row)
+            wanted = self.calculate(row)
             ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
             few = f", n = {row['n']}" if row["n"] < 5 else ""
             line[row["way"]] = f"{row['seconds']:.3g}{ratio}{few}"
         lines = [
-            {"Parameters": f"{parameters(layers, width):,}", "Mbit/s": f"{mbit:,.0f}", **line}
+            {"Parameters": f"{count_parameters(layers, width):,}", "Mbit/s": f"{mbit:,.0f}", **line}
             for (layers, width, mbit), line in sorted(table.items())
         ]
         return pd.DataFrame(lines).fillna("")
@@ -255,8 +355,8 @@ class Links:
         """How many measurements are as calculated, and which are not."""
         ratios = dict[str, float]()
         for row in self.rows:
-            if row["mbit"] and row["way"] != "passes" and (wanted := self.calculated(row)):
-                net = f"{parameters(row['layers'], row['width']):,} parameters"
+            if row["mbit"] and row["way"] != "passes" and (wanted := self.calculate(row)):
+                net = f"{count_parameters(row['layers'], row['width']):,} parameters"
                 ratios[f"{row['way']} of {net} at {row['mbit']:,.0f}"] = row["seconds"] / wanted
         off = [f"{name} ({r:.2f})" for name, r in ratios.items() if abs(r - 1) > within]
         rest = f"; not: {', '.join(off)}" if off else ""
@@ -271,7 +371,9 @@ class Links:
             free = self.row(row["way"], *case)
             if row["mbit"] is None or row["way"] == "passes" or free is None:
                 continue
-            wire = calculated(row["way"], *case, row["mbit"], 0.0) * _PAYLOAD / _FRAME  # no heads
+            wire = (
+                calculate_step(row["way"], *case, row["mbit"], 0.0) * _PAYLOAD / _FRAME
+            )  # no heads
             if wire > free["seconds"]:
                 ratios.append((row["seconds"] - free["seconds"]) / wire)
         if not ratios:
@@ -292,42 +394,9 @@ class Links:
         return max(rates)
 
 
-def _asked_for(words: list[str]) -> tuple[int, int, list[float | None], list[str]]:
-    """Layers, width, links and ways, as the command line says them."""
-    given = [word for word in words[2:] if word not in WAYS]
-    ways = [word for word in words if word in WAYS] or list(WAYS)
-    links = [None if word == "none" else float(word) for word in given]
-    return int(words[0]), int(words[1]), links, ways
-
-
-def longest(
-    ranks: int, layers: int, width: int, links: list[float | None], ways: list[str]
-) -> float:
-    """Seconds after which a measurement has certainly hung: ten times what it should take."""
-    seconds = 0.0
-    for way in ways:
-        seconds += _SOON * (1 + parameters(layers, width) / 1e7)  # the model, and steps to warm up
-        for mbit in links:
-            wire = calculated(way, layers, width, ranks, mbit, 0.0) if mbit else 0.0
-            seconds += SECONDS + wire
-    return 10 * seconds
-
-
-def main(words: list[str]) -> int:
-    """Measures in new processes, and in each of these: torchrun starts this module there."""
-    if "RANK" in os.environ:
-        _as_rank(*_asked_for(words))
-    ranks, *given = words
-    inside = shlex.join(torchrun_command(int(ranks), "-m", "tcs_lab.studies.links", *given))
-    command = ["unshare", "-n", "bash", "-c", f"ip link set lo mtu 1500 up; {inside}"]
-    seconds = longest(int(ranks), *_asked_for(given))
-    try:
-        run_within(seconds, command, show=True, cwd=ROOT, OMP_NUM_THREADS="1")
-    except (RuntimeError, TimeoutError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":  # torchrun starts this module as each rank
+    given = sys.argv[4:]
+    rates = [None if word == "none" else float(word) for word in given if word not in WAYS]
+    _measure_as_rank(
+        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), rates, [w for w in given if w in WAYS]
+    )

@@ -1,38 +1,42 @@
 """What sparsification through the hook costs each optimizer: params/optimizers.yaml, run and read.
 
-`uv run tcs optimizers` makes the runs that are missing, one after the other.
+`uv run tcs optimizers` makes the trainings that are missing.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Annotated, Any, cast
 
 import pandas as pd
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from tcs_core import Client, Known, NotFiniteError, Scheme, Server, kept, layer_sizes
-from tcs_lab.runs.estimates import Expected
-from tcs_lab.runs.parameters import read_params
-from tcs_lab.runs.records import core_sha256, cpu_name, git_state, results_folder
-from tcs_lab.support.files import write_json
+from tcs_lab.runs.index import find_records
+from tcs_lab.runs.jobs import Job, Tell
+from tcs_lab.runs.plans import Planning, Stage, read_plan, widen_search
+from tcs_lab.runs.records import Record, git_state, provenance, results_folder
 from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tasks.images import generator_for
 from tcs_lab.tasks.text import GPT, load_text
+from tcs_lab.training.configuration import Positive, Seed, Share, Whole
 
 PLAN = ROOT / "params" / "optimizers.yaml"
 _FIRST_WEIGHTS, _WINDOWS = 0, 1  # purposes of random numbers
+_SETTINGS = ("ranks", "width", "context", "batch_size", "dense_steps", "weight_decay", "momentum",
+             "beta_2")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cell:
+class Setup:
     """What is compared: an optimizer, a scheme of the plan, and where the momentum is."""
 
     optimizer: str
@@ -43,25 +47,210 @@ class Cell:
         return f"{self.optimizer}{' corrected' if self.corrected else ''}, {self.scheme}"
 
 
-def read_plan(path: Path = PLAN) -> dict[str, Any]:
-    return read_params([path])
+# The plan, and its trainings as jobs ──────────────────────────────────────────────────────────────
 
 
-def cells(plan: dict[str, Any]) -> list[Cell]:
-    """All cells, in the order in which a seed's runs are made."""
-    plain = [
-        Cell(optimizer, scheme) for scheme in plan["schemes"] for optimizer in plan["optimizers"]
-    ]
-    corrected = [
-        Cell(o, scheme, True) for o, names in plan["corrected"].items() for scheme in names
-    ]
-    return plain + corrected
+class Shares(BaseModel, extra="forbid", frozen=True):
+    """A scheme of the hook: the fractions of its two masks."""
+
+    phi_global: Share | None
+    phi_local: Share
+
+
+class Sweep(BaseModel, extra="forbid", frozen=True):
+    """How each optimizer's rate is found: these rates first, then beyond, by the final test loss."""
+
+    seed: Seed
+    steps: Whole
+    rates: dict[str, Annotated[list[Positive], Field(min_length=1)]]
+
+
+class HookStage(Stage):
+    """Trainings of a small GPT by several optimizers and schemes. First comes a sweep for each
+    optimizer's rate, then all trainings, seed by seed."""
+
+    kind: str = "studies.optimizers"
+    seeds: Annotated[list[Seed], Field(min_length=1)]
+    ranks: Whole
+    width: Whole
+    context: Whole
+    batch_size: Whole  # windows of a rank's step
+    dense_steps: Whole
+    sparse_steps: Whole
+    test_every: Whole
+    weight_decay: Annotated[float, Field(ge=0)]  # AdamW's alone
+    momentum: Annotated[float, Field(ge=0, lt=1)]
+    beta_2: Annotated[float, Field(ge=0, lt=1)]
+    sweep: Sweep
+    schemes: dict[str, Shares | None]
+    optimizers: list[str]
+    corrected: dict[str, list[str]]
+
+    @property
+    def steps(self) -> int:
+        return self.dense_steps + self.sparse_steps
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a training depends on, beside its setup, seed, rate and length."""
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    @property
+    def setups(self) -> list[Setup]:
+        """All setups, in the order in which a seed's trainings are made."""
+        plain = [Setup(o, scheme) for scheme in self.schemes for o in self.optimizers]
+        return plain + [Setup(o, s, True) for o, schemes in self.corrected.items() for s in schemes]
+
+    def plan_jobs(self, planning: Planning) -> list[HookTraining]:
+        tried = self._try_all(planning)
+        sweeps = [self.sweep_job(name, rate) for name, rates in tried.items() for rate in rates]
+        if not _are_known(tried):
+            return sweeps
+        return sweeps + self._trainings({name: _best_rate(rates) for name, rates in tried.items()})
+
+    def jobs_to_follow(self, planning: Planning) -> list[HookTraining]:
+        if _are_known(self._try_all(planning)):
+            return []
+        return self._trainings({name: rates[0] for name, rates in self.sweep.rates.items()})
+
+    def _try_all(self, planning: Planning) -> dict[str, dict[float, float | None]]:
+        return {name: self.try_rates(name, planning.results) for name in self.optimizers}
+
+    def _trainings(self, rates: dict[str, float]) -> list[HookTraining]:
+        return [
+            HookTraining(self, setup, seed, rates[setup.optimizer], self.steps)
+            for seed in self.seeds
+            for setup in self.setups
+        ]
+
+    def sweep_job(self, optimizer: str, rate: float) -> HookTraining:
+        dense = Setup(optimizer, "dense")
+        return HookTraining(self, dense, self.sweep.seed, rate, self.sweep.steps, is_sweep=True)
+
+    def try_rates(
+        self, optimizer: str, results: str | Path | None = None
+    ) -> dict[float, float | None]:
+        """The rates that the sweep of one optimizer tries, each with minus its final test loss: None
+        if that training is not made yet. The list goes on until the best rate is inside."""
+
+        def score(rate: float) -> float | None:
+            job = self.sweep_job(optimizer, rate)
+            return -final_loss(job.read(results)) if job.is_made(results) else None
+
+        return widen_search(
+            self.sweep.rates[optimizer], score, lambda rate, side: next_rate(rate, 3.0**side)
+        )
+
+
+def _are_known(tried: dict[str, dict[float, float | None]]) -> bool:
+    return not any(None in rates.values() for rates in tried.values())
+
+
+def _best_rate(tried: dict[float, Any]) -> float:
+    return max(tried, key=lambda rate: tried[rate])
+
+
+@dataclass(frozen=True)
+class HookTraining(Job):
+    """One training: a row for each time that it is tested."""
+
+    pattern = "hook/{stage}/*.json"
+    stage: HookStage
+    setup: Setup
+    seed: int
+    rate: float
+    steps: int
+    is_sweep: bool = False
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        shares, setup = self.stage.schemes[self.setup.scheme], self.setup
+        return {
+            "optimizer": setup.optimizer, "scheme": setup.scheme, "corrected": setup.corrected,
+            "shares": shares and shares.model_dump(), "seed": self.seed, "rate": self.rate,
+            "steps": self.steps, "settings": self.stage.settings,
+        }  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return f"{self.setup}, rate {self.rate:g}, seed {self.seed}"
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return -(-self.steps // self.stage.test_every)
+
+    def describe(self, row: dict[str, Any]) -> str:
+        return f"{self.name}, step {row['step']}/{self.steps}, test loss {row['loss']}"
+
+    def path(self, results: str | Path | None = None) -> Path:
+        corrected = "-corrected" if self.setup.corrected else ""
+        scheme = self.setup.scheme.replace(" %", "").replace(" ", "-")
+        name = f"{self.setup.optimizer}{corrected}-{scheme}-{self.seed}.json"
+        if self.is_sweep:
+            name = f"sweep-{self.setup.optimizer}-{self.rate:g}.json"
+        return results_folder("hook", results) / self.stage.stage / name
+
+    def make(self, tell: Tell = None) -> Record:
+        """Test losses on the way, None once it diverged. On one thread."""
+        git_state()  # now: the code may be edited while this runs
+        windows, losses = Windows(self.stage, self.seed), list[list[Any]]()
+        ends = [time.perf_counter()]
+
+        def watch(step: int, model: nn.Module) -> None:
+            if step == self.steps or step % self.stage.test_every == 0:
+                loss = windows.test_loss(model)
+                losses.append([step, round(loss, 6) if math.isfinite(loss) else None])
+                ends.append(time.perf_counter())
+                if tell:
+                    row = {"epoch": len(losses), "step": step, "loss": losses[-1][1]}
+                    tell(row | {"seconds": ends[-1] - ends[-2]})
+
+        diverged, threads = None, torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            train(self.stage, self.setup, self.seed, self.rate, self.steps, watch)
+        except NotFiniteError as error:
+            diverged = str(error)
+        finally:
+            seconds, made = round(time.perf_counter() - ends[0], 1), provenance()
+            torch.set_num_threads(threads)
+        text = {"dataset": "text", "fingerprint": load_text().fingerprint}
+        return self.identity | {
+            "losses": losses, "diverged": diverged, "seconds": seconds, "provenance": made | text,
+        }  # fmt: skip
+
+    def seconds_alone(self, results: str | Path | None = None) -> float | None:
+        """By the pace of the trainings that are made."""
+        there = find_records(HookTraining, results, stage=self.stage.stage).values()
+        paces = [record["seconds"] / record["steps"] for record in there]
+        return median(paces) * self.steps if paces else None
+
+    @classmethod
+    def divergence(cls, record: Record) -> str | None:
+        return record["diverged"]
+
+    @classmethod
+    def facts(cls, record: Record, path: Path) -> dict[str, Any]:
+        """Its setup, seed, rate, steps, and its stage, which is the name of the folder."""
+        return record | {"stage": path.parent.name}
+
+
+def final_loss(record: Record) -> float:
+    """Infinite for a training that diverged."""
+    if record["diverged"] or record["losses"][-1][1] is None:
+        return math.inf
+    return record["losses"][-1][1]
+
+
+def next_rate(rate: float, factor: float) -> float:
+    """About so many times a rate, with one digit: 1, 3, 10."""
+    return float(f"{rate * factor:.0e}")
 
 
 # One training ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class Corrected(Client):
+class MomentumCorrection(Client):
     """Its momentum is added up before compression, and forgotten where it was sent (DGC)."""
 
     keeps = ("momentum_D",)
@@ -82,24 +271,24 @@ class Corrected(Client):
             self.momentum_D[flight.positions_K] = 0.0
 
 
-class Averaged:
+class Averager:
     """Gradients of all ranks (D,) to what every rank gets, as the hook does it."""
 
-    def __init__(self, plan: dict[str, Any], cell: Cell, sizes: list[int], dense_steps: int):
-        shares = plan["schemes"][cell.scheme]
-        scheme = Scheme("through the hook", "TCS", **(shares or {}))
+    def __init__(self, stage: HookStage, setup: Setup, sizes: list[int], dense_steps: int):
+        shares = stage.schemes[setup.scheme]
+        scheme = Scheme("through the hook", "TCS", **(shares.model_dump() if shares else {}))
         self.known, self.step = Known(scheme, sizes), 0
         self.dense_steps = dense_steps if shares else None  # None: always
         self.server = Server(self.known)
-        ranks = range(plan["ranks"])
-        self.clients = [self.client(plan, cell, n) for n in ranks]
+        ranks = range(stage.ranks)
+        self.clients = [self._make_client(stage, setup, n) for n in ranks]
 
-    def client(self, plan: dict[str, Any], cell: Cell, n: int) -> Client:
-        if not cell.corrected:
+    def _make_client(self, stage: HookStage, setup: Setup, n: int) -> Client:
+        if not setup.corrected:
             return Client(self.known, n)
         # as the optimizer adds them up: g + 0.9 u of SGD, 0.1 g + 0.9 u of AdamW
-        share = 1.0 - plan["momentum"] if cell.optimizer == "AdamW" else 1.0
-        return Corrected(self.known, n, plan["momentum"], share)
+        share = 1.0 - stage.momentum if setup.optimizer == "AdamW" else 1.0
+        return MomentumCorrection(self.known, n, stage.momentum, share)
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         self.known.begin(dense=self.dense_steps is None or self.step < self.dense_steps)
@@ -113,20 +302,20 @@ class Averaged:
         return average_D
 
 
-def first_model(plan: dict[str, Any], seed: int) -> nn.Module:
+def make_model(stage: HookStage, seed: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(
             int(torch.randint(2**31, (), generator=generator_for(seed, _FIRST_WEIGHTS)))
         )
-        return GPT(load_text().classes, plan["width"], plan["context"])
+        return GPT(load_text().classes, stage.width, stage.context)
 
 
-def optimizer_of(plan: dict[str, Any], cell: Cell, model: nn.Module, rate: float) -> Any:
-    momentum = 0.0 if cell.corrected else plan["momentum"]
-    if cell.optimizer == "AdamW":
-        betas, decay = (momentum, plan["beta_2"]), plan["weight_decay"]
+def make_optimizer(stage: HookStage, setup: Setup, model: nn.Module, rate: float) -> Any:
+    momentum = 0.0 if setup.corrected else stage.momentum
+    if setup.optimizer == "AdamW":
+        betas, decay = (momentum, stage.beta_2), stage.weight_decay
         return torch.optim.AdamW(model.parameters(), rate, betas, weight_decay=decay, fused=True)
-    if cell.optimizer == "SGD":
+    if setup.optimizer == "SGD":
         momentum = 0.0
     return torch.optim.SGD(model.parameters(), rate, momentum, fused=True)
 
@@ -141,276 +330,153 @@ def rate_factor(step: int, dense_steps: int, steps: int) -> float:
 class Windows:
     """What ranks read, and the test: characters (B, T) int64 and those that follow them."""
 
-    def __init__(self, plan: dict[str, Any], seed: int):
+    def __init__(self, stage: HookStage, seed: int):
         text = load_text()
-        self.train, self.seed, self.size = torch.cat(text.train), seed, plan["batch_size"]
-        self.window = torch.arange(plan["context"] + 1)
-        self.tests = torch.cat(text.test).unfold(0, len(self.window), plan["context"])
+        self.train, self.seed, self.size = torch.cat(text.train), seed, stage.batch_size
+        self.window = torch.arange(stage.context + 1)
+        self.tests = torch.cat(text.test).unfold(0, len(self.window), stage.context)
 
-    def of(self, step: int, rank: int) -> Tensor:
+    def draw(self, step: int, rank: int) -> Tensor:
         generator = generator_for(self.seed, _WINDOWS, step, rank)
         most = len(self.train) - len(self.window) + 1
         return self.train[torch.randint(most, (self.size, 1), generator=generator) + self.window]
 
     def test_loss(self, model: nn.Module) -> float:
         with torch.no_grad():
-            losses = [float(loss_of(model, part)) * len(part) for part in self.tests.split(256)]
+            losses = [
+                float(measure_loss(model, part)) * len(part) for part in self.tests.split(256)
+            ]
         return sum(losses) / len(self.tests)
 
 
-def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+def measure_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Nats a character."""
     scores = model(windows[:, :-1])
     return nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
 
 
 def train(
-    plan: dict[str, Any], cell: Cell, seed: int, rate: float, steps: int,
+    stage: HookStage, setup: Setup, seed: int, rate: float, steps: int,
     watch: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> nn.Module:  # fmt: skip
     """All ranks in one process; `watch` is called after every step. NotFiniteError if it diverges."""
-    model, windows = first_model(plan, seed), Windows(plan, seed)
+    model, windows = make_model(stage, seed), Windows(stage, seed)
     parameters = list(model.parameters())
     sizes = layer_sizes(model)
-    averaged = Averaged(plan, cell, sizes, plan["dense_steps"])
-    optimizer = optimizer_of(plan, cell, model, rate)
+    average = Averager(stage, setup, sizes, stage.dense_steps)
+    optimizer = make_optimizer(stage, setup, model, rate)
     for step in range(steps):
         gradients = []
-        for rank in range(plan["ranks"]):
+        for rank in range(stage.ranks):
             optimizer.zero_grad()
-            loss_of(model, windows.of(step, rank)).backward()
+            measure_loss(model, windows.draw(step, rank)).backward()
             gradients.append(torch.cat([cast(Tensor, p.grad).flatten() for p in parameters]))
-        average_D = averaged(gradients)
+        average_D = average(gradients)
         for p, part in zip(parameters, average_D.split(sizes), strict=True):
             cast(Tensor, p.grad).copy_(part.view_as(p))
-        optimizer.param_groups[0]["lr"] = rate * rate_factor(step, plan["dense_steps"], steps)
+        optimizer.param_groups[0]["lr"] = rate * rate_factor(step, stage.dense_steps, steps)
         optimizer.step()
         watch(step + 1, model)
     return model
 
 
-# Records ──────────────────────────────────────────────────────────────────────────────────────────
+# Judgement, as the head of the plan says ───────────────────────────────────────────────────────────
 
 
-def settings_of(plan: dict[str, Any]) -> dict[str, Any]:
-    """What a run depends on, beside its cell, seed, rate and length."""
-    names = ("ranks", "width", "context", "batch_size", "dense_steps", "weight_decay", "momentum",
-             "beta_2")  # fmt: skip
-    return {name: plan[name] for name in names}
-
-
-def folder_of(results: Path | None = None) -> Path:
-    return results_folder("hook", results) / "optimizers"
-
-
-def read_run(path: Path, plan: dict[str, Any], **run: Any) -> dict[str, Any] | None:
-    """A run's record; None if it is not made yet. ValueError if it is another plan's, or has
-    another value of what is known of the run."""
-    if not path.exists():
-        return None
-    record = json.loads(path.read_text(encoding="utf-8"))
-    for key, own in ({"settings": settings_of(plan)} | run).items():
-        if record[key] != own:
-            raise ValueError(f"{path}: {key}: got {record[key]}, allowed: {own}")
-    return record
-
-
-def made(
-    path: Path, plan: dict[str, Any], cell: Cell, seed: int, rate: float, steps: int
-) -> dict[str, Any]:
-    """A run's record, made if it is not there: test losses on the way, None once it diverged."""
-    shares = plan["schemes"][cell.scheme]
-    record = read_run(path, plan, shares=shares, rate=rate, steps=steps)
-    if record is not None:
-        return record
-    windows, losses, begun = Windows(plan, seed), list[list[Any]](), time.perf_counter()
-
-    def watch(step: int, model: nn.Module) -> None:
-        if step == steps or step % plan["test_every"] == 0:
-            loss = windows.test_loss(model)
-            losses.append([step, round(loss, 6) if math.isfinite(loss) else None])
-
-    diverged = None
-    try:
-        train(plan, cell, seed, rate, steps, watch)
-    except NotFiniteError as error:
-        diverged = str(error)
-    record = {
-        "optimizer": cell.optimizer, "scheme": cell.scheme, "corrected": cell.corrected,
-        "shares": shares, "seed": seed, "rate": rate, "steps": steps,
-        "settings": settings_of(plan), "losses": losses, "diverged": diverged,
-        "seconds": round(time.perf_counter() - begun, 1), "core": core_sha256(), **git_state(),
-        "cpu": cpu_name(), "torch": torch.__version__, "text": load_text().fingerprint,
-    }  # fmt: skip
-    write_json(path, record)
-    return record
-
-
-def final_loss(record: dict[str, Any]) -> float:
-    """Infinite for a run that diverged."""
-    if record["diverged"] or record["losses"][-1][1] is None:
-        return math.inf
-    return record["losses"][-1][1]
-
-
-def best_rate(plan: dict[str, Any], optimizer: str, folder: Path) -> float:
-    """The sweep of one optimizer, made where it is not there: its best rate, inside the list."""
-    sweep = plan["sweep"]
-    losses = dict[float, float]()
-
-    def tried(rate: float) -> None:
-        path = folder / f"sweep-{optimizer}-{rate:g}.json"
-        record = made(path, plan, Cell(optimizer, "dense"), sweep["seed"], rate, sweep["steps"])
-        losses[rate] = final_loss(record)
-
-    for rate in sweep["rates"][optimizer]:
-        tried(rate)
-    while True:
-        best = min(losses, key=lambda rate: losses[rate])
-        if best == min(losses):
-            tried(next_rate(best, 1 / 3))
-        elif best == max(losses):
-            tried(next_rate(best, 3))
-        else:
-            return best
-
-
-def next_rate(rate: float, factor: float) -> float:
-    """About so many times a rate, with one digit: 1, 3, 10."""
-    return float(f"{rate * factor:.0e}")
-
-
-def run_name(cell: Cell, seed: int) -> str:
-    words = (
-        f"{cell.optimizer}{'-corrected' if cell.corrected else ''}-{cell.scheme.replace(' %', '')}"
-    )
-    return f"{words.replace(' ', '-')}-{seed}.json"
-
-
-def runs(plan: dict[str, Any], results: Path | None = None) -> Iterator[tuple[Cell, int, Path]]:
-    """All runs of the plan, in their order, seed by seed."""
-    for seed in plan["seeds"]:
-        for cell in cells(plan):
-            yield cell, seed, folder_of(results) / run_name(cell, seed)
-
-
-# Judged, as the head of the plan says ─────────────────────────────────────────────────────────────
-
-
-def bytes_a_step(record: dict[str, Any], sizes: list[int]) -> int:
+def bytes_per_step(shares: Shares | None, sizes: list[int]) -> int:
     """What a rank hands to collectives in a step after the dense ones, as the hook counts them."""
-    shares, dimension = record["shares"], sum(sizes)
-    if not shares:
+    dimension = sum(sizes)
+    if shares is None:
         return 4 * dimension
-    shared = kept(shares["phi_global"], dimension) if shares["phi_global"] else 0
+    shared = kept(shares.phi_global, dimension) if shares.phi_global else 0
     flags = len(sizes) + 1
-    return 4 * (shared + flags) + 8 * min(kept(shares["phi_local"], dimension), dimension - shared)
+    return 4 * (shared + flags) + 8 * min(kept(shares.phi_local, dimension), dimension - shared)
 
 
-class Judged:
-    """All runs of the plan that are there, and what they come to."""
+class Costs:
+    """All trainings of the plan that are there, and what they come to."""
 
-    def __init__(self, plan: dict[str, Any], results: Path | None = None):
-        self.plan, self.records = plan, dict[tuple[Cell, int], dict[str, Any]]()
-        self.planned = 0
-        for cell, seed, path in runs(plan, results):
-            self.planned += 1
-            shares, steps = plan["schemes"][cell.scheme], plan["dense_steps"] + plan["sparse_steps"]
-            if (record := read_run(path, plan, shares=shares, steps=steps)) is not None:
-                self.records[cell, seed] = record
+    def __init__(self, plan: str | Path = PLAN, results: str | Path | None = None):
+        read = read_plan(plan)
+        (stage,) = (stage for stage in read.stages if isinstance(stage, HookStage))
+        self.stage, bounds = stage, read.analysis
+        self.no_cost, self.worth_it = bounds["nothing"], bounds["worth_it"]
+        self.records = self._find_records(results)
+        self.planned = len(stage.setups) * len(stage.seeds)
         losses = {run: final_loss(record) for run, record in self.records.items()}
-        self.diverged = {str(cell) for (cell, _), loss in losses.items() if loss == math.inf}
+        self.diverged = {str(setup) for (setup, _), loss in losses.items() if loss == math.inf}
         self.losses = {
             run: loss for run, loss in losses.items() if str(run[0]) not in self.diverged
         }
-        self.compared = Comparison(self.losses, {})
-        self.sizes = layer_sizes(first_model(plan, 0))
+        self.comparison = Comparison(self.losses, {})
+        self.sizes = layer_sizes(make_model(stage, 0))
 
-    def mean(self, cell: Cell) -> float:
-        found = [loss for (of, _), loss in self.losses.items() if of == cell]
+    def _find_records(self, results: str | Path | None) -> dict[tuple[Setup, int], Record]:
+        """In the order of the plan, whatever their rates; ValueError for one of other settings."""
+        stage, there = self.stage, dict[tuple[Setup, int], Record]()
+        found = find_records(HookTraining, results, stage=stage.stage, steps=stage.steps)
+        for path, record in found.items():
+            setup = Setup(record["optimizer"], record["scheme"], record["corrected"])
+            if setup in stage.setups and record["seed"] in stage.seeds:
+                job = HookTraining(stage, setup, record["seed"], record["rate"], stage.steps)
+                job.check(record, path)
+                there[setup, job.seed] = record
+        wanted = [(setup, seed) for seed in stage.seeds for setup in stage.setups]
+        return {run: there[run] for run in wanted if run in there}
+
+    def mean_loss(self, setup: Setup) -> float:
+        found = [loss for (of, _), loss in self.losses.items() if of == setup]
         return sum(found) / len(found) if found else math.inf
 
-    def gap(self, signs: dict[Cell, float]) -> Estimate:
-        return self.compared.estimate(signs, 0.95)
+    def compare(self, signs: dict[Setup, float]) -> Estimate:
+        return self.comparison.estimate(signs, 0.95)
 
-    def cost(self, cell: Cell) -> Estimate:
+    def cost(self, setup: Setup) -> Estimate:
         """Against the same optimizer, dense."""
-        return self.gap({cell: 1.0, Cell(cell.optimizer, "dense"): -1.0})
+        return self.compare({setup: 1.0, Setup(setup.optimizer, "dense"): -1.0})
 
-    def word(self, cost: Estimate) -> str:
-        if cost.high < self.plan["nothing"]:
+    def judge(self, cost: Estimate) -> str:
+        if cost.high < self.no_cost:
             return "nothing"
-        return "costs" if cost.low > self.plan["nothing"] else "open"
+        return "costs" if cost.low > self.no_cost else "open"
 
     def table(self) -> pd.DataFrame:
         rows = []
-        for cell in cells(self.plan):
-            found = [record for (of, _), record in self.records.items() if of == cell]
+        for setup in self.stage.setups:
+            found = [record for (of, _), record in self.records.items() if of == setup]
             if not found:
                 continue
-            row = {"Optimizer": cell.optimizer + (", corrected" if cell.corrected else ""),
-                   "Scheme": cell.scheme, "n": len(found),
-                   "Bytes a step": f"{bytes_a_step(found[0], self.sizes):,}",
-                   "Test loss": f"{self.mean(cell):.3f}", "Cost": "", "Verdict": ""}  # fmt: skip
-            if cell.scheme != "dense" and str(cell) not in self.diverged:
-                cost = self.cost(cell)
-                row |= {"Cost": f"{cost.value:+.3f} ± {cost.half:.3f}", "Verdict": self.word(cost)}
+            row = {"Optimizer": setup.optimizer + (", corrected" if setup.corrected else ""),
+                   "Scheme": setup.scheme, "n": len(found),
+                   "Bytes a step": f"{bytes_per_step(self.stage.schemes[setup.scheme], self.sizes):,}",
+                   "Test loss": f"{self.mean_loss(setup):.3f}", "Cost": "", "Verdict": ""}  # fmt: skip
+            if setup.scheme != "dense" and str(setup) not in self.diverged:
+                cost = self.cost(setup)
+                row |= {"Cost": f"{cost.value:+.3f} ± {cost.half:.3f}", "Verdict": self.judge(cost)}
             rows.append(row)
         return pd.DataFrame(rows)
 
-    def loses_more(self, optimizer: str) -> Estimate:
+    def excess_over_sgd(self, optimizer: str) -> Estimate:
         """What TCS at 1 % costs it beyond what it costs plain SGD."""
-        of = {Cell(optimizer, "TCS 1 %"): 1.0, Cell(optimizer, "dense"): -1.0}
-        return self.gap(of | {Cell("SGD", "TCS 1 %"): -1.0, Cell("SGD", "dense"): 1.0})
+        of = {Setup(optimizer, "TCS 1 %"): 1.0, Setup(optimizer, "dense"): -1.0}
+        return self.compare(of | {Setup("SGD", "TCS 1 %"): -1.0, Setup("SGD", "dense"): 1.0})
 
-    def helped(self, cell: Cell) -> Estimate:
+    def effect_of_correction(self, setup: Setup) -> Estimate:
         """What correction changes."""
-        return self.gap({cell: 1.0, Cell(cell.optimizer, cell.scheme): -1.0})
+        return self.compare({setup: 1.0, Setup(setup.optimizer, setup.scheme): -1.0})
 
-    def recommended(self, scheme: str, corrected: bool = True) -> tuple[Cell, Cell, Estimate]:
-        """The best cell of TCS at this share, the best dense one, and how far apart they are. The
+    def recommend(self, scheme: str, corrected: bool = True) -> tuple[Setup, Setup, Estimate]:
+        """The best setup of TCS at this share, the best dense one, and how far apart they are. The
         hook has those that are not `corrected`."""
-        there = [cell for cell in cells(self.plan) if math.isfinite(self.mean(cell))]
+        there = [setup for setup in self.stage.setups if math.isfinite(self.mean_loss(setup))]
         asked = [c for c in there if c.scheme == scheme and (corrected or not c.corrected)]
-        best = min(asked, key=self.mean)
-        dense = min((cell for cell in there if cell.scheme == "dense"), key=self.mean)
-        return best, dense, self.gap({best: 1.0, dense: -1.0})
+        best = min(asked, key=self.mean_loss)
+        dense = min((setup for setup in there if setup.scheme == "dense"), key=self.mean_loss)
+        return best, dense, self.compare({best: 1.0, dense: -1.0})
 
-    def advice(self, scheme: str, corrected: bool = True) -> str:
-        best, dense, gap = self.recommended(scheme, corrected)
-        worth_it = gap.high <= self.plan["worth_it"]
+    def advise(self, scheme: str, corrected: bool = True) -> str:
+        best, dense, gap = self.recommend(scheme, corrected)
+        worth_it = gap.high <= self.worth_it
         what = f"{best}" if worth_it else "don't, in a training of this length"
         lead = "" if worth_it else f"; best is {best}"
         return f"{scheme}: {what}{lead} ({gap.value:+.3f} ± {gap.half:.3f} against {dense})"
-
-
-# All runs ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_all() -> None:
-    """Makes the runs of the plan that are missing, on one thread: first the sweeps of the rates."""
-    torch.set_num_threads(1)
-    plan, folder = read_plan(), folder_of()
-    rates = {optimizer: best_rate(plan, optimizer, folder) for optimizer in plan["optimizers"]}
-    print(f"rates: {rates}", flush=True)
-    steps = plan["dense_steps"] + plan["sparse_steps"]
-    for cell, seed, path in runs(plan):
-        record = made(path, plan, cell, seed, rates[cell.optimizer], steps)
-        print(f"{cell}, seed {seed}: {final_loss(record):.4f}, {record['seconds']} s", flush=True)
-
-
-def left_to_make() -> tuple[int, Expected]:
-    """How many runs are planned, without what a sweep may add beyond its rates, and what is left."""
-    plan, folder = read_plan(), folder_of()
-    sweep, steps = plan["sweep"], plan["dense_steps"] + plan["sparse_steps"]
-    planned = {
-        folder / f"sweep-{optimizer}-{rate:g}.json": sweep["steps"]
-        for optimizer, rates in sweep["rates"].items()
-        for rate in rates
-    } | {path: steps for _, _, path in runs(plan)}
-    left = [steps for path, steps in planned.items() if not path.exists()]
-    there = [json.loads(path.read_text(encoding="utf-8")) for path in planned if path.exists()]
-    if not there:
-        return len(planned), Expected(len(left), 0.0, len(left))
-    pace = sum(record["seconds"] for record in there) / sum(record["steps"] for record in there)
-    return len(planned), Expected(len(left), sum(left) * pace / 3600, 0)

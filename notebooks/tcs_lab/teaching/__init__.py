@@ -13,6 +13,6 @@ __getattr__, __dir__ = lazily(
             "Count Listening Positive Share Statements bold check_values decided literals paired_gain "
             "show_code"
         ),
-        "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise verdict",
+        "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise judge_solution",
     },
 )

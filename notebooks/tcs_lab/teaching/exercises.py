@@ -48,10 +48,10 @@ def exercise(name: str, *returns: str, mistakes: tuple[Mistake, ...] = ()) -> Ca
 
 def check_exercise(name: str, function: Any) -> None:
     """Prints one line: "right", "not written yet", or what is off. Never raises for a mistake."""
-    print(f"{name}: {verdict(name, function)}")
+    print(f"{name}: {judge_solution(name, function)}")
 
 
-def verdict(name: str, function: Any) -> str:
+def judge_solution(name: str, function: Any) -> str:
     """What `check_exercise` prints after the name."""
     if name not in EXERCISES:
         return f"no exercise has this name; there are {', '.join(EXERCISES)}"

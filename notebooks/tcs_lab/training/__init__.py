@@ -13,7 +13,7 @@ __getattr__, __dir__ = lazily(
         "configuration": "RUN_KEYS WHERE_KEYS RunConfig digest_of from_outside",
         "training": (
             "CrossEntropy Data ImageFeed Training accuracy_on errors_in_file load_data outcomes "
-            "packed"
+            "pack_flags"
         ),
         "text_feed": "TextFeed",
         "watching": "MaskWatch Row UpdateWatch",

@@ -281,7 +281,7 @@ class Training:
     def evaluate(self, last: bool = False) -> Row:
         """Accuracy (0..1) and mean loss on the test samples (of a text, their characters); the
         clients' statistics averaged. After the `last` epoch with `test_unused`: on the unused training
-        images too, and "right" says which of all these were right (`packed`)."""
+        images too, and "right" says which of all these were right (`pack_flags`)."""
         average_S = self.statistics_NS[self.active].mean(0)
         starts = range(0, self.feed.test_count(last), _JUDGED)
         parts = [slice(start, start + _JUDGED) for start in starts]
@@ -292,7 +292,7 @@ class Training:
         right = torch.cat([right for _, right in found]).cpu()
         loss = sum(loss for loss, _ in found) / len(right)
         row = {"accuracy": int(right.sum()) / len(right), "loss": loss}
-        return row | ({"right": packed(right)} if last and self.config.test_unused else {})
+        return row | ({"right": pack_flags(right)} if last and self.config.test_unused else {})
 
     @torch.no_grad()
     def _judged(self, part: slice) -> tuple[float, Tensor]:
@@ -312,13 +312,13 @@ class Training:
         self.federation.load_state_dict(state)
 
 
-def packed(right: Tensor) -> str:
+def pack_flags(right: Tensor) -> str:
     """(M,) bool as text: eight to a byte, the first the highest, in base64."""
     return base64.b64encode(np.packbits(right.numpy()).tobytes()).decode()
 
 
-def unpacked(text: str) -> np.ndarray:
-    """The inverse of `packed`: bool, with the bits that fill up the last byte."""
+def unpack_flags(text: str) -> np.ndarray:
+    """The inverse of `pack_flags`: bool, with the bits that fill up the last byte."""
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8)).astype(bool)
 
 
@@ -328,7 +328,7 @@ def outcomes(record: dict[str, Any]) -> np.ndarray | None:
     last = record["rows"][-1] if record["rows"] else {}
     if "right" not in last:
         return None
-    padded = unpacked(last["right"])
+    padded = unpack_flags(last["right"])
     count = round(padded.sum() / last["accuracy"]) if last["accuracy"] else len(padded)
     short = len(padded) - count  # the last byte may be filled up
     if not 0 <= short < 8 or padded[count:].any() or padded.sum() / count != last["accuracy"]:
