@@ -624,7 +624,7 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
     value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
-    return top_k_above(0.0, vector_D, k, excluded)[0]
+    return top_k_above(0.0, vector_D, _number(k), excluded)[0]
 
 
 def top_k_above(
@@ -643,7 +643,7 @@ def top_k_above(
     would have to wait to learn how many candidates there are: there, and for other types, `topk`
     chooses among all entries, and the floor stays as it is.
     """
-    k, floor, numbers_D = _number(k), _number(floor), vector_D.detach()
+    numbers_D = vector_D.detach()
     taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
     if k <= 0 or not len(numbers_D):
         _check_k(k, len(numbers_D))
@@ -680,7 +680,8 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
     """Positions, outside of a mask, of magnitudes >= floor and of NaN, ascending. Each entry is
     read once, piece by piece, without another copy of a piece."""
     found = []
-    below, above = (np.empty(min(len(values_D), _PIECE), dtype=bool) for _ in range(2))
+    below = np.empty(min(len(values_D), _PIECE), dtype=bool)
+    above = np.empty_like(below)
     for start in range(0, len(values_D), _PIECE):
         piece = values_D[start : start + _PIECE]
         is_left_out = np.less(piece, floor, out=below[: len(piece)])
@@ -785,7 +786,7 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
     """(D,) bool mask with ones at the positions."""
-    mask_D = torch.zeros(_number(dimension), dtype=torch.bool, device=positions_K.device)
+    mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
     return mask_D.index_fill_(0, positions_K, True)
 
 

@@ -56,10 +56,10 @@ def test_counted_bits_are_the_parts_of_a_real_message(name, random):
     compressor = tcs.Compressor(scheme, [1500, 1500], 1)
     deltas = torch.randn(1, 3000, generator=random)
     compressor.step(deltas)
-    before = compressor.rule.shared_mask()
     update = compressor.step(deltas)
     sent = update.nonzero().squeeze(1)
-    own = torch.tensor(sorted(set(sent.tolist()) - set(before.tolist()))).long()
+    shared = compressor.known.shared_K.tolist()
+    own = torch.tensor(sorted(set(sent.tolist()) - set(shared))).long()
     bits = scheme.value_bits * len(sent) + 32 * scheme.intervals
     if len(own):
         bits += shortest(own, 3000)

@@ -459,7 +459,6 @@ def test_numbers_of_numpy_and_torch_are_taken_by_the_functions_of_every_section(
     same = [
         lambda i, r: tcs.fractional_quantize(values, i(4))[0],
         lambda i, r: tcs.top_k_positions(values, i(4)),
-        lambda i, r: tcs.top_k_above(r(0.1), values, i(4))[0],
         lambda i, r: tcs.layerwise_top_k_positions(values, i(9), [i(20), i(30)], r(0.1)),
         lambda i, r: tcs.random_positions(i(3), i(50), i(7)),
         lambda i, r: tcs.positions_to_mask(positions, i(50)),
