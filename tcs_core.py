@@ -369,8 +369,9 @@ class Scheme:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
             for field in sets.keys() & changes.keys():
-                is_said = number or type(sets[field]) is bool  # others are defaults: beta, phi_min
-                if is_said and changes[field] != sets[field]:
+                # shares and beta are defaults of a suffix; its number and its switch are what it says
+                is_said = number or type(sets[field]) is bool
+                if is_said and field not in _SHARES and changes[field] != sets[field]:
                     got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
                     raise ValueError(
                         f"scheme {shorten(name)}: {field}: {got}, allowed: one of them"

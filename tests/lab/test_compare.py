@@ -123,7 +123,7 @@ def test_each_example_gets_a_row_and_a_picture(folder, capsys, file):
     file = EXAMPLES / file
     assert compare(folder, file) == 0
     name = find_method(str(file)).folder
-    row = json.loads((folder / "results" / "tiny" / name / "row.json").read_text())
+    row = json.loads((folder / "results" / "tiny" / name / "row.json").read_text(encoding="utf-8"))
     assert (folder / "results" / "tiny" / name / "comparison.png").is_file()
     assert (folder / "results" / "tiny" / name / "method.py").read_bytes() == file.read_bytes()
     assert (
@@ -310,11 +310,15 @@ def test_a_run_that_was_killed_in_the_middle_ends_in_the_same_record(folder, mon
     monkeypatch.setattr(lab.Training, "epoch", killed_once)
     assert compare(folder, path) == 130 and killed and not records(folder, "Averaged")
     assert compare(folder, path) == 0
-    (resumed, *_) = (json.loads(f.read_text())["rows"] for f in records(folder, "Averaged"))
+    (resumed, *_) = (
+        json.loads(f.read_text(encoding="utf-8"))["rows"] for f in records(folder, "Averaged")
+    )
     for file in records(folder, "Averaged"):
         file.unlink()
     assert compare(folder, path) == 0
-    (whole, *_) = (json.loads(f.read_text())["rows"] for f in records(folder, "Averaged"))
+    (whole, *_) = (
+        json.loads(f.read_text(encoding="utf-8"))["rows"] for f in records(folder, "Averaged")
+    )
     for one, other in zip(resumed, whole, strict=True):
         assert one | {"seconds": 0} == other | {"seconds": 0}
 
@@ -326,10 +330,10 @@ def test_the_same_command_makes_nothing_again_and_another_file_does(folder, caps
     before = row.stat().st_mtime_ns
     assert compare(folder, path) == 0 and row.stat().st_mtime_ns == before
     assert len(records(folder, "Signs")) == 4
-    path.write_text(path.read_text() + "\n# another version\n")
+    path.write_text(path.read_text(encoding="utf-8") + "\n# another version\n", encoding="utf-8")
     assert compare(folder, path) == 0
     assert len(records(folder, "Signs")) == 8
-    assert json.loads(row.read_text())["sha256"] == find_method(str(path)).sha256
+    assert json.loads(row.read_text(encoding="utf-8"))["sha256"] == find_method(str(path)).sha256
 
 
 def test_a_dry_run_makes_nothing(folder, capsys):

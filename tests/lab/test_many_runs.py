@@ -116,7 +116,7 @@ def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme, monke
     here = lab.runs.runs._run_here
 
     def noted(configs, *arguments):
-        made_here.extend(c.scheme.name for c in configs)
+        made_here.extend(run.config.scheme.name for run in configs)
         return here(configs, *arguments)
 
     with monkeypatch.context() as watched:

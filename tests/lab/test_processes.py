@@ -33,7 +33,9 @@ def test_a_command_that_fails_says_its_last_lines(last):
 
 
 def is_alive(pid):
-    told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    told = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, encoding="utf-8"
+    )
     return told.stdout.strip()[:1] not in ("", "Z")
 
 
@@ -53,7 +55,7 @@ time.sleep(600)"""
     with pytest.raises(TimeoutError, match=r"was not done in 8 s(.|\n)*waits for nobody"):
         run_within(8, python(text))
     assert time.monotonic() - begun < 60
-    assert not is_alive(int((tmp_path / "child").read_text()))
+    assert not is_alive(int((tmp_path / "child").read_text(encoding="utf-8")))
 
 
 RANKS = """
@@ -74,11 +76,11 @@ def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path):
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("cannot give a name to a namespace of its own")
     script = tmp_path / "script.py"
-    script.write_text(RANKS)
+    script.write_text(RANKS, encoding="utf-8")
     inside = shlex.join(torchrun_command(2, str(script)))
     renamed[-1] = f"hostname nowhere.invalid && exec {inside} > {tmp_path / 'said'} 2>&1"
     run_within(120, renamed, OMP_NUM_THREADS="1")
-    assert (tmp_path / "said").read_text().count("met [0, 1]") == 2
+    assert (tmp_path / "said").read_text(encoding="utf-8").count("met [0, 1]") == 2
 
 
 def measurement(mbit=(10.0,), ways=("plain",)):
