@@ -9,23 +9,24 @@
 # %% [markdown]
 # # 00 · Reproduce every table and figure
 #
-# ![Accuracy against one client's megabytes](../results/evidence/megabytes.png)
+# ![Accuracy against the megabytes that one client sends and receives](../results/evidence/megabytes.png)
 #
-# *Such a picture comes at the end, after the tables. This one is of the trainings of profile `evidence`: fewer megabytes on the left,
-# the band is centralized training.*
+# *Test accuracy against traffic, for the trainings of profile `evidence`. Methods further left need fewer megabytes, and the band is centralized
+# training. This notebook draws such a picture at its end, after the tables.*
 #
-# **Claim.** One call makes Tables 1–3 and Figs. 3–5 of the paper, at the scale of a profile, the
-# tables beside the paper's own numbers.
+# **Claim.** One command makes Tables 1 to 3 and Figures 3 to 5 of the paper, and sets the tables beside the paper's own numbers.
 #
-# As it stands this notebook draws them from the records that are in the repository (profile `evidence`): no run is made and no data
-# is needed. With a profile's file it first makes all runs of that profile that have no record yet. From the repository's root:
+# How large the trainings are is decided by a *profile*, a file in `params/` that names the data, the network and the number of epochs.
+# If you run this notebook as it is, it trains nothing and needs no data: it draws the records of profile `evidence`, which come with the
+# repository. If you give it a profile's file, it first makes all runs of that profile that have no record yet. From the root of the
+# repository:
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
 #
-# The whole result is shown on one page. [08_tables_and_curves](08_tables_and_curves.ipynb) explains one of the tables, column by column.
+# This page shows all tables and figures. [08_tables_and_curves](08_tables_and_curves.ipynb) explains one of the tables, column by column.
 #
-# *Run time*: seconds as it stands, three to seven minutes in `quick` on two cores. *Read before*: README.
-# *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
+# *Run time*: seconds as it is, and three to seven minutes for profile `quick` on two cores. *Read before*: the README. *Names of schemes*:
+# [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes, such as -L4 for four local steps.
 
 # %% jupyter={"source_hidden": true}
 import io
@@ -87,11 +88,11 @@ graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
 # %% [markdown]
-# What is `None` is as the profile's file says, and else as in the paper.
+# A parameter that is `None` takes its value from the profile's file. If the file does not set it, the paper's value is used.
 #
 # ## All runs
 #
-# The tables share runs: Baseline stands in all three, TCS at η = 0.5 in two.
+# The tables share runs: Baseline is a row of all three, and TCS at η = 0.5 of two. Each run is made only once.
 
 # %% jupyter={"source_hidden": true}
 given = lab.given_notebook_params(globals(), own=["tables", "points", "evidence"])
@@ -114,9 +115,8 @@ print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs
 # %% [markdown]
 # ## All tables and figures
 #
-# The files lie in `results/<profile>/`. If you draw records with settings that are not the profile's, or before all schemes of the
-# profile have a record, the tables and figures are only shown here, and those of the profile stay as they are. They are also only
-# shown where that folder cannot be written.
+# Tables and figures are shown here and saved in `results/<profile>/`. They are only shown, and the saved ones stay as they are, in three
+# cases: if you change a setting of the profile, if some schemes of the profile have no record yet, or if the folder cannot be written.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
@@ -128,7 +128,7 @@ drawn = {}
 for t, params in plans.items():
     runs = lab.plan(params)
     drawn[t] = lab.draw_table(params, list(lab.load_records(runs).values()), runs, folder)
-print(f"{len(drawn)} tables drawn")
+print(f"{len(drawn)} tables have been drawn.")
 
 # %%
 for table in drawn.values():
@@ -137,19 +137,22 @@ for table in drawn.values():
         display(Image(table.picture, width=700))
 
 # %% [markdown]
-# Each of the three tables stands over its figure. A figure has curves on the left and their last points, enlarged, on the right. In
-# profile `evidence` the last epoch is tested on 35,000 images, which are the test images and the training images that nobody trained
-# on. Earlier epochs are tested on the 10,000 test images alone, so the step at epoch 80 comes from that change and not from learning.
+# **How to read them.** Each table is followed by its figure. A figure shows the training curves on the left, and their last points,
+# enlarged, on the right. In profile `evidence` the last epoch is tested on 35,000 images: the test images, and those training images that
+# were used for no training. All earlier epochs are tested on the 10,000 test images alone. The step at epoch 80 comes from this change, not
+# from learning.
 #
-# Differences to the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from the planned
-# model of all its runs, the one by which [13](13_evidence.ipynb) judges the claims. Other profiles have no planned model; their
-# intervals are Student's over the seeds that a scheme and the Baseline have in common.
+# Differences to the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from one model of all
+# runs, which was planned in advance. [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles have no such model.
+# Their intervals are Student's t intervals over the seeds that a scheme and the Baseline have in common.
 #
-# Bits are per parameter and local iteration: first by the paper's formula, then as counted in the messages after the dense warm-up.
-# The last column is one client's whole run in megabytes, in both directions and with the warm-up. It is also the axis of the last
-# figure, which shows dense training beside the sparse schemes where there are records of it. The csv files have more, among it the
-# training loss, which says how finished a training is where a scheme falls short of the Baseline. (For TCS the paper prints
-# 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3, both at η = 0.5. Each table repeats its own.)
+# Bits are counted per parameter and local iteration. The first number is the paper's formula, and the second is counted in the messages after
+# the dense warm-up. The last column says how many megabytes one client sends and receives in the whole run, warm-up included.
+# The last figure has the same megabytes on its axis, and shows dense training beside the sparse schemes if there are records of it.
+#
+# The csv files have more columns. One of them is the training loss, which tells you whether a scheme that ends below the Baseline has
+# finished learning. (For TCS at η = 0.5, the paper prints 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each of our tables repeats the
+# number of its own.)
 
 # %%
 params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
@@ -163,14 +166,20 @@ if len(traffic):
 
 # %% [markdown]
 # ## Claim
+#
+# Every table has its figure. The cell also counts the runs that diverged.
 
 # %%
 assert all(table.picture for table in drawn.values()) or not records, "a figure is missing"
 diverged = [r for r in records if r["status"] == "diverged"]
-print(f"{len(records)} runs, {len(diverged)} of them diverged; every table and figure is drawn")
+print(
+    f"{len(records)} runs, {len(diverged)} of which diverged. Every table and figure has been drawn."
+)
 
 # %% [markdown]
 # ## What we saw
+#
+# For each table, the lines below say how many runs it shows, and which runs of the profile have no record.
 
 # %%
 for record in diverged:
@@ -182,8 +191,8 @@ for t, params in plans.items():
     print(f"table {t}: {rows['n'].sum()} runs of {measured}; runs without a record: {without}")
 
 # %% [markdown]
-# The paper's claims are judged in [13_evidence](13_evidence.ipynb); what each scheme does is told by the notebooks 01 to 07. Next:
-# [01_fedavg](01_fedavg.ipynb).
+# This notebook shows numbers but does not judge them. [13_evidence](13_evidence.ipynb) judges the paper's claims, and notebooks 01 to 07
+# explain what each scheme does. Next: [01_fedavg](01_fedavg.ipynb).
 
 # %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · {lab.made_with(records)}")
