@@ -9,19 +9,21 @@
 # %% [markdown]
 # # 18 · Take TCS into Flower
 #
-# **In short.** Inside Flower, TCS gives the model of one process, bit for bit, also where a client is killed and starts again. A sparse
+# **In short.** Inside Flower, TCS gives the same model as in one process, bit for bit, even if a client is killed and starts again. A sparse
 # message has 3,867 bytes instead of 337,972, and Flower adds 50.
 #
-# **Claim (beyond the paper).** Inside [Flower](https://flower.ai), TCS gives the same model as in one process, bit
-# for bit: in Flower's simulation, and with a SuperLink and SuperNodes as processes of their own, one of which is
-# killed on the way. Flower carries the paper's messages and a few bytes around them.
+# **Claim (beyond the paper).** Inside [Flower](https://flower.ai), TCS gives the same model as in one process, bit for bit. This holds in
+# Flower's simulation, and also with a SuperLink and SuperNodes that run as separate processes, one of which is killed during the run. Flower
+# carries the paper's messages and adds only a few bytes to each.
 #
-# Flower runs federations on real machines; it has no compressor that remembers. TCS has to remember: a client's
-# errors, and the mask that all sides know. (Batch norm is refused: its statistics are not sent.) Three small files of the lab bring the two together: `nodes.py` (what a
-# client and the server keep), `flower.py` (Flower's apps around them), `loopback.py` (Flower's processes on this machine).
+# Flower runs federations on real machines, but it has no compressor that keeps a state. TCS needs one: each client keeps its errors, and
+# everybody keeps the shared mask. Three small files of the lab bring the two together. `nodes.py` contains what a client and the server
+# keep, `flower.py` wraps it in Flower's apps, and `loopback.py` runs Flower's processes on this machine. Models with batch norm are refused,
+# because its statistics are not sent.
 #
 # *Run time*: about three minutes on two free cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),
-# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an extra: `uv run --extra flower jupyter lab`. Without it the engine's cells say so and do nothing.
+# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an optional dependency: `uv run --extra flower jupyter lab`. Without it, the
+# cells that need Flower say so and do nothing.
 
 # %% jupyter={"source_hidden": true}
 import importlib.util
@@ -69,9 +71,10 @@ if not FLOWER:
 # %% [markdown]
 # ## What you write
 #
-# A job: the scheme, the model, and one client's local training, in place, on an ordinary module. Nothing in it
-# knows of Flower or of compression. `job(config)` gets Flower's run configuration; `done` is called on the server
-# at the end. Batches follow from client and round, so that every way of running it sees the same.
+# You write a *job*: the scheme, the model, and a function that trains one client's model in place. The model is an ordinary module, and
+# nothing in the job knows about Flower or about compression. `job(config)` receives Flower's run configuration. `done` is called on
+# the server at the end. The batches are computed from the numbers of the client and the round, so that every way of running the job sees the
+# same data.
 
 # %%
 GIVEN = {name: globals()[name] for name in (
@@ -116,8 +119,8 @@ def job(config):
 )
 
 # %% [markdown]
-# Flower wants a `ClientApp` and a `ServerApp`; they are a line each. `sized` is one of Flower's *mods*: it only
-# writes down how much of a client's state Flower itself has to carry from call to call.
+# Flower expects a `ClientApp` and a `ServerApp`. Each of them takes one line. `sized` is one of Flower's *mods*, which are functions around a
+# client's call. It only records how much state Flower itself has to carry for a client from call to call.
 
 # %%
 APPS = (
@@ -139,8 +142,8 @@ server = flower.server_app(job)
 # %% [markdown]
 # ## In one process: what all others are compared with
 #
-# `tcs_core.Compressor` holds all clients and the server in one process. `half.theta_D` after the last round is the
-# reference. `half.difference` trains one client from theta and returns the model difference.
+# `tcs_core.Compressor` holds all clients and the server in one process. Its result, `half.theta_D` after the last round, is the reference.
+# `half.difference` trains one client, starting from theta, and returns the difference of the models.
 
 # %%
 task: dict = {}
@@ -159,19 +162,19 @@ print(f"{D:,} parameters, {clients} clients, {rounds} rounds of {scheme}, the fi
 # %% [markdown]
 # ## A client is a file between two messages
 #
-# Flower may start a new process for every message, and moves a client's `context.state` with each call: a place
-# for kilobytes, not for a model. So theta, the errors and what is known (the mask, the round) live in a file of the
-# node's own. It is read memory-mapped, and replaced whole after each message: whoever is killed finds the old file or
-# the new one. Flower keeps its name and checksum.
+# Flower may start a new process for every message. It moves a client's `context.state` with each call, which is good for kilobytes but not for
+# a model. Therefore each node has a file of its own, with theta, the errors, the round and the mask. In Flower's state there is only the
+# file's name and checksum. The file is read memory-mapped and is replaced as a whole after each message. If a process is killed, the next
+# one finds either the old file or the new one, but never half of one.
 #
-# The server's message to all, line 16, is what brings a node forward:
+# A node moves on to the next round when it receives the server's message to all clients (line 16 of Alg. 2):
 
 # %%
 lab.show_code(tcs.Client.receive)
 
 # %% [markdown]
-# The shared mask never travels: each side takes it from the update that it has anyway. Only who missed rounds
-# is sent theta and mask, dense. Without any engine, and with the last client away in one round:
+# The shared mask is never sent, because everybody computes it from the update. Only a node that has missed rounds is sent
+# theta and the mask, uncompressed. The next cell shows this without any framework. In one round the last client is away:
 
 
 # %%
@@ -198,13 +201,13 @@ with tempfile.TemporaryDirectory() as folder:
 show(pd.DataFrame(sent).T.rename_axis("round").add_prefix("bytes down to client "))
 
 # %% [markdown]
-# Down to a client goes nothing in round 0 (all have the job's model), then the server's last message: dense after
-# the warm-up, small after that. The client that was away is sent everything, once.
+# In round 0 the server sends nothing, since all clients build the same model from the job. In each later round a client receives the server's
+# last message, which is dense after a warm-up round and small after a sparse one. The client that was away is sent everything, once.
 #
 # ## Flower's simulation
 #
-# One machine, virtual nodes in ray's workers. `Loopback` starts a SuperLink on a free port and ends it,
-# whatever happens, when the block is left; `run` is `flwr run`.
+# The simulation uses one machine, with virtual nodes in workers of ray. `Loopback` starts a SuperLink on a free port, and stops it when the
+# block ends, whatever happens. `run` does what `flwr run` does on the command line.
 
 
 # %%
@@ -241,16 +244,17 @@ if FLOWER:
     show(results["simulation"]["rows"].set_index("round"))
 
 # %% [markdown]
-# A row a round, in bytes: `up` is all clients' messages, `down` the server's one message, which goes to each of them. The others are
-# what Flower counts of all clients together (`count_bytes` of a message's records). The server's message goes down with the next round's order; the last row
-# is that of the last one.
+# There is one row per round, in bytes. `up` is the sum of all clients' messages. `down` is the server's one message, which goes to each client.
+# The other two columns are what Flower counts for all clients together (`count_bytes` of a message's records). The server's message is
+# sent together with the next round's order, so the last row contains only the message of the last round.
 #
 # ## Real processes, and one is killed
 #
-# A SuperLink and SuperNodes, each a process that could be on another machine: what `flower-superlink` and
-# `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"` start. They talk through a relay that counts the bytes that
-# pass. In the middle of the run, as soon as node 0 has a message in its file, it is killed with `SIGKILL` and started again; to Flower it is a
-# new node then, and the server first asks it where it stands.
+# Now a SuperLink and several SuperNodes run as separate processes. On other machines you would start them with `flower-superlink` and
+# `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"`. They communicate through a relay that counts the bytes.
+#
+# In the middle of the run, as soon as node 0 has written a message to its file, it is killed with `SIGKILL` and started again. For
+# Flower it is then a new node. The server first asks it which round it has reached.
 
 # %%
 if FLOWER:
@@ -278,9 +282,9 @@ if FLOWER:
 # %% [markdown]
 # ## Bytes: ours, Flower's, dense
 #
-# These are the bytes of all clients and rounds. After the kill Flower counts orders to the node that is gone, too, with the whole model;
-# nobody fetches them. *On the wire* is what the relay saw in the run on loopback: it has the app's code, the
-# heartbeats and all the asking for news as well, which grow with time, not with the model.
+# The table adds up all clients and rounds. After the kill, Flower also counts orders to the node that no longer exists, with the whole model
+# in them; nobody fetches these. *On the wire* is what the relay counted. It also contains the code of the app, the heartbeats and the repeated
+# requests for new messages. These grow with time and not with the size of the model.
 
 # %%
 lines = {}
@@ -334,13 +338,15 @@ for name, took in seconds.items():
     print(f"{name}: {took:.0f} s; Flower starts Python anew for each message")
 
 # %% [markdown]
-# The server holds no client's errors, and a client no other's. Who was killed went on with its errors; who was
-# away is told theta and mask, and what it had sent without being heard stays in its errors. A node's file has theta and errors, eight
-# bytes a parameter, and its last message, which in a dense round is four more.
+# The server keeps no client's errors, and no client keeps another's. The node that was killed continued with its own errors. A client that was
+# away is sent theta and the mask. If it had sent a message that the server did not use, its content remains in its errors. The file of a node
+# contains theta and the errors, which take eight bytes per parameter, and its last message, which takes four more in a dense round.
 #
-# Not shown: encryption and authentication (Flower's own, by its certificates), several machines, a server that is killed
-# (Flower ends the run), batch norm (its statistics are not sent: `nodes.py` refuses it).
-# Other ways out of one process: [12_real_training](12_real_training.ipynb), the hook for DDP; your own model first: [15_your_own_model](15_your_own_model.ipynb).
+# This notebook does not show encryption and authentication (Flower provides them with certificates), several machines, or a server that is
+# killed (Flower then ends the run).
+#
+# Other ways to leave one process: [12_real_training](12_real_training.ipynb) shows the hook for DDP. To try your own model first, see
+# [15_your_own_model](15_your_own_model.ipynb).
 
 # %% jupyter={"source_hidden": true}
 print(
