@@ -9,9 +9,12 @@
 # %% [markdown]
 # # 17 · Compare with the rivals
 #
-# **Claim.** Messages of TCS, and of schemes that came before and after it, decode, and have the bits that
-# formulas give. Which one to use follows from accuracy against megabytes both
-# ways, and from the link.
+# TCS is one of many methods that compress the messages of federated training. This notebook compares it with methods by other authors and
+# answers the question which one to use. Each method is judged by its accuracy, by the megabytes that one client sends and receives, and by the
+# time that these take on a given link.
+#
+# **Claim.** For every method compared here, a message can be decoded from its bytes, and it has as many bits as its formula says. Which
+# method to use follows from its accuracy, its megabytes in both directions, and the link.
 #
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 
@@ -52,7 +55,7 @@ asked = lab.read_sensitivity(lab.ROOT / f"params/rivals_{profile}.yaml")
 points = lab.sensitivity_plan(asked, sizes, "learning_rate")
 schemes = list(dict.fromkeys(name for _, name in points))
 rates = list(dict.fromkeys(float(word) for word, _ in points))
-print(f"{len(schemes)} schemes, rates {rates}, profile {profile}")
+print(f"{len(schemes)} methods, each tried at the rates {rates}, in profile {profile}")
 wanted = [config for group in points.values() for config in group] if make else []
 if make:
     print(lab.forecast(wanted))
@@ -138,6 +141,8 @@ arrive = [
 
 # %% [markdown]
 # ## What to choose
+#
+# A method is on the Pareto front if no other method is both more accurate and cheaper in megabytes. The last line names those that are not.
 
 
 # %% jupyter={"source_hidden": true}
@@ -149,9 +154,7 @@ def fastest(latency: float, rate: float) -> str:
         return "open: fewer than two schemes reach the target"
     one, two = part.iloc[0], part.iloc[1]
     longer = two["seconds"] / one["seconds"]
-    return (
-        f"**{one['scheme']}**, {one['seconds']:,.0f} s; {two['scheme']} takes ×{longer:.2f} of it"
-    )
+    return f"**{one['scheme']}**, {one['seconds']:,.0f} s; {two['scheme']} takes {longer:.2f} times as long"
 
 
 def cheapest(rows: pd.DataFrame) -> str:
@@ -162,7 +165,7 @@ def cheapest(rows: pd.DataFrame) -> str:
 
 
 def link(rate: float, latency: float) -> str:
-    return f"{rate:g}\u00a0Mbit/s, {latency:g}\u00a0ms a round"
+    return f"{rate:g}\u00a0Mbit/s, {latency:g}\u00a0ms per round"
 
 
 # %% jupyter={"source_hidden": true}
@@ -175,43 +178,43 @@ advice = {
     f"Fewest megabytes within {below:g} points of the best": cheapest(near),
     f"Slow link ({link(slow, soon)})": fastest(soon, slow),
     f"Fast link ({link(fast, soon)})": fastest(soon, fast),
-    f"Far away ({link(fast, late)})": fastest(late, fast),
-    "Clients that keep nothing between rounds": cheapest(stateless),
-    "Beaten in both, by the means": ", ".join(beaten) or "none",
+    f"Fast link with a high latency ({link(fast, late)})": fastest(late, fast),
+    "If clients can keep nothing between rounds": cheapest(stateless),
+    "Less accurate than a method with fewer megabytes (by the means)": ", ".join(beaten) or "none",
 }
 if untried or table["n"].min() < 2:
-    advice["Open yet"] = (f"{untried} of {len(schemes) * len(rates)} rates have no run, "
+    advice["Not known yet"] = (f"{untried} of {len(schemes) * len(rates)} rates have no run, "
                           f"and the smallest n is {table['n'].min()}")  # fmt: skip
 display(
     Markdown("\n".join(f"{i}. {what}: {who}." for i, (what, who) in enumerate(advice.items(), 1)))
 )
 seeds_each = " to ".join(f"{n}" for n in dict.fromkeys([table["n"].min(), table["n"].max()]))
-print(f"{scale}; n\u00a0=\u00a0{seeds_each} seeds a scheme")
-print(f"target of lines 2 to 4: {goal:.2f} %, in seconds of communication; it is not reached by: "
+print(f"{scale}; n\u00a0=\u00a0{seeds_each} seeds per method")
+print(f"Lines 2 to 4 are seconds of communication until {goal:.2f} % accuracy. Methods that do not reach it: "
       f"{', '.join(n for n in chosen if n not in arrive) or 'none'}")  # fmt: skip
 
 # %% [markdown]
-# These lines go by the *means*, for this data, net and length. Bytes are certain. Most differences of accuracy are smaller than what seeds
-# differ by, so *beaten* is a matter of bytes. Line 4 is where rounds, not bytes, decide: there local steps (-L4) could pay, which
-# all of these schemes allow and none used here. Line 5 asks for schemes without errors: clients that come once and never again have
-# nothing to add them to.
+# **How to read these lines.** They compare mean accuracies, for this data, this network and this length of training. Bytes are exact. Most
+# differences of accuracy, however, are smaller than the differences between seeds, so that a method which is beaten in both is certainly
+# beaten only in bytes. Line 4 is about links on which the number of rounds decides and not the number of bytes. Several local steps per
+# round (-L4) could help there. All of these methods allow them, but none was run with them here. Line 5 considers only methods that keep
+# no errors. A client that takes part once and never again has no later message to which it could add what it did not send.
 #
-# The paper compares TCS with top-K and centralized training. Whoever has to choose compares it with the rest
-# of the field, each at a rate of its own: `params/rivals_<profile>.yaml` says which schemes and which rates, and was
-# written before the runs. This notebook draws the records that are there and trains nothing, unless it is told to (`make`).
-# The command line makes the runs:
+# **What was compared.** The paper compares TCS with top-K and with centralized training. Somebody who has to choose a method needs the
+# other methods, too, each at a good learning rate of its own. `params/rivals_<profile>.yaml` lists the methods and the rates, and was written
+# before the runs. This notebook draws existing records and trains nothing, unless you set `make`. The command line makes the runs:
 #
 #     uv run tcs sensitivity --sweep params/rivals_small.yaml --params params/small.yaml --set data_root=... --seed 0
 #
-# With `profile = "small"` it shows a ResNet-8 on images, with `profile = "text"` [a small GPT](../results/text/17_rivals.ipynb).
-# How often an entry of a mask gets to be sent there stands at the end. Suffixes: -Q5 is 5-bit values, -NW no dense warm-up, -D1 one bit a value on the
-# way down, too.
+# With `profile = "small"` the training is a ResNet-8 on images. With `profile = "text"` it is [a small GPT](../results/text/17_rivals.ipynb).
+#
+# **Names.** -Q5 means that values have 5 bits, -NW that there is no dense warm-up, and -D1 that the server also sends one bit per value.
 
 # %% [markdown]
 # ## One picture
 #
-# On the Pareto front is, by the means, a scheme that no other beats in both: more accurate, and fewer megabytes. The bars are 95 %
-# intervals. Where they overlap, the order of two schemes is not known, and who is on the front may be chance: there is no line.
+# The bars are 95 % intervals. Where the bars of two methods overlap, we do not know which one is more accurate, and whether a method is on
+# the Pareto front may be chance. The figure therefore draws no line through the front.
 
 
 # %% jupyter={"source_hidden": true}
@@ -226,7 +229,7 @@ def draw_point(axes, row) -> None:
 figure, axes = plt.subplots(figsize=(11, 4.8))
 for row in table.itertuples():
     draw_point(axes, row)
-axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
+axes.set(xscale="log", xlabel="megabytes that one client sends and receives in the whole run (log)")
 axes.set(
     ylabel="final test accuracy (%)",
     title=f"Rivals at the best rates tried; bars: 95 % intervals\n{scale}",
@@ -244,8 +247,9 @@ plt.show()
 # %% [markdown]
 # ## Who they are
 #
-# All are made of the core's parts: a mask rule, a quantizer, errors on both sides, a position code. What is
-# new is in one file of the lab, with its sources, where it departs from them, and who was left out:
+# All methods are built from the parts of the core: a rule that chooses entries, a quantizer, errors at the clients and at the server, and a
+# code for positions. Whatever these methods need in addition is in one file of the lab. The beginning of that file, printed here, names the
+# sources, the differences from them, and the methods that were left out.
 
 # %%
 print(lab.schemes.rivals.__doc__)
@@ -253,11 +257,13 @@ print(lab.schemes.rivals.__doc__)
 # %% [markdown]
 # ## The bits of one message
 #
-# One round of each on a hundred thousand random numbers a client. The formula is the paper's with whole numbers
-# K and the quantizer's means (`bit_budget`); what is *sent* is the length of messages that were really
-# decoded. Shorter codes (those of STC, QSGD and CocktailSGD) need fewer bits than the formula. In the same round:
-# *left* is how far what a client meant is from what it sent and what waits, relative to what it
-# meant. (FedAvg and QSGD keep no errors, and DGC keeps something else; their tests are in `tests/lab/test_rivals.py`.)
+# This section lets four clients exchange one round of a hundred thousand random numbers each, with every method. The *formula* is the paper's
+# (`bit_budget`), with K as a whole number and with the quantizer's means. *Sent* is the length of messages that were really decoded. Three
+# methods (STC, QSGD and CocktailSGD) use shorter codes, so they need fewer bits than the formula.
+#
+# The last column checks that nothing is lost. What a client meant to send, minus what it sent, minus the errors that it keeps for later,
+# should be zero. The column gives the norm of this remainder in billionths of the norm of what the client meant to send. FedAvg and QSGD keep
+# no errors, and DGC keeps something else, so they have no number here. Their tests are in `tests/lab/test_rivals.py`.
 
 # %%
 DIMENSION, CLIENTS = 100_000, 4
@@ -303,14 +309,20 @@ bits = messages[["formula", "sent", "down"]].map("{:,.0f}".format)
 shown = messages.assign(
     **bits, left=(1e9 * messages["left"]).map("{:.0f}".format).replace("nan", "–")
 )
-heads = {"sent": "sent up, bits", "down": "sent down", "left": "left, billionths"}
+heads = {
+    "formula": "formula, bits",
+    "sent": "sent up, bits",
+    "down": "sent down, bits",
+    "left": "remainder, billionths",
+}
 display(Markdown(lab.markdown(shown.rename(columns=heads))))
 
 # %% [markdown]
 # ## The rates
 #
-# Final accuracy in percent with seed 0, at each rate of the grid. The best rate of each scheme is the one it is
-# compared at. A best rate at the grid's edge means that a better one may lie beyond it; 0.00 means that the training diverged.
+# The table shows the final test accuracy, in percent, with seed 0 at each learning rate that was tried. The rest of this notebook uses each
+# method at its best rate, which is printed in bold. If the best rate is the smallest or the largest one, a better rate may lie outside
+# the range. An accuracy of 0.00 means that the training diverged.
 
 
 # %%
@@ -328,9 +340,9 @@ display(Markdown(lab.markdown(pd.DataFrame(grid))))
 # %% [markdown]
 # ## One table
 #
-# Each scheme at its best rate: final accuracy with a 95 % interval over the seeds (none with one seed),
-# the difference to FedAvg, which sends everything, paired by seed, and megabytes of **one client's** messages in the whole run,
-# all overhead and warm-up in.
+# Each method is shown at its best rate, with its final accuracy and a 95 % interval over the seeds (none if there is only one seed). The
+# next column is the difference to FedAvg, which sends every entry, computed between runs with the same seed. Megabytes are those of **one
+# client** in the whole run, with the warm-up and everything else that is sent. Methods in bold are on the Pareto front.
 
 
 # %%
@@ -353,15 +365,17 @@ lines = [
     for r in table.itertuples()
 ]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "no record yet"))
-print("on the Pareto front:", ", ".join(front))
+print("On the Pareto front:", ", ".join(front))
 
 # %% [markdown]
 # ## The time on a link
 #
-# Megabytes are not time. A round costs its latency too, however short its message: on a fast link with a
-# long way, all schemes take as long as they have rounds. The target is the accuracy of the most accurate scheme minus `below`
-# points; the time is that of all messages up and down until the first epoch that reaches it, with a latency a
-# round, and **no computing**. A scheme gets there if it does with every seed.
+# Megabytes are not the same as time. Every round also costs the link's latency, however short its messages are. On a fast link with a high
+# latency, the time of every method is therefore given by its number of rounds.
+#
+# The figure shows the time to reach a target, which is the accuracy of the most accurate method minus `below` points. The time consists of all
+# messages up and down until the first epoch that reaches the target, and one latency per round. It contains **no computing**. A method is
+# drawn if it reaches the target with every seed.
 
 
 # %% jupyter={"source_hidden": true}
@@ -372,7 +386,7 @@ for axes, latency in zip(panels[0], latencies, strict=True):
         style = lab.curve_style(name, arrive)
         _ = axes.plot(part["link"], part["seconds"], **style, ms=6, label=name)
     axes.set(
-        xscale="log", yscale="log", xlabel="link, Mbit/s", title=f"latency {latency:g} ms a round"
+        xscale="log", yscale="log", xlabel="link, Mbit/s", title=f"latency {latency:g} ms per round"
     )
     lab.plain_log(axes.xaxis)
     lab.plain_log(axes.yaxis)
@@ -384,19 +398,23 @@ figure.suptitle(f"Time to the target on a link: {scale}", fontsize=10)
 plt.show()
 
 # %% [markdown]
-# The time is calculated: bytes divided by the rate. [12_real_training](12_real_training.ipynb) limited a link and measured. What
-# did the limit add to a step there, where by this calculation the bytes take longer than all the rest?
+# These times are calculated by dividing bytes by the rate of the link. [12_real_training](12_real_training.ipynb) measured steps on a
+# link that was limited to a given rate. The next line compares the two: it divides the time that the limit really added to a step by the
+# calculated time, for those cases in which sending takes longer than everything else.
 
 # %%
 measured = links_of.Links(links_of.read_rows())
-print("on a limited link a step took longer by", measured.bytes_over_rate())
+print(
+    "The calculated time is bytes divided by the rate. The limit lengthened a step by",
+    measured.bytes_over_rate(),
+)
 
 # %% [markdown]
 # ## Claim
 #
-# 1. What a client sends has the bits of the formula: within 2 % with the paper's code, at most that with a shorter one.
-# 2. What was meant is what was sent and what waits, to the rounding of float32.
-# 3. Every rate on record is on the grid, or in one of the paper's tables.
+# 1. What a client sends has the bits of the formula: within 2 % with the paper's code, and no more than that with a shorter code.
+# 2. What a client meant to send is what it sent plus the errors that it keeps, up to the rounding of float32.
+# 3. Every learning rate on record is one of the rates that were planned, or one of the paper's tables.
 
 # %%
 ratio = (messages["sent"] / messages["formula"])[messages["scheme"] != "FedAvg"]
@@ -421,20 +439,24 @@ claim("every rate is on the grid, or a table's", used <= papers.union(rates), f"
 
 # %% [markdown]
 # ## What we saw
+#
+# The second to last line says how often the average entry of a mask of 1 % is sent in the whole training: the number of rounds times 1 %.
 
 # %%
 print(claim.summary())
 for r in table.itertuples():
     print(f"{r.scheme}: {r.mean:.2f} % with {r.both:,.1f} MB, η {rate_of(r.scheme)}, n = {r.n}")
-print(f"rounds × 1 %, how often an entry is sent, on average: {often:.0f} (the paper: 234)")
+print(f"An entry of a 1 % mask is sent {often:.0f} times on average (234 in the paper).")
 missing = [f"{name} {word}" for (word, name), group in found.items() if not group]
-print("not measured:", ", ".join(missing) or "nothing")
+print("Not measured:", ", ".join(missing) or "nothing")
 
 # %% [markdown]
-# Few seeds decide little between schemes a point apart. Rates are chosen by the test accuracy of seed 0, which then counts
-# in the mean: all schemes gain a little from that. What the warm-up costs is part of the bytes: the two dense epochs
-# of TCS on images are more than half of its uplink. The paper's claims in the same trainings stand in [13_evidence](13_evidence.ipynb). Next:
-# [18_flower](18_flower.ipynb).
+# Three limits should be kept in mind. A few seeds cannot decide between methods that are a point apart. The rates were chosen by the test
+# accuracy of seed 0, which is also part of the mean, so all methods look slightly better than they are. And the bytes contain the dense
+# warm-up: its two epochs are more than half of what TCS sends on images.
+#
+# [13_evidence](13_evidence.ipynb) judges the paper's own claims. Next: [18_flower](18_flower.ipynb) uses TCS inside a framework for
+# federated learning.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")
