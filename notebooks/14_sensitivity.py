@@ -9,22 +9,22 @@
 # %% [markdown]
 # # 14 · Vary one setting at a time
 #
-# **In short.** In 15 epochs, with one training a value: larger masks and higher rates gained accuracy over the whole range tried. One
-# dense round in place of a dense epoch sent a sixth of the bytes. Class skew cost most. Seeds alone make
-# differences of half a point (`results/short/table1.md`): five bits and 32 lie closer, as do one round and an epoch.
+# **In short.** With 15 epochs and one training per value, accuracy rose with the size of both masks and with the learning rate, over the whole
+# range that was tried. Starting with one dense round instead of a dense epoch cut the megabytes to a sixth. Unequal classes among the
+# clients cost the most accuracy. Seeds alone make differences of half a point (`results/short/table1.md`), so some results are undecided: 5-bit
+# values against 32-bit values, and one dense round against a dense epoch.
 #
-# **Claim.** What a client sends after the warm-up follows from the settings by arithmetic, before any
-# training; what accuracy that buys has to be measured.
+# **Claim.** What a client sends after the warm-up can be computed from the settings before any training. The accuracy that it buys has to
+# be measured.
 #
-# The paper has one value for each of its settings. Here each is varied alone, around TCS-Q5 with one
-# local step: how much accuracy depends on it, how many bytes, and what a practitioner would choose.
-# `params/sensitivity.yaml` says what is varied. This notebook draws the records that are there and
-# trains nothing, unless it is told to (`make`); so does the command line, one setting and seed at a
-# time:
+# The paper uses one value for each of its settings. This notebook varies each setting alone, around TCS-Q5 with one local step. It
+# shows how accuracy and bytes depend on it, and what one would choose in practice. `params/sensitivity.yaml` lists the values.
+# The notebook draws existing records and trains nothing, unless you set `make`. The command line makes the runs, too, for one
+# setting and seed at a time:
 #
 #     uv run tcs sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
 #
-# Short trainings compare speeds of optimization: [13_evidence](13_evidence.ipynb) shows how gaps close in longer ones.
+# Short trainings mainly compare how fast methods learn. [13_evidence](13_evidence.ipynb) shows how differences shrink in longer ones.
 #
 # *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 
@@ -59,9 +59,9 @@ folder = lab.results_folder(evidence)
 # %% [markdown]
 # ## The runs
 #
-# For each setting, every value with everything else as in the profile. The value that is the base's
-# own is the same run in all settings, and is made once; where a table of the paper has the same run,
-# its record is used. Seeds up to 99 are looked for; a row counts those that every value of its setting has.
+# For each setting there is one run per value, with everything else as in the profile. The usual value belongs to every setting, so this run
+# is made once and used for all of them. If a table of the paper contains the same run, its record is used. The notebook looks for seeds up to
+# 99. The table uses only those seeds that all values of a setting have.
 
 # %%
 wanted = {}
@@ -76,7 +76,7 @@ records = {}
 for name in sweep.settings:
     for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
         records |= lab.load_records(configs)
-print(f"{len(records)} records in results/{evidence}/runs/")
+print(f"{len(records)} records found in results/{evidence}/runs/")
 
 # %%
 scale = f"profile {evidence}, no record yet"
@@ -91,17 +91,16 @@ text = lab.save_table(table, folder / "sensitivity", title, lab.readable_sensiti
 display(Markdown(lab.unbroken(text)))
 
 # %% [markdown]
-# Each row is a value: accuracy in percent, ± one standard deviation over n seeds (none
-# with one seed), and the megabytes of **one client's** messages in the whole run, all overhead in.
-# *diverged* means that a seed did not get to the end: no mean is taken over those that did.
+# Each row is one value of a setting. It shows the accuracy in percent, ± one standard deviation over n seeds (none with one seed), and the
+# megabytes that **one client** sends and receives in the whole run. *Diverged* means that at least one seed did not reach the end. In that case
+# no mean is shown.
 #
 # ## The settings, one by one
 #
-# Each figure has two panels over the same values, which stand in even steps whatever their distance.
-# Above, accuracy: the mean, and one standard deviation over the seeds; its axis does not start at
-# zero, so look at the numbers. Below, megabytes both ways on a log scale: the whole run, and (white)
-# what is left without the dense warm-up. In a short training the warm-up is most of the traffic and
-# hides what a setting changes in the rest. The band marks the paper's choice.
+# Each figure has two panels over the same values. The values are drawn at equal distances, whatever their size. The upper panel shows the mean
+# accuracy and one standard deviation over the seeds. Its axis does not start at zero, so look at the numbers. The lower panel shows megabytes
+# in both directions, on a log scale. Filled marks are the whole run. White marks leave out the dense warm-up, which is most of the traffic of
+# a short training and would hide what a setting changes in the rest. The band marks the paper's choice.
 
 
 # %%
@@ -145,7 +144,9 @@ def draw(name: str) -> None:
     curves, setting = curves_of(name), sweep.settings[name]
     if not curves:
         rows = table[table["setting"] == name]
-        print(f"{name}: {rows[rows['n'] > 0]['value'].nunique()} values recorded, too few to draw")
+        print(
+            f"{name}: {rows[rows['n'] > 0]['value'].nunique()} values have a record, too few for a figure"
+        )
         return
     figure, panels = plt.subplots(2, 1, figsize=(7.2, 5.4), sharex=True, height_ratios=(3, 2))
     for scheme, curve in curves.items():
@@ -165,7 +166,7 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
     lower.set(xlabel=setting.label, xlim=(-0.4, len(words) - 0.6))
     mark_paper(panels, setting.marked, words)
     write_names(upper, lower, curves, words)
-    marks = "bars: ± one std where n > 1; white: without the warm-up"
+    marks = "bars: ± one standard deviation where n > 1; white marks: without the warm-up"
     upper.set_title(f"{name} ({scale})\n{marks}", fontsize=10)
     plt.show()
 
@@ -174,7 +175,7 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
 def write_names(upper, lower, curves: dict[str, pd.DataFrame], words: list[str]) -> None:
     """Axes and grids; each scheme's name and n beside the end of its curve."""
     upper.set(ylabel="test accuracy (%)")
-    lower.set(ylabel="MB of one client (log)", yscale="log")
+    lower.set(ylabel="MB per client (log)", yscale="log")
     lab.plain_log(lower.yaxis)
     upper.grid(alpha=0.25)
     lower.grid(alpha=0.25)
@@ -196,10 +197,11 @@ def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str
 # %% [markdown]
 # ### A client's own mask
 #
-# $\phi_{local}$ is how much each client *explores*: entries outside the shared mask, which cost
-# positions too. The paper wants $\phi_{local}\ll\phi_{global}$. At the left end of the upper panel, see what
-# accuracy is lost where the shared mask gets fewest new entries; look at the white marks below, too: each step is about
-# a factor of three in these entries, but not in bytes.
+# $\phi_{local}$ is the fraction of entries that each client chooses itself, outside the shared mask. With them it *explores* which entries
+# have become important. Their positions have to be sent, too. The paper recommends $\phi_{local}\ll\phi_{global}$.
+#
+# Look at the left end of the upper panel, where the shared mask gets the fewest new entries: how much accuracy is lost? Then look at the
+# white marks: each step multiplies the number of these entries by about three, but the bytes by less.
 
 # %%
 draw("phi_local")
@@ -207,8 +209,8 @@ draw("phi_local")
 # %% [markdown]
 # ### The shared mask
 #
-# $\phi_{global}$ is how much all *exploit*: entries that need no positions. The larger the mask, the nearer
-# bytes grow in proportion to it; a small one leaves most of them to what clients found themselves.
+# $\phi_{global}$ is the fraction of entries in the shared mask. They need no positions, since everybody knows them. If the mask is large,
+# bytes grow nearly in proportion to it. If it is small, most of the bytes belong to the entries that clients choose themselves.
 
 # %%
 draw("phi_global")
@@ -216,11 +218,12 @@ draw("phi_global")
 # %% [markdown]
 # ### Bits of a value
 #
-# $q$ bits have $P=2^{q-1}$ intervals, and their means travel in 32 bits each. In a model as small as
-# this the means are a visible part of a message with many bits; in the paper's they vanish. Error
-# accumulation keeps what quantization loses: look for the number of bits, if any, where that is no
-# longer enough. The quantizer works on the way up only: the way down has 32-bit values at every $q$. With two
-# and three bits the shared mask changes much less (`mask_overlap` in their records).
+# With $q$ bits there are $P=2^{q-1}$ intervals, and each interval's mean is sent as a 32-bit number. In a network as small as this one, these
+# means are a visible part of a message if $q$ is large. In the paper's network they hardly count.
+#
+# What quantization loses is added to the client's errors and sent later. Look for the number of bits, if any, at which this is no longer
+# enough. Only clients quantize: the server sends 32-bit values for every $q$. With two and three bits the shared mask changes much less
+# from round to round (`mask_overlap` in their records).
 
 # %%
 draw("value_bits")
@@ -228,10 +231,9 @@ draw("value_bits")
 # %% [markdown]
 # ### Clients
 #
-# All samples are divided among $N$ clients with a batch of their own, so more clients mean **fewer
-# rounds** an epoch, larger cumulative batches and, by the linear scaling rule, larger learning rates:
-# the curve shows all of that together, as in any federation that grows. What one client sends falls
-# with the number of rounds.
+# All samples are divided among $N$ clients, each with its own batch. More clients therefore mean **fewer rounds** per epoch, larger
+# cumulative batches and, by the linear scaling rule, higher learning rates. The curve shows all of this together, as in any federation that
+# grows. What one client sends falls with the number of rounds.
 
 # %%
 draw("clients")
@@ -239,13 +241,13 @@ draw("clients")
 # %% [markdown]
 # ### Class skew
 #
-# A small $\alpha$ gives each client few of the classes; IID is the paper's setting. Does one shared mask
-# still serve clients whose data differ? The size of what a client sends cannot depend on it; what the
-# server sends can, being the union of all that the clients found.
+# A small $\alpha$ gives each client only a few of the classes. *IID* is the paper's setting, in which all clients have similar data. Does one
+# shared mask still serve clients whose data differ? What a client sends has the same size in all cases. What the server sends may
+# grow, because it contains every entry that at least one client chose.
 #
-# What is lost need not be TCS's alone: every client normalizes with its own batches' statistics, and one with
-# few classes has others than the averaged model is tested with. Dense federated averaging was not run
-# beside it, so how much of a loss is sparsification's cannot be told from this figure.
+# A loss of accuracy need not be due to TCS. Every client normalizes with the statistics of its own batches, and a client with few classes has
+# other statistics than the averaged model is tested with. Dense federated averaging was not run with these settings, so this figure cannot
+# tell how much of the loss comes from sparsification.
 
 # %%
 draw("dirichlet_alpha")
@@ -253,10 +255,9 @@ draw("dirichlet_alpha")
 # %% [markdown]
 # ### The dense warm-up
 #
-# "One round" is the least that gives a first shared mask; the learning rate then starts at its full
-# value, since its rise is tied to the warm-up. The paper has 5 epochs of 300; in proportion that is less than one here, and one
-# is marked. In a short training most of the megabytes are those of
-# the dense epochs: what do they buy?
+# "One round" is the shortest possible warm-up: it gives the first shared mask. The learning rate then starts at its full value, since its
+# rise is tied to the warm-up. The paper uses 5 of 300 epochs. In proportion this would be less than one epoch here, so one is marked. In a
+# short training most of the megabytes belong to the dense epochs. What do these buy?
 
 # %%
 draw("warmup_epochs")
@@ -264,23 +265,22 @@ draw("warmup_epochs")
 # %% [markdown]
 # ### Learning rate
 #
-# The evidence takes the paper's rates, scaled with the batch, and tunes none of them. Is 0.5 a good choice
-# for so short a training with so small a network? If a higher rate does better, a part of every gap between
-# TCS and centralized training (whose rate is the paper's 0.1, scaled too) is a matter of rates.
+# Our trainings use the paper's learning rates, scaled with the batch, and tune none of them. Is 0.5 a good choice for such a short
+# training and such a small network? If a higher rate does better, then part of every difference between TCS and centralized
+# training comes from the rates. (Centralized training uses the paper's rate of 0.1, also scaled.)
 
 # %%
 draw("learning_rate")
 
 # %% [markdown]
-# Accuracy rises with the rate over the whole range (one trial): the paper's 0.5 is low for
-# this training, and the best value is the largest that was tried, so the best rate is not in the picture.
+# Accuracy rises with the rate over the whole range (one trial). The paper's 0.5 is thus too low for this training. The best value is
+# the largest that was tried, so an even higher rate may be better.
 #
 # ### Epochs
 #
-# Are few rounds what hurts local steps? TCS-L4-Q5 has a quarter of TCS's rounds in the same epochs. If
-# the lack of rounds is the reason, its distance to TCS and to the centralized Baseline shrinks towards
-# the right. (They differ in the bits of a value, too: the figure of $q$ shows what that costs alone.)
-# The Baseline sends nothing and has no mark below.
+# Does TCS-L4-Q5 lose accuracy because it has too few rounds? It has a quarter of TCS's rounds in the same number of epochs. If this is the
+# reason, its distance to TCS and to centralized training (the Baseline) shrinks towards the right. The two schemes also differ in the bits of
+# a value; the figure for $q$ shows what that costs alone. The Baseline sends nothing and has no mark in the lower panel.
 
 # %%
 draw("epochs")
@@ -300,15 +300,14 @@ for value, group in table[table["setting"] == "epochs"].groupby("value", sort=Fa
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# With one seed, each gap is smaller than in the shorter training before it. That is what a lack of rounds would do. The rates, which
-# are the same at all lengths, do not suit each length equally well.
+# The table has one seed. Each difference is smaller than in the shorter training above it, which is what too few rounds would lead to. It is
+# no proof: the learning rates are the same for all lengths, and they may not suit each length equally well.
 #
 # ## What a practitioner would choose
 #
-# The rule was fixed before the runs: of all values whose accuracy is within a margin of the best
-# one's, or within the best one's standard deviation over seeds if that is more, the one with the
-# **fewest megabytes both ways**. What is given (who takes part, and with which data) is not chosen;
-# there the worst value is named, and what it costs.
+# We fixed the following rule before the runs. Consider all values whose accuracy is within a margin of the best one's (or within the best
+# one's standard deviation over seeds, if that is larger). Of these, choose the value with the **fewest megabytes in both directions**. Some
+# settings are given and cannot be chosen: who takes part, and with which data. For these the table names the worst value and what it costs.
 
 
 # %%
@@ -350,22 +349,27 @@ for name in sweep.settings:
     for scheme, curve in curves_of(name).items():
         if found := cheapest_near_best(curve, sweep.margin):
             lines.append(choice(name, scheme, curve, *found))
-print(f"margin: {sweep.margin:g} percentage points")
-display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "nothing to choose between yet"))
+print(f"The margin is {sweep.margin:g} percentage points.")
+display(
+    Markdown(
+        lab.markdown(pd.DataFrame(lines)) if lines else "There is nothing to choose between yet."
+    )
+)
 
 # %% [markdown]
-# *Points* and *MB* compare the value that is chosen (or the worst) with the most accurate one. The
-# rule counts bytes alone: more epochs cost computing, too. Values of a setting are compared over the seeds
-# that all of them have. Where the most accurate value is the last one tried ($\phi_{local}$, $\phi_{global}$, η,
-# few clients), the best may lie beyond. Mind n: with one trial a value can be best
-# by luck. Each setting was varied alone:
-# two choices together were not tried.
+# *Points* and *MB* compare the chosen value (or the worst one) with the most accurate one. Some limits of the rule:
+#
+# - It counts only bytes, but more epochs also cost computing time.
+# - Values are compared over the seeds that all values of the setting have. With one seed a value can be the best by luck, so look at n.
+# - For $\phi_{local}$, $\phi_{global}$, η and few clients, the most accurate value is the last one that was tried. A better one may lie
+#   outside the range.
+# - Each setting was varied alone. Combinations of two choices were not tried.
 #
 # ## Claim
 #
-# Whatever was varied, one client's uplink after the warm-up has the bits that the formula gives for
-# these settings and this number of parameters, within 1 % (but for `+` codes, which are shorter): the
-# position code's blocks are powers of two, the formula's are not. And every row is what its records say.
+# The next cell checks two statements. For every setting, the bits that one client sends after the warm-up are those of the formula for these
+# settings and this number of parameters, within 1 %. (They are not equal, because the blocks of the position code are powers of two, and those
+# of the formula are not. Schemes with a shorter code, marked `+`, are left out.) And every row of the table is the mean of its records.
 
 # %%
 off = {}
@@ -379,7 +383,7 @@ for row in table.itertuples():
     assert not final or abs(row.accuracy - sum(final) / len(final)) < 1e-12
 assert len({record["provenance"]["fingerprint"] for record in records.values()}) <= 1
 worst = max(map(abs, off.values()), default=0.0)
-print(f"{len(off)} federated records: uplink as computed, within {worst:.2%}")
+print(f"{len(off)} federated records: what a client sent is as computed, within {worst:.2%}")
 
 # %% [markdown]
 # ## What we saw
@@ -396,9 +400,9 @@ for name, values in missing:
     print(f"not measured: {name} {', '.join(values.unique())}")
 
 # %% [markdown]
-# A setting with a wide range of accuracies is worth tuning; one with a narrow range and a wide range
-# of bytes is where to save. All of it in short trainings of a small network: in longer ones, delays
-# that cost accuracy here have time to be caught up.
+# If a setting has a wide range of accuracies, it is worth tuning. If its range of accuracies is narrow and its range of bytes is wide, it is
+# where to save. All of this is from short trainings of a small network. In longer trainings, entries that are sent late, which cost
+# accuracy here, have more time to arrive.
 #
 # Next: [15_your_own_model](15_your_own_model.ipynb) tries such settings on your model and data.
 
