@@ -9,11 +9,14 @@
 # %% [markdown]
 # # 16 · Beyond images: a small GPT on text
 #
-# **Claim (beyond the paper).** Time correlation is a claim about training, not about ResNets. On text, with a transformer and
-# clients that differ by nature, consecutive updates share more of their largest entries than chance gives, and TCS sends
-# about the bits that the formula says. What else of the paper carries over is judged from recorded runs, further down.
+# The paper trains networks on images. Its central assumption, however, is about training in general: entries of the update that are large now
+# stay large for a while. This notebook checks it with a small transformer that learns to predict the next character of a text.
 #
-# Nothing has to be downloaded: the text is `pydoc_data.topics`, the help topics that come with every Python.
+# **Claim (beyond the paper).** On text, with clients whose data differ, consecutive updates share more of their largest entries than
+# chance would give, and TCS sends about as many bits as its formula says. Which of the paper's other claims hold on text is judged from
+# recorded runs, further down.
+#
+# Nothing has to be downloaded. The text is `pydoc_data.topics`, the help topics that come with every Python.
 #
 # *Run time*: about a minute on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
 # [05_global_momentum](05_global_momentum.ipynb), [12_real_training](12_real_training.ipynb).
@@ -79,8 +82,8 @@ def line(name: str, found: list[dict]) -> dict[str, str]:
             "accuracy, %": f"{100 * pd.Series([e['accuracy'] for e in ends]).mean():.2f}",
             "bits per character": f"{losses.mean():.3f}",
             "training loss, bits": f"{pd.Series([e['train_loss'] for e in ends]).mean() / math.log(2):.3f}",
-            "MB a client, both ways": f"{sum(megabytes) / len(found):,.1f}",
-            "times less up, after the warm-up": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
+            "MB per client, both ways": f"{sum(megabytes) / len(found):,.1f}",
+            "times fewer bits up than dense, after the warm-up": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
 
 
 # %% jupyter={"source_hidden": true}
@@ -112,9 +115,10 @@ if all(plain.values()):
     means = {what: sum(ends.values()) / len(ends) for what, ends in plain.items()}
     side = "below" if means["top-K"] < means["dense training"] else "above"
     display(
-        Markdown(f"""**Bits per character, fewer are better: top-K ends {side} dense training, at {means["top-K"]:.3f} and
-{means["dense training"]:.3f}** ({against(plain["top-K"], plain["dense training"])}). TCS ends at {means["TCS"]:.3f}
-({against(plain["TCS"], plain["dense training"])} against dense). Recorded runs of profile {evidence}, without momentum, seed by seed.""")
+        Markdown(f"""**On text, measured in bits per character (fewer are better), top-K ends {side} dense training: at {means["top-K"]:.3f}
+instead of {means["dense training"]:.3f}** (a difference of {against(plain["top-K"], plain["dense training"])}). TCS ends at {means["TCS"]:.3f}
+({against(plain["TCS"], plain["dense training"])}, against dense training). These are recorded runs of profile {evidence} without momentum,
+compared seed by seed.""")
     )
 else:
     print("no records yet")
@@ -139,19 +143,21 @@ lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=st
 display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 
 # %% [markdown]
-# Momentum is at the server (Alg. 3); dense training did better with it in trials of three epochs. `bits per character` is the test
-# loss in bits; accuracy, the share of next characters that were right. Why a sparse training can end below a dense one is not
-# explained here.
+# **How to read this.** *Bits per character* is the test loss, converted to bits; fewer are better. *Accuracy* is the share of next characters
+# that were predicted correctly. "Global Momentum" means that the server applies momentum (Alg. 3). The number after "at" is the learning
+# rate. In short trials of three epochs, dense training did better with momentum. We do not know why a sparse training can end below a dense
+# one here.
 #
-# The axis on the right of the picture begins where the schemes begin to differ, after the dense warm-up, one epoch of ten. That is
-# most of what the sparse schemes sent; the megabytes of the table include it.
+# The axis of the right panel starts after the dense warm-up, which is one epoch of ten, because the schemes do not differ before. Most of what
+# the sparse schemes sent was sent in the warm-up. The megabytes in the table include it.
 
 
 # %% [markdown]
 # ## Text, and who has it
 #
-# A client has whole topics, dealt out at random: one knows about classes, another about strings. Topics are of very unequal
-# length, so clients weigh by what they have. The last tenth of every topic is the test.
+# Every client holds whole help topics, which are dealt out at random: one client learns about classes, another about strings. The topics
+# have very different lengths. A client therefore counts in the average in proportion to the amount of text that it has. The last tenth of
+# every topic is the test text.
 
 # %%
 config = lab.plan(params | {"schemes": ["FedAvg-Global Momentum"], "seeds": [seed]})[0]
@@ -161,14 +167,14 @@ text = lab.load_text()
 training = lab.Training(config, text)
 weights = training.feed.weights
 print(
-    f"{text.label}: {sum(map(len, text.train)):,} characters to train on, {text.classes} different ones"
+    f"{text.label}: {sum(map(len, text.train)):,} characters to train on, of {text.classes} different kinds"
 )
-print(f"{len(weights)} clients with {min(weights):,} to {max(weights):,}")
+print(f"{len(weights)} clients, each with {min(weights):,} to {max(weights):,} of these characters")
 print(repr(text.read(training.feed.batch(0, 0, 0)[0][0])))
 
 # %% [markdown]
-# The model reads up to `context` characters and says for each place which comes next: embeddings, two blocks of causal
-# self-attention and a perceptron each, a last layer. More than half of its parameters are in the perceptrons:
+# The model reads up to `context` characters and predicts at each position which character comes next. It consists of embeddings, two blocks
+# of causal self-attention and a perceptron each, and a last layer. The perceptrons have more than half of its parameters.
 
 # %%
 names = [name for name, _ in training.federation.model.named_parameters()]
@@ -179,7 +185,7 @@ def kind(name: str) -> str:
     """What a tensor is for."""
     if "norm" in name or name.endswith("bias"):
         return "norms and biases"
-    known = {"characters": "characters (embedding)", "places": "places (embedding)", "head": "last layer",
+    known = {"characters": "characters (embedding)", "places": "positions (embedding)", "head": "last layer",
              "attend": "attention", "join": "attention", "think": "perceptrons"}  # fmt: skip
     return next(what for part, what in known.items() if part in name)
 
@@ -191,10 +197,13 @@ print(f"{D:,} parameters")
 # %% [markdown]
 # ## Does the mask stay, and where is it?
 #
-# The rounds here are dense, so that nothing but training moves the updates. Counted are the largest entries of each update: how many were among
-# the largest of the round before, against what masks with as many entries in every tensor would share by chance, and in which
-# tensors they are. The claims about important entries (below) measure the first minus the second, over what chance leaves: 0 is chance, 1 a mask that
-# never changes. These are the first rounds of a training, where masks stay longest; over whole trainings it is less.
+# This section trains densely, so that no compression influences the updates. It looks at the mask of the largest entries of each update and
+# asks two questions. How much of a mask stays in the next round, compared with what two random masks with the same number of entries in every
+# tensor would share? And in which tensors are these entries?
+#
+# Further down, the claims about important entries use the share that stays minus the share by chance, divided by what is left beyond chance.
+# This number is 0 for chance and 1 for a mask that never changes. Only the first rounds of a training are seen here. Masks stay longest
+# in them, so the number for a whole training is lower.
 
 # %%
 watch, k = lab.UpdateWatch(training.flat.layer_sizes, phi_global), tcs.kept(phi_global, D)
@@ -207,8 +216,8 @@ for update_D in itertools.islice(stream, rounds):
 now, chance = (watch.row()[key] for key in ("update_overlap", "update_overlap_chance"))
 every = training.config.epochs * training.rounds_per_epoch
 print(
-    f"the first {rounds} of {every:,} rounds, dense: {now:.1%} of the mask stay a round, {chance:.1%} by chance; "
-    f"beyond chance {(now - chance) / (1 - chance):.2f}"
+    f"the first {rounds} of {every:,} rounds, dense: {now:.1%} of the mask stay for the next round, {chance:.1%} by chance; "
+    f"on the scale from 0 (chance) to 1: {(now - chance) / (1 - chance):.2f}"
 )
 
 # %%
@@ -223,8 +232,7 @@ shown = pd.DataFrame({name: table[name].map(shape.format) for name, shape in sha
 display(Markdown(lab.markdown(shown.reset_index(names="tensors"))))
 
 # %% [markdown]
-# And inside the last layer, which has a row a character: are the rows of rare characters in the mask, or those of frequent
-# ones?
+# The last layer has one row for each character. Are the entries of the mask in the rows of rare characters, or in those of frequent ones?
 
 # %%
 often = collections.Counter(torch.cat(text.train).tolist())
@@ -238,12 +246,14 @@ display(spread.map("{:.1%}".format).to_frame("of the last layer's part of the ma
 # %% [markdown]
 # ## Which claims carry over
 #
-# Judged like those on images ([13_evidence](13_evidence.ipynb)), by `params/claims_text.yaml`, whose head says what was known then:
-# **supported** if the whole 95 % interval keeps the bound, **contradicted** if none of it does, else **open**. One deviation is
-# pooled over all schemes. Which characters were right was not kept, so the intervals hold for other seeds, not for another test text; counting
-# that would widen them.
-# (This rule came when all of these runs were known. By each pair's own seeds, as was the rule before, TCS against top-K without
-# momentum would be open.)
+# The claims are judged as in [13_evidence](13_evidence.ipynb): a claim is **supported** if the whole 95 % interval is within its bound,
+# **contradicted** if the whole interval is outside, and otherwise **open**. The claims and their bounds are in
+# `params/claims_text.yaml`, whose first lines say which results were known when it was written.
+#
+# The intervals have two limits. They use one standard deviation for all schemes together. This rule was chosen when all of these runs
+# were known; by the earlier rule, which uses the seeds of each pair alone, TCS against top-K without momentum would be open. And they
+# cover other seeds, but not another test text, because the runs did not store which characters were predicted correctly. Counting that as
+# well would make them wider.
 
 # %%
 judged = lab.judged(read, records)
@@ -256,9 +266,12 @@ print(lab.not_measured(judged))
 # %% [markdown]
 # ## In real processes, beside PowerSGD
 #
-# The same GPT as an ordinary DDP training of two processes, Adam at a rate of 0.003, three times: plain, with PyTorch's own
-# `powerSGD_hook`, and with `tcs_hook` at PowerSGD's bytes a step. PowerSGD sends a matrix as two thin ones and vectors as they
-# are; TCS gets the share of entries that costs as much: with a tenth of it for each rank's own, 4 · 1.2 · φ bytes a parameter.
+# Now the same GPT is trained by two processes with DDP, in the usual way, with Adam at a learning rate of 0.003. There are three
+# trainings: one without compression, one with PyTorch's own `powerSGD_hook`, and one with `tcs_hook`.
+#
+# The two hooks send the same number of bytes per step. PowerSGD sends each matrix as the product of two thin ones, and sends vectors as
+# they are. TCS gets the fraction of entries φ that costs as much. A tenth of that fraction goes to entries that each rank chooses itself. In all,
+# that costs 4 · 1.2 · φ bytes per parameter.
 
 # %%
 SCRIPT = """
@@ -354,18 +367,18 @@ ends = pd.DataFrame(ends).T
 ends["times fewer bytes"] = ends["bytes a step"].iloc[0] / ends["bytes a step"]
 shapes = {"bytes a step": "{:,.0f}", "training loss": "{:.3f}", "times fewer bytes": "{:.1f}"}
 shown = pd.DataFrame({name: ends[name].map(shape.format) for name, shape in shapes.items()})
-print("training loss: bits per character, moving average")
+print("The training loss is a moving average, in bits per character.")
 display(Markdown(lab.markdown(shown.reset_index(names="training"))))
 
 # %% [markdown]
 # ## Claim
 #
-# 1. Of the largest entries of dense updates, more stay than chance gives, by a fifth at least.
-# 2. The mask is not spread evenly: some kind of tensor has at least 1.5 times its share.
-# 3. In the recorded runs, after the dense warm-up, TCS sends at least 85 times less up than dense training.
-# 4. Under DDP, TCS's bytes a step are within 2 % of PowerSGD's.
+# 1. The largest entries of dense updates stay more often than chance gives, by at least a fifth.
+# 2. The mask is not spread evenly over the network: some kind of tensor has at least 1.5 times its share.
+# 3. In the recorded runs, after the dense warm-up, TCS sends at least 85 times less than dense training on the way up.
+# 4. Under DDP, the bytes per step of TCS are within 2 % of those of PowerSGD.
 #
-# Which of the two ends lower there is said, not asserted: it is one short run of each.
+# Which of the two DDP trainings ends lower is printed but is no claim, since there is only one short run of each.
 
 # %%
 claim(
@@ -389,16 +402,19 @@ claim("under DDP, as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f}
 print(claim.summary())
 for verdict, claims in judged.groupby("verdict")["says"]:
     few = verdict == "not measured"
-    print("not measured, too few runs:" if few else f"{verdict}:", *claims, sep="\n    ")
+    print("not measured (too few runs):" if few else f"{verdict}:", *claims, sep="\n    ")
 gap = ends.loc["TCS", "training loss"] - ends.loc["PowerSGD", "training loss"]
 word = "higher" if gap > 0 else "lower"
 print(
-    f"DDP, {ddp_steps} steps: TCS ends {abs(gap):.3f} bits {word} than PowerSGD at the same bytes (n = 1)"
+    f"DDP, {ddp_steps} steps: TCS ends {abs(gap):.3f} bits per character {word} than PowerSGD at the same bytes (n = 1)"
 )
 
 # %% [markdown]
-# The recorded runs have clients that differ by nature, but all of them take part in every round. Next:
-# [17_rivals](17_rivals.ipynb), or [15_your_own_model](15_your_own_model.ipynb) if you have not been there.
+# The clients of the recorded runs have different texts, but all of them take part in every round. What happens when only some of them do is not
+# shown here.
+#
+# Next: [17_rivals](17_rivals.ipynb) compares TCS with other methods, and [15_your_own_model](15_your_own_model.ipynb) takes your own model and
+# data.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {text.label} · n = {len(records)} records")
