@@ -16,6 +16,10 @@
 # **Claim.** The paper's claims can be written as numbers with bounds that are fixed before the runs. One rule then judges our own
 # measurements, and the same rule judges the numbers that the paper prints.
 #
+# *Names*: *Baseline* is centralized training. *FedAvg* is federated training in which every client sends all entries of its update. *top-K*
+# sends only the largest entries of each client, and *TCS* mostly those of a mask that all clients share. The suffix -L4 means four local steps
+# per round, and -Q5 means values of 5 bits. A *record* is the stored result of one training run. A *profile* says how large these runs are.
+#
 # *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb), which explains the tables.
 #
 # The grey bars are folded code cells: click one to open it. The second one holds the settings.
