@@ -782,10 +782,10 @@ for name, lengths in (("small", (150, 300)), ("cpu", (150, 300))):
 #    were made on the GPU, except at η 0.8, where the other schemes were trained on a CPU.
 #
 # **Do trainings on a GPU differ from those on a CPU?** Perhaps a little, but we see no common direction. We trained FedAvg with seed 7 three
-# times on a CPU, from models that differed by a millionth at the start. After six epochs, the training losses were 1.231, 1.246 and 1.250.
+# times on a CPU, from models that differed by a millionth at the start. In the sixth epoch, their training losses were 1.231, 1.246 and 1.250.
 # The GPU's was 1.253, slightly outside this range. The share of its mask that TCS keeps from round to round was within the range of the
-# CPU's eight seeds in each of the three epochs that we compared. With classes distributed by Dirichlet's distribution, it was above the CPU's range for one seed and below it
-# for another.
+# CPU's eight seeds in each of the three epochs that we compared. With classes distributed by Dirichlet's distribution, it was above the
+# CPU's range for one seed and below it for another.
 #
 # ## Claim
 #
