@@ -275,10 +275,12 @@ _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_do
 
 @dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
 class Scheme:
-    """What a client sends in one round. Make one by name, `Scheme.named("TCS-L4-Q5")`.
+    """What a client sends in one round. Make one by its name, as in `Scheme.named("TCS-L4-Q5")`, or
+    from its fields.
 
-    None for a phi means that the scheme has no such mask: top-K has only masks of the clients' own,
-    rand-K only a shared one. Raises ValueError naming the field, its value and what is allowed.
+    A phi of None means that the scheme has no such mask: top-K has only the clients' own masks, and
+    rand-K has only a shared one. For `phi_down`, None means that the server sends everything that
+    came up. Raises ValueError, which names the field, its value and what is allowed.
     """
 
     name: str
@@ -350,17 +352,17 @@ class Scheme:
 
     @cached_property
     def compresses_downlink(self) -> bool:
-        """The server keeps errors of its own: what it sends is not all that it means to send."""
+        """Whether the server sends less than the average it has, and so keeps errors of its own."""
         return self.down_value_bits != 32 or self.phi_down is not None
 
     @cached_property
     def always_dense(self) -> bool:
-        """In every round, every entry is sent as it is, in 32 bits."""
+        """Whether every entry is sent as it is, in 32 bits, in every round."""
         return self.rule == "dense" and not self.intervals and not self.compresses_downlink
 
     @cached_property
     def keeps_errors(self) -> bool:
-        """A client adds what was not sent to its next difference."""
+        """Whether a client adds what was not sent to its next difference."""
         return self.error_accumulation and not self.always_dense
 
     @staticmethod
@@ -1219,10 +1221,11 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """One direction of a scheme's traffic, as both sides know it before the first message.
+    """What both sides know, before the first message, of the messages in one direction.
 
-    `order` is how each parameter lies in memory (see `layout_of`): two sides that flatten their
-    models in other orders have other tags. () says nothing of it.
+    `order` is how each parameter lies in memory (see `layout_of`). Two sides that flatten their
+    models in different orders have different tags, and refuse each other's messages. If both give
+    (), this is not checked.
     """
 
     value_bits: int
@@ -1991,7 +1994,8 @@ class Known:
             raise MessageError(sender, str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """By value. Send this and theta to a side that has missed rounds."""
+        """All that a resumed run needs, by value. Send this and theta to a side that has missed
+        rounds."""
         return self._identity() | {"round": self.round, "rule": self.rule.state_dict()}
 
     def _identity(self) -> dict[str, Any]:
@@ -2027,13 +2031,13 @@ class Known:
 
 
 class InFlight(NamedTuple):
-    """A message that a client has sent and of which it does not know yet whether it arrived: its
-    round, where its values belong, what was meant there and what was said. A dense one is empty."""
+    """A message that a client has sent, while it does not know whether it has arrived. For a dense
+    message the three tensors are empty."""
 
     round: int
-    positions_K: Tensor
-    intended_K: Tensor
-    values_K: Tensor
+    positions_K: Tensor  # where its values belong, shared positions first
+    intended_K: Tensor  # what the client meant to send there
+    values_K: Tensor  # what it has sent
     dense: bool
 
 
@@ -2209,7 +2213,7 @@ class Client:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
-        """What is kept, times a factor: where its unit changes."""
+        """Multiply errors, and what else is kept, by a factor, because their unit changes."""
         for tensor in self._kept().values():
             if tensor is not None:
                 tensor.mul_(factor)
@@ -2224,8 +2228,8 @@ class Client:
         return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for another client's state, for errors of another size, or one that is not
-        whole."""
+        """ValueError for the state of another client, for errors of another size, or for a state in
+        which something is missing or of the wrong type."""
         check_state_version("state of Client", state)
         wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
         flight = state.get("in_flight")
@@ -2313,10 +2317,11 @@ class Downlink(Client):
 
 
 class Server:
-    """Alg. 2's server. It adds messages up as they come.
+    """Alg. 2's server. It adds each message to a sum as it comes.
 
-    `weights`, one of each client, are their shares of the average, equal without. Where the scheme
-    compresses the downlink, `downlink` is the server as a sender, with errors of its own.
+    `weights` has one number per client: its share of the average. Without it all are equal. Where
+    the scheme compresses the downlink, `downlink` is the server as a sender, with errors of its
+    own; else it is None.
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
@@ -2353,8 +2358,9 @@ class Server:
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
-        """The average of what came, (D,), after which nobody is heard in this round. MessageError
-        if nothing came, NotFiniteError for sums that overflow."""
+        """Line 15: the average of the messages that were added, (D,). Messages that come later in
+        this round are refused. MessageError if there is no message, NotFiniteError if the sum has
+        overflowed."""
         known = self.known
         if not self.heard or self.senders is not known.senders or known.status == CLOSED:
             way = "allowed: finish after add"
@@ -2368,7 +2374,8 @@ class Server:
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
-        """The message to all clients; not all of it where the downlink is compressed."""
+        """Line 16: the server's message to all clients, which says the update (D,) or, where the
+        downlink is compressed, a part of it."""
         known = self.known
         if self.downlink is not None:
             return self.downlink.reply_to(update_D, self.explored_D)
@@ -2408,7 +2415,7 @@ class Server:
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
-        """Errors of the downlink times a factor: where their unit changes."""
+        """Multiply the downlink's errors by a factor, because their unit changes."""
         if self.downlink is not None:
             self.downlink.scale_(factor)
 
@@ -2442,11 +2449,13 @@ class Server:
 class Link:
     """How messages travel between a server and its clients in a `Compressor`.
 
-    Without a `channel` they arrive as they were sent, and their exact sizes are counted. With one,
-    every message becomes bytes and is decoded before it is used; `channel(sender, data)` is what
-    the network makes of the bytes: `unchanged`, a transport, or an attack. A client's message that
-    can't be accepted raises MessageError or, with `on_bad` "skip", is left out: the average is over
-    the others, and the client keeps all that it meant to send (without errors, it is lost).
+    Without a `channel`, messages arrive as they were sent, and their exact sizes are counted. With
+    one, every message becomes bytes and is decoded before it is used. `channel(sender, data)`
+    returns the bytes that arrive: the same with `unchanged`, or those of a transport or an attack.
+
+    A client's message that cannot be accepted raises MessageError. With `on_bad` "skip" it is left
+    out instead: the average is that of the others, and the client's errors keep all that it meant
+    to send. (A scheme without errors loses it.)
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2470,10 +2479,11 @@ class Link:
         return message, message_bits(message, known.up)
 
     def down(self, server: Server) -> tuple[Tensor, int]:
-        """The update that all clients have, (D,), and the bits of the message that says it.
+        """The update that all clients have, (D,), and the length of the server's message in bits.
 
-        Where the reply says all of the average, in code "block", and is not made into bytes, it
-        need not be made: its length follows from how many entries some clients explored.
+        Often this message need not be made, because its length follows from the number of entries
+        that clients explored. That is so if it says all of the average, in code "block", and does
+        not become bytes.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
@@ -2499,7 +2509,7 @@ def unchanged(sender: int, data: bytes) -> bytes:
 
 
 def bytes_of(bits: int) -> int:
-    """Of a message with so many bits of code: its bytes in all."""
+    """The length in bytes of a message with so many bits of code, with the overhead."""
     return OVERHEAD_BYTES + -(-bits // 8)
 
 
@@ -2706,7 +2716,7 @@ class Compressor:
             client.errors_D = errors_D
 
     def scale_errors_(self, factor: float) -> None:
-        """All errors times a factor: where their unit changes."""
+        """Multiply all errors by a factor, because their unit changes."""
         self._check_usable()
         factor = _number(factor)
         self._is_whole = False
@@ -2772,12 +2782,13 @@ def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[floa
 
 
 class Phase(NamedTuple):
-    """What a schedule says of a round: learning rate, dense or not, and a factor on all K.
-    A schedule is any function from the round's number, counted from 0, to a Phase."""
+    """What a schedule says of a round: the learning rate, whether the round is dense, and a factor
+    by which all K are larger. A schedule is a function from the round's number, counted from 0, to
+    a Phase or a learning rate."""
 
     eta: float
     dense: bool = False
-    mask_factor: int = 1  # of a scheme with a sparse warm-up alone: larger there
+    mask_factor: int = 1  # looked at only where the scheme has `warmup_masks`
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -3117,11 +3128,11 @@ class Federation:
 class LocalTrainer:
     """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
 
-    Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
-    start. Each client has a row of the norms' running statistics, `statistics_NS`, a sum of its
-    losses, `losses_N`, and an optimizer where `local_optimizer` makes one. The other arguments are
-    those of `Federation`. A class derived from this one may train several clients at the same time:
-    `begin` says which are to come.
+    Clients take turns on the module, which is lent for a round. All of them start from `theta_D`
+    (D,). Each client has its own row of the norms' running statistics, `statistics_NS`, its own sum
+    of losses in `losses_N`, and its own optimizer where `local_optimizer` makes one. The arguments
+    are those of `Federation`. A class derived from this one may train several clients at the same
+    time: `begin` tells it which clients come next.
     """
 
     first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
