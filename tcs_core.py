@@ -1559,8 +1559,8 @@ class MaskRule:
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def shared_mask(self) -> Tensor | None:
-        """The mask that all sides know; None if it is not known yet. Then the round is dense or,
-        for a scheme with no dense warm-up, one in which nothing is shared."""
+        """Return the mask that all sides share in this round, or None if there is none yet. After
+        None, the round is dense or, for a scheme without a dense warm-up, nothing is shared."""
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def own_count(self, shared: int) -> int | None:
@@ -1581,8 +1581,8 @@ class MaskRule:
         return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
-        """Called with every round's update, dense ones too, after it was averaged. Leave it as it
-        is: all sides add it to their model."""
+        """Called at the end of every round, also of a dense one, with its average update (D,). Do
+        not change it in place: all sides add it to their model."""
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
@@ -2065,7 +2065,7 @@ class Client:
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
-        """A model difference (D,), which stays as it is, to this round's message: lines 9 to 12.
+        """Lines 9 to 12: make this round's message of a model difference (D,), which stays as it is.
 
         Before anything is changed, raises NotFiniteError for NaN or infinity, ValueError for
         another shape or type, a round that is not open, or a second message in it. Errors that
@@ -2537,11 +2537,12 @@ class Traffic(NamedTuple):
 class Compressor:
     """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
 
-    Arguments as those of `Known` and `Server`; `clients` is N, `link` how messages travel.
+    `clients` is N, and `link` says how messages travel. The other arguments are those of `Known`
+    and `Server`.
     `errors_ND` (N, D) float32 is what the server has not received yet, in the unit of the vectors
     that `step` is given; (0, D) without errors.
-    `traffic` is that of the last round. ValueError for a scheme that needs more than compression, a
-    `Federation`.
+    `traffic` is that of the last round. ValueError for a scheme that needs more than compression:
+    global momentum, and errors in units of gradients, take a `Federation`.
     """
 
     def __init__(
@@ -2574,11 +2575,13 @@ class Compressor:
         """One round: (N, D) model differences in, their (D,) average out. These are lines 9 to 13,
         15 and 16 of Alg. 2, and line 5 of the next round.
 
-        `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
-        keep their errors. A scheme that needs an update to take its mask from makes its first round
-        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
-        changed in this process, for deltas or clients that can't be used. (A GPU finds what is not
-        finite at the end of the round: then that is lost, as `round` says.)
+        With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A scheme that
+        takes its mask from an update makes its first round dense in any case. `clients` says who
+        takes part; the others keep their errors. `deltas_ND` stays as it is.
+
+        Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
+        be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
+        the round is lost, as in `round`.
         """
         self._check_usable(begins=True)
         expected = (self.client_count, self.known.dimension)
@@ -3554,16 +3557,19 @@ def _norms(model: nn.Module) -> list[Any]:
 
 
 class Feed:
-    """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
+    """Batches from one iterable per client, such as a DataLoader, which begins anew when it ends.
 
-    Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
-    a loader which shuffles does so again when a run is resumed; its own `generator` and those of
-    its samplers are seeded, too. Whatever has a `set_epoch` (the iterable, its data set, its
-    samplers, and what these are made of) is told the number of the pass first, counted from 0. (A
-    data set that several clients share hears it from each of them.) What is drawn later in a pass
-    (a shuffle buffer) or by numpy is another after a resume. A feed of your own needs `clients` and
-    `batch`. Raises ValueError for anything but a list of iterables, for a client with no batch, and
-    for workers that persist and would not hear the number of the pass.
+    At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
+    (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed. The
+    `generator` of the loader and those of its samplers are seeded, too. Before that, everything
+    that has a `set_epoch` is told the number of the pass, counted from 0: the iterable, its data
+    set, its samplers, and what these are made of. (A data set that several clients share is told by
+    each of them.) Random numbers that are drawn later in a pass, as for a shuffle buffer, or by
+    numpy, differ after a resume.
+
+    A feed of your own needs `clients`, their number, and `batch`. Raises ValueError for anything
+    but a list of iterables, for a client with no batch, and for persistent workers that the number
+    of the pass would not reach.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
