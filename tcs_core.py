@@ -2065,7 +2065,7 @@ class Client:
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12: make this round's message of a model difference (D,), which stays as it is.
+        """Lines 9 to 12: make this round's message of a model difference (D,), left as it is.
 
         Before anything is changed, raises NotFiniteError for NaN or infinity, ValueError for
         another shape or type, a round that is not open, or a second message in it. Errors that
