@@ -369,7 +369,10 @@ for setup in (setup for setup in costs.stage.setups if setup.corrected):
     print(f"{setup}: the correction changes the test loss by {gap.value:+.3f} ± {gap.half:.3f}.")
 for scheme in ("TCS 1 %", "TCS 10 %"):
     print("Our advice if every setup is possible, for", costs.advise(scheme))
-    print("Our advice if only the setups of the hook are possible, for", costs.advise(scheme, corrected=False))
+    print(
+        "Our advice if only the setups of the hook are possible, for",
+        costs.advise(scheme, corrected=False),
+    )
 
 # %% [markdown]
 # We recommend a scheme if the upper end of its interval, compared with the best dense training, is at most 0.1.
