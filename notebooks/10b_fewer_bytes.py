@@ -531,6 +531,9 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 # part in a round? And do the masks of the clients still coincide? The profile `evidence` includes planned runs for both questions, but no verdict.
 # In the next table, the column *equal* shows a difference for equal clients, estimated from all runs as planned ([13](13_evidence.ipynb)). The column *there* shows
 # the same difference for unequal clients. Its interval comes from the differences seed by seed of this pair of schemes alone.
+#
+# The table below it shows two things for TCS: the fraction of the shared mask that stays from one round to the next, and how many of the
+# participating clients send a value at the same position, on average ("clients a place").
 
 # %%
 read, equal = lab.planned_records("evidence")
