@@ -9,20 +9,21 @@
 # %% [markdown]
 # # 09 · Add a scheme of your own
 #
-# **In short.** A rule of a few lines gets a row, a curve and every suffix, and its bits are counted as the paper's are. A shared mask
-# that averages past updates is calmer than TCS's. A rule that looks at what no server knows is found out by a replay.
+# **In short.** A selection rule of a few lines becomes a complete scheme. It gets a row in the table, a curve in the figure and all
+# suffixes, and its bits are counted in the same way as those of the paper's schemes. A shared mask that follows an average of past
+# updates changes less than the mask of TCS. A rule that uses information which the server does not have is detected by a replay.
 #
-# **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 in at most
-# ten lines: it trains, pays for every bit, and takes the suffixes -L4 and -Q5 like the paper's schemes.
+# **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 with at most ten lines of
+# code. The new scheme trains, every bit that it sends is counted, and it accepts the suffixes -L4 and -Q5 like the schemes of the paper.
 #
-# Two ideas are tried: a shared mask that follows a running average of the updates, and clients that send
-# whatever stands out. A third cheats. As it stands the runs have the size
-# of the `ci` profile, seconds each: rows and bits are right, accuracies mean nothing yet. For numbers that
-# mean something, take a larger profile (`quick`: five minutes or more), from the repository's root:
+# We try three ideas: a shared mask that follows a running average of the updates, clients that send
+# every entry that stands out, and a rule that cheats. The runs here have the size of the `ci` profile and take seconds each.
+# Their rows and bits are correct, but their accuracies mean nothing yet. For meaningful accuracies, run a larger profile
+# from the root of the repository. The profile `quick` needs five minutes or more:
 #
 #     uv run papermill notebooks/09_your_own_scheme.ipynb results/quick/own_schemes.ipynb -p profile quick -p seeds 2 -p jobs 2
 #
-# *Run time*: about 30 s on two cores of a Xeon; ten once the records are there. *Read before*:
+# *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*:
 # [03_tcs](03_tcs.ipynb).
 
 # %% jupyter={"source_hidden": true}
@@ -43,12 +44,11 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# Sizes come from `params/<profile>.yaml` and learning rate and paper's figures from
-# `params/table1.yaml`, so that `TCS` or `Baseline` here is the same run, and the same record, as in
-# [notebook 08](08_tables_and_curves.ipynb).
+# The sizes come from `params/<profile>.yaml`. The learning rate and the paper's numbers come from `params/table1.yaml`. A run of `TCS` or
+# `Baseline` here is therefore the same run as in [notebook 08](08_tables_and_curves.ipynb), and has the same record.
 #
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. The text between the cells describes the
+# results for the values given here. The sections *Claim* and *What we saw* are computed anew.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # sizes: params/<profile>.yaml; folder under results/
@@ -72,25 +72,29 @@ print(
 # %% [markdown]
 # ## What a scheme decides
 #
-# Everything but the masks is shared by all schemes. A
-# scheme is a **rule**: `shared_mask` gives the entries that all sides know without being told (the paper's
-# global mask); `own_mask` those that a client adds, with their positions (the local one; `own_count` says
-# how many); `observe` sees every update that the server sent. TCS's are short:
+# All schemes share everything except the choice of the masks. A scheme is a **rule** with four methods:
+#
+# - `shared_mask` returns the entries that the server and all clients know without being told. This is the paper's global mask.
+# - `own_count` says how many more entries a client adds.
+# - `own_mask` returns these entries, which are sent with their positions. This is the paper's local mask.
+# - `observe` receives every update that the server sent.
+#
+# Three of these methods, as TCS has them:
 
 # %%
 lab.show_code(tcs.TCS.shared_mask, tcs.TCS.observe, tcs.MaskRule.own_mask)
 
 # %% [markdown]
-# `select` is $S_{top}$, `k_global` is $K=\lceil\phi_{global}\,d\rceil$. (The last lines of `observe` count,
-# for the records, how much of the mask stays.)
+# `select` is the paper's $S_{top}$, which selects the largest entries. `k_global` is $K=\lceil\phi_{global}\,d\rceil$, the number of entries in
+# the shared mask. Most of the other lines treat a mask that shrinks after a sparse warm-up, and an update of zeros.
 #
 # ## First idea: a mask with a memory
 #
-# The last update is a noisy hint of what matters. Let the mask follow a running average instead:
+# The last update is only a noisy hint of which entries matter. Let the mask follow a running average of the updates instead:
 #
 # $$a_t = 0.9\,a_{t-1}+|\Delta\theta_t|,\qquad m_{global}=S_{top}(a_t,\,K).$$
 #
-# An average of past updates is known to all sides, so its positions still need no bits.
+# The server and all clients know the past updates, so they can compute this average, and the positions still need no bits.
 
 
 # %%
@@ -107,18 +111,18 @@ class RunningAverage(tcs.TCS):
 
 
 # %% [markdown]
-# `keeps` names what a run that is interrupted must save. The name is now a family, with every
-# suffix; its budget is TCS's, since the shares kept are the same:
+# `keeps` lists the attributes that must be saved so that an interrupted run can continue. The registered name accepts every suffix.
+# The scheme sends as many bits as TCS, because it declares the same fractions $\phi$:
 
 # %% tags=["nbval-check-output"]
 for suffix in ("", "-L4", "-Q5", "-L4-Q5", "-LF"):
     mine, theirs = tcs.bit_budget("TCS-Average" + suffix), tcs.bit_budget("TCS" + suffix)
     print(
-        f"{'TCS-Average' + suffix:18s} {mine:.5f} bits per parameter and local iteration, TCS {theirs:.5f}"
+        f"{'TCS-Average' + suffix:18s} {mine:.5f} bits per parameter and local step; TCS{suffix} sends {theirs:.5f}"
     )
 
 # %% [markdown]
-# All suffixes, the paper's first:
+# These are all suffixes. Those of the paper come first:
 
 # %%
 suffixes = [{"suffix": f"`{one.form}`", "means": one.says} for one in tcs.SUFFIXES]
@@ -127,9 +131,9 @@ display(Markdown(lab.markdown(pd.DataFrame(suffixes))))
 # %% [markdown]
 # ## Second idea: send what stands out
 #
-# Nothing shared at all: a client sends every entry that is more than four standard deviations away from
-# zero, however many those are: `own_count` says that their number is open. A method may return a mask of
-# booleans, which is easier to write than positions. `phi_local` is then a *guess* of the share, for the formula alone.
+# This rule shares nothing. Each client sends every entry that is more than four standard deviations away from zero, however many
+# these are. `own_count` returns None to say that the number is not fixed. The method `own_mask` may return a mask of booleans, which is
+# easier to write than a list of positions. The declared `phi_local` is only a *guess* here, and only the formula uses it.
 
 
 # %%
@@ -147,8 +151,8 @@ class Threshold(tcs.MaskRule):
 # %% [markdown]
 # ## A third idea that is not allowed
 #
-# The simulator keeps all clients in one process, so a rule *could* look at things that no server knows.
-# This one takes the shared mask from what the last client intended to send:
+# The simulator keeps all clients in one process, so a rule *could* use information that the server does not have. The following
+# rule computes the shared mask from what the last client intended to send:
 
 
 # %%
@@ -167,10 +171,11 @@ class Peek(tcs.TCS):
 
 
 # %% [markdown]
-# It trains, and its bits look like TCS's, but they are wrong: the secret was never paid for. The test is
-# a **replay**. A copy of the rule, made before the first round, is shown the updates and the model and nothing else,
-# like the server or a client that was there from the start. If it knows the mask in every round, the shared mask needs nothing hidden. (It can't see what
-# one client's `own_mask` learns from another client.)
+# The scheme trains, and its number of bits looks like that of TCS. But this number is wrong, because the secret information was never sent.
+#
+# A **replay** detects this. We copy the rule before the first round and show the copy only the updates and the model. The server, or a client
+# that was there from the start, knows exactly these. If the copy finds the right mask in every round, the shared mask needs no hidden information.
+# The replay tests the shared mask only. It cannot detect that `own_mask` of one client learns something from another client.
 
 
 # %%
@@ -207,11 +212,13 @@ def follow(name: str) -> pd.DataFrame:
 followed = {name: follow(name) for name in ("TCS", "TCS-Average", "Threshold", "TCS-Peek")}
 for name, rounds in followed.items():
     verdict = "honest" if rounds["known"].all() else "needs hidden information"
-    print(f"{name:12s} mask known in {rounds['known'].sum()} of {len(rounds)} rounds: {verdict}")
+    print(
+        f"{name:12s} the copy knows the mask in {rounds['known'].sum()} of {len(rounds)} rounds: {verdict}"
+    )
 
 # %% [markdown]
-# Three rules are honest, and one is found out as soon as sparse rounds begin. (Threshold
-# has no shared mask, so there is nothing to hide.) The same rounds show what the memory does:
+# Three rules are honest. The fourth is detected as soon as the sparse rounds begin. (Threshold has no shared mask, so there is nothing
+# that it could hide.) The same rounds show what the memory does:
 
 # %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
@@ -227,17 +234,19 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# The running average holds on to most of its mask in sparse rounds, while TCS exchanges
-# a large part of its own every round. Newcomers can only come from the clients' local masks: the update is zero
-# everywhere else. What a client sends there has piled up in its errors, so it is large this once, enters the
-# mask, and is small again a round later. That is one cause; plain noise is another: in dense rounds, where nothing piles up, TCS
-# keeps even less. A memory smooths out both.
+# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round.
+# There are two causes.
+#
+# The first cause is the accumulated error. A new entry can only come from the local mask of a client, because the update is zero
+# everywhere outside the masks. What a client sends there has accumulated in its errors, so the entry is large once, enters the shared
+# mask, and is small again one round later. The second cause is noise: in dense rounds nothing accumulates, and TCS keeps even less
+# of its mask. A memory smooths out both.
 #
 # ## Names and values of your own
 #
-# Two more doors. A **suffix** says which fields of `Scheme` it sets, and what a scheme must have for it to make
-# sense. A **quantizer** gives each value a code, and the magnitude of each code; its letter is a suffix, too.
-# This one has intervals of equal width, where the paper's have equal ratio:
+# You can also add suffixes and quantizers. A **suffix** says which fields of `Scheme` it sets, and what a scheme needs for the
+# suffix to make sense. A **quantizer** returns a code for each value and the magnitude that each code stands for. Its letter becomes a
+# suffix, too. The quantizer below divides the magnitudes into intervals of equal width; the paper uses intervals of equal ratio.
 
 
 # %%
@@ -261,17 +270,17 @@ for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
     _ = compressor.step(normal_D)  # dense: it gives the mask
     sent_D = compressor.step(normal_D)
     off = float((sent_D - normal_D[0])[sent_D != 0].norm() / normal_D[0, sent_D != 0].norm())
-    print(f"{name:18s} {compressor.bits_up:,} bits; values off by {off:.1%}")
+    print(f"{name:18s} {compressor.bits_up:,} bits; relative error of the values: {off:.1%}")
 
 # %% [markdown]
-# Here the paper's quantizer is nearer: the largest entries of a normal vector lie within a factor of two. In
-# [07](07_fractional_quantization.ipynb) tiny values made it lose.
+# Here the paper's quantizer is more accurate, because the largest entries of a normal vector lie within a factor of two of each other. In
+# [07](07_fractional_quantization.ipynb), very small values made it less accurate.
 #
 # ## The row and the curve
 #
-# From here on it is notebook 08: plan, run, summary, figure. A record is reused if its configuration is
-# the same, and for an own scheme the code of its methods is part of that: edit the class, and its runs
-# are made again. What a method calls outside its class is *not* part of it: put it into the class, or rename the scheme.
+# The remaining steps are those of notebook 08: plan, run, summary and figure. A record is reused if its configuration is the same.
+# For your own scheme, the code of its methods belongs to the configuration: when you edit the class, its runs are made again. Functions
+# that a method calls outside of its class do *not* belong to it. Put such code into the class, or rename the scheme when it changes.
 
 # %%
 configs = lab.plan(params | {"schemes": own + beside})
@@ -289,7 +298,7 @@ lab.save_table(summary, folder / "own_schemes", title)
 display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
-# The own schemes are on top, with the paper's columns empty.
+# Your own schemes come first. Their columns for the paper are empty.
 
 # %% jupyter={"source_hidden": true}
 label = records[0]["provenance"]["dataset"]
@@ -299,9 +308,11 @@ display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700))
 # %% [markdown]
 # ## Are the bits honest?
 #
-# Three counts. `bit_budget(name)` is the paper's formula: what the declared shares promise.
-# `bit_budget(name, D)` is the same for whole numbers K at this model's size, with the quantizer's
-# means. `bits_per_parameter(record)` is counted round by round from the sizes of the codes.
+# We compare three ways to count the bits:
+#
+# 1. `bit_budget(name)` is the paper's formula. It uses the declared fractions $\phi$.
+# 2. `bit_budget(name, D)` is the same for a model of D parameters, with whole numbers K and with the means that the quantizer sends.
+# 3. `bits_per_parameter(record)` adds up the sizes of the codes that were sent in each round.
 
 # %%
 rows = []
@@ -314,32 +325,32 @@ for record in records[: seeds * len(own) : seeds]:
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# The second and third count are close together for `TCS-Average`, with and without suffixes: the
-# gap to the first is whole numbers K and, with `-Q5`, above all the price of 16 means in a very small model. For `Threshold` the formula is only as
-# good as the guess, and the counted bits decide.
+# For `TCS-Average`, with and without suffixes, the second and third count are close to each other. The first is smaller, because K is rounded
+# up to a whole number. With `-Q5`, most of the difference comes from the 16 means, which are expensive in a very small model. For `Threshold`,
+# the formula is only as good as the guess, so the bits that were sent are the result to trust.
 #
 # ## What to keep in mind
 #
-# - **No hidden information.** The shared mask may depend on updates, the model, a seed and the round number, on nothing
-#   that a client keeps. Run `follow` on every new rule; it tests the shared mask.
-# - **One object serves all clients.** What `own_mask` stores is seen by the next client: a leak.
-# - **Own and shared masks must not overlap**: the core refuses entries that would be sent twice.
-#   `select(…, excluded_D=shared_D)` takes care; a mask of booleans needs `& ~shared_D`.
-# - **Random masks** are drawn from `self.seed` and a counter, as `tcs.RandK` does, never from
-#   `torch.rand`: both sides must draw the same.
-# - **State**: what `keeps` names is saved, tensors or numbers, so an interrupted run resumes exactly: keep a
-#   history as a tensor, and random draws as a counter.
-# - **Declare the shares you keep.** The formula believes them; the counted bits do not.
+# - **Use no hidden information.** The shared mask may depend on the updates, the model, a seed and the number of the round, but not on
+#   anything that a client keeps to itself. Run `follow` on every new rule; it tests the shared mask.
+# - **One object serves all clients.** If `own_mask` stores something, the next client sees it. This would be a leak of information.
+# - **A client's own mask must not overlap the shared mask.** The core refuses entries that would be sent twice.
+#   `select(…, excluded_D=shared_D)` avoids them; with a mask of booleans, write `& ~shared_D`.
+# - **Draw random masks from `self.seed` and a counter**, as `tcs.RandK` does, and never from `torch.rand`. The server and all clients
+#   must draw the same mask.
+# - **Save the state.** The attributes that `keeps` lists are saved, if they are tensors or numbers, and an interrupted run then continues exactly.
+#   Keep a history as one tensor, and random draws as a counter.
+# - **Declare the fractions that you really send.** The formula relies on them; the bits that are counted do not.
 #
 # ## Claim
 #
-# 1. Own schemes have a row and a curve, every trial finished.
-# 2. `TCS-Average` sends exactly the bits of `TCS`, with and without -L4-Q5: same shares, same code.
-# 3. Counted bits of `TCS-Average` are within 3 % of the formula at this model's size. The tolerance covers blocks that
-#    are not full and places in whole bits; both matter less as models grow.
-# 4. The replay accepts the honest rules and rejects the cheat.
+# 1. The new schemes have a row and a curve, and every trial finished.
+# 2. `TCS-Average` sends exactly as many bits as `TCS`, with and without -L4-Q5, because both use the same fractions and the same code.
+# 3. The counted bits of `TCS-Average` differ by less than 3 % from the formula at this model's size. The tolerance covers blocks that
+#    are not full and positions in whole bits. Both matter less in larger models.
+# 4. The replay accepts the honest rules and rejects the rule that cheats.
 #
-# Accuracy depends on the profile: reported, not asserted.
+# The accuracy depends on the profile, so it is reported and not asserted.
 
 # %%
 by_name = summary.set_index("scheme")
@@ -369,22 +380,25 @@ for mine, theirs in ((m, t) for m, t in pairs.items() if {m, t} <= set(by_name.i
     gap, less = 100 * (a["accuracy"] - b["accuracy"]), a["uplink_bits"] / b["uplink_bits"]
     spread = f", std {100 * max(a['accuracy_std'], b['accuracy_std']):.1f}" if seeds > 1 else ""
     points = f"{gap:+.1f}".replace("-", "−")
-    print(f"{mine}: {points} points to {theirs} (n = {seeds}{spread}), {less:.2f} of its bits")
+    print(
+        f"{mine} ended {points} points from {theirs} (n = {seeds}{spread}) and sent {less:.2f} times its bits."
+    )
 
 # %%
 for name in ("TCS", "TCS-Average"):
     sparse = followed[name][~followed[name]["dense"]]
-    print(f"{name}: {sparse['stay'].mean():.0f} % of the shared mask stays from round to round")
+    print(
+        f"{name} keeps {sparse['stay'].mean():.0f} % of its shared mask from one sparse round to the next."
+    )
 
 # %% [markdown]
-# Whether an idea is *good* needs a larger profile
-# and more trials: in profile `ci`, after three epochs, every scheme is far below Baseline and differences
-# between them are noise: try the command at the top. What surprised us is how much TCS's shared mask moves,
-# and how calm it gets with one line of memory.
+# To find out whether an idea is *good*, use a larger profile and more trials; the command at the top does this. In the profile `ci`,
+# which trains for three epochs, every scheme ends far below the Baseline, and the differences between the schemes are noise. We were
+# surprised how much the shared mask of TCS changes, and how much less it changes with one line of memory.
 #
-# For another table or profile change `files` and `profile` above; for [notebook 08](08_tables_and_curves.ipynb) copy the class into a
-# cell of it, since a name is known only where it was registered. Next: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts
-# every byte.
+# For another table or profile, change `files` and `profile` above. To use the scheme in [notebook 08](08_tables_and_curves.ipynb),
+# copy its class into a cell of that notebook, because a name is known only where it was registered. Next:
+# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts every byte.
 
 # %% jupyter={"source_hidden": true}
 made = records[0]["provenance"]

@@ -9,30 +9,31 @@
 # %% [markdown]
 # # 10b · Send fewer bytes than the paper
 #
-# **In short.** Over the paper's whole training, both ways, TCS-L4-Q5 sends ×139 less than dense training. In messages of that size, with drawn
-# values, TCS-L4-Q5++ would send ×2,420 less (no training of it is on record), TCS-M2-E3-K4++ ×2,020. After 15 epochs the last one ended
-# 2.74 points above TCS-L4-Q5 (n = 3), and both ended below FedAvg.
+# **In short.** Over the paper's whole training and in both directions, TCS-L4-Q5 sends 139 times fewer bytes than dense training. We
+# calculated messages of the same size from random values. There, TCS-L4-Q5++ would send 2,420 times fewer bytes; we have not trained this
+# scheme. TCS-M2-E3-K4++ would send 2,020 times fewer. After 15 epochs of a small training, TCS-M2-E3-K4++ ended 2.74 points above TCS-L4-Q5
+# (n = 3), and both ended below dense FedAvg.
 #
-# **Claim (beyond the paper).** The same message fits into fewer bytes without loss (`+`), a value
-# into fewer bits (`-M2`), the way down into two (`-D2`), and the dense warm-up can go (`-NW`, `-W10`).
-# Together they send less over a **whole** training, both ways, than the paper's shortest scheme is
-# said to send after its warm-up, one way: more than ×1,910 less than dense training.
+# **Claim (beyond the paper).** Four changes make messages shorter. A better code stores the same message in fewer bytes without
+# loss (`+`). A better quantizer needs fewer bits per value (`-M2`). The messages from the server can be compressed to two bits per value (`-D2`).
+# And the dense warm-up can be left out (`-NW`) or made sparse (`-W10`). The paper says that its shortest scheme sends 1,910 times fewer bits than
+# dense training, counted after the warm-up and in one direction. With these changes together, the **whole** training sends even less in both
+# directions.
 #
-# A suffix is added to a scheme's name; these are the ones that earlier notebooks do not have.
+# A suffix is added to the name of a scheme. These are the suffixes that earlier notebooks do not use:
 #
 # | suffix | what it does | lossless |
 # |:---|:---|:---|
-# | `+` | numbers of intervals by zlib (Huffman, with or without run lengths) or as plain bits, whichever is shortest; positions by Golomb–Rice | yes |
-# | `-M<q>` | Lloyd and Max's quantizer with q bits, in the place of `-Q<q>` | |
-# | `-E<n>` | a client's own mask has n thousandths of all entries | |
-# | `-K<n>` | all masks n times smaller | |
-# | `-D<q>` | the way down has the shared mask and one of the server's own (0.4 φ_global), in q bits by Lloyd and Max, errors kept at the server | |
-# | `-NW` | no warm-up | |
-# | `-W<n>` | a sparse warm-up, with masks n times as large | |
-# | `++` | `-D2` and `+`, and `-NW` unless the name has `-W` | |
+# | `+` | codes interval numbers with zlib (Huffman codes, with or without run lengths) or as plain bits, whichever is shortest, and positions with a Golomb–Rice code | yes |
+# | `-M<q>` | uses the quantizer of Lloyd and Max with q bits instead of `-Q<q>` | no |
+# | `-E<n>` | gives each client's own mask n thousandths of all entries | no |
+# | `-K<n>` | makes all masks n times smaller | no |
+# | `-D<q>` | compresses the messages from the server, which sends the shared mask and a mask of its own (0.4 φ_global) in q bits by Lloyd and Max, and keeps errors | no |
+# | `-NW` | has no warm-up | no |
+# | `-W<n>` | has a sparse warm-up, with masks n times as large | no |
+# | `++` | combines `-D2` and `+`, and `-NW` unless the name contains `-W` | no |
 #
-# *Run time*: about 25 s on two cores of a Xeon. *Read before*:
-# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
+# *Run time*: about 25 s on two cores of a Xeon. *Read before*: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 
 # %% jupyter={"source_hidden": true}
 import collections
@@ -55,8 +56,8 @@ plt.rcParams["figure.dpi"] = 90
 # %% [markdown]
 # ## Parameters
 #
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. The text between the cells describes the results for the values given
+# here. The sections *Claim* and *What we saw* are computed anew.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # how large the small training is; nothing is written
@@ -93,13 +94,13 @@ scheme = tcs.Scheme.named("TCS-Q5")
 data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))
 federation = lab.Training(config, data.first(train_samples, test_samples))
 compressor = federation.compressor
-print(f"N = {clients}, {data.label} images, {epochs} epochs of {scheme.name}")
+print(f"{clients} clients train {scheme.name} for {epochs} epochs on {data.label} images.")
 
 # %% [markdown]
 # ## The same message in fewer bytes
 #
-# The messages of a small TCS-Q5 training, heard by a link as in
-# [notebook 10](10_bits_on_the_wire.ipynb), with the mask that all sides shared:
+# We record the messages of a small TCS-Q5 training, as in [notebook 10](10_bits_on_the_wire.ipynb), together with the
+# mask that the server and all clients shared.
 
 # %%
 compressor.link, sent = lab.Listening(), []
@@ -109,18 +110,19 @@ for epoch in range(epochs):
             sent += [(one, compressor.known.shared_K) for one in compressor.link.messages]
 message, shared_K = sent[-clients]  # client 0, last round
 D, shared, own = compressor.known.dimension, len(shared_K), len(message.positions)
-print(f"{len(sent)} messages; in each {shared} values on the shared mask and {own} on the own one")
+print(
+    f"{len(sent)} messages, each with {shared} values on the shared mask and {own} on the client's own mask"
+)
 
 # %% [markdown]
-# Schemes whose name ends in `+` send each sign as a bit; the number of the interval Huffman-coded,
-# shared and own values apart; positions as gaps, Golomb–Rice-coded, layer by layer where that is
-# shorter.
+# Schemes whose name ends in `+` code a message in three parts. Each sign takes one bit. The numbers of the intervals are Huffman-coded, separately for
+# shared and own values. The positions are stored as gaps in a Golomb–Rice code, layer by layer where this is shorter.
 
 # %%
 lab.show_code(shorter_codes._entropy_code)
 
 # %% [markdown]
-# Every part of both codes, in bytes, beside the paper's formula and the entropy bound:
+# The table shows the bytes of every part in both codes, next to the paper's formula and the entropy bound:
 
 # %%
 PARTS = ["header, checksum, padding", "means", "signs", "intervals, shared", "intervals, own",
@@ -186,12 +188,12 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# The frame and the means are what the formula leaves out. They have the same size in any model, so they
-# weigh at this one and vanish at the paper's. The `+` code saves at the numbers of intervals and at the
-# positions. Signs are as good as random: nothing is saved there.
+# The formula leaves out the frame (header, checksum and padding) and the means. Their size is the same in any model, so they matter in this
+# small model and hardly at the paper's size. The `+` code saves bytes in the numbers of the intervals and in the positions. It saves nothing in the signs,
+# which are as good as random.
 #
-# Why there is something to save: a five-bit code would be the shortest one if all intervals were
-# equally likely, and Algorithm 4 is made for positions that are equally likely everywhere.
+# Why is there something to save? A five-bit code would be the shortest one if all intervals were equally likely, and Algorithm 4 is made for
+# positions that are equally likely everywhere. Neither is the case:
 
 # %% jupyter={"source_hidden": true}
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 3.8), layout="constrained")
@@ -219,10 +221,11 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# On the left, shared values crowd into the first two thirds, and own values are all in interval 1: each
-# is among the largest outside the shared mask, so their numbers cost next to nothing. On the right, some
-# layers get more than their share: there a code that counts by layer has shorter gaps. Over all messages
-# of this training, and whether every bit is the counted one and every value comes back:
+# On the left, the shared values lie mostly in the first two thirds of the intervals. All own values are in interval 1, since each of them is among
+# the largest outside of the shared mask, so their interval numbers cost almost nothing. On the right, some layers receive more than their share of positions.
+# A code that treats each layer separately has shorter gaps there.
+#
+# The next cell checks all messages of this training: how much shorter they become, whether the paper's code has exactly the counted bits, and whether every value comes back.
 
 
 # %%
@@ -240,19 +243,21 @@ codes = {"block": wire, "plus": plus_wire}
 lengths = pd.DataFrame([sizes_of(one, known_K) for one, known_K in sent])
 shorter = 1 - lengths["plus"] / lengths["block"]
 over = lengths["plus"].mean() / (tcs.bit_budget(scheme) * D / 8) - 1
-print(f'"+" against the paper\'s code as sent: {shorter.mean():.1%} shorter '
-      f"({shorter.min():.1%} to {shorter.max():.1%}, n = {len(sent)} messages)")  # fmt: skip
-print(f"against the formula, which has no frame and no means: {over:+.1%}")
+print(f'The "+" code is {shorter.mean():.1%} shorter than the paper\'s code as sent '
+      f"({shorter.min():.1%} to {shorter.max():.1%}, n = {len(sent)} messages).")  # fmt: skip
+print(f"Its length differs by {over:+.1%} from the formula, which has no frame and no means.")
 
 # %% [markdown]
-# ## Fewer bits a value
+# ## Fewer bits per value
 #
-# The paper's quantizer cuts the magnitudes from the smallest to the largest into intervals of equal
-# *ratio*. One tiny value is enough to spread them over many orders of magnitude, and then most of
-# what matters shares a few intervals. Lloyd and Max's quantizer moves the intervals to where they make
-# the squared error small. The messages look alike, $P=2^{q-1}$ means and a code of q bits a value. How much does each lose of what the
-# clients meant to send in the last round? That is what arrived plus the errors at the same places; the loss is a share of its
-# *squared* length ([notebook 07](07_fractional_quantization.ipynb) has lengths):
+# The paper's quantizer divides the range from the smallest to the largest magnitude into intervals of equal *ratio*. One tiny value
+# is enough to stretch these intervals over many orders of magnitude, and most of the important values then share a few intervals. The quantizer of
+# Lloyd and Max moves the intervals to where they make the squared error small. The messages have the same form in both cases:
+# $P=2^{q-1}$ means, and a code of q bits per value.
+#
+# How much of what the clients meant to send in the last round does each quantizer lose? What a client meant to send is what arrived plus the errors
+# that remain at the same positions. The loss is measured as a fraction of its *squared* length ([notebook 07](07_fractional_quantization.ipynb)
+# uses lengths):
 
 # %%
 meant = []
@@ -277,8 +282,8 @@ quantizers = {
 losses = pd.DataFrame({n: [lost(how, w) for w in widths] for n, how in quantizers.items()}, widths)
 theirs, ours = losses.loc[5, "the paper's"], losses["Lloyd and Max's"]
 enough = ours.index[ours <= theirs].min()
-print(f"squared error: the paper's 5 bits lose {theirs:.1%}; Lloyd and Max's lose less from {enough} bits on, "
-      f"with 2 bits they lose {ours[2]:.1%}")  # fmt: skip
+print(f"The paper's quantizer with 5 bits has a squared error of {theirs:.1%}. That of Lloyd and Max has less from {enough} bits on; "
+      f"with 2 bits, it has {ours[2]:.1%}.")  # fmt: skip
 
 # %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -286,7 +291,9 @@ for i, name in enumerate(losses):
     style = lab.series_style(i + 1)
     _ = ax.plot(widths, 100 * losses[name], **style, label=name)
 ax.set(
-    yscale="log", xlabel="bits a value, q (one is the sign)", ylabel="squared error (%, log scale)"
+    yscale="log",
+    xlabel="bits per value, q (one is the sign)",
+    ylabel="squared error (%, log scale)",
 )
 ax.set(title=f"What quantization loses, mean of {clients} messages", xticks=list(widths))
 lab.plain_log(ax.yaxis)
@@ -295,15 +302,15 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# At the same q the second curve lies below the first from two bits on (with one, both send the mean magnitude). With two bits it
-# loses more than the paper's with five; `-M2-E3` accepts that. The bits saved buy positions: it sends two bits a value and lets every client choose three
-# times as many places of its own, in a message shorter than `-Q5`'s (with `+`, in a longer one).
+# With the same q, the quantizer of Lloyd and Max has a smaller error than the paper's from two bits on. (With one bit, both send the mean magnitude.) With two
+# bits, it loses more than the paper's quantizer does with five, but the scheme `-M2-E3` spends the saved bits on positions. It sends two bits per value, and each client
+# chooses three times as many entries of its own. The message is shorter than that of `-Q5`. With `+`, however, it is longer.
 #
 # ## At the paper's size
 #
-# What `+` saves depends on the values, and those here are drawn, not trained (normal, with heavy tails):
-# an indication. Positions can be held against a bound: for positions that are really random no code can
-# do better than $\log_2\binom{D}{K}$ bits on average.
+# How much `+` saves depends on the values. The values here are random numbers with heavy tails and do not come from a training, so these results are only an
+# indication. For positions, there is a bound to compare with: no code for truly random positions can use fewer than
+# $\log_2\binom{D}{K}$ bits on average.
 
 # %%
 large, rows = PaperSize(paper_clients), []
@@ -321,18 +328,24 @@ code = shorter_codes._gap_code(uniform_K.numpy(), large.layer_sizes)
 alg4 = tcs.position_bits(k, large.dimension, tcs.block_for(k, large.dimension))
 bound = log2_choose(large.dimension, k)
 above = 8 * len(code) / bound
-print(f"{k:,} random positions of {large.dimension:,}, bits each:")
-print(f"Alg. 4 {alg4 / k:.2f}, + code {8 * len(code) / k:.2f}, entropy bound {bound / k:.2f}")
-print(f"the + code is {above - 1:.1%} above the bound, Alg. 4 {alg4 / bound - 1:.1%}")
+print(f"Bits per position, for {k:,} random positions among {large.dimension:,}:")
+print(
+    f"Algorithm 4 uses {alg4 / k:.2f} bits, the + code {8 * len(code) / k:.2f}, and the entropy bound is {bound / k:.2f}."
+)
+print(
+    f"The + code is {above - 1:.1%} above the bound, and Algorithm 4 is {alg4 / bound - 1:.1%} above it."
+)
 
 # %% [markdown]
 # ## A whole training, both ways
 #
-# The factor of a **whole** training, both ways, needs three things: a short code, a compressed way
-# down, and no dense warm-up (in its first round every client sends its own $S_{top}$ at
-# $\phi_{global}+\phi_{local}$, with positions; with `-W10` the warm-up's masks are ten times as large).
-# The last two schemes have fewer local steps, H = 2 and 1: with masks two and four times smaller (`-K2`, `-K4`) a message at every
-# second step, or every step, costs about as much as one at every fourth. The paper's schedule, in messages that decode:
+# Three things are needed to send little over a **whole** training in both directions: a short code, compressed messages from the server, and no
+# dense warm-up. (Without a warm-up, every client sends in the first round its own $S_{top}$ of $\phi_{global}+\phi_{local}$, with positions. With
+# `-W10`, the masks of the warm-up are ten times as large.)
+#
+# The last two schemes of the table take fewer local steps per round: H = 2 and H = 1. Their masks are two and four times smaller (`-K2` and `-K4`). A message
+# at every second step, or at every step, then costs about as much as a message at every fourth. The table uses the paper's schedule and
+# messages that can be decoded:
 
 # %%
 ends = ("", "-Q5", "-Q5+", "-Q5-NW+", "-Q5-D2+", "-Q5++", "-M2-E3++", "-M2-E3-W3++", "-M2-E3-W10++")
@@ -344,17 +357,19 @@ for name, sums in whole.items():
     row = {"scheme": name, "formula, up": f"×{lab.times(lab.paper_factor(name))}"}
     row |= {f"whole run, {way}": f"×{lab.times(32 / sums[way])}" for way in sums}
     row["whole run, both ways"] = f"×{lab.times(64 / both)}"
-    rows.append(row | {"… against dense with the same H": f"×{lab.times(64 / steps / both)}"})
+    rows.append(
+        row | {"both ways, against dense with the same H": f"×{lab.times(64 / steps / both)}"}
+    )
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# One step alone is worth little: the largest part that is left decides the sum. The last column is
-# the modest one: four local steps save a factor of four in dense training, too.
+# A single improvement achieves little, because the largest remaining part dominates the sum. The last column is the more modest comparison: four
+# local steps save a factor of four in dense training, too.
 #
 # ## Accuracy against megabytes
 #
-# Taken are all records in `results/` that were made alike (data, model, epochs, learning rate), with the
-# standard shares of their scheme.
+# The figure uses all records in `results/` of runs with the same data, model, number of epochs and learning rate, in which a scheme has its standard
+# fractions of entries.
 
 
 # %%
@@ -383,7 +398,7 @@ def setting(record: dict) -> tuple:
 there = lab.find_records(profile=evidence)
 if not there:
     there = lab.find_records(profile="short")
-    print(f"NO EVIDENCE in results/{evidence}/runs: that of profile short is shown")
+    print(f"NO EVIDENCE in results/{evidence}/runs; the records of profile short are shown instead")
 found = [record for record in there.values() if standard(record)]
 found = [r for r in found if not r["config"]["scheme"]["centralized"]]
 common = collections.Counter(setting(record) for record in found).most_common(1)[0][0]
@@ -420,8 +435,8 @@ steps = max(r["config"]["scheme"]["local_steps"] * sum(row["rounds"] for row in 
 dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * (steps // 4)  # FedAvg-L4's, whole run
 
 # %% [markdown]
-# Bytes are one client's messages, both ways, from the first round to the last; the seconds on top are
-# those on the slowest link, **communication only**: no latency, no packet headers, no computing.
+# The bytes are those of one client's messages in both directions, from the first round to the last. The axis at the top shows the seconds that
+# these bytes take on the slowest link. This is **communication only**: it includes no latency, no packet headers and no computing.
 
 # %% jupyter={"source_hidden": true}
 NAMED = ("FedAvg", "FedAvg-L4", "top-K", "TCS", baseline_scheme, "TCS-L4-M2-E3-W10++",
@@ -448,15 +463,17 @@ lab.tables.label_points(ax, ends)
 plt.show()
 
 # %% [markdown]
-# Each curve starts after its first epoch and ends, with a mark, after its last.
+# Each curve starts after its first epoch. It ends after the last epoch, which a mark shows.
 #
 # ## What the shorter schemes cost in accuracy
 #
-# Runs with the same seed share their start, partition and order of samples, so differences are taken
-# seed by seed, with Student's 95 % interval for the *mean* difference. *No worse* says whether a scheme keeps the
-# accuracy of the paper's shortest one: supported if the whole interval is above minus half a point (`no_loss`), contradicted if none of it is,
-# *open* if the seeds at hand cannot tell. It says nothing of dense training: FedAvg ends above every `++` scheme here.
-# The last columns: megabytes until `target` is reached, and the seconds that they take on each link.
+# Runs with the same seed share the initial model, the partition of the data and the order of the samples. We therefore compute differences seed by seed,
+# with Student's 95 % interval for their *mean*.
+#
+# The column *no worse* says whether a scheme keeps the accuracy of the paper's shortest scheme. The verdict is *supported* if the whole interval
+# lies above minus half a point (`no_loss`), *contradicted* if the whole interval lies below it, and *open* otherwise. This verdict says nothing about dense training:
+# FedAvg ends above every `++` scheme here. The last two columns show the megabytes until the accuracy `target` is reached, and the seconds that
+# these take on each link.
 
 
 # %%
@@ -482,66 +499,78 @@ def bytes_to(name: str) -> float:
 
 # %%
 rows, gaps = [], {name: against(name, baseline_scheme) for name in order}
-on_links = f"s at {' / '.join(f'{rate:g}' for rate in links)} Mbit/s"
+on_links = f"seconds at {' / '.join(f'{rate:g}' for rate in links)} Mbit/s"
 for name, gap in gaps.items():
     last, goal = curves[name].iloc[-1], bytes_to(name)
     row = {"scheme": name, "n": f"{gap['n']}", "accuracy %": f"{100 * last['accuracy']:.2f}"}
-    row |= {"points more": gap["points"], "no worse": f"**{gap['no worse']}**"}
-    row |= {"points more": "–", "no worse": "–"} if name == baseline_scheme else {}
-    row |= {"− FedAvg": "–" if name == "FedAvg" else against(name, "FedAvg")["points"]}
+    row |= {"difference, points": gap["points"], "no worse": f"**{gap['no worse']}**"}
+    row |= {"difference, points": "–", "no worse": "–"} if name == baseline_scheme else {}
+    row |= {
+        "difference from FedAvg": "–" if name == "FedAvg" else against(name, "FedAvg")["points"]
+    }
     ratio = lab.number(dense_bytes / last["bytes"])
-    row |= {"MB both ways (less than FedAvg-L4)": f"{lab.number(last['bytes'] / 1e6)} (×{ratio})"}
+    row |= {
+        "MB both ways (times fewer than FedAvg-L4)": f"{lab.number(last['bytes'] / 1e6)} (×{ratio})"
+    }
     row |= {f"MB to {target:.0%}": lab.number(goal / 1e6)}
     rows.append(row | {on_links: " / ".join(lab.number(8 * goal / r / 1e6) for r in links)})
 display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.DataFrame(rows))}"))
 
 # %% [markdown]
-# `+` alone is lossless, so it cannot change accuracy. `++` is that with `-NW` and `-D2`: both change the
-# training itself, and a short training has few rounds to make up for it.
+# The code of `+` is lossless, so it cannot change the accuracy. `++` adds `-NW` and `-D2`. Both of these change the training itself, and a short
+# training has few rounds to make up for it.
 #
-# Local steps and small masks are two ways to send less. H = 4 sends a hundredth of the entries every
-# fourth step; a four-hundredth of them at every step (`-K4`) takes about as many bits, and all clients agree on the model four times as
-# often. At the paper's size it costs an eighth more bytes, since a position among fewer takes two bits more; here a third, since frame and
-# means, of one size however small the masks are, come every round.
+# Local steps and small masks are two ways to send less. A scheme with H = 4 sends a hundredth of the entries at every fourth step. A scheme
+# with `-K4` sends a four-hundredth of them at every step. Both send about as many bits, but with `-K4` all clients agree on the model four times as often.
+# It costs some additional bytes: an eighth more at the paper's size, because a position among fewer entries takes two bits more, and a third more
+# here, because the frame and the means are sent in every round and do not shrink with the masks.
 #
 # ## Unequal clients
 #
-# Does sparsification cost more where clients' classes differ (Dirichlet's distribution, α 0.3), or where only half of the clients take
-# part in a round? And do masks still coincide? Both questions were planned for profile `evidence`, without a verdict. The column
-# *equal* has the difference with equal clients, by the planned model of all its runs ([13](13_evidence.ipynb)). The column *there* has the
-# difference with unequal clients; its interval comes from the differences seed by seed, of this pair of schemes alone.
+# Does sparsification cost more if the clients have different classes (drawn from a Dirichlet distribution with α = 0.3), or if only half of the clients take
+# part in a round? And do the masks of the clients still coincide? The profile `evidence` includes planned runs for both questions, but no verdict.
+# In the next table, the column *equal* shows a difference for equal clients, estimated from all runs as planned ([13](13_evidence.ipynb)). The column *there* shows
+# the same difference for unequal clients. Its interval comes from the differences seed by seed of this pair of schemes alone.
+#
+# The table below it shows two things for TCS: the fraction of the shared mask that stays from one round to the next, and how many of the
+# participating clients send a value at the same position, on average ("clients a place").
 
 # %%
 read, equal = lab.planned_records("evidence")
 there = lab.unequal_records(read, lab.read_params([lab.ROOT / "params/evidence.yaml"]))
 for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, there)):
-    display(Markdown(lab.markdown(table) if len(table) else "None of these runs is made yet."))
+    display(
+        Markdown(lab.markdown(table) if len(table) else "None of these runs has been made yet.")
+    )
 
 # %% [markdown]
-# With unequal classes TCS-L4-Q5 loses more than with equal clients. Whether any other difference changes is open. Intervals beside *both*
-# range from narrow to useless, and the next table shows why. With both kinds of inequality, a round's clients pull the model towards
-# their own classes, and accuracy moves by points from one epoch to the next. Schemes with equally many rounds draw the same clients and
-# move together, so that their differences stay small. TCS-L4-Q5 has a quarter of FedAvg's rounds, and its difference to FedAvg changes by
-# several points from seed to seed. That is why each pair has an interval of its own. One common deviation for all of these runs, as the
-# plan had it, would be too wide for the first kind of pair and too narrow for the second.
+# With unequal classes, TCS-L4-Q5 loses more than with equal clients. Whether any other difference changes remains open.
 #
-# Where half of the clients take part, a round brings half as many new positions, so the mask can stay longer. The differences seed by
-# seed were looked at afterwards and are not used for any verdict.
+# The intervals in the rows *both* range from narrow to useless, and the next table shows why. With both kinds of inequality, the clients of a round pull the model
+# towards their own classes, and the accuracy changes by whole points from one epoch to the next. Schemes with the same number of rounds draw the same clients
+# and change together, so their differences stay small. TCS-L4-Q5 has only a quarter of the rounds of FedAvg, and its difference from FedAvg changes
+# by several points from seed to seed. Each pair therefore has its own interval. The plan had one common standard deviation for all of these runs,
+# which would be too large for some pairs and too small for others.
+#
+# If half of the clients take part, a round brings half as many new positions, so the mask can stay more similar. We looked at the differences
+# by seed only after the runs, and do not use them for any verdict.
 
 # %%
 by_seed = lab.unequal_by_seed(read, there["both"])
-display(Markdown(lab.markdown(by_seed) if len(by_seed) else "None of these runs is made yet."))
+display(
+    Markdown(lab.markdown(by_seed) if len(by_seed) else "None of these runs has been made yet.")
+)
 
 # %% [markdown]
 # ## Claim
 #
-# 1. `+` brings back every value and position; the paper's code has the counted bytes. No tolerance.
-# 2. Its positions are within 2 % of the entropy bound (tolerance: a Golomb–Rice code only comes near a
-#    gap's distribution).
-# 3. `++`, with or without a sparse warm-up or with smaller masks in more rounds, is above ×1,910 over the
-#    whole training, both ways, all overhead in (values drawn, as in *At the paper's size*).
+# 1. `+` brings back every value and every position, and the paper's code has exactly the counted bytes. There is no tolerance.
+# 2. The positions of `+` are within 2 % of the entropy bound. A tolerance is needed because a Golomb–Rice code only approximates the distribution of the
+#    gaps.
+# 3. `++` saves more than ×1,910 over the whole training in both directions, with all overhead included. This also holds with a sparse
+#    warm-up, and with smaller masks in more rounds. The values are random, as in *At the paper's size*.
 #
-# What it costs in accuracy is reported, not asserted.
+# The cost in accuracy is reported and not asserted.
 
 # %%
 claimed = lab.paper_factor("TCS-L4-Q5")
@@ -559,17 +588,19 @@ for name in ("TCS-L4-Q5++", "TCS-L4-M2-E3-W10++", "TCS-M2-E3-K4++"):
 
 # %%
 print(claim.summary())
-print(f"lossless: + takes {shorter.mean():.0%} off a TCS-Q5 message of this small training")
+print(
+    f"Without loss, + makes a TCS-Q5 message of this small training {shorter.mean():.0%} shorter."
+)
 for name, gap in gaps.items():
     if name.endswith("++"):
         ratio, half = dense_bytes / curves[name]["bytes"].iloc[-1], gap["half"]
         several, one = f"± {half:.2f} points, n = {gap['n']}", "points, one seed"
         known = several if math.isfinite(half) else one
         print(f"{lab.bold(gap['no worse'])}: {name} is no worse than {baseline_scheme} ({gap['mean']:+.2f} {known}), "
-              f"1/{lab.times(ratio)} of FedAvg-L4's bytes")  # fmt: skip
+              f"with 1/{lab.times(ratio)} of the bytes of FedAvg-L4")  # fmt: skip
 
 # %% [markdown]
-# Next: [11_performance](11_performance.ipynb), how fast all of this is.
+# Next: [11_performance](11_performance.ipynb) measures how fast all of this is.
 
 # %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, {len(sent)} messages · "

@@ -9,21 +9,22 @@
 # %% [markdown]
 # # 11 · Measure where the time of a round goes
 #
-# **In short.** On two cores, with the paper's ResNet-18, a round of TCS took 1.07 of its passes' time, with clients in threads 0.98;
-# plain top-K took 1.16. A quarter as wide: 1.06, 0.91, 1.03. A client's compression took 21.6 ms, textbook code
-# 12.9 times as long. On one H200 a round took 19.98 ms, or 7.79 minutes for the paper's rounds.
-# There textbook code is faster: 6.906 ms for ten clients, against 8.811. Of the targets 8 of 12 are met.
+# **In short.** On two CPU cores and with the paper's ResNet-18, a round of TCS took 1.07 times as long as its bare forward and backward
+# passes in the same memory layout. With clients in parallel threads it took 0.98 times as long. A plain implementation of top-K took 1.16
+# times as long as the passes. For a network a quarter as wide, these numbers are 1.06, 0.91 and 1.03. The compression of one client took
+# 21.6 ms; code written as in a textbook took 12.9 times as long.
+# On one H200 GPU, a round took 19.98 ms, which would be 7.79 minutes for all rounds of the paper's training. There, the textbook code
+# compresses faster: it took 6.906 ms for ten clients, and our core took 8.811 ms. We had set 12 targets for speed, and 8 of them are met.
 #
-# **Claim (ours, on Sec. II-A's observation).** Because the size of the K-th entry changes slowly from
-# round to round, the last threshold leaves few candidates for the next exact top-K. A federated round can
-# then cost little more than the forward and backward passes in it, and with clients and parameters
-# time grows at most about in proportion.
+# **Claim (ours, building on an observation in Sec. II-A).** The size of the K-th largest entry changes slowly from round to round. The
+# threshold of the last round therefore leaves few candidates for the next exact top-K. A federated round can then cost little more
+# than its forward and backward passes, and its time grows at most about in proportion to the number of clients and of parameters.
 #
-# The first half runs here: how the selection works, why it is exact whatever happens, and a
-# small measurement. The second half draws the records of `uv run tcs bench` in `results/bench/`,
-# made on a machine that was to do nothing else. Quartiles tell how quiet it was.
+# The first half of this notebook runs here. It shows how the selection works and why its result is always exact, and ends with a small
+# measurement. The second half shows the records in `results/bench/`, which `uv run tcs bench` made on a machine that was to do nothing
+# else. The quartiles in the records tell how quiet the machine really was.
 #
-# *Run time*: under a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
+# *Run time*: less than a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
 
 # %% jupyter={"source_hidden": true}
 import re
@@ -75,34 +76,35 @@ data = lab.load_dataset("synthetic").first(train_samples, 100)
 training = lab.Training(config, data, keep_deltas=True)
 compressor, rule, D = training.compressor, training.compressor.rule, len(training.theta_D)
 print(f"D = {D:,} parameters, K_global = {rule.k_global}, K_local = {rule.k_local}, N = {clients}")
-print(f"{training.rounds_per_epoch} rounds an epoch, the first epoch dense")
+print(
+    f"Each epoch has {training.rounds_per_epoch} rounds; the rounds of the first epoch are dense."
+)
 
 # %% [markdown]
 # ## A guess that cannot be wrong
 #
-# Algorithm 2 needs $S_{top}$ of D numbers once for every client and once at the server, which is the most
-# expensive thing in compression. Suppose somebody gives us a *floor* $f$, a guess
-# of the k-th largest magnitude. Count the entries that reach it:
+# Algorithm 2 selects the largest of D numbers ($S_{top}$) once for every client and once at the server. This is the most expensive part of
+# the compression. Suppose that we have a guess $f$ of the k-th largest magnitude. We call it the *floor*, and find the entries
+# that reach it:
 #
 # $$C_f = \{i : |v_i| \ge f\}, \qquad |C_f| \ge k \;\Rightarrow\; S_{top}(v, k) = S_{top}(v|_{C_f}, k)$$
 #
-# If at least k entries reach the floor, no entry of $S_{top}$, and no tie with its last one, is outside $C_f$. A guess
-# can be too low (more candidates, slower) or too high (fewer than k candidates: we look
-# again). It can't make the result wrong.
+# If at least k entries reach the floor, then all entries of $S_{top}$ are among them, and so are all entries that tie with the last of
+# these. A bad guess only costs time. If it is too low, there are more candidates. If it is too high, there are fewer than k
+# candidates, and we search again with a lower floor. The result is the same in all cases.
 
 # %%
 lab.show_code(tcs.top_k_above)
 
 # %% [markdown]
-# The guess is the last threshold, a little lowered: for the global mask, that of the round
-# before; for a local mask, that of the client before (all live in one process here), and for the
-# first client, that of the last one a round ago.
+# The guess is a recent threshold, lowered a little. For the global mask, it is the threshold of the round before. For a local mask,
+# it is the threshold of the client before, since one process simulates all clients. The first client uses the threshold of the last client
+# of the round before.
 #
 # ## Follow the threshold through a training
 #
-# A real run, and for every selection in it: the floor, the threshold, and among how
-# many entries the exact choice was made. `plain` sorts everything; of
-# equal magnitudes the lower index wins.
+# We now run a training and record for every selection the floor, the threshold, and the number of entries among which the exact
+# choice was made. The function `plain` sorts all entries; among equal magnitudes, it prefers the lower index.
 
 
 # %%
@@ -128,7 +130,7 @@ def selection(vector_D, k, taken_D, floor):
 
 
 # %% [markdown]
-# We look from outside, between the rounds; the assertion checks that we looked at what the core really did.
+# We observe the training from outside, between the rounds. The assertion checks that our computation agrees with what the core did.
 
 # %%
 seen, nothing_D = [], torch.zeros(D, dtype=torch.bool)
@@ -159,8 +161,8 @@ known = seen[seen["floor"] > 0]
 server, client = (known[known["who"] == who] for who in ("server", "client"))
 for name, rows in (("server", server), ("clients", client)):
     tries = [int((rows["tried"] == i).sum()) for i in range(3)]
-    print(f"{name:8s}{len(rows):4d} selections: {tries[0]} at the floor, {tries[1]} at half of it, "
-          f"{tries[2]} among all; identical to plain: {int(rows['same'].sum())}")  # fmt: skip
+    print(f"{name:8s}{len(rows):4d} selections: {tries[0]} succeeded at the floor, {tries[1]} at half of it, and "
+          f"{tries[2]} among all entries; {int(rows['same'].sum())} are identical to plain")  # fmt: skip
 
 
 # %% jupyter={"source_hidden": true}
@@ -181,24 +183,26 @@ axes.legend(frameon=False, loc="upper right")
 plt.show()
 
 # %% [markdown]
-# The threshold falls from round to round by less than it is lowered for the
-# floor (it may rise by more), with one exception: where the dense warm-up ends, updates change their nature.
+# From one round to the next, the threshold usually falls by less than the floor is lowered, so the floor stays below it. It may also
+# rise. There is one exception: at the end of the dense warm-up, the updates change their nature.
 
 # %%
 after = client[client["round"] > first_sparse]
 typical = {"global": server["among"].median() / rule.k_global}
 typical |= {"local": after["among"].median() / rule.k_local}
-print(f"global mask: the choice is made among {typical['global']:.1f} K entries (median)")
-print(f"local masks: among {typical['local']:.1f} K; with no floor, {D / rule.k_local:.0f} K")
+print(f"For the global mask, the choice is made among {typical['global']:.1f} K entries (median).")
+print(
+    f"For the local masks, it is made among {typical['local']:.1f} K entries; without a floor, there would be {D / rule.k_local:.0f} K."
+)
 
 # %% [markdown]
-# The local masks have more: what waits in a client's error crowds right below its threshold.
+# The local masks have more candidates. The entries that wait among the errors of a client are many, and most of them lie just below its threshold.
 #
 # ## Inputs made to break it
 #
-# A floor from last time, and then everything is multiplied by one factor, as a learning rate that drops or a bad batch might do.
-# And vectors of constants, zeros, ties at the threshold, one huge value, infinities, with floors that are absent, far too
-# low, exactly the threshold, a hair above it, far too high.
+# We now try to make the selection fail. In the first test, all entries change by the same factor after the floor was set, as may
+# happen when the learning rate drops or a batch is unusual. In the second test, the vectors contain constants, zeros, ties at
+# the threshold, one huge value, or infinities. The floors are absent, far too low, exactly at the threshold, slightly above it, or far too high.
 
 # %%
 generator = torch.Generator().manual_seed(seed)
@@ -215,17 +219,22 @@ for vector_D in hard:
         cases += [selection(vector_D, k, taken, guess) for guess in guesses]
 jumps = [selection(small_D * factor, 50, taken, lowered * by_core(small_D, 50, taken, 0.0)[1])
          for factor in np.geomspace(0.1, 10, 25).tolist()]  # fmt: skip
-print(f"{sum(case['same'] for case in cases + jumps)} of {len(cases + jumps)} identical to plain; jumps "
-      f"found at the floor, at half of it, among all: {np.bincount([j['tried'] for j in jumps])}")  # fmt: skip
+print(
+    f"{sum(case['same'] for case in cases + jumps)} of {len(cases + jumps)} selections are identical to plain."
+)
+at_floor, at_half, among_all = np.bincount([j["tried"] for j in jumps], minlength=3)
+print(
+    f"After a jump, {at_floor} succeeded at the floor, {at_half} at half of it, and {among_all} among all entries."
+)
 
 # %% [markdown]
-# Small downward jumps are found at half of the floor, larger ones among all entries, upward ones among many candidates: slower, and
-# never wrong. One jump costs one slow selection.
+# After a small drop, the selection succeeds at half of the floor. After a larger drop, it searches all entries. After a rise, it has many
+# candidates. It is slower in these cases and never wrong, and each jump slows down one selection only.
 #
 # ## A small measurement
 #
-# What is compared runs in turns in one process, after one turn that does not count. Here are the functions
-# behind `uv run tcs bench` at small sizes:
+# We compare the different ways in turns within one process, and ignore the first turn. These are the functions
+# behind `uv run tcs bench`, at small sizes:
 
 # %%
 lab.studies.BENCHES["small"] = [
@@ -249,19 +258,20 @@ display(Markdown(lab.markdown(lab.bench_table(made_here))))
 print(stated(made_here))
 
 # %% [markdown]
-# `step` stands beside `textbook`, the algorithm as one would write it down first: clone, `topk`, multiply by masks. Over *passes*,
-# *round* is the price of the federation. Nothing here is asserted: speed belongs to a machine, and to records that say which.
+# `textbook` is the algorithm as one would first write it down: clone the vector, call `topk`, and multiply by masks. `step` is the same
+# compression by our core. The ratio of *round* to *passes* is the price of the federation. Nothing is asserted here, because
+# speed depends on the machine. The records say which machine was used.
 #
 # ## The records
 #
-# From here on: what was measured at the paper's size. A record holds its device, so there may be several;
-# each figure draws the newest of a CPU that has its part. Made by `uv run tcs bench` (minutes to tens of
-# minutes; `--part`, `--device`, `--precision`, `--threads`).
+# The rest of this notebook shows measurements at the paper's size. Each record names its device, and there may be several records.
+# Every figure shows the newest record from a CPU (or a GPU, where it says so) that contains the measurement. You can make a record of your own with
+# `uv run tcs bench`, which takes minutes to tens of minutes. Its options are `--part`, `--device`, `--precision` and `--threads`.
 
 # %%
 found = list(lab.find_records(lab.studies.bench.BenchRun, records).values())
 found.sort(key=lambda record: record["provenance"]["finished"], reverse=True)
-missing = "no record yet; to make one: uv run tcs bench"
+missing = "There is no record yet. To make one, run: uv run tcs bench"
 targets = []  # what was measured, and its target
 
 
@@ -293,8 +303,8 @@ def aim(what, value, target, at_most=True, form=".3g"):
 # %% [markdown]
 # ## Where the time of a round goes
 #
-# *Passes* are the same forward and backward passes on the same model with nothing around them.
-# *Augmentation* and *compression* are measured by themselves, the *rest* is what remains of the round:
+# *Passes* are the same forward and backward passes on the same model, with nothing around them. *Augmentation* and *compression* are
+# measured by themselves. The *rest* is what remains of the round:
 #
 # $$\text{rest} = \text{round} - \text{passes} - \text{augmentation} - \text{compression}$$
 
@@ -365,16 +375,18 @@ def judge_round(rows):
 _ = report("round", draw_round, tell_round, judge_round)
 
 # %% [markdown]
-# *Plain top-K* is what one would write without this package: clients in a loop, `torch.topk` of all entries, errors kept; once
-# with weights and images as they lie here (channels last), once as PyTorch lays them. *Client threads* is the setting
-# `client_threads`: as many clients at a time as there are cores. *Side by side*, all clients in one pass, is for small nets.
+# *Plain top-K* is what one would write without this package: a loop over the clients that calls `torch.topk` on all entries and keeps
+# the errors. We measured it in two memory layouts. One is channels-last, in which our networks and images are stored. The other is PyTorch's
+# default layout. The difference between the two is the advantage of channels-last, and not of our code.
+#
+# *Client threads* is the setting `client_threads`, which trains as many clients at the same time as there are cores. *Side by side*
+# computes all clients in one pass, and is made for small networks.
 #
 # ## Compression against the memory
 #
-# Whatever the algorithm, a client's compression must read its difference, read its error and write it:
-# 12 bytes an entry. The core on a CPU makes two more passes, reading each entry once for the check that
-# everything is finite and once for the comparison with the floor: 20 bytes. How long that takes at least
-# follows from a plain copy of one row, which moves 8 bytes an entry:
+# Every algorithm must read the difference of a client, read its errors and write them. This is 12 bytes per entry. On a CPU, the core
+# reads each entry twice more: once to check that everything is finite, and once to compare it with the floor. This makes 20 bytes. To
+# find the shortest possible time for this, we measure a plain copy of one row, which moves 8 bytes per entry:
 #
 # $$t_{least} = \frac{12\,D}{\text{bandwidth}},\qquad \text{bandwidth} = \frac{8\,D}{t_{copy}}$$
 
@@ -409,8 +421,8 @@ _ = report("step", draw_step)
 # %% [markdown]
 # ## Codes
 #
-# One client's message at the paper's size, there and back: quantized if the scheme does it, encoded to
-# bytes, decoded; and the positions of the local mask alone.
+# How long does it take to encode and decode the message of one client at the paper's size? The table shows the time to quantize it (if the
+# scheme does this), to encode it as bytes, and to decode it. It also shows the time for the positions of the local mask alone.
 
 
 # %%
@@ -428,8 +440,8 @@ _ = report("codecs", tell, judge_codecs)
 # %% [markdown]
 # ## Growth
 #
-# Does a step take time in proportion to the clients N, and to the parameters D? On two logarithmic axes
-# proportional growth is a line of slope 1 (grey, through the last point).
+# Does the time of a step grow in proportion to the number of clients N and to the number of parameters D? On two logarithmic axes,
+# proportional growth is a line of slope 1. The grey line has this slope and goes through the last point.
 
 
 # %% jupyter={"source_hidden": true}
@@ -441,7 +453,7 @@ def growth_panel(axes, rows, axis, other):
     axes.set(xscale="log", yscale="log", xlabel=f"{axis} (log)", ylabel="ms a step (log)")
     axes.set_title(f"{other}: {part[other].iloc[0]:,}")
     slope = np.polyfit(np.log(x), np.log(y), 1)[0]
-    print(f"time grows with {axis} to the power {slope:.2f} (in proportion: 1)")
+    print(f"The time grows with {axis} to the power of {slope:.2f}; 1 would be in proportion.")
 
 
 def draw_growth(rows):
@@ -458,12 +470,13 @@ def draw_growth(rows):
 _ = report("growth", draw_growth)
 
 # %% [markdown]
-# Points bend away where small models fit into a cache and pay fixed costs, and large ones wait for memory.
+# The measured curves bend for two reasons. Small models fit into a cache, but fixed costs weigh more there. Large models wait for memory.
 #
 # ## On a GPU
 #
-# Measured on a card that did nothing else, by `uv run tcs bench --part paper --device cuda --precision bf16`. *Graph* is a round as one CUDA
-# graph, in which five clients train at a time; a run is so many sparse rounds, without warm-up and evaluation.
+# These records were made on a GPU that did nothing else, with `uv run tcs bench --part paper --device cuda --precision bf16`. In *graph*,
+# a round is one CUDA graph, in which five clients train at the same time. The minutes of a whole run are those of its sparse rounds, without
+# warm-up and evaluation.
 
 
 # %%
@@ -485,17 +498,18 @@ def judge_gpu(rows):
 _ = report("round", tell, judge_gpu, gpu=True), report("step", tell, judge_step, gpu=True)
 
 # %% [markdown]
-# `uv run pytest -m gpu` passed there, too. The targets are missed. A step of ten clients, called one by one, takes longer than textbook code:
-# it also checks that all is finite, chooses among equals as every side does, and counts, in more calls. There is no floor: to
-# count candidates, the host would have to wait.
+# The GPU tests (`uv run pytest -m gpu`) passed on this machine, but the targets for the GPU are missed. When the compression
+# of ten clients is called by itself, it takes longer than the textbook code. It makes more calls, because it also checks that all
+# values are finite, resolves ties in the same way on every machine, and counts the bytes. It uses no floor on a GPU, because the host would have to
+# wait for the number of candidates.
 #
-# An ordinary sparse round of TCS stops for the host once, at its end. A step of the DDP hook stops for nothing, but for
-# the first step and the first sparse one, which read one value each (`tests/core/test_host_reads.py`).
+# An ordinary sparse round of TCS waits for the GPU once, at its end. A step of the DDP hook does not wait at all. Only its first step
+# and its first sparse step read one value each (`tests/core/test_host_reads.py`).
 #
 # ## Claim
 #
-# Asserted is what must hold on any machine: every selection is the plain one, entry for entry; the global mask of the training was the
-# plain $S_{top}$ of the last update; and the training chose among fewer entries than all.
+# We assert only what must hold on any machine. Every selection is the same as the plain one, entry for entry. The global mask of the training
+# was the plain $S_{top}$ of the last update. And the training chose among fewer entries than all.
 
 # %%
 exact = [*seen["same"], *(case["same"] for case in cases + jumps)]
@@ -503,7 +517,7 @@ assert all(exact), f"{len(exact) - sum(exact)} of {len(exact)} selections differ
 assert {jump["tried"] for jump in jumps} == {0, 1, 2}
 assert torch.equal(rule.positions, plain(update_D, rule.k_global, nothing_D))
 assert known["among"].mean() < D
-print(f"{len(exact)} selections, all identical to the plain ones")
+print(f"All {len(exact)} selections are identical to the plain ones.")
 
 # %% [markdown]
 # ## What we saw
@@ -515,15 +529,16 @@ if targets:
 met = sum(row[-1] == "**met**" for row in targets)
 slowly = "supported" if typical["global"] < 3 else "contradicted"
 summary = f"""
-- The selection with a floor is exact: **supported**, in {len(exact)} of {len(exact)} comparisons.
-- The threshold of the global mask changes slowly: **{slowly}**; the choice is made among {typical["global"]:.1f} K entries.
+- **Supported**: the selection with a floor is exact. All {len(exact)} comparisons agree.
+- **{slowly.capitalize()}**: the threshold of the global mask changes slowly. The choice is made among {typical["global"]:.1f} K entries.
 - The local masks need {typical["local"]:.1f} K candidates.
-- Targets: {f"{met} of {len(targets)} met, by the records named above" if targets else missing}.
+- {f"According to the records named above, {met} of {len(targets)} targets are met" if targets else missing}.
 """
 display(Markdown(summary))
 
 # %% [markdown]
-# Next: [12_real_training](12_real_training.ipynb). Try here: `clients = 2`, or a larger `phi_local`, and see what moves the candidates.
+# Next: [12_real_training](12_real_training.ipynb). You can also try `clients = 2` or a larger `phi_local` here, and see how the number of
+# candidates changes.
 
 # %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "

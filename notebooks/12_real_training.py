@@ -9,17 +9,20 @@
 # %% [markdown]
 # # 12 · Train for real, with less on the wire
 #
-# **Claim (beyond the paper).** TCS leaves the simulator: as a communication hook of PyTorch's
-# DistributedDataParallel it trains a network on several real processes to about the loss and accuracy of
-# plain DDP, with a small part of its bytes; on a slow link most of the time that a step waits for the
-# network is saved.
+# **Claim (beyond the paper).** TCS also works outside a simulation. As a communication hook of PyTorch's
+# DistributedDataParallel (DDP), it trains a network on several real processes. The network reaches about the
+# same loss and accuracy as with plain DDP, and the processes exchange a small part of the bytes. On a slow
+# link, this saves most of the time that a training step spends waiting for the network.
 #
-# TCS suits collectives better than top-K does. Where the last averaged gradient was largest, all
-# processes know the positions, so those values are one ordinary, dense `all_reduce`. Only what each
-# process finds for itself (a tenth of that in the paper, a fifth here) has to be gathered with its positions.
+# TCS suits the collective operations of DDP better than top-K does. All processes know where the last
+# averaged gradient was largest, so the values at these positions form one ordinary, dense vector, which
+# `all_reduce` can average. Each process also sends a few entries that it selects itself, and only these
+# need an `all_gather` of values and positions. In the paper there are a tenth as many of them as shared
+# entries; here there are a fifth as many.
 #
-# *Run time*: about 30 s on two free cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb). You need to know what DDP is: every process computes
-# gradients on its own part of a batch, and all processes average them before the step.
+# *Run time*: about 30 s on two free cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb). You need to know
+# what DDP does: every process computes gradients on its own part of a batch, and all processes average
+# these gradients before the optimizer's step.
 
 # %% jupyter={"source_hidden": true}
 import json
@@ -44,8 +47,8 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # %% [markdown]
 # ## Parameters
 #
-# Change any of them and run all. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. The text between the cells describes the
+# results for the values given here. The sections *The claim, checked* and *What we saw* are computed anew.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 processes = 2  # started by torchrun; each is a rank with a model of its own
@@ -78,8 +81,14 @@ if start_iter > steps - 2:
 # %% [markdown]
 # ## In short
 #
-# *Does the hook train?* A ResNet-8 of 20,000 parameters runs on this page. *How long is a step?* Linear nets of 10 and 100 million parameters were timed,
-# two ranks. *What does it cost?* A GPT of 33,191 parameters was trained. The last two answers, from records:
+# This page answers three questions, each with a different network.
+#
+# - *Does a network train with the hook?* The cells below train a ResNet-8 of about 20,000 parameters.
+# - *How long does a step take?* We timed linear networks of 10 and 100 million parameters on two processes.
+# - *What does the hook cost in test loss?* We trained a GPT of 33,191 parameters with three optimizers.
+#
+# The answers to the last two questions come from recorded measurements. "TCS 1 %" means that the shared
+# mask holds one percent of a gradient's entries. PowerSGD and bf16 are two hooks that PyTorch brings along.
 
 # %% jupyter={"source_hidden": true}
 measured, costs = links.Links(links.read_rows()), optimizers.Costs()
@@ -89,11 +98,11 @@ for way in links.SHARES:
     rate = min(measured.pays_to(way, o, *net) for net in nets.values() for o in ("plain", "bf16"))
     cost = costs.cost(optimizers.Setup("AdamW", way))
     nats = lab.with_interval(cost.value, cost.low, cost.high)
-    answer.append(f"""- **{way}** has shorter steps than plain DDP and its bf16 hook on links to {rate:,.0f} Mbit/s. It changes AdamW's test loss by {nats} nats:
-  **{costs.judge(cost)}**.""")
+    answer.append(f"""- **{way}** needs less time per step than plain DDP and than the bf16 hook on links of up to {rate:,.0f} Mbit/s. It changes the test loss
+  of AdamW by {nats} nats per character. By the rule that is explained under *What it costs an optimizer*, the verdict is **{costs.judge(cost)}**.""")
 found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.WAYS[1:]}
          for D_net, net in nets.items()}  # fmt: skip
-lines = [{"Seconds a step at 1,000 Mbit/s": f"{D_net:,} parameters"}
+lines = [{"Seconds per step at 1,000 Mbit/s": f"{D_net:,} parameters"}
          | {way: f"{row['seconds']:.3g}" for way, row in ways.items() if row}
          for D_net, ways in found.items()]  # fmt: skip
 shorter = [
@@ -101,20 +110,21 @@ shorter = [
     for row in measured.rows if row["way"] == most and row["mbit"]
 ]  # fmt: skip
 answer.append(
-    f"""- **PowerSGD** has shorter steps than {most} on {sum(shorter)} of the {len(shorter)} links. What it costs in test loss is not measured here."""
+    f"""- **PowerSGD** needs less time per step than {most} in {sum(shorter)} of the {len(shorter)} measured cases. We did not measure what it costs in test loss."""
 )
 display(Markdown("\n".join([*answer, "", lab.markdown(pd.DataFrame(lines))])))
 
 # %% [markdown]
 # ## A training script, and two lines for the hook
 #
-# An ordinary DDP script trains the same network from the same start twice, without the hook and with it. The
-# hook needs two of its lines: the one that makes `state`, and the one that registers `tcs_hook`. `model=model`
-# gives the state the model's process group and the names of its parameters, so that a saved state
-# also fits a model whose parameters come in another order.
+# The script below is an ordinary DDP training. It trains the same network from the same start twice, first
+# without the hook and then with it. The hook needs two lines: one creates `state`, the other registers
+# `tcs_hook`. The argument `model=model` tells the state which process group the model uses and what its
+# parameters are called. A saved state then also fits a model whose parameters come in another order.
 #
-# Each backward pass is a step for the hook: what it does not send comes back in later steps. A pass whose gradients
-# no optimizer uses therefore belongs under `model.no_sync()`; `TCSState` says more.
+# The hook treats each backward pass as one training step: what it does not send now, it sends in a later
+# step. If no optimizer step uses the gradients of a backward pass, put that pass under `model.no_sync()`.
+# The docstring of `TCSState` explains this in more detail.
 
 # %%
 SCRIPT = """
@@ -168,10 +178,10 @@ os._exit(0)  # a thread of gloo may outlive Python and abort
 """
 
 # %% [markdown]
-# `torchrun` starts the processes, tells each which rank it is, and ends all of them if one fails. On
-# several machines it is started once on each, with `--nnodes` and the address of one of them.
-# On this machine the ranks meet at the local address, 127.0.0.1, so that it works where the machine's
-# own name does not resolve.
+# `torchrun` starts the processes, tells each process its number (its *rank*), and stops all of them if one
+# fails. On several machines, start it once on each machine with `--nnodes` and the address of one of them.
+# Here the processes connect through the local address 127.0.0.1. This also works where the machine's own
+# name cannot be resolved.
 
 # %%
 names = ["phi_global", "phi_local", "start_iter", "steps", "batch_size", "learning_rate"]
@@ -186,14 +196,19 @@ with tempfile.TemporaryDirectory() as folder:
     )
     results = json.loads(target.read_text(encoding="utf-8"))
 D = results["plain"]["parameters"]
-print(f"{processes} processes, {D:,} parameters, {steps} steps, twice")
+print(f"{processes} processes trained {D:,} parameters for {steps} steps, twice")
 
 # %% [markdown]
 # ## What a rank handed to the collectives
 #
-# The hook counts the bytes of every tensor that it hands to a collective: `dense` in the first steps,
-# then `shared` (values only, to `all_reduce`) and `explored` (values and positions, four bytes each,
-# to `all_gather`). Plain DDP hands over all gradients, $4D$ bytes, every step.
+# The hook counts the bytes of every tensor that it hands to a collective operation, in three groups:
+#
+# - `dense` are the full gradients of the first steps.
+# - `shared` are the values on the shared mask, which go to `all_reduce` without positions.
+# - `explored` are the entries that a rank selected itself. Each is a value and a position of four bytes
+#   each, and they go to `all_gather`.
+#
+# Plain DDP hands over all gradients in every step. These are $4D$ bytes, where $D$ is the number of parameters.
 
 # %%
 sent = pd.DataFrame(results["TCS"]["sent"], index=range(1, steps + 1))
@@ -203,13 +218,17 @@ table.insert(0, "plain DDP, kB", plain[-1] / 1e3)
 display(table.set_axis([f"all {steps} steps"]).round(1))
 ratio = plain[-1] / sent.iloc[-1].sum()
 a_step = sent.diff().iloc[-1]
-print(f"all {steps} steps: 1/{ratio:.1f} of plain DDP's bytes")
-print(f"one sparse step: {a_step.sum():,.0f} bytes of {4 * D:,}, 1/{4 * D / a_step.sum():.1f}")
+print(f"In all {steps} steps, TCS handed over 1/{ratio:.1f} of the bytes of plain DDP.")
+print(
+    f"In one sparse step, it handed over {a_step.sum():,.0f} bytes instead of {4 * D:,}, which is 1/{4 * D / a_step.sum():.1f}."
+)
 
 # %% [markdown]
-# A step's bytes follow from the paper's messages, but for two things: a position takes four bytes, not Alg. 4's one
-# or so, since tensors stay on their device; and ranks say in a few numbers which parameters they used. One `Compressor` with the
-# same shares says how long a client's message is; a rank's step is to be at most 1.15 times as long:
+# The bytes of one step follow from the messages in the paper, with two differences. A position takes four
+# bytes here and only about one byte with the paper's Algorithm 4, because the hook leaves tensors on their
+# device and does not encode them. The ranks also exchange a few numbers that say which parameters received
+# a gradient. To compare, we ask a `Compressor` with the same shares how long the message of one client would
+# be. The step of a rank should be at most 1.15 times as long.
 
 # %%
 compressor = tcs.Compressor(
@@ -217,7 +236,9 @@ compressor = tcs.Compressor(
 )
 for _ in range(2):  # the first step is dense
     compressor.step(torch.ones(1, D))
-print(f"a message: {compressor.bytes_up:,} bytes, a step: {a_step.sum():,.0f} bytes")
+print(
+    f"The message of a client has {compressor.bytes_up:,} bytes; a step of the hook hands over {a_step.sum():,.0f} bytes."
+)
 
 # %% [markdown]
 # ## Loss against steps, and against bytes
@@ -239,15 +260,16 @@ left.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The two curves are close to each other on the left: the hook learns somewhat more slowly,
-# probably because most of a gradient arrives some steps late, out of the errors. On the right the hook's curve
-# stands far to the left: every loss that it reached after the dense start it reached with fewer bytes.
+# On the left, the two curves lie close together. With the hook, the loss falls a little more slowly. A
+# probable reason is that most of a gradient waits among the errors and is applied some steps late. On the right,
+# the curve of the hook lies far to the left: after the dense start, it reached every loss with fewer bytes.
 #
 # ## What a link would have cost
 #
-# In a ring of $R$ ranks each sends $2\frac{R-1}{R}$ of what it hands to `all_reduce`, and $R-1$ times what
-# it hands to `all_gather`. Divided by the link's speed that is the least time the steps have to wait, if
-# nothing is hidden behind the backward pass. Calculated, for all steps together:
+# We can calculate how long the ranks would have waited for a link. In a ring of $R$ ranks, each rank sends
+# $2\frac{R-1}{R}$ times the bytes that it hands to `all_reduce`, and $R-1$ times those that it hands to
+# `all_gather`. Divided by the speed of the link, this is the shortest possible waiting time, provided that no
+# transfer overlaps with the backward pass. The table adds up all steps.
 
 # %%
 ring, gather = 2 * (processes - 1) / processes, processes - 1
@@ -282,41 +304,55 @@ axes.legend(frameon=False, loc="upper right", ncols=2)
 plt.show()
 
 # %% [markdown]
-# This network is tiny; at ResNet-18's 11,173,962 parameters plain DDP hands over 44.7 MB a
-# step, which two ranks need about six minutes for on 1 Mbit/s and still 3.6 s on 100 Mbit/s, more ranks up to twice that.
+# This network is tiny. With the 11,173,962 parameters of ResNet-18, plain DDP hands over 44.7 MB per step. Two
+# ranks need about six minutes to exchange them at 1 Mbit/s, and still 3.6 s at 100 Mbit/s. With more ranks, it
+# takes up to twice as long.
 #
 # ## The link, measured
 #
-# Two ranks, a thread each, on the two cores of one machine, exchange over a loopback whose rate is limited (a network namespace
-# of its own, with root; `uv run tcs links` measures again). All traffic, both ways, shares the rate. Nets are
-# ten layers of 1,000 × 1,000 and four of 5,000 × 5,000, batches 16, PowerSGD at the rank that sends about as many bytes as TCS at 1 %, in one
-# bucket. Seconds a step, medians of five steps or nine, of fewer where n says so (of two or four, the upper); in brackets, measured over
-# calculated. `results/hook/links.json` has the machine and its load:
+# We also measured whole training steps on a link of limited speed. Two ranks, each with one thread, ran on the
+# two cores of one machine. They exchanged their gradients over a loopback device in a network namespace of its
+# own, and the kernel limited its rate. The traffic in both directions shares this rate. The command
+# `uv run tcs links` repeats the measurement; it needs root.
+#
+# The networks have ten layers of 1,000 × 1,000 weights or four layers of 5,000 × 5,000, and the batch size is
+# 16. PowerSGD runs at the rank at which it sends about as many bytes as TCS at 1 %, and its gradients are in
+# one bucket. The table shows seconds per step, as the median of five or nine steps, or of fewer steps where the table
+# gives n. Where n is even, it shows the larger of the two middle values. The number in brackets is the measured time divided
+# by the calculated one. `results/hook/links.json` describes the machine and its load.
 
 # %%
 display(Markdown(lab.markdown(measured.limited())))
-print(measured.agreement(within=0.15))
+print(f"Measurements that agree with the calculation: {measured.agreement(within=0.15)}")
 
 # %% [markdown]
-# Calculated is what a step takes without a limit, and the bytes of both rings with their packets' heads, divided by the rate. For
-# plain and bf16 it is passes plus wire, or the step without a limit if that is longer: copying is hidden behind the wire.
+# The calculated time is the duration of a step without a rate limit plus the transfer time. The transfer time is the number of
+# bytes that both ranks send, with packet headers, divided by the rate. For plain DDP and bf16, memory copies overlap with
+# the transfer. There the calculated time is that of the forward and backward passes plus the transfer, or that of a step
+# without a limit if this is longer.
 #
-# Without a limit, what does the exchange itself cost? "Exchange" is the share of a step that is neither passes nor optimizer; four ranks share two
-# cores. Memory is a rank's peak beyond what it had before the model.
+# What does the exchange itself cost when the rate is not limited? In the next table, "Exchange" is the fraction
+# of a step that is spent neither on the passes nor in the optimizer. With four ranks, two ranks share a core.
+# "Peak" is the largest memory of a rank beyond what it used before the model existed.
 
 # %%
 display(Markdown(lab.markdown(measured.unlimited())))
 
 # %% [markdown]
-# So TCS pays on slow links, for a batch of 16 on these cores.
+# So with a batch of 16 on these cores, TCS saves time on slow links. Where the rate is not limited, it saves little or none.
 #
 # ## What it costs an optimizer
 #
-# A GPT of 33,191 parameters on the text of [16_text](16_text.ipynb), 5,000 sparse steps after 100 dense ones. Each optimizer has the rate that is
-# best for it dense. Plan, bounds and words stood in `params/optimizers.yaml` before the first run. Both ranks are clients of one process,
-# which trains bit for bit as the hook does. "Corrected" moves momentum before the compression, as DGC ([17](17_rivals.ipynb)) does; the hook does not have that.
-# Cost is the test loss beyond the same optimizer's, dense, in nats a character, with its 95 % interval. *Nothing*: the whole interval is
-# below 0.05. *Costs*: it is above. Else the verdict is *open*.
+# Does the hook change the result of a training, and does this depend on the optimizer? We trained a GPT of
+# 33,191 parameters on the text of [16_text](16_text.ipynb), with 100 dense steps followed by 5,000 sparse
+# ones. Each optimizer has the learning rate that works best for it without compression. The plan and the
+# bounds were fixed in `params/optimizers.yaml` before the first run. Both ranks are simulated in one process,
+# which trains bit for bit as the hook does.
+#
+# In the table, "Cost" is the test loss minus the test loss of the same optimizer without compression, in nats
+# per character, with a 95 % interval. The verdict is *nothing* if the whole interval lies below 0.05, *costs*
+# if it lies above 0.05, and *open* otherwise. "Corrected" means that momentum is computed before the
+# compression, as the method DGC does ([17](17_rivals.ipynb)). The hook does not offer this.
 
 # %%
 display(Markdown(lab.markdown(costs.table())))
@@ -325,23 +361,35 @@ print(f"{len(costs.records)} of {costs.planned} planned runs")
 # %%
 for optimizer in ("AdamW", "momentum"):
     gap = costs.excess_over_sgd(optimizer)
-    print(f"{optimizer} loses {gap.value:+.3f} ± {gap.half:.3f} more than SGD, TCS at 1 %")
+    print(
+        f"With TCS 1 %, the test loss of {optimizer} rises by {gap.value:.3f} ± {gap.half:.3f} more than that of SGD."
+    )
 for setup in (setup for setup in costs.stage.setups if setup.corrected):
     gap = costs.effect_of_correction(setup)
-    print(f"{setup}: {gap.value:+.3f} ± {gap.half:.3f} against the same uncorrected")
+    print(f"{setup}: the correction changes the test loss by {gap.value:+.3f} ± {gap.half:.3f}.")
 for scheme in ("TCS 1 %", "TCS 10 %"):
-    print("best of all,", costs.advise(scheme))
-    print("best of what the hook has,", costs.advise(scheme, corrected=False))
+    print("Our advice if every setup is possible, for", costs.advise(scheme))
+    print(
+        "Our advice if only the setups of the hook are possible, for",
+        costs.advise(scheme, corrected=False),
+    )
 
 # %% [markdown]
-# A scheme is worth it where its interval, against the best dense cell, ends below 0.1.
-# Momentum and AdamW average over many steps; of an entry in the errors the gradients of many steps arrive in one. SGD was worse than the others dense, so it
-# has less to lose. Rounds × φ says how often an entry is sent: 50 times at 1 %, 500 at 10 %; near ten, expect large losses. Rates were not looked for anew under compression; nothing
-# was clipped.
+# We recommend a scheme if the upper end of its interval, compared with the best dense training, is at most 0.1.
+#
+# We see two possible reasons for these costs. Momentum and AdamW average the gradients of many steps, but an entry
+# that has waited among the errors delivers the gradients of many steps at once. And without compression, SGD
+# was worse than the other two, so it has less to lose.
+#
+# Multiply the number of sparse steps by φ, the fraction of entries that is sent per step. The result is how
+# often an average entry is sent in the whole training: 50 times at 1 % and 500 times at 10 %. If it is only
+# about ten, expect large losses. We did not tune the learning rates again for compressed training, and we did
+# not clip gradients.
 #
 # ## To be copied
 #
-# AdamW, autocast, accumulation, clipping, checkpoint and resume. Every rank saves a file of its own, since its errors are its own:
+# The following script is a complete training with AdamW, autocast, gradient accumulation, clipping, and
+# checkpoints from which it can resume. Every rank saves its own file, because every rank has its own errors.
 #
 #     uv run torchrun --nproc-per-node 2 notebooks/examples/ddp_training.py 300 checkpoints
 
@@ -350,22 +398,25 @@ example = lab.ROOT / "notebooks/examples/ddp_training.py"
 display(Markdown(f"```python\n{example.read_text(encoding='utf-8')}```"))
 
 # %% [markdown]
-# *Accelerate* (1.15, tried on two CPU ranks): after `model = accelerator.prepare(model)`, `model.register_comm_hook(state, tcs.tcs_hook)`.
-# *Lightning* (2.6): `Trainer(strategy=DDPStrategy(ddp_comm_state=state, ddp_comm_hook=tcs.tcs_hook))`; it registers hooks on GPUs only, so that it
-# has not been tried here: on a CPU it trains without the hook, and says nothing.
+# With *Accelerate*, call `model.register_comm_hook(state, tcs.tcs_hook)` after
+# `model = accelerator.prepare(model)`. We tried this with version 1.15 on two CPU ranks.
+#
+# With *Lightning* 2.6, use `Trainer(strategy=DDPStrategy(ddp_comm_state=state, ddp_comm_hook=tcs.tcs_hook))`.
+# We have not tested this, because Lightning registers hooks on GPUs only. On a CPU, it trains without the hook
+# and gives no warning.
 #
 # ## How the hook works
 #
-# It keeps a `Client` of Alg. 2 for every bucket of gradients, and uses it as it is. Only the
-# server is missing: the collectives take its place. In a sparse step a rank
+# The hook keeps one `Client` of Algorithm 2 for every bucket of gradients. There is no server: the collective
+# operations do its work. The first steps are dense (step 1 in the code). In a sparse step, each rank
 #
-# 2. adds the bucket's gradient to its errors and finds its own largest entries outside the shared mask,
+# 2. adds the gradient of the bucket to its errors, and selects its own largest entries outside the shared mask,
 # 3. hands its values on the shared mask to `all_reduce`,
-# 4. hands its own values, with their positions, to `all_gather`,
-# 5. averages both; the largest entries of that are the next shared mask.
+# 4. hands the values and positions of its own entries to `all_gather`,
+# 5. averages both; the largest entries of this average become the next shared mask.
 #
-# (Step 1 is the dense start.) The rest makes sure that all ranks agree: if one has a value that is not finite, all get NaN and
-# their errors stay as they were; ranks that begin with different masks raise ValueError.
+# The rest of the code keeps the ranks consistent. If one rank has a value that is not finite, all ranks
+# receive NaN, and their errors stay unchanged. If the ranks start with different masks, they raise ValueError.
 
 # %%
 lab.show_code(tcs.tcs_hook)
@@ -394,28 +445,34 @@ claim("an accuracy at most 10 points lower", accuracy["TCS"] > accuracy["plain"]
 
 # %%
 print(claim.summary())
-print(f"loss at the end: plain {final['plain']:.2f}, TCS {final['TCS']:.2f}")
-print(f"test accuracy: plain {accuracy['plain']:.1%}, TCS {accuracy['TCS']:.1%}")
-print(f"bytes: 1/{ratio:.1f} in all, 1/{4 * D / a_step.sum():.1f} in a sparse step")
+print(
+    f"The training loss ended at {final['plain']:.2f} with plain DDP and at {final['TCS']:.2f} with TCS."
+)
+print(
+    f"The test accuracy was {accuracy['plain']:.1%} with plain DDP and {accuracy['TCS']:.1%} with TCS."
+)
+print(
+    f"TCS handed over 1/{ratio:.1f} of the bytes in the whole training, and 1/{4 * D / a_step.sum():.1f} in a sparse step."
+)
 slowest = seconds.iloc[0]
 print(
-    f"at {link_rates[0]} Mbit/s: {slowest.iloc[0]:.0f} s on the wire would become {slowest.iloc[1]:.0f} s"
+    f"At {link_rates[0]} Mbit/s, {slowest.iloc[0]:.0f} s of waiting for the link would become {slowest.iloc[1]:.0f} s."
 )
-took = {labels[name]: f"{results[name]['seconds']:.1f} s" for name in results}
-print(f"the runs themselves, on one machine: {took}")
+took = [f"{results[name]['seconds']:.1f} s with {labels[name]}" for name in results]
+print(f"On this one machine, the runs took {' and '.join(took)}.")
 
 # %% [markdown]
-# What it costs is plain: some
-# loss at equal steps, the selection, and memory. The errors are one copy of the gradients; the peaks above are
-# higher by up to 13 copies in the small net, by 3.5 in the large one. Where bytes cost nothing, as on one machine, there is nothing to gain.
+# The hook has three costs: some loss after the same number of steps, the time to select entries, and memory. The
+# errors are one copy of the gradients. The peaks in the table above are higher than that: by up to 13 copies in
+# the small network, and by 3.5 copies in the large one. Where sending is cheap, as within one machine, the hook
+# brings no benefit.
 #
-# A federation runs on real processes too. In `notebooks/examples/federation.py` every process is a client and the server, and
-# nothing but encoded messages passes between them:
+# A federation can also run on real processes. In `notebooks/examples/federation.py`, every process is a client
+# and also runs a copy of the server. The processes exchange nothing but encoded messages:
 #
 #     uv run torchrun --nproc-per-node 4 notebooks/examples/federation.py 50
 #
-# Next: [13_evidence](13_evidence.ipynb), what of the
-# paper holds.
+# Next: [13_evidence](13_evidence.ipynb) shows which results of the paper we could confirm.
 
 # %%
 print(

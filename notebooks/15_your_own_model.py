@@ -9,8 +9,9 @@
 # %% [markdown]
 # # 15 · Your own model, your own data
 #
-# **Claim (beyond the paper).** A model, a loss and one list of batches a client are enough to see, in about twenty lines,
-# what TCS would save *you*: dense federated averaging, top-K and TCS side by side, loss against bytes.
+# **Claim (beyond the paper).** With a model, a loss function and a list of batches for each client, about twenty lines of
+# code show what TCS would save for *you*. They train with dense federated averaging, with top-K and with TCS, and compare
+# the loss that each reaches with the bytes that it sends.
 #
 # *Run time*: about 50 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
@@ -51,8 +52,8 @@ seed = 0  # of data, first weights and batches
 
 # %% jupyter={"source_hidden": true}
 lab.check_notebook_params(globals())
-answer = display(Markdown("*The answer comes here when the comparison has run.*"), display_id=True)
-picture = display(Markdown("*And its picture.*"), display_id=True)
+answer = display(Markdown("*The answer will appear here after the comparison.*"), display_id=True)
+picture = display(Markdown("*Its figure will appear here.*"), display_id=True)
 claim = lab.Statements(globals(), "15_your_own_model")
 whole = dict.fromkeys(("clients", "rounds", "batch_size", "warmup", "many_width"), lab.Count)
 positive = dict.fromkeys(("learning_rate", "adaptive_rate", "tolerance"), lab.Positive)
@@ -65,14 +66,17 @@ if warmup >= rounds:
 # %% [markdown]
 # ## Yours: data and model
 #
-# The federation of the other notebooks knows nothing of images: it takes any `torch.nn.Module` with float32 parameters. Here
-# it is one on a made-up regression, with batch norm, dropout and a frozen part; the clients have different data, and more or less of it.
-# Put your own in the place of the two cells here, and keep their names: `own`, `counts`, `test`, `model_of()` and `loss`. (With
-# the parameters as they are a claim that is not supported stops the notebook: with data of your own, change one, such as `seed`.)
+# A `Federation` does not depend on images: it accepts any `torch.nn.Module` with float32 parameters. The example here is a
+# made-up regression. Its model has batch norm, dropout and a frozen layer, and the clients have different data and different
+# amounts of it.
 #
-# `own[n]` is what client n can learn from, as batches: here, noisy values of one unknown function, each client's seen from
-# another region. The last client has the most: `counts`. `test` is one batch. Tensors are used as they come, so put them where the
-# model is.
+# To use your own data and model, replace the next two cells and keep the names that they define: `own`, `counts`, `test`,
+# `model_of()` and `loss`. The statements at the end of this notebook are asserted as long as its parameters are unchanged, so
+# an unsupported statement would stop the notebook. With your own data, please change one of the parameters, for example `seed`.
+#
+# `own[n]` is the list of batches that client n learns from. Here the batches hold noisy values of one unknown function, and
+# each client sees a different region of its inputs. `counts` are the numbers of samples of the clients; the last client has the
+# most. `test` is one batch. A federation does not move your tensors, so put them on the device of the model.
 
 # %%
 torch.manual_seed(seed)
@@ -108,12 +112,16 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 # %% [markdown]
 # ## The comparison
 #
-# A `Federation` takes the model, an iterable of batches for each client (a `DataLoader` will do; it is begun anew when it
-# ends), a scheme's name, and a rate or a schedule. `weights` are the clients' shares of the average: here, how much data each
-# has. Clients take plain SGD steps, or those of a `local_optimizer`. The schedule is dense in the warm-up, or what the scheme has instead
-# (`-NW`: no warm-up; `-W`: a sparse one with larger masks; `++`: no warm-up and shorter codes: [10b_fewer_bytes](10b_fewer_bytes.ipynb)). A scheme with -L4
-# takes four local steps a round, in a quarter of the rounds. After a round the compressor knows how long the messages were, headers in:
-# `bytes_up` of all clients, `bytes_down` from the server to each of them.
+# A `Federation` takes the model, an iterable of batches for each client, the name of a scheme, and a learning rate or a
+# schedule. A `DataLoader` is such an iterable; when it ends, it is started again. `weights` are the fractions with which the clients
+# enter the average, here in proportion to their data. Clients take plain SGD steps, or those of a `local_optimizer`.
+#
+# The schedule below begins with a dense warm-up. Some suffixes of a scheme's name replace it: `-NW` has no warm-up, `-W` has a
+# sparse one with larger masks, and `++` combines no warm-up with shorter codes (see [10b_fewer_bytes](10b_fewer_bytes.ipynb)).
+# A scheme with -L4 takes four local steps per round, and therefore needs a quarter of the rounds.
+#
+# After each round, the compressor knows the length of all messages, headers included. `bytes_up` is what all clients sent
+# together, and `bytes_down` is what the server sent to each of them.
 
 
 # %%
@@ -194,10 +202,14 @@ plt.close(fig)
 # %% [markdown]
 # ## What to choose
 #
-# Choose the scheme that gets to the first one's last loss (within the tolerance), and stays there, with the fewest bytes. If none of the sparse ones does, train longer, or keep
-# more entries: a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the one that trains gives another row. Most
-# bytes here are the warm-up's: with 4 % dense rounds no scheme saves more than 25 times (those with -NW, -W or ++ have none). An entry gets to be sent 10 times on average,
-# rounds × $\phi_{global}$ (in the paper 234 times); near ten, expect large losses.
+# The target is the loss with which the first scheme ends, within the tolerance. Choose the scheme that reaches this loss, stays
+# there, and sends the fewest bytes. If no sparse scheme reaches it, train longer or send more entries per round. For another row
+# in the table, add a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the cell that trains.
+#
+# Two simple calculations help to judge the result. First, 4 % of the rounds here are dense, so no scheme that has this warm-up can send
+# fewer than a twenty-fifth of the bytes. In fact, most of the bytes here are those of the warm-up. (Schemes with -NW, -W or ++ have no dense rounds.)
+# Second, multiply the number of rounds by $\phi_{global}$, the fraction of entries that is sent per round. This is how often an average
+# entry is sent: 10 times here, and 234 times in the paper. If it is only about ten, accuracy may suffer.
 
 
 # %%
@@ -213,29 +225,32 @@ def verdict(curves: dict[str, pd.DataFrame]) -> tuple[bool, str]:
     megabytes, (first, *others) = reached(curves), curves
     best = min(others, key=megabytes.__getitem__)
     if megabytes[best] < math.inf:
-        line = f"×{megabytes[first] / megabytes[best]:.0f} fewer bytes at the same loss: {best}"
-        return True, f"{line}, {megabytes[best]:.1f} MB where {first} needs {megabytes[first]:.1f}"
+        line = f"{best} reached the loss of {first} with {megabytes[first] / megabytes[best]:.0f} times fewer bytes"
+        return True, f"{line}: {megabytes[best]:.1f} MB instead of {megabytes[first]:.1f} MB"
     ends = {name: curve.iloc[-1] for name, curve in curves.items()}
     near = min(others, key=lambda name: ends[name]["loss"])
     more, fewer = ends[near]["loss"] / ends[first]["loss"], ends[first]["MB"] / ends[near]["MB"]
-    line = f"the same loss is not reached: {near} ends {more - 1:.0%} higher"
-    return False, f"{line}, for ×{fewer:.0f} fewer bytes"
+    line = (
+        f"no sparse scheme reached the loss of {first}: that of {near} ended {more - 1:.0%} higher"
+    )
+    return False, f"{line}, with {fewer:.0f} times fewer bytes"
 
 
 # %%
 same_loss, saved = verdict(curves)
 size = sum(p.numel() for p in model_of().parameters() if p.requires_grad)
 answer.update(
-    Markdown(f"""**{saved[0].upper()}{saved[1:]}** (test loss within {tolerance:.0%}; both ways, all clients, warm-up
-in). {clients}\u00a0clients, {size:,} trained parameters, {rounds:,} local steps; one run of each scheme.""")
+    Markdown(f"""**In short.** **{saved[0].upper()}{saved[1:]}.** The test loss counts as reached if it is at most {tolerance:.0%} higher. The bytes are those of all clients
+in both directions, warm-up included. The training had {clients}\u00a0clients, {size:,} trained parameters and {rounds:,} local steps, and each scheme was trained once.""")
 )
 print(saved)
 
 # %% [markdown]
 # ## Your optimizer at the clients
 #
-# `local_optimizer` is a function of the parameters. Every client has such an optimizer of its own, whose state stays with it
-# and is saved with the federation. Its rate is the schedule's, so give it none of its own. What travels is where a client ends minus where it began.
+# `local_optimizer` is a function that receives parameters and returns an optimizer. Every client gets an optimizer of its own. Its
+# state stays with the client and is saved together with the federation. The learning rate comes from the schedule, so do not set
+# one in the optimizer. Each client sends the difference between its parameters after and before its local steps.
 
 
 # %%
@@ -247,21 +262,23 @@ own_optimizer = {name: federation_of(name, adaptive_rate, adamw) for name in ada
 adaptive_curves = {name: trained(federation) for name, federation in own_optimizer.items()}
 for name, curve in adaptive_curves.items():
     print(
-        f"AdamW, {name:10s} {curve['MB'].iloc[-1]:7.1f} MB, test loss {curve['loss'].iloc[-1]:.4f}"
+        f"With AdamW, {name} sent {curve['MB'].iloc[-1]:.1f} MB; its test loss is {curve['loss'].iloc[-1]:.4f}."
     )
 _, with_adamw = verdict(adaptive_curves)
-print(f"AdamW: {with_adamw}")
+print(f"With AdamW, {with_adamw}.")
 
 # %% [markdown]
-# With -L4 an entry is sent only 2.5 times here. So this cannot say whether AdamW or the few rounds cost some of the loss. AdamW's steps are
-# about equally large in all entries, so the largest hundredth is a smaller part of a difference than with SGD, and more of it waits.
-# `adaptive = ["FedAvg", "TCS"]` has four times as many rounds.
+# With -L4, an average entry is sent only 2.5 times in this training. The result therefore cannot tell whether AdamW or the small
+# number of rounds costs some of the loss. There is a reason why AdamW may need more entries: its steps have about the same size in all
+# entries. The largest hundredth is then a smaller part of a client's difference than with SGD, and more of it has to wait.
+# Set `adaptive = ["FedAvg", "TCS"]` to compare with four times as many rounds.
 #
 # ## Variants of federated averaging
 #
-# Several well-known variants need nothing but the arguments that you have seen. Each of the next cells is one of them, with a small net
-# and four local steps in a round. A plain PyTorch loop does the same beside it, and the cell prints the largest difference of any
-# parameter after five rounds. Write the name of a sparse scheme in the place of `FedAvg-L4`, and the same variant sends fewer bytes.
+# Several well-known variants of federated averaging need no new arguments. Each of the next cells shows one variant, with a
+# small network and four local steps per round. Next to it, a plain PyTorch loop does the same, and the cell prints the
+# largest difference of any parameter after five rounds. If you replace `FedAvg-L4` by the name of a sparse scheme, the same variant
+# sends fewer bytes.
 
 
 # %%
@@ -305,12 +322,13 @@ differences = {}
 def compare(variant: str, net: nn.Module, by_hand: nn.Module) -> None:
     pairs = zip(trained_of(net), trained_of(by_hand), strict=True)
     differences[variant] = max(float((p - q).abs().max().detach()) for p, q in pairs)
-    print(f"{variant}: largest difference from plain PyTorch {differences[variant]:.0e}")
+    print(f"{variant}: the largest difference from plain PyTorch is {differences[variant]:.0e}")
 
 
 # %% [markdown]
-# **FedProx** holds a client near the model that it began with: the loss has a term $\frac{\mu}{2} \lVert \theta - \theta_t \rVert^2$. Between
-# two rounds the module holds $\theta_t$, so that its parameters can be copied there.
+# **FedProx** keeps a client close to the model that it started from. Its loss has an additional term
+# $\frac{\mu}{2} \lVert \theta - \theta_t \rVert^2$. Between two rounds, the module holds the common parameters $\theta_t$, so we can copy
+# them then.
 
 # %%
 mu, start = 0.5, []
@@ -341,8 +359,8 @@ def proximal_by_hand(net: nn.Module, n: int, t: int) -> None:
 compare("FedProx", federation.model, played_by_hand(small(), proximal_by_hand))
 
 # %% [markdown]
-# **LoRA adapters alone**: the layers stay as they are, and beside each of them the product of two thin matrices is trained. A federation trains,
-# compresses and sends what requires a gradient, and nothing else.
+# **LoRA** trains adapters only. The layers stay as they are, and the product of two thin matrices is trained beside each of
+# them. A federation trains, compresses and sends only those parameters that require a gradient.
 
 
 # %%
@@ -363,14 +381,15 @@ federation = tcs.Federation(adapted, own, "FedAvg-L4", learning_rate, loss=loss)
 for _ in range(5):
     federation.round()
 print(
-    f"{sum(tcs.layer_sizes(adapted))} of {sum(p.numel() for p in adapted.parameters())} parameters"
+    f"{sum(tcs.layer_sizes(adapted))} of {sum(p.numel() for p in adapted.parameters())} parameters are trained and sent."
 )
 compare("LoRA", adapted, played_by_hand(begun, sgd_by_hand))
 
 # %% [markdown]
-# **Unequal numbers of local steps**, as when clients with unequal data all make one pass in a round: `local_steps` is the largest
-# number, and the feed has nothing more for a client that is done. A loss of zero then leaves it where it is. (With plain SGD and no
-# `weight_decay`; the momentum of an optimizer would move it on.)
+# **Unequal numbers of local steps** occur, for example, if every client makes one pass over its data in a round and the clients
+# have different amounts of data. Set `local_steps` to the largest number. For a client that has finished, the feed returns None
+# and the loss is zero, so the client does not move. This works with plain SGD without `weight_decay`. An optimizer with momentum
+# would still move the client.
 
 # %%
 steps = [1 + n % 4 for n in range(clients)]  # of each client, at most 4
@@ -392,7 +411,8 @@ by_hand = played_by_hand(small(), lambda net, n, t: sgd_by_hand(net, n, t, steps
 compare("unequal steps", federation.model, by_hand)
 
 # %% [markdown]
-# **FedAdam**: clients take plain steps, and the server takes one of Adam by minus the mean difference.
+# **FedAdam** lets the clients take plain SGD steps. The server then takes one Adam step, in which minus the mean difference of
+# the clients is the gradient.
 
 
 # %%
@@ -408,11 +428,13 @@ for _ in range(5):
 compare("FedAdam", federation.model, played_by_hand(small(), sgd_by_hand, adam))
 
 # %% [markdown]
-# **Heads of the clients' own.** A federation averages *all* parameters of its module that are trained. A head inside the module is
-# averaged like everything else, without a word. A head that is to stay a client's own must stand outside the module: the batches say whose they are,
-# and each head takes its step as soon as it has its gradient. (Save the heads beside the federation's state. A failed round does not take back
-# their steps.) A batch norm of a client's own is not possible in this way, because its weights lie inside the module. Only its
-# running statistics are a client's own, until the model is evaluated.
+# **Personal heads.** A federation averages *all* trained parameters of its module. If a head is part of the module, it is averaged
+# too, without a warning. To give each client a head of its own, keep the heads outside of the module. Each batch then says which client
+# it belongs to, and each head takes its step as soon as its gradient is ready.
+#
+# Save these heads yourself, beside the state of the federation. If a round fails, their steps are not undone. A personal batch norm is
+# not possible in this way, because its weights are part of the module. Only its running statistics belong to each client, until the
+# model is evaluated.
 
 # %%
 heads = [copy.deepcopy(small()[2]) for _ in range(clients)]
@@ -454,8 +476,9 @@ compare("own heads", nn.Sequential(body, *heads), nn.Sequential(body_by_hand, *h
 # %% [markdown]
 # ## The module is still yours
 #
-# Parameters are ordinary tensors, which hold the trained values after every round; modes, the frozen part and its values are as their owner
-# left them. `averaged_state_dict` is what one saves: norms have the mean of the clients' statistics.
+# The parameters of your module are ordinary tensors that hold the trained values after every round. Training mode and frozen
+# parameters stay as you set them. To save the model, use `averaged_state_dict`: there, the norms have the mean of the
+# clients' running statistics.
 
 # %%
 federation = own_optimizer[adaptive[-1]]
@@ -467,18 +490,24 @@ with torch.no_grad():
 torch.manual_seed(seed)
 untouched = torch.equal(federation.model[0].weight, model_of()[0].weight)
 modes = all(part.training for part in federation.model.modules())
-print(f"test loss {tested(federation):.4f}, saved and loaded {reloaded:.4f}")
-print(f"frozen values as they were: {untouched}; every part in training mode, as it was: {modes}")
+print(f"The test loss is {tested(federation):.4f}; after saving and loading it is {reloaded:.4f}.")
+print(f"The frozen parameters are unchanged: {untouched}")
+print(f"Every part is still in training mode: {modes}")
 
 # %% [markdown]
 # ## A thousand clients
 #
-# What a client has not sent yet waits in its errors, D numbers each: `errors_ND` grows with the number of clients (as do
-# the statistics of batch norm, which are few). A round works on the errors of its ten participants alone. On a CPU, memory is taken
-# only where errors are written, 4 · D bytes for each client that has taken part, so that its first round can take longer. If that is too much, let a new file hold them, before
-# the first round: `compressor.keep_errors_in(torch.from_file("errors.bin", True, N * D).view(N, D))`. (What an old file holds would count
-# as errors: delete it.) In params files `errors_limit` is the number of MB above which errors live in a file. Here with a made-up net
-# and data.
+# A client keeps everything that it has not sent yet in its errors, which are D numbers. All errors together, `errors_ND`, therefore grow
+# with the number of clients. (The statistics of batch norms grow as well, but they are small.) A round works on the errors of its ten
+# participants only. On a CPU, the errors need memory only after they are written, which is 4 · D bytes for each client that has
+# taken part. The first round of a client can take longer for this reason.
+#
+# If this is too much memory, keep the errors in a new file. Call
+# `compressor.keep_errors_in(torch.from_file("errors.bin", True, N * D).view(N, D))` before the first round. Delete an old file first,
+# since its content would be read as errors. In a parameter file, `errors_limit` is the number of megabytes above which errors are kept
+# in a file.
+#
+# The next cells measure this with a made-up network and made-up data.
 
 
 # %%
@@ -520,10 +549,10 @@ def crowd(count: int) -> dict[str, str]:
     errors_ND, memory = federation.compressor.errors_ND, resident() - before
     written[count] = sum(bool(errors_D.any()) for errors_D in errors_ND)
     return {"clients": f"{count:,}", "D": f"{errors_ND.shape[1]:,}",
-            "a round, ms (median)": f"{took:.0f}",
-            "errors of all, MB": f"{errors_ND.nbytes / 1e6:,.0f}",
+            "ms per round (median)": f"{took:.0f}",
+            "errors of all clients, MB": f"{errors_ND.nbytes / 1e6:,.0f}",
             f"clients with errors after {played} rounds": f"{written[count]}",
-            "memory then, MB": f"{memory:,.0f}"}  # fmt: skip
+            "memory used, MB": f"{memory:,.0f}"}  # fmt: skip
 
 
 # %%
@@ -534,8 +563,8 @@ display(Markdown(lab.markdown(crowds)))
 # %% [markdown]
 # ## What is refused
 #
-# A mistake gets one line that says what is wrong: a model with nothing to train, a loss that is not a number, a client
-# without data, data that ends early.
+# Some mistakes are detected, and the error message is one line that says what is wrong. Four examples are a model with nothing to train, a
+# loss that is not a number, a client without data, and data that ends too early.
 
 # %%
 batch = (torch.zeros(2, 20), torch.zeros(2, 1))
@@ -564,12 +593,12 @@ print("\n".join(f"{what:16s} {line}" for what, line in said.items()))
 # %% [markdown]
 # ## Claim
 #
-# 1. Every scheme sends fewer bytes than dense training.
-# 2. Some sparse scheme gets to the dense one's test loss, within the tolerance.
-# 3. What was saved is what was tested, and what was frozen is as it was.
-# 4. A round works on the errors of its participants alone, however many clients there are.
-# 5. Each mistake gets one line.
-# 6. The variants of federated averaging are those of a plain PyTorch loop, to rounding.
+# 1. Every sparse scheme sends fewer bytes than dense training.
+# 2. At least one sparse scheme reaches the test loss of the dense one, within the tolerance.
+# 3. The saved model is the one that was tested, and the frozen parameters are unchanged.
+# 4. A round works on the errors of its participants only, however many clients there are.
+# 5. Each mistake produces an error message of one line.
+# 6. The variants of federated averaging agree with a plain PyTorch loop, except for rounding.
 
 # %%
 sparse = last.iloc[1:]
@@ -591,13 +620,13 @@ claim("the variants are plain PyTorch's, to rounding", farthest < 1e-5, f"{farth
 # %%
 print(claim.summary())
 for scheme, row in last.iterrows():
-    print(f"{scheme}: test loss {row['loss']:.4f}, {row['MB']:,.1f} MB")
-print(f"AdamW: {with_adamw}")
-print(f"In {rounds:,} local steps of {clients} clients: {saved}")
+    print(f"{scheme} sent {row['MB']:,.1f} MB and ended at a test loss of {row['loss']:.4f}.")
+print(f"With AdamW, {with_adamw}.")
+print(f"In {rounds:,} local steps of {clients} clients, {saved}.")
 
 # %% [markdown]
-# One run of each, on a small problem: a difference of a few percent may be chance. Run it with another `seed` before you
-# choose. Next: [16_text](16_text.ipynb), a transformer on text, with recorded evidence.
+# Each scheme was trained once, on a small problem, so a difference of a few percent may be chance. Repeat the comparison with
+# another `seed` before you choose a scheme. Next: [16_text](16_text.ipynb) trains a transformer on text and has recorded evidence.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · {clients} clients, made-up regression · n = 1 run of each")
