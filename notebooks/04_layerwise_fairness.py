@@ -588,7 +588,7 @@ answer.update(Markdown(f"""**In short.** The input layers and the last layer hav
 {table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. In an average round, {empty:.0%} of the layers have no entry in the shared mask of
 {schemes[0]}; with {schemes[-1]} it is {left_out:.0%}. We then looked at the layer that gets least, and at how far training moves it compared with
 dense training: {", ".join(f"{share:.0f} % with {name}" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)} seeds). That a minimum share helps
-this layer is {", ".join(f"**{word}** for {name}" for name, word in words.items())}.
+this layer is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.
 """))  # fmt: skip
 
 # %% [markdown]
