@@ -1,17 +1,18 @@
 """Time-Correlated Sparsification (TCS) for communication-efficient federated learning.
 
-The paper's machinery in one module: torch and numpy, nothing else. It reproduces E. Ozfatura,
-K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for Communication-Efficient Federated
-Learning"; "Alg.", "Eq." and "Sec." below are that paper's.
+This one module holds all of the paper's method. It needs torch and numpy, nothing else. The paper
+is E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
+Communication-Efficient Federated Learning"; "Alg.", "Eq.", "Sec." and "line" refer to it.
 
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
 
-Alg. 2 is section 6: `Known` (line 5), `Client` (lines 9 to 13) and `Server` (15, 16), each in a
-process of its own if need be; line 7 is in `LocalTrainer` and line 6 in
-`Federation.move` (section 7).
+Alg. 2, the paper's main algorithm, is in section 6. `Known` holds the shared mask (line 5),
+`Client` is the client's side (lines 9 to 13), and `Server` the server's (lines 15 and 16). Each may
+live in a process of its own. Local training (line 7) is `LocalTrainer`, and the step of the model
+(line 6) is `Federation.move`, both in section 7.
 
-Contents, and the names that each gives
+Contents, with the main names of each section
     1 schemes          Scheme, register_scheme, register_quantizer, register_suffix
     2 masks            top_k_mask, top_k_positions, layerwise_top_k_positions (S_top)
     3 positions        encode_positions, decode_positions (Alg. 4)
@@ -22,45 +23,54 @@ Contents, and the names that each gives
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
 
-Symbols (an axis suffix names a tensor's dimensions)
+Symbols (a suffix such as _D or _NS names the dimensions of a tensor)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
+    S entries of the norms' running statistics
     theta_D      model parameters            (D,) float32, in the order in which they lie in memory
     delta_D      a client's model difference (D,) float32: after local training minus before
-    errors_D     accumulated errors e        (D,) float32, a client's
+    errors_D     accumulated errors e        (D,) float32, a client's: what was not sent yet
     intended     delta + errors              what a client means to send
     sent         the quantized kept entries  what it sends
     update_D     the server's average        (D,) float32
-    phi          share of entries KEPT       K = ceil(phi * D), at least 1
+    phi          the share of entries KEPT   K = ceil(phi * D), at least 1
 
 Differences from the paper
-     1. Bits: beside the paper's formula, those of the code that really decodes are counted, with
-        and without the dense warm-up, which the paper leaves out, and for the downlink.
+     1. Bits are counted by the paper's formula and, beside it, as the length of the code that
+        really decodes. The latter is counted with and without the dense warm-up, which the paper
+        leaves out, and for the downlink, too.
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
-     3. The first sparse round takes its mask from the last dense (warm-up) update; a run with no
-        warm-up makes one dense round first.
-     4. Error accumulation keeps the quantization error too: sent + errors == intended. Exact in
-        float32 without quantization, and with it while sigma >= 1/2 (then a difference of two such
-        numbers is exact, by Sterbenz's lemma); beyond, to one rounding of the subtraction. Errors
-        are in units of the model difference, as in the text; the authors' published code has them
-        in units of gradients (error_unit "gradient").
-     5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w; the
-        algorithm box puts beta on the wrong term, and the text has a plus before eta. A round ends
-        with the server's step, at its own rate; in the boxes the next round begins with it.
-     6. Layer-wise fairness: phi^max with ">=" in the paper means phi^min. A layer is one parameter
-        tensor. The total stays K; if the fair shares alone exceed K, the K largest of them win.
-     7. Fractional quantization: intervals (sigma^p u_max, sigma^(p-1) u_max], the last with u_min,
-        the smallest NON-ZERO magnitude; zeros take its code and do not enter its mean. Shared and
-        own values of a message are quantized together.
-     8. The position code's blocks hold not 1/phi entries but a power of two near it, the one with
-        the shortest code: ceil(log2(1/phi)) bits inside a block of 1/phi would waste up to one.
-     9. Batch norm's running statistics never influence training; after a round the module has the
+     3. The first sparse round takes its mask from the last dense update, that of the warm-up. A run
+        without a warm-up makes one dense round first.
+     4. Error accumulation keeps the quantization error, too, so that sent + errors == intended.
+        This is exact in float32 without quantization. With it, it is exact while sigma >= 1/2,
+        because the difference of two such numbers is exact (Sterbenz's lemma); below, it holds up
+        to one rounding of the subtraction. Errors are in units of the model difference, as in the
+        paper's text. In the authors' published code they are in units of gradients, which
+        error_unit "gradient" gives. With global momentum clients send sums of gradients, and errors
+        are in units of these.
+     5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w. (The
+        algorithm box puts beta on the wrong term, and the text has a plus before eta.) A round ends
+        with the server's step, at this round's learning rate; in the boxes the next round begins
+        with it.
+     6. In layer-wise fairness, phi^max with ">=" in the paper means phi^min. A layer is one
+        parameter tensor. The total stays K: if the layers' fair shares alone exceed K, the K
+        largest of their entries win.
+     7. The intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max], and the
+        last includes u_min, the smallest magnitude that is NOT ZERO. Zeros take the last interval's
+        code and do not enter its mean. The shared and the own values of a message are quantized
+        together.
+     8. A block of the position code holds not 1/phi entries but a power of two near it, the one
+        with the shortest code. A position inside a block of 1/phi would take ceil(log2(1/phi))
+        bits, and waste up to one of them.
+     9. Batch norm's running statistics never influence training. After a round the module has the
         clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
-    11. With local steps a round of the warm-up has H of them too; one published version averages
-        after every single step there.
-    12. Shortcuts of the ResNets are 1x1 convolutions: only they give 11,173,962 parameters. "H = 2
-        and H = 2" means H = 2 and H = 4. The text's "sum" of updates is the algorithm box's mean.
+    11. With local steps, a round of the warm-up has H of them, too. One published version of the
+        method averages after every single step there.
+    12. The shortcuts of the ResNets are 1x1 convolutions, since only these give 11,173,962
+        parameters. Where the paper says "H = 2 and H = 2", we take H = 2 and H = 4. The "sum" of
+        updates in the text is the mean, as in the algorithm box.
 """
 
 from __future__ import annotations
@@ -134,8 +144,9 @@ QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
 CODES: dict[str, BlockCode] = {}  # by the scheme's `code`: how a message becomes bytes
 FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
 SUFFIXES: list[Suffix] = []
-# The shared mask of TCS from something else than the last update: by the scheme's `shared_from`,
-# the rule that stands in for TCS. tcs_lab.schemes has some.
+# Rules that take TCS's shared mask from something else than the last update. The key is a value of
+# the scheme's field `shared_from`, and the rule then stands in for TCS. The core has none of its
+# own; importing tcs_lab.schemes puts "stale", "weights" and "random" here.
 SHARED_FROM: dict[str, type[TCS]] = {}
 
 
@@ -264,10 +275,12 @@ _SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_do
 
 @dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
 class Scheme:
-    """What a client sends in one round. Make one by name, `Scheme.named("TCS-L4-Q5")`.
+    """What a client sends in one round. Make one by its name, as in `Scheme.named("TCS-L4-Q5")`, or
+    from its fields.
 
-    None for a phi means that the scheme has no such mask: top-K has only masks of the clients' own,
-    rand-K only a shared one. Raises ValueError naming the field, its value and what is allowed.
+    A phi of None means that the scheme has no such mask: top-K has only the clients' own masks, and
+    rand-K has only a shared one. For `phi_down`, None means that the server sends everything that
+    came up. Raises ValueError, which names the field, its value and what is allowed.
     """
 
     name: str
@@ -289,9 +302,13 @@ class Scheme:
     phi_down: float | None = None  # share of the server's own mask; None: all that came
     dense_warmup: bool = True  # False: sparse from the first round, by own S_top
     warmup_masks: int = 1  # masks so many times as large in a sparse warm-up
-    error_unit: str = "difference"  # or "gradient": of errors, as in the authors' code
-    # Where the shared mask comes from: "update", S_top of the last update; "stale", of the one ten
-    # rounds ago; "weights", of the model's weights; "random", drawn anew each round from a seed.
+    # The unit in which errors keep their value when the learning rate changes: model differences
+    # or, as in the authors' code, gradients ("gradient"). With momentum only gradients are sent.
+    error_unit: str = "difference"
+    # What TCS takes its shared mask from. "update" is S_top of the last update, as in the paper.
+    # Three more are in tcs_lab.schemes: "stale" is S_top of the update of ten rounds ago, "weights"
+    # is S_top of the model's weights, and "random" is a mask drawn in each round from the seed.
+    # Your own are keys of SHARED_FROM.
     shared_from: str = "update"
 
     def __post_init__(self) -> None:
@@ -335,17 +352,17 @@ class Scheme:
 
     @cached_property
     def compresses_downlink(self) -> bool:
-        """The server keeps errors of its own: what it sends is not all that it means to send."""
+        """Whether the server sends less than the average it has, and so keeps errors of its own."""
         return self.down_value_bits != 32 or self.phi_down is not None
 
     @cached_property
     def always_dense(self) -> bool:
-        """In every round, every entry is sent as it is, in 32 bits."""
+        """Whether every entry is sent as it is, in 32 bits, in every round."""
         return self.rule == "dense" and not self.intervals and not self.compresses_downlink
 
     @cached_property
     def keeps_errors(self) -> bool:
-        """A client adds what was not sent to its next difference."""
+        """Whether a client adds what was not sent to its next difference."""
         return self.error_accumulation and not self.always_dense
 
     @staticmethod
@@ -529,7 +546,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
 
         @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
         class RunningAverage(TCS):
-            keeps = ("average_D", *TCS.keeps)
+            keeps = ("average_D",)  # those of TCS are added
             average_D = 0.0
 
             def observe(self, update_D):
@@ -622,8 +639,9 @@ def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) ->
     """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
 
     Of equal magnitudes the lower index wins. `excluded`, a (D,) mask or positions, never enter.
-    ValueError if k is not in 0..D minus the excluded, or for a NaN. On a GPU, where looking at a
-    value means waiting for it, numbers are taken to be finite and a mask to leave k entries.
+    ValueError if k is not in 0..D minus the excluded, or if an entry that may be chosen is NaN.
+    (With k = 0 nothing is read, so a NaN goes unnoticed.) On a GPU, where looking at a value means
+    waiting for it, numbers are taken to be finite and a mask to leave k entries.
     """
     return top_k_above(0.0, vector_D, _number(k), excluded)[0]
 
@@ -636,9 +654,13 @@ def top_k_above(
 
     Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
     few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
-    the floor is tried, and then 0, which leaves all entries. Without a floor, a sample of a long
-    vector gives one. `among_K` are ascending positions outside of which the vector is 0, if they
-    are known: then no other entry is read. Whatever these two are, the positions are the same.
+    the floor is tried, and then 0, which leaves all entries. Without a floor (0.0), a sample of a
+    long vector gives one.
+
+    `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
+    CPU no other entry is read then, unless fewer than k of these are different from 0. Give it only
+    without `excluded`, which is not looked at on this shorter path. With any floor, and with an
+    `among_K` that is true of the vector, the positions are the same.
 
     This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
     would have to wait to learn how many candidates there are: there, and for other types, `topk`
@@ -808,7 +830,8 @@ def layerwise_top_k_positions(
 
     Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
     of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
-    ValueError for sizes or a k that do not fit, or for a NaN.
+    ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN, even with
+    k = 0. On a GPU the host waits for these checks.
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
@@ -957,7 +980,11 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
-    """Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32; one bit a value and one mean."""
+    """Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32.
+
+    This takes one bit per value, and one mean, as long as no value is 0. The sign of 0 is 0 here:
+    a zero stays 0, which is a third level that one bit could not say.
+    """
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
 
@@ -1110,7 +1137,15 @@ class Message:
         intended_K: Tensor, positions: Tensor, value_bits: int, sender: int = 0, round: int = 0,
         quantizer: str = "fractional",
     ) -> Message:  # fmt: skip
-        """Finite values on shared and own positions, quantized if `value_bits` is not 32."""
+        """Make the message of a sparse round.
+
+        `intended_K` (K,) float32 are the values that are meant to be sent, all of them finite:
+        first those on the shared positions, then those on the sender's own `positions` (int64,
+        ascending). With 32 `value_bits` they are sent as they are. With fewer, the quantizer of
+        this name (a key of QUANTIZERS) turns them into codes and means, and the message's `values`
+        are what the receiver will make of these. ValueError for a quantizer of your own that gives
+        codes or means that are not allowed (see `register_quantizer`).
+        """
         value_bits = _number(value_bits)
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
@@ -1158,8 +1193,13 @@ class Message:
 
 
 def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
-    """ValueError unless a quantizer that is not the paper's gave (count,) codes and (P,) means and,
-    where the host may look, only numbers that it should give."""
+    """ValueError unless `given` are codes (count,) int32 and means (P,) float32.
+
+    On a CPU, and if there are any codes, their numbers are checked, too: codes have to lie in
+    0..2P - 1, and means have to be finite and at least 0. `name` is that of the quantizer in the
+    error. This is asked of what a quantizer other than the paper's gives, and of every quantized
+    message that is to become bytes.
+    """
     two = isinstance(given, tuple | list) and len(given) == 2
     if not two or not all(isinstance(part, Tensor) for part in given):
         raise ValueError(f"quantizer {name}: got {shorten(given)}, allowed: codes and means")
@@ -1181,10 +1221,11 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """One direction of a scheme's traffic, as both sides know it before the first message.
+    """What both sides know, before the first message, of the messages in one direction.
 
-    `order` is how each parameter lies in memory (see `layout_of`): two sides that flatten their
-    models in other orders have other tags. () says nothing of it.
+    `order` is how each parameter lies in memory (see `layout_of`). Two sides that flatten their
+    models in different orders have different tags, and refuse each other's messages. If both give
+    (), this is not checked.
     """
 
     value_bits: int
@@ -1384,7 +1425,11 @@ class BlockCode:
     """
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        """The code, and whether it is that of the code "block", to which another may give way."""
+        """Return the bytes of the message, and whether a receiver has to read them as code "block".
+
+        Here the second is False: the wire's own code is the one to read them with. Another code
+        returns True where it gives way to "block" for a message, and returns the bytes of that.
+        """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
             floats = float_bytes(message.means)
@@ -1453,33 +1498,42 @@ def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
     return bits[:count]
 
 
-# ══ 6. Alg. 2: which entries travel, what all know, a client, the server ══════════════════════════
-#    The path of one message, and who is asked on it:
+# ══ 6. Alg. 2: which entries are sent, what all sides know, a client, the server ══════════════════
+#    One round, in the order of its calls:
 #      1. known.begin(): the rule says which mask all sides share in this round.
 #      2. client.send(delta): lines 9 to 12; the rule chooses the client's own mask (line 10).
-#      3. server.add(n, message) looks at the message and adds it to the sum.
-#      4. server.finish() gives the average and the reply that says it: lines 15 and 16.
-#      5. client.receive(reply), where a client has a `Known` of its own, ends the round there. Line
-#         13, `arrived`, takes out of its errors what it has sent.
-#      6. known.observe(update), at the server: the rule takes the next round's mask from it.
-#    In between, `Known.to_bytes` and `from_bytes` make bytes of a message and read them.
-#    In one process all sides share one `Known`. There `Compressor` plays the whole round, and calls
-#    `arrived` itself. A `Link` says how messages travel, and what they weigh.
+#      3. server.add(n, message): checks the message and adds it to the sum.
+#      4. server.finish(): lines 15 and 16, the average, and the reply that tells it to the clients.
+#      5. client.receive(reply): ends the round at a client that has a `Known` of its own. Line 13,
+#         `arrived`, takes what the client has sent out of its errors.
+#      6. known.observe(update): ends the round at the server. The rule takes the next round's mask
+#         from the update.
+#    Between processes, `Known.to_bytes` makes bytes of a message and `Known.from_bytes` reads them.
+#    In one process all sides can share one `Known`. A `Compressor` then plays the whole round, and
+#    calls `arrived` itself. A `Link` says how messages travel, and counts their bits.
 
 
 class MaskRule:
-    """Which entries travel. Subclass it, with `register_scheme`, to make a scheme of your own.
+    """Decide which entries are sent. To make a scheme of your own, derive a class from this one or
+    from `TCS` and register it with `register_scheme`.
 
-    Masks may be given as a (D,) bool tensor or as ascending int64 positions. `keeps` names the
-    attributes that a resumed run needs, tensors or numbers; those of the base classes count, too.
-    Give them new values and change none in place: a round that fails puts the old ones back.
-    `round` is the number of the round that began last, and `mask_factor` says how many times as
-    large all masks are in it: more than once in the warm-up of a scheme with `warmup_masks`.
+    The methods may return a mask as a (D,) bool tensor or as ascending int64 positions.
+
+    `keeps` names the attributes that a resumed run needs: tensors, numbers or None. A derived class
+    lists only its own; those of its base classes are added. Assign new values to these attributes
+    and never change their tensors in place, because the old values are put back after a round that
+    fails.
+
+    `round` is the number of the round that began last. In that round all masks are `mask_factor`
+    times as large as usual. The factor is 1 except in the warm-up of a scheme with `warmup_masks`.
+    `begin` sets it, and with it the sizes `k_global` and `k_local`, so a `begin` of your own has to
+    call `super().begin(theta_D, mask_factor)`.
     """
 
     keeps: tuple[str, ...] = ()
-    client_type: type[Client] | None = None  # of schemes whose clients keep more than errors
-    server_type: type[Server] | None = None  # and of those whose server does
+    # For schemes whose clients, or whose server, keep more than errors. None: Client and Server.
+    client_type: type[Client] | None = None
+    server_type: type[Server] | None = None
     round = 0
     mask_factor = 1
 
@@ -1496,7 +1550,8 @@ class MaskRule:
         return min(self.mask_factor * kept(phi, self.dimension), most) if phi else 0
 
     def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
-        """A round begins. A rule that looks at the model gets it here, (D,), if there is one."""
+        """A round begins, and masks get their sizes for it. `theta_D` (D,) is the model, for a rule
+        that looks at it; None where there is none, as in a `Compressor.step`."""
         factor = mask_factor if self.scheme.warmup_masks != 1 else 1
         if factor != self.mask_factor:
             self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
@@ -1504,13 +1559,17 @@ class MaskRule:
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def shared_mask(self) -> Tensor | None:
-        """The mask that all sides know; None if it is not known yet. Then the round is dense or,
-        for a scheme with no dense warm-up, one in which nothing is shared."""
+        """Return the mask that all sides share in this round, or None if there is none yet. After
+        None, the round is dense or, for a scheme without a dense warm-up, nothing is shared."""
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def own_count(self, shared: int) -> int | None:
-        """How many entries a client's own mask has beside so many shared ones, as both sides know;
-        None: the message says it."""
+        """How many entries each client's own mask has in a round whose shared mask has `shared`.
+
+        Both sides work this out for themselves, so that the server can refuse a message of another
+        length. A rule whose clients decide it on their own returns None: then the number in the
+        message is taken as it is.
+        """
         wanted = self.k_local
         if not shared and not self.scheme.dense_warmup:
             wanted += self.k_global  # nothing is shared yet: each sends as many of its own choice
@@ -1522,16 +1581,19 @@ class MaskRule:
         return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
-        """Called with every round's update, dense ones too, after it was averaged. Leave it as it
-        is: all sides add it to their model."""
+        """Called at the end of every round, also of a dense one, with its average update (D,). Do
+        not change it in place: all sides add it to their model."""
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
         whose: str = "shared", among_K: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """S_top outside a mask (D,), layer-wise fair if `phi_min` says so: positions (k,). Two
-        things speed it up: the threshold of last time, for the same `whose`, and ascending
-        positions outside of which the vector is 0, `among_K`."""
+        """S_top outside a mask (D,), layer-wise fair if `phi_min` is given: positions int64 (k,).
+
+        The threshold of the last call with the same `whose` speeds this one up. So does `among_K`:
+        ascending positions outside of which the vector is 0. It must not be combined with
+        `excluded_D` (see `top_k_above`).
+        """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
         if phi_min is not None:
@@ -1544,9 +1606,14 @@ class MaskRule:
         return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that this rule can't load. A kept value may begin as None or as a
-        number and become a tensor; but it stays of one dtype, and a tensor (D,) of that length. A
-        rule that knows more of what it keeps extends this."""
+        """Raise ValueError for a state that this rule cannot load.
+
+        The state has to have exactly the names in `keeps`. What is None, a number or a tensor here
+        may be any of these in the state, since it may begin as one and become another. Two tensors
+        need the same dtype and number of dimensions and, if the one here is a vector (D,), that
+        length. Anything else needs the same type. A rule that knows more about its values extends
+        this method.
+        """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
         wanted = {key: getattr(self, key) for key in kept_names(self)}
@@ -1579,7 +1646,8 @@ def kept_names(kept: Any) -> list[str]:
 
 
 class Dense(MaskRule):
-    """Everything travels (FedAvg); with -Q<bits>, quantized."""
+    """Every entry is sent (FedAvg). With -Q<bits>, values are quantized, and the mask that all
+    sides share is the whole vector."""
 
     def shared_mask(self) -> Tensor:
         return torch.arange(self.dimension, device=self.device)
@@ -1677,19 +1745,32 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
-# The status of a round; "averaged" is the server's alone, when it hears nobody any more.
+# The status of a round. Only the server makes it "averaged": then it accepts no more messages.
 CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
 class Known:
-    """What every side knows without a word: the round, whether it is dense, its shared mask.
+    """What the server and all clients know without being told: the number of the round, whether it
+    is dense, and the mask that they share in it.
 
-    `layer_sizes` are the numbers of entries of the parameter tensors, D in all, `order` how these
-    lie in memory (`layout_of`), if that is said; `device` is where tensors live. All sides give the
-    same scheme, sizes, order and `seed`, which is for random masks.
+    In one process all of them can share one object. In several, each makes its own from the same
+    scheme, `layer_sizes`, `seed` and `order`.
 
-    It owns the number of the round and opens and closes it: `begin`, then messages, then `observe`,
-    or `lose` for a round in which nobody was heard. Each step refuses to be called out of order.
+    - `layer_sizes` are the numbers of entries of the parameter tensors. Their sum is D.
+    - `seed` is for rules that draw random masks.
+    - `device` is where tensors live.
+    - `order` says how each parameter lies in memory (see `layout_of`). Without it, nobody checks
+      that the sides flatten their models in the same order.
+
+    `status` says where the round stands. These methods set it:
+
+    - `begin` opens a round. It is refused unless the last round is CLOSED.
+    - `Server.average` sets AVERAGED, after which the server refuses further messages. A client with
+      an object of its own goes from OPEN to CLOSED directly.
+    - `observe` closes the round with its update. It is refused if no round is open.
+    - `lose` closes a round in which nobody was heard. It is never refused: if no round is open, the
+      number of the next one is skipped.
+    - `load_state_dict` forgets an open round.
     """
 
     def __init__(
@@ -1714,8 +1795,10 @@ class Known:
         self.round = 0  # that is open, or the next one
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
-        self.flags: list[tuple[int, Tensor]] = []  # of a GPU: a sender, and if it was finite
-        self.dense = True  # in this round everything travels
+        # A sender, and whether its values were finite: bool (). `finite_part` adds these on a GPU,
+        # and the DDP hook adds one of its own on a CPU, too.
+        self.flags: list[tuple[int, Tensor]] = []
+        self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
         none = torch.zeros(1, dtype=torch.bool, device=device)
         self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
@@ -1726,8 +1809,11 @@ class Known:
     def begin(
         self, dense: bool = False, theta_D: Tensor | None = None, mask_factor: int = 1
     ) -> None:
-        """A round begins: what its shared mask is, or that it is `dense`. A rule that looks at the
-        model gets `theta_D` (D,); for `mask_factor` see `Phase`. ValueError while a round is open.
+        """Open a round, and ask the rule for its shared mask unless the round is `dense`.
+
+        `theta_D` (D,) is the model, for a rule that looks at it. For `mask_factor` see `Phase`. The
+        round is also dense if the scheme is `always_dense`, or if the rule knows no mask yet and
+        the scheme has a dense warm-up. ValueError unless the last round is closed.
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
@@ -1748,8 +1834,9 @@ class Known:
         self.senders = set()  # a new one, by which a `Server` knows what is of this round
 
     def observe(self, update_D: Tensor) -> None:
-        """The round is over: its update (D,), of a dense round too, says what the next round's mask
-        is. ValueError for another shape, or if no round is open."""
+        """Close the round with its update (D,), from which the rule takes the next round's mask.
+        This is called after a dense round, too. ValueError for another shape, or if no round is
+        open."""
         if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
         if tuple(update_D.shape) != (self.dimension,):
@@ -1760,8 +1847,9 @@ class Known:
         self.status = CLOSED
 
     def lose(self, round: int | None = None) -> None:
-        """The round, or the one of this number, is over, and nobody was heard in it: the mask is as
-        before, the next round has the next number. If none is open, the next one is left out."""
+        """Close a round in which nobody was heard: the one that is open or, if none is, the next
+        one; or the one of the number `round`. The mask stays as it was, and the next round has the
+        next number. This is never refused."""
         self.round = (self.round if round is None else round) + 1
         self.status = CLOSED
         self.flags.clear()
@@ -1785,8 +1873,9 @@ class Known:
     def finite_part(self, values: Tensor, sender: int) -> Tensor:
         """The values; NotFiniteError if some are NaN or infinite.
 
-        On a GPU the host would have to wait for the answer. There what is not finite counts as 0
-        and a flag is kept; `look`, at the end of a round, looks at all of them together.
+        On a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any
+        of its entries is not finite, and a flag is kept. `look`, at the end of a round, reads all
+        flags together.
         """
         if self.may_look:  # a sum is quick, but it can overflow: then all values are looked at
             if not math.isfinite(values.sum().item()) and not values.isfinite().all():
@@ -1797,9 +1886,16 @@ class Known:
         return torch.where(is_finite, values, 0.0)
 
     def look(self, counted_D: Tensor | None = None) -> int:
-        """A GPU's only look at values in a round, so all that the host wants to know is asked here:
-        NotFiniteError for the first sender with a flag that says no, and how many entries of a mask
-        (D,) are set. (A CPU has no flags.)"""
+        """Read everything that the host wants to know from a GPU in a round, in one wait.
+
+        Return how many entries of the mask `counted_D` (D,) are set, 0 without one. Raise
+        NotFiniteError for the first sender whose flag says that its values were not finite. On a
+        CPU `finite_part` has raised that already, and flags are not read.
+
+        An ordinary round has no other wait. These have some more: layer-wise fairness, which checks
+        its vector; a rule that gives its masks as bool tensors; a `Server.reply` that is really
+        made, which has to know how many entries were explored; and `to_bytes`.
+        """
         if self.may_look:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
@@ -1821,9 +1917,13 @@ class Known:
         return full_D
 
     def check_message(self, message: Message, sender: int) -> None:
-        """MessageError unless it is `sender`'s (SERVER: the server's) of the round that is open,
-        with as many finite values as it should have, none of them in a place that is taken. (Of a
-        client's dense message the average is looked at instead.)"""
+        """MessageError unless it is the message of `sender` (SERVER: the server) in the open round,
+        of the size and type that it should have.
+
+        On a CPU the numbers are checked, too: positions are ascending, in range and outside the
+        shared mask, and values are finite. (Values of a client's dense message are not checked one
+        by one, since the average of all is.)
+        """
         if self.status == CLOSED:
             call = "receive" if sender == SERVER else "add"
             what = f"{call}: round {self.round} is not open, allowed: after Known.begin"
@@ -1894,7 +1994,8 @@ class Known:
             raise MessageError(sender, str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """By value. Send this and theta to a side that has missed rounds."""
+        """All that a resumed run needs, by value. Send this and theta to a side that has missed
+        rounds."""
         return self._identity() | {"round": self.round, "rule": self.rule.state_dict()}
 
     def _identity(self) -> dict[str, Any]:
@@ -1930,24 +2031,27 @@ class Known:
 
 
 class InFlight(NamedTuple):
-    """A message that a client has sent and of which it does not know yet whether it arrived: its
-    round, where its values belong, what was meant there and what was said. A dense one is empty."""
+    """A message that a client has sent, while it does not know whether it has arrived. For a dense
+    message the three tensors are empty."""
 
     round: int
-    positions_K: Tensor
-    intended_K: Tensor
-    values_K: Tensor
+    positions_K: Tensor  # where its values belong, shared positions first
+    intended_K: Tensor  # what the client meant to send there
+    values_K: Tensor  # what it has sent
     dense: bool
 
 
 class Client:
-    """Alg. 2's client. `errors_D` (D,) is what the server has not had: zeros at first, if none are
-    given; None where the scheme keeps no errors.
+    """Alg. 2's client.
 
-    Messages leave `send`. From then until `arrived`, errors_D holds all that was meant to be sent;
-    only `arrived` takes out what was said, so that what was lost on the way stays. `keeps` names
-    the tensors (D,) that a resumed run needs, beside those of the base classes; all of them are in
-    units of the model difference.
+    `errors_D` (D,) is what the server has not received yet: zeros at first, if none are given, and
+    None where the scheme keeps no errors. Its unit is that of the vectors given to `send`: model
+    differences or, in a federation with global momentum, sums of gradients.
+
+    `send` makes a message. From then until `arrived`, errors_D holds all that was meant to be sent.
+    Only `arrived` takes the sent values out, so that a message which is lost on the way stays in
+    the errors. `keeps` names the tensors (D,) that a resumed run needs, beside those of the base
+    classes. All of them have to be in the unit of the errors, since `scale_` scales them together.
     """
 
     keeps: tuple[str, ...] = ("errors_D",)
@@ -1961,12 +2065,12 @@ class Client:
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
-        """A model difference (D,), which stays as it is, to this round's message: lines 9 to 12.
+        """Lines 9 to 12: make this round's message of a model difference (D,), left as it is.
 
         Before anything is changed, raises NotFiniteError for NaN or infinity, ValueError for
         another shape or type, a round that is not open, or a second message in it. Errors that
-        overflow by the sum raise NotFiniteError, too, and begin anew. On a GPU what is not finite
-        is sent as 0, and `Known.to_bytes` or the end of the round raises.
+        overflow by the sum raise NotFiniteError, too, and begin anew. On a GPU the whole vector
+        becomes 0 if any entry is not finite, and `Known.to_bytes` or the end of the round raises.
         """
         known, what = self.known, f"client {self.number}: send"
         if known.status != OPEN:
@@ -2030,8 +2134,13 @@ class Client:
         return own_K
 
     def arrived(self, received: Message | None = None) -> None:
-        """The message has arrived, as it was sent or as it was `received` (an all-reduce in fewer
-        bits). ValueError if nothing is in flight, or for other values than were sent."""
+        """Line 13: the message in flight has arrived, so its values are taken out of the errors.
+
+        Give `received` if the values arrived in another form than they were sent, for instance
+        rounded by an all-reduce in fewer bits: then those values are taken out. ValueError if
+        nothing is in flight, if `received` has another number of values than the message that was
+        sent, or if only one of the two is dense. The values themselves are not compared.
+        """
         what = f"client {self.number}: arrived"
         if self.in_flight is None:
             got = f"has sent nothing that could have arrived in round {self.known.round}"
@@ -2054,10 +2163,19 @@ class Client:
         self.in_flight = None
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
-        """For a client with a `Known` of its own: the server's message ends the round. `heard` says
-        whether this client's own message was among those averaged. The update (D,). MessageError,
-        with nothing changed, for another round's message; ValueError if it was heard in a round in
-        which it has not sent; NotFiniteError where it was not known until now, on a GPU."""
+        """End the round with the server's message, at a client that has a `Known` of its own.
+        Return the update (D,).
+
+        `heard` says whether this client's message of this round is in the average. The reply does
+        not say so: a client in another process has to learn it from whatever carries the messages.
+        With True, the client takes what it sent out of its errors. If the server refused the
+        message, or averaged without it, give False: then the errors keep all of it for the next
+        round. The same holds for a client that took no part.
+
+        Raises MessageError, with nothing changed, for a message of another round; ValueError if
+        `heard` is True and this client has sent nothing in this round; and NotFiniteError if it
+        turns out only now, on a GPU, that what was sent is not finite.
+        """
         known = self.known
         known.check_message(reply, SERVER)
         known.look()
@@ -2076,8 +2194,12 @@ class Client:
         return self.in_flight is not None and self.in_flight.round == round
 
     def withdraw(self, delta_D: Tensor) -> None:
-        """Takes back a `send`, for a step that is void on all sides: errors as before, but for
-        rounding."""
+        """Take `delta_D` out of the errors again, for a step that is void on all sides.
+
+        Give the vector that `send` was called with. If nothing was taken out of the errors since,
+        they are what they were before `send`, but for rounding. What was in flight is forgotten.
+        The client still counts as one that has sent in this round.
+        """
         self.in_flight = None
         if self.errors_D is not None:
             self.errors_D.sub_(delta_D.detach())
@@ -2091,7 +2213,7 @@ class Client:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
-        """What is kept, times a factor: where its unit changes."""
+        """Multiply errors, and what else is kept, by a factor, because their unit changes."""
         for tensor in self._kept().values():
             if tensor is not None:
                 tensor.mul_(factor)
@@ -2106,8 +2228,8 @@ class Client:
         return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for another client's state, for errors of another size, or one that is not
-        whole."""
+        """ValueError for the state of another client, for errors of another size, or for a state in
+        which something is missing or of the wrong type."""
         check_state_version("state of Client", state)
         wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
         flight = state.get("in_flight")
@@ -2157,11 +2279,18 @@ class Downlink(Client):
         super().__init__(known, 0, errors_D)
         self.number = SERVER
         self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
-        self.explored_D = known.shared_D[:0]  # what came up in this round, (D,)
+        # Where clients sent entries outside the shared mask, bool (D,), as `reply_to` was told. It
+        # is the server's own tensor, which is cleared after the round; (0,) before the first.
+        self.explored_D = known.shared_D[:0]
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """What it says of an update (D,) for which clients sent the entries `explored_D` (D,) on
-        their own; it will arrive."""
+        """Make the server's message for an update (D,), and take it out of the server's errors at
+        once, since a reply is taken to arrive.
+
+        `explored_D` (D,) bool says where clients sent entries outside the shared mask. Without a
+        `phi_down`, these are the server's own positions. NotFiniteError if errors and update
+        overflow together; then the errors become 0.
+        """
         self.explored_D, before_D = explored_D, self.errors_D
         try:
             message = self.message_of(update_D)
@@ -2188,10 +2317,11 @@ class Downlink(Client):
 
 
 class Server:
-    """Alg. 2's server. It adds messages up as they come.
+    """Alg. 2's server. It adds each message to a sum as it comes.
 
-    `weights`, one of each client, are their shares of the average, equal without. Where the scheme
-    compresses the downlink, `downlink` is the server as a sender, with errors of its own.
+    `weights` has one number per client: its share of the average. Without it all are equal. Where
+    the scheme compresses the downlink, `downlink` is the server as a sender, with errors of its
+    own; else it is None.
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
@@ -2228,8 +2358,9 @@ class Server:
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
-        """The average of what came, (D,), after which nobody is heard in this round. MessageError
-        if nothing came, NotFiniteError for sums that overflow."""
+        """Line 15: the average of the messages that were added, (D,). Messages that come later in
+        this round are refused. MessageError if there is no message, NotFiniteError if the sum has
+        overflowed."""
         known = self.known
         if not self.heard or self.senders is not known.senders or known.status == CLOSED:
             way = "allowed: finish after add"
@@ -2243,7 +2374,8 @@ class Server:
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
-        """The message to all clients; not all of it where the downlink is compressed."""
+        """Line 16: the server's message to all clients, which says the update (D,) or, where the
+        downlink is compressed, a part of it."""
         known = self.known
         if self.downlink is not None:
             return self.downlink.reply_to(update_D, self.explored_D)
@@ -2254,10 +2386,16 @@ class Server:
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def finish(self) -> tuple[Tensor, Message]:
-        """What all sides have after the round, (D,), and the message that says it. `Known.observe`
-        of the former ends the round. Who was averaged is forgotten: read `heard` before.
-        NotFiniteError where it was not known until now, on a GPU, that a client's message is not
-        finite: then the round is lost, and `Known.lose` ends it."""
+        """Return the update that all sides have after the round, (D,), and the server's message
+        that tells it to the clients.
+
+        Where the downlink is compressed, the update is what the message says, not the average. The
+        round ends when you give the update to `Known.observe`. The list `heard` is emptied here, so
+        read it before if you want to know whose messages were averaged.
+
+        Raises what `average` raises. On a GPU it may turn out only now that a client's message is
+        not finite: then NotFiniteError is raised and the round is lost; end it with `Known.lose`.
+        """
         update_D = self.average()
         try:
             self.known.look()
@@ -2277,7 +2415,7 @@ class Server:
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
-        """Errors of the downlink times a factor: where their unit changes."""
+        """Multiply the downlink's errors by a factor, because their unit changes."""
         if self.downlink is not None:
             self.downlink.scale_(factor)
 
@@ -2311,11 +2449,13 @@ class Server:
 class Link:
     """How messages travel between a server and its clients in a `Compressor`.
 
-    Without a `channel` they arrive as they were sent, and their exact sizes are counted. With one,
-    every message becomes bytes and is decoded before it is used; `channel(sender, data)` is what
-    the network makes of the bytes: `unchanged`, a transport, or an attack. A client's message that
-    can't be accepted raises MessageError or, with `on_bad` "skip", is left out: the average is over
-    the others, and the client keeps all that it meant to send (without errors, it is lost).
+    Without a `channel`, messages arrive as they were sent, and their exact sizes are counted. With
+    one, every message becomes bytes and is decoded before it is used. `channel(sender, data)`
+    returns the bytes that arrive: the same with `unchanged`, or those of a transport or an attack.
+
+    A client's message that cannot be accepted raises MessageError. With `on_bad` "skip" it is left
+    out instead: the average is that of the others, and the client's errors keep all that it meant
+    to send. (A scheme without errors loses it.)
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2339,10 +2479,11 @@ class Link:
         return message, message_bits(message, known.up)
 
     def down(self, server: Server) -> tuple[Tensor, int]:
-        """The update that all clients have, (D,), and the bits of the message that says it.
+        """The update that all clients have, (D,), and the length of the server's message in bits.
 
-        Where the reply says all of the average, in code "block", and is not made into bytes, it
-        need not be made: its length follows from how many entries some clients explored.
+        Often this message need not be made, because its length follows from the number of entries
+        that clients explored. That is so if it says all of the average, in code "block", and does
+        not become bytes.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
@@ -2368,7 +2509,7 @@ def unchanged(sender: int, data: bytes) -> bytes:
 
 
 def bytes_of(bits: int) -> int:
-    """Of a message with so many bits of code: its bytes in all."""
+    """The length in bytes of a message with so many bits of code, with the overhead."""
     return OVERHEAD_BYTES + -(-bits // 8)
 
 
@@ -2376,8 +2517,14 @@ def bytes_of(bits: int) -> int:
 
 
 class Traffic(NamedTuple):
-    """What a round sent. `bits_up` is one client's message on average and `bits_down` the server's,
-    in bits of code; `bytes_up`, of all clients, and `bytes_down` have the overhead too."""
+    """What was sent in a round. `bits_up` is the average length of a client's message and
+    `bits_down` the length of the server's, in bits of code. `bytes_up`, of all clients together,
+    and `bytes_down` include the overhead. `heard` are the clients whose messages were averaged, and
+    `refused` those whose messages were not accepted.
+
+    The round of a centralized scheme (Baseline) is counted in the same way, as one dense message
+    each way, although there is nobody to send it to. `bit_budget` is nan there.
+    """
 
     bits_up: int = 0
     bits_down: int = 0
@@ -2390,10 +2537,12 @@ class Traffic(NamedTuple):
 class Compressor:
     """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
 
-    Arguments as those of `Known` and `Server`; `clients` is N, `link` how messages travel.
-    `errors_ND` (N, D) float32 is what the server has not received yet; (0, D) without errors.
-    `traffic` is that of the last round. ValueError for a scheme that needs more than compression, a
-    `Federation`.
+    `clients` is N, and `link` says how messages travel. The other arguments are those of `Known`
+    and `Server`.
+    `errors_ND` (N, D) float32 is what the server has not received yet, in the unit of the vectors
+    that `step` is given; (0, D) without errors.
+    `traffic` is that of the last round. ValueError for a scheme that needs more than compression:
+    global momentum, and errors in units of gradients, take a `Federation`.
     """
 
     def __init__(
@@ -2423,13 +2572,16 @@ class Compressor:
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
     ) -> Tensor:
-        """One round, Alg. 2 lines 8 to 16: (N, D) model differences in, their (D,) average out.
+        """One round: (N, D) model differences in, their (D,) average out. These are lines 9 to 13,
+        15 and 16 of Alg. 2, and line 5 of the next round.
 
-        `dense` sends everything, unquantized (warm-up). `clients` says who takes part; the others
-        keep their errors. A scheme that needs an update to take its mask from makes its first round
-        dense. Leaves `deltas_ND` as it is. Raises NotFiniteError or ValueError, with nothing
-        changed in this process, for deltas or clients that can't be used. (A GPU finds what is not
-        finite at the end of the round: then that is lost, as `round` says.)
+        With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A scheme that
+        takes its mask from an update makes its first round dense in any case. `clients` says who
+        takes part; the others keep their errors. `deltas_ND` stays as it is.
+
+        Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
+        be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
+        the round is lost, as in `round`.
         """
         self._check_usable(begins=True)
         expected = (self.client_count, self.known.dimension)
@@ -2446,6 +2598,7 @@ class Compressor:
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
         """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
+        For `theta_D` and `mask_factor` see `Known.begin`.
 
         Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
         be sent, the mask is as before, and the next round has the next number. Schemes without
@@ -2460,11 +2613,15 @@ class Compressor:
         self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """A round in which `checked(n)` is client n's difference: lines 9 to 16."""
+        """A round in which `checked(n)` is client n's difference: lines 9 to 13, 15 and 16, and
+        line 5 of the next round."""
         known, server, t = self.known, self.server, self.known.round
         refused, bits_up, bytes_up = list[int](), 0, 0
         asked: int | None = None  # the client whose message is being made
-        # what a round that fails puts back: the tensors in these are replaced, not changed
+        # What a round that fails puts back. Attributes are kept here without copies of their
+        # tensors, since a rule and the downlink replace theirs and change none in place. Of the
+        # server's tensors, `sum_D` is a new one in each round. `explored_D` does change in place,
+        # but `drop` clears it, as it was at the beginning of the round.
         before = list[tuple[Any, dict[str, Any]]]()
         for part in (known.rule, server, server.downlink):
             if part is not None:
@@ -2505,8 +2662,13 @@ class Compressor:
         self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
         error: BaseException,
     ) -> None:  # fmt: skip
-        """After an error in round t, in which nobody was heard then: all is as it was `before`, but
-        that clients' errors hold what they meant to send."""
+        """Undo round t, which `error` has ended before any client was told that it was heard.
+
+        The rule, the server and its downlink get their attributes from `before`, and the round
+        counts as lost. Clients' errors are not put back: they hold all that the clients meant to
+        send, except that errors which have overflowed become 0. A note on the error says which
+        round it was and, unless the error says it itself, for which client (`asked`).
+        """
         is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
         who = "" if is_named else f"client {asked}, "
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
@@ -2557,7 +2719,7 @@ class Compressor:
             client.errors_D = errors_D
 
     def scale_errors_(self, factor: float) -> None:
-        """All errors times a factor: where their unit changes."""
+        """Multiply all errors by a factor, because their unit changes."""
         self._check_usable()
         factor = _number(factor)
         self._is_whole = False
@@ -2623,12 +2785,13 @@ def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[floa
 
 
 class Phase(NamedTuple):
-    """What a schedule says of a round: learning rate, dense or not, and a factor on all K.
-    A schedule is any function from the round's number, counted from 0, to a Phase."""
+    """What a schedule says of a round: the learning rate, whether the round is dense, and a factor
+    by which all K are larger. A schedule is a function from the round's number, counted from 0, to
+    a Phase or a learning rate."""
 
     eta: float
     dense: bool = False
-    mask_factor: int = 1  # of a scheme with a sparse warm-up alone: larger there
+    mask_factor: int = 1  # looked at only where the scheme has `warmup_masks`
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -2638,41 +2801,59 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Federation:
-    """N clients and a server (Alg. 1 with Alg. 2's compression, or Alg. 3): `round` by `round`.
+    """Train a model with N clients and a server: Alg. 1 with the compression of Alg. 2, or Alg. 3
+    where the scheme has global momentum. Call `round` once per round.
 
-    `model` is any module with float32 parameters. It stays its owner's: parameters are ordinary
-    tensors, which hold theta after every round, and modes and gradients are put back as they were.
-    Weights and statistics that the owner loads into it between two rounds count. A module that
-    trains other parameters than at the start is refused by name: make a new Federation of it. (What
-    else a forward pass changes, such as a teacher or spectral norm's vectors, clients change in
-    turn, in a failed round too.) `feed` is a list with one iterable of batches per client, on the
-    model's device, or an object like `Feed`. `loss(model, batch)` is a scalar.
+    Arguments
 
-    Local steps are plain SGD; `schedule` is its learning rate, or gives that of a round or its
-    `Phase`, and `weight_decay` times the parameters is added to each gradient. Or they are those of
-    `local_optimizer`, a function from parameters to an optimizer: each client has one of its own,
-    whose rate is the schedule's, or its own if `schedule` is None. (An optimizer that was given
-    another rate than the schedule begins with, or several, is refused beside a schedule.)
-    `server_optimizer`, such another function, steps by the average update (its gradient is minus
-    that). `weights` are the clients'
-    shares of the average, of statistics too, equal without; `seed` is for rand-K's masks and for
-    what clients draw in torch; `link` says how messages travel. `trainer` makes the `LocalTrainer`
-    from its arguments: a class derived from it, for another way to run the same local steps.
-    `on_delta(n, delta_D)`, if set, sees every difference before it is compressed; the next one
-    takes its memory.
+    - `model`: any module with float32 parameters. It stays its owner's. Its parameters are ordinary
+      tensors, which hold theta after every round; modes (train or eval) and gradients are put back
+      as they were. If its owner loads other weights or running statistics into it between two
+      rounds, training goes on from these. A module that trains other parameters than at the start
+      is refused, with the parameter's name: make a new Federation of it. Whatever else a forward
+      pass changes, such as a teacher or spectral norm's vectors, clients change in turn. It is not
+      put back after a failed round either.
+    - `feed`: a list with one iterable of batches per client, on the model's device, or an object
+      like `Feed`.
+    - `scheme`: a `Scheme` or its name.
+    - `schedule`: the learning rate of the local steps, or a function from a round's number to its
+      rate or `Phase`. None leaves the rate to `local_optimizer`.
+    - `loss`: `loss(model, batch)` is a scalar tensor. The default is cross-entropy.
+    - `weight_decay`: this number times the parameters is added to every gradient of plain SGD. It
+      cannot be combined with `local_optimizer`, which has its own.
+    - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
+      plain SGD. Each client gets one of its own. With a schedule, its rate is the schedule's.
+      Beside a schedule, an optimizer is refused if it was given another rate than the schedule
+      begins with, or several rates.
+    - `server_optimizer`: such a function for the server's step. The optimizer sees minus the
+      average update as the gradient.
+    - `weights`: the clients' shares of the average, of running statistics too; equal if not given.
+    - `link`: how messages travel (see `Link`).
+    - `seed`: for rand-K's masks and for what clients draw in torch.
+    - `trainer`: makes the `LocalTrainer` from its arguments. A class derived from it can run the
+      same local steps in another way.
 
     All parameters that are trained are averaged, also those of a head or of a norm. A head that is
     to stay a client's own has to stand outside the module that is given here, and `loss` applies it
-    (notebook 15 shows how). A batch norm of a client's own, whose weights lie inside, is not
-    possible; only its running statistics are a client's own, until the model is evaluated.
+    (notebook 15 shows how). The weights of a batch norm inside the module cannot be a client's own.
+    Only its running statistics are, until the model is evaluated.
 
-    State: `theta_D` (D,), which every round and `state_dict` first read from the module and which
-    `load_state_dict` puts into it, so that writing to it has no effect; `statistics_NS`, the norms'
-    running means and variances, a row for each client; `momentum_D`; `compressor`;
-    `active`, the clients that the last round averaged; and `t`, the number of rounds begun.
-    `losses_N` sums each client's losses over local steps, those of failed rounds too, until its
-    owner sets it to zero (`losses_N.zero_()`); it is not saved. ValueError for a model, feed or
-    combination of no use.
+    Attributes
+
+    - `theta_D` (D,): the parameters. `round` and `state_dict` first read them from the module, and
+      `load_state_dict` writes them into it, so writing to `theta_D` itself has no effect.
+    - `statistics_NS`: the running means and variances of the norms, one row per client.
+    - `momentum_D` (D,): the server's momentum, None without.
+    - `compressor`: the `Compressor`. Its errors are in units of model differences or, with global
+      momentum, of gradients.
+    - `active`: the clients whose messages were averaged in the last round.
+    - `t`: the number of rounds begun.
+    - `losses_N`: each client's sum of losses over local steps, those of failed rounds too, until
+      its owner sets it to zero with `losses_N.zero_()`. It is not saved.
+    - `on_delta`: if you set it, `on_delta(n, delta_D)` sees every difference before it is
+      compressed. The next difference takes its memory.
+
+    ValueError for a model, a feed or a combination of arguments that cannot be used.
     """
 
     def __init__(
@@ -2950,11 +3131,11 @@ class Federation:
 class LocalTrainer:
     """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
 
-    Clients take turns on the module, which is lent for a round; `theta_D` (D,) is where all of them
-    start. Each client has a row of the norms' running statistics, `statistics_NS`, a sum of its
-    losses, `losses_N`, and an optimizer where `local_optimizer` makes one. The other arguments are
-    those of `Federation`. A class derived from this one may train several clients at the same time:
-    `begin` says which are to come.
+    Clients take turns on the module, which is lent for a round. All of them start from `theta_D`
+    (D,). Each client has its own row of the norms' running statistics, `statistics_NS`, its own sum
+    of losses in `losses_N`, and its own optimizer where `local_optimizer` makes one. The arguments
+    are those of `Federation`. A class derived from this one may train several clients at the same
+    time: `begin` tells it which clients come next.
     """
 
     first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
@@ -3376,16 +3557,19 @@ def _norms(model: nn.Module) -> list[Any]:
 
 
 class Feed:
-    """Batches from one iterable a client, such as a DataLoader, begun anew when it ends.
+    """Batches from one iterable per client, such as a DataLoader, which begins anew when it ends.
 
-    Every pass over a client's iterable begins under random numbers of (seed, client, pass), so that
-    a loader which shuffles does so again when a run is resumed; its own `generator` and those of
-    its samplers are seeded, too. Whatever has a `set_epoch` (the iterable, its data set, its
-    samplers, and what these are made of) is told the number of the pass first, counted from 0. (A
-    data set that several clients share hears it from each of them.) What is drawn later in a pass
-    (a shuffle buffer) or by numpy is another after a resume. A feed of your own needs `clients` and
-    `batch`. Raises ValueError for anything but a list of iterables, for a client with no batch, and
-    for workers that persist and would not hear the number of the pass.
+    At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
+    (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed. The
+    `generator` of the loader and those of its samplers are seeded, too. Before that, everything
+    that has a `set_epoch` is told the number of the pass, counted from 0: the iterable, its data
+    set, its samplers, and what these are made of. (A data set that several clients share is told by
+    each of them.) Random numbers that are drawn later in a pass, as for a shuffle buffer, or by
+    numpy, differ after a resume.
+
+    A feed of your own needs `clients`, their number, and `batch`. Raises ValueError for anything
+    but a list of iterables, for a client with no batch, and for persistent workers that the number
+    of the pass would not reach.
     """
 
     most_workers = 16  # of all loaders together; each is a process with open files, for good
@@ -3683,7 +3867,7 @@ def tcs_hook(
     sparse or complex gradients; for parameters of a second model; and if not DDP is the caller.
     """
     _check_caller(state, bucket, others)
-    gives_mask = state.iter + 1 >= state.start_iter
+    gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
     client = state.begin(bucket)
     buffer, known, ranks = bucket.buffer(), client.known, state.group.size()
 

@@ -9,22 +9,22 @@
 # %% [markdown]
 # # 05 · Keep the momentum on every side
 #
-# **In short.** With β where the text has it, everybody's model is that of `torch.optim.SGD`, sparse or dense, and no bit more is sent.
-# Most of a sparse step is then memory: it moves places that the round did not send. In trainings as short as these TCS ends with a higher
-# loss with momentum than without.
+# **In short.** The paper prints the rule for global momentum with a misprint. Put right, the rule is exactly that of
+# `torch.optim.SGD`, with compression and without, and it adds not a single bit to a message. With compression, most of
+# each step then comes from earlier rounds: it moves entries for which nothing arrived in this round. In
+# trainings as short as those on this page, TCS ends with a higher loss with momentum than without it.
 #
 # After this notebook you will be able to
 #
-# - take the server's step with momentum, and tell it from the paper's misprints,
-# - say how much of a sparse step is memory.
+# - write the update step with momentum, and tell it from the paper's misprints,
+# - say how much of a sparse step comes from earlier rounds.
 #
-# **Claim (Sec. II-D, Alg. 3, Table 3).** When clients send sparsified *gradients*, everybody can keep the
-# same momentum without sending it, and with it TCS reaches the accuracy of centralized training with
-# momentum.
+# **Claim (Sec. II-D, Alg. 3, Table 3).** If clients send sparsified *gradients*, the server and all clients can compute the
+# same momentum, so that it need not be sent. With it, TCS reaches the accuracy of centralized training with momentum.
 #
-# You will read Algorithm 3, with its misprints put right, beside the code; see on one number what each
-# misprint would do; check that the core does what `torch.optim.SGD` does; look at what momentum means for
-# a sparse update; and train with and without it.
+# We read Algorithm 3 beside the code, with its misprints corrected, and see on a single number what each
+# misprint would do. Then we compare the federation with `torch.optim.SGD` on a real network. After that we measure what
+# momentum means for a sparse update. At the end we train with and without it.
 #
 # *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
@@ -50,8 +50,8 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # %% [markdown]
 # ## Parameters
 #
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
+# The sections *Claim* and *What we saw* are computed anew in every run.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 momentum = 0.9  # beta
@@ -95,39 +95,41 @@ print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g
 # %% [markdown]
 # ## Algorithm 3, put right
 #
-# Momentum replaces the gradient by a decaying sum of all gradients so far. Here each client sends its
-# sparsified gradient, the server averages, and *everybody*, server and clients, applies
+# Momentum replaces the gradient by a decaying sum $w$ of all gradients so far. In Algorithm 3 each client sends its
+# sparsified gradient, and the server averages what arrives. The server and every client then apply
 #
 # $$w_t = \beta\, w_{t-1} + \tilde g_{t-1}, \qquad \theta_t = \theta_{t-1} - \eta_t\, w_t$$
 #
-# to the same average $\tilde g$. So all have the same $w$, and it never travels: that is what is *global*
-# about it. The paper prints this rule correctly only when text and algorithm box are read together:
+# to the same average $\tilde g$. All of them therefore hold the same $w$ without ever sending it, which is why the paper calls this
+# momentum *global*. Neither the text nor the algorithm box of the paper is correct alone. This table lists the
+# misprints and what we run instead:
 #
 # | line of the box | printed | meant, and run here |
 # |---:|:---|:---|
-# | 5 | $S_{top}(g_{t-1}, K_{global})$ | $S_{top}(\tilde g_{t-1}, K_{global})$, of what all have received |
-# | 7 | $w_t = w_{t-1} + \beta\, \bar g_{t-1}$ | $w_t = \beta\, w_{t-1} + \tilde g_{t-1}$, as in the text: β on the other term, and not $\bar g$, which one client alone knows |
-# | 8 | $\theta_t = \theta_{t-1} - \eta_t w_t$; a plus in the text | minus |
-# | 16 | the mean of what arrives; the *sum* in the text | mean |
+# | 5 | $S_{top}(g_{t-1}, K_{global})$ | $S_{top}(\tilde g_{t-1}, K_{global})$: the mask comes from the average that everybody has received |
+# | 7 | $w_t = w_{t-1} + \beta\, \bar g_{t-1}$ | $w_t = \beta\, w_{t-1} + \tilde g_{t-1}$, as in the text: β multiplies the old $w$, and the gradient is the received average ($\bar g$ is known to one client only) |
+# | 8 | $\theta_t = \theta_{t-1} - \eta_t w_t$; the text has a plus | minus |
+# | 16 | the mean of what arrives; the text has the *sum* | the mean |
 #
-# One more difference: in the box the next round begins with this step, at its own rate. Here a round ends with it, at that round's
-# rate. The two differ only where η changes.
+# We depart from the box in one more point. In the box this step opens the next round and uses that round's learning rate.
+# Here the step closes the round in which the gradients were computed, with the learning rate of that round. The two differ only where η changes.
 #
-# Lines 10 to 14 are those of Algorithm 2, with gradients in the place of model differences: masks,
-# error accumulation, all as before. What a client hands to them, their exchange, and the step that
-# ends a round:
+# Lines 10 to 14 are those of Algorithm 2, with gradients instead of model differences. Masks and error accumulation
+# work as before. The code below shows what a client passes to the compression, how the clients and the server exchange
+# it, and the step that ends a round:
 
 # %%
 lab.show_code(tcs.LocalTrainer.difference, tcs.Federation.exchange, tcs.Federation.move)
 
 # %% [markdown]
-# Without momentum a factor, −η, turns gradients into a model difference before the compression; with
-# momentum they are sent as they are, and the step, in `move`, has two lines, not one.
+# Without momentum, a client multiplies its gradients by −η before the compression, which makes them a model difference. With
+# momentum, it sends the gradients themselves, and η enters later, in `move`.
 #
 # ## What the misprints would do
 #
-# One parameter, $f(\theta) = \theta^2 / 2$, so the gradient is $\theta$ itself. Four rules, from the same
-# start: PyTorch's, the one put right (the text's $w$, the box's minus), the box's (β on the wrong term), and the text's with its plus sign.
+# We take a single parameter and $f(\theta) = \theta^2 / 2$, so that the gradient is $\theta$ itself. Four rules start
+# from the same point: PyTorch's rule, the rule put right (as in the right column above), the rule of the box (β on the wrong term), and
+# the rule of the text with its plus sign.
 
 # %%
 steps, eta = 60, 0.1
@@ -169,16 +171,16 @@ axes.legend(frameon=False, ncols=2, loc="upper right")
 plt.show()
 
 # %% [markdown]
-# The rule put right is inside PyTorch's circles at every step. With β on the wrong term nothing
+# The corrected rule meets PyTorch's circles at every step. If β stands on the wrong term, nothing
 # is ever forgotten: $w$ is β times the sum of all gradients, and θ swings for ever like a pendulum without
-# friction. With the plus sign it climbs out of the picture.
+# friction. With the plus sign, θ grows without bound and leaves the picture.
 #
 # ## The same as torch.optim.SGD, on a real network
 #
-# Nothing compressed, one client: this must be plain SGD with momentum. We let the federation train a
-# small ResNet, hand its gradient of every round to `torch.optim.SGD`, which moves a second copy of the
-# first weights, and compare all weights after every round. If they agree after round $t$, the gradient of
-# round $t + 1$ is the right one for both; so agreement in all rounds is equivalence.
+# With one client and no compression, the federation must do plain SGD with momentum. To check this, we let the federation train a
+# small ResNet. In every round we give its gradient to `torch.optim.SGD`, which updates a second copy of the
+# initial weights, and we compare all weights after the round. The gradient of the next round is computed at the
+# federation's weights. As long as the two copies agree, it is the right gradient for both, so agreement in all rounds means that the two methods are equivalent.
 
 
 # %%
@@ -206,20 +208,20 @@ largest = lab.number(sparse_gap, 1)
 print(f"TCS, {clients} clients:              largest difference {largest} in {rounds} rounds")
 
 # %% [markdown]
-# The weights are the same, with and without compression. The second line says how to use it:
-# global momentum *is* `torch.optim.SGD(momentum=β)` on every side, fed with the received $\tilde g$ in the
-# place of a gradient. (Weight decay is in the clients' gradients here, so the optimizer has none.)
+# The weights are the same, with and without compression. The second line also tells you how to use global momentum in your
+# own code: run `torch.optim.SGD(momentum=β)` on the server and on every client, and give it the received $\tilde g$ as the
+# gradient. (The clients' gradients already contain the weight decay, so this optimizer has none.)
 #
 # ## What momentum means for a sparse update
 #
-# $\tilde g$ has at most $K_{global} + N K_{local}$ entries, but $w$ remembers: an entry of $\tilde g$ that
-# came once lives on as $\beta, \beta^2, \dots$ of itself. So a step also moves places of which nothing was
-# received in this round. How much of it does, we measure as
+# $\tilde g$ has at most $K_{global} + N K_{local}$ non-zero entries. But $w$ remembers: a value that
+# arrived once stays in $w$ as $\beta, \beta^2, \dots$ times itself. So a step also moves entries for which nothing was
+# received in this round. We measure how large this part of the step is:
 #
 # $$\text{memory} = \frac{\sum_{i \notin \text{supp}(\tilde g)} |w_i|}{\sum_i |w_i|}$$
 #
-# And there are two ways to choose a mask: from $\tilde g$, as line 5 does, or from $w$. We run
-# the first, and look at what the second would have chosen.
+# The global mask could also be chosen in two ways: from $\tilde g$, as line 5 does, or from $w$. We run
+# the first, and record which mask the second would have chosen.
 
 # %%
 federation, memory, masks = lab.Training(config, data), [], {"g": [], "w": []}
@@ -241,35 +243,42 @@ def in_common(masks):
 
 common = {name: statistics.mean(in_common(group)) for name, group in masks.items()}
 print(
-    f"the last update has {received:.1%} of all entries; memory, mean: {statistics.mean(memory):.0%}"
+    f"the last update has {received:.1%} of all entries; memory is {statistics.mean(memory):.0%} of a step on average"
 )
-print(f"successive masks share {common['g']:.0%} of S_top(g), {common['w']:.0%} of S_top(w)")
+print(
+    f"of one round's mask {common['g']:.0%} is in the next one if it is S_top(g), {common['w']:.0%} if it is S_top(w)"
+)
 
 # %% jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 start = federation.rounds_per_epoch * epochs - len(memory)
 rounds = range(start + 1, start + len(memory) + 1)
-axes.plot(rounds, memory, label="memory: step outside the update", color=lab.COLOURS[0])
+axes.plot(rounds, memory, label="memory: part of the step", color=lab.COLOURS[0])
 for i, name in enumerate(masks):
     look = {"color": lab.COLOURS[i + 1], "linestyle": lab.tables.DASHES[i + 1], "marker": "s^"[i]}
-    label = f"S_top({name}) in common with the round before"
+    label = f"S_top({name}): kept from the last round"
     axes.plot(rounds[1:], in_common(masks[name]), label=label, markevery=6, markersize=5, **look)
-axes.set(title="Momentum under TCS", xlabel="round", ylabel="share", ylim=(0, 1.45))
+axes.set(
+    title="Most of a step moves entries that were not in the update",
+    xlabel="round",
+    ylabel="share",
+    ylim=(0, 1.45),
+)
 axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
 axes.legend(frameon=False, loc="upper center", ncols=2, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# Most of nearly every step is memory: it moves places that were not in the update. That is
-# the price and the use of momentum here: a place that was heard once is moved on for about $1/(1-\beta)$
-# rounds, by what was true when it was heard. And in this run $S_{top}(w)$ changed less from round to round than the mask from
-# $\tilde g$; a training that used it might differ. The paper does not try it; [notebook 09](09_your_own_scheme.ipynb)
-# shows how to make a scheme of your own from such an idea.
+# In nearly every round, most of the step is memory: it moves entries that were not in the update. This has an advantage and a
+# price. An entry that was sent once keeps moving for about $1/(1-\beta)$ rounds, but its direction is that of the round in which it
+# was sent. In this run $S_{top}(w)$ also changed less from round to round than the mask from
+# $\tilde g$. A training that used it might behave differently; the paper does not try it. [Notebook 09](09_your_own_scheme.ipynb)
+# shows how to turn such an idea into a scheme.
 #
 # ## Does it help?
 #
-# The schemes of Table 3. With β a constant gradient makes steps $1/(1-\beta)$ times as long, so we train
-# TCS with global momentum twice: with TCS's η, as the paper's Table 3 suggests, and with $(1-\beta)\,\eta$,
+# We train the schemes of Table 3. With momentum β, a constant gradient makes steps $1/(1-\beta)$ times as long. We therefore train
+# TCS with global momentum twice: with the η of TCS, as the paper's Table 3 suggests, and with $(1-\beta)\,\eta$,
 # where the steps are as long as without momentum.
 #
 # **What do you expect?** In so short a training, does momentum lower the loss of TCS, or raise it?
@@ -300,8 +309,8 @@ for label, seed in lab.followed(every, "runs"):
 print(f"{sum(map(len, runs.values()))} runs, {len(trials)} of each kind")
 
 # %% [markdown]
-# Accuracies have ± one standard deviation over the seeds. The gain is taken seed by seed against the scheme without momentum,
-# with the interval that holds its true mean with 95 % (Student's t).
+# Accuracies are means ± one standard deviation over the seeds. The gain compares each scheme with the same scheme without momentum,
+# seed by seed, and has a 95 % confidence interval for the mean (Student's t).
 
 # %%
 paper = {"Baseline": 92.23, "Baseline-Momentum": 93.105}
@@ -326,7 +335,14 @@ for label, group in runs.items():
     ]
     row += ["–" if label.startswith("Baseline") else f"{group[0][2]:,}"]
     rows.append(row)
-head = ["scheme", "paper, %", "ours, %", "training loss", "gain and 95 %", "bits of a message up"]
+head = [
+    "scheme",
+    "paper, %",
+    "ours, %",
+    "training loss",
+    "gain (95 % interval)",
+    "bits per uplink message",
+]
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
 # %% jupyter={"source_hidden": true}
@@ -341,18 +357,23 @@ figure.legend(loc="outside right upper", frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# On average over the seeds momentum lowers the training loss of the centralized baseline (not for certain: *What we saw*), and raises that
-# of TCS. With the long steps it is slow until η drops, and then falls faster. A likely reason is the
-# memory above: most of a step follows gradients of earlier rounds, which errors have delayed already.
+# On average over the seeds, momentum lowers the training loss of the centralized baseline, though the interval in *What we saw* is wide.
+# It raises the loss of TCS. With the undiminished η, TCS learns slowly until η drops, and its loss then falls faster. A likely reason is
+# the memory above: most of a step follows gradients of earlier rounds, which error accumulation had already delayed.
 #
-# These trainings are far from finished: they say how fast a scheme starts, not whether the paper is right. Longer ones disagree: with
-# momentum TCS ends more accurate in profiles `evidence`, `cpu` and `short`, not in `small` (`results/*/table3.md`). [13_evidence](13_evidence.ipynb) judges it.
+# These trainings are far from finished. They show how fast a scheme starts, not whether the paper is right, and longer trainings disagree with them:
+# with momentum, TCS ends more accurate in the profiles `evidence`, `cpu` and `short`, though not in `small` (a profile says how
+# large a run is; see `results/*/table3.md`). Notebook [13_evidence](13_evidence.ipynb) gives the verdict.
 #
 # ## Claim
 #
-# Exact: the rule put right is PyTorch's (to rounding, 1e-12 in float64), the misprinted ones are not; the
-# federation's weights are those of `torch.optim.SGD` (to 1e-6, float32 rounding; we see less), compressed
-# or not; a client's message is as long as without momentum. Accuracy is reported, not asserted.
+# We check the following statements:
+#
+# 1. The corrected rule is PyTorch's, up to rounding (1e-12 in float64), and the misprinted rules are not.
+# 2. The federation has the same weights as `torch.optim.SGD`, with compression and without. The tolerance of 1e-6 covers the rounding of float32.
+# 3. A client's message is as long as without momentum.
+#
+# Accuracy is reported above, but no statement about it is checked here.
 
 # %%
 torch_path = paths["torch.optim.SGD"]
@@ -373,9 +394,15 @@ claim("a message is as long as without momentum", len(sizes) == 1,
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; each cell compares with the core.
+# Replace `return None` by your own lines. Each cell compares your function with the core.
 #
-# **1. The step.** All sides have received the average `g_D`. Return the new `theta_D` and the new `w_D`.
+# **1. The step.** Everybody has received the average `g_D`. Return the new `theta_D` and the new `w_D`.
+#
+# <details><summary>Hint</summary>
+#
+# Use the two equations under *Algorithm 3, put right*. The second one needs the new $w$, not the old one.
+#
+# </details>
 
 
 # %%
@@ -406,9 +433,15 @@ def momentum_step(theta_D, w_D, g_D, eta, beta):
 assert lab.teaching.judge_solution("momentum_step", momentum_step) == "right"
 
 # %% [markdown]
-# **2. Where the sign slips.** The text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
-# $w = g$, and a small step changes the loss by the gradient times the change of θ. Return this change
-# twice: for the rule as printed, and as meant. Which one descends?
+# **2. Where the sign slips.** The paper's text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
+# $w = g$. For a small step, the loss changes by the inner product of the gradient and the change of θ. Return this change of the loss
+# for the rule as printed, and then for the rule as meant. Which of the two descends?
+#
+# <details><summary>Hint</summary>
+#
+# `a @ b` is the inner product of two vectors. The two changes differ only in their sign.
+#
+# </details>
 
 
 # %%
@@ -458,21 +491,23 @@ often = len(memory) * k_global / len(probe.theta_D)
 behind, interval = gain("TCS-Global Momentum", beside="Baseline-Momentum")
 print(claim.summary())
 display(Markdown(f"""
-- Accuracy gained by momentum (n = {len(trials)}), after so few sparse rounds that an entry got to be sent {often:.1f} times
-  (the paper: 234):
+- Momentum changed the accuracy as follows (n = {len(trials)} seeds, intervals of 95 %). These trainings are so short that the
+  average entry is sent only {often:.1f} times; in the paper it is sent 234 times:
 """ + "\n".join(f"    - {said(label)}" for label in runs if "omentum" in label) + f"""
-- Momentum changed the training loss of TCS by {changed["TCS-Global Momentum"]}, that of the baseline by
+- Momentum changed the training loss of TCS by {changed["TCS-Global Momentum"]}, and that of the baseline by
   {changed["Baseline-Momentum"]}.
-- TCS with global momentum ended {behind:+.1f} ± {interval:.1f} points from the centralized baseline with momentum, after {federation.rounds_per_epoch * epochs} rounds
-  against {train_samples // (2 * batch_size) * epochs} steps (the paper: {paper["TCS-Global Momentum"] - paper["Baseline-Momentum"]:+.3f}).
-- What surprised us: {statistics.mean(memory):.0%} of a step is memory, in places that the round's update did
-  not touch; $S_{{top}}(w)$, which this run did not use, kept {common["w"]:.0%} of its places from round to round, the
-  mask from the update {common["g"]:.0%}.
+- TCS with global momentum ended {behind:+.1f} ± {interval:.1f} points from the centralized baseline with momentum. It had
+  {federation.rounds_per_epoch * epochs} rounds, where the baseline made {train_samples // (2 * batch_size) * epochs} steps. In the paper the two differ by
+  {paper["TCS-Global Momentum"] - paper["Baseline-Momentum"]:+.3f} points.
+- What surprised us: {statistics.mean(memory):.0%} of a step is memory, in entries that the round's update did
+  not contain. From one round to the next, $S_{{top}}(w)$, which this run did not use, kept {common["w"]:.0%} of its entries,
+  and the mask from the update kept {common["g"]:.0%}.
 """))  # fmt: skip
 
 # %% [markdown]
-# Table 3 in a larger profile is drawn by [08_tables_and_curves](08_tables_and_curves.ipynb). Next:
-# [06_sparse_encoding](06_sparse_encoding.ipynb) turns the positions into bits. Try here: `momentum = 0.5`, `value_bits = 5`, `clients = 10`.
+# Notebook [08_tables_and_curves](08_tables_and_curves.ipynb) draws Table 3 for larger profiles. Next,
+# [06_sparse_encoding](06_sparse_encoding.ipynb) turns positions into bits. Things to try here: `momentum = 0.5` (the memory
+# should shrink), `value_bits = 5` (messages get shorter), and `clients = 10` (the update has more entries).
 
 # %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")

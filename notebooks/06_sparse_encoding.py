@@ -9,17 +9,20 @@
 # %% [markdown]
 # # 06 · Write positions in a few bits
 #
+# A client that sends only a few entries of a long vector must also tell the receiver where they belong. This notebook shows the
+# short code that the paper uses for these positions, and counts what it costs.
+#
 # After this notebook you will be able to
 #
 # - decode positions by hand (Algorithm 4),
-# - work out how long a code is, and say when a bitmap is shorter.
+# - compute how long a code is, and say when a bitmap is shorter.
 #
-# **Claim (Sec. II-E, Algorithm 4).** With a share φ of the entries kept, a position costs
-# $\log_2(1/\phi)+2$ bits instead of $\log_2 d$: about half at the paper's size, and the same whatever
-# the positions are.
+# **Claim (Sec. II-E, Algorithm 4).** If a fraction φ of the $d$ entries is sent, one position costs
+# $\log_2(1/\phi)+2$ bits instead of $\log_2 d$. At the paper's size this is about half, and the cost is the same whichever
+# entries are sent.
 #
 # *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb)
-# and [03_tcs](03_tcs.ipynb), for what the masks are.
+# and [03_tcs](03_tcs.ipynb), which explain the masks.
 
 # %% jupyter={"source_hidden": true}
 import math
@@ -61,7 +64,7 @@ block = round(1 / phi)  # entries in a block
 width = tcs.intra_block_bits(block)  # bits of a place inside a block
 positions_K = torch.tensor(positions) - 1  # the core counts from zero
 blocks = math.ceil(dimension / block)
-print(f"{blocks} blocks of {block} entries; a place inside a block takes {width} bits")
+print(f"{blocks} blocks of {block} entries; an offset inside a block takes {width} bits")
 
 # %% jupyter={"source_hidden": true}
 paper_d = sum(p.numel() for p in tcs.resnet18().parameters())
@@ -78,33 +81,33 @@ def budget_of(name: str) -> dict[str, str]:
     """A scheme's budget (bits per parameter), the positions' part, and with plain indices."""
     budget, own = tcs.bit_budget(name), tcs.Scheme.named(name).phi_local
     plain = (1 - in_positions(name)) * budget + own * math.log2(paper_d)
-    return {"scheme": name, "budget": f"{budget:.4f}", "positions": f"{share[name]:.0%}",
-            "with log2 d each": f"{plain:.4f}"}  # fmt: skip
+    return {"scheme": name, "budget": f"{budget:.4f}", "part that is positions": f"{share[name]:.0%}",
+            "budget with plain indices": f"{plain:.4f}"}  # fmt: skip
 
 
 share = {name: in_positions(name) for name in ("TCS", "top-K", "TCS-Q5", "top-K-Q5")}
 at_once = {name: f"{100 * part:.0f}\u00a0%" for name, part in share.items()}
 display(
-    Markdown(f"""**Positions are {at_once["TCS"]} of what TCS sends**, by the paper's budget with its 32-bit values, and
-{at_once["top-K"]} of what top-K sends. With 5-bit values they are {at_once["TCS-Q5"]} and {at_once["top-K-Q5"]}: then
-it matters how they are written.""")
+    Markdown(f"""**In short.** Of the bits that TCS sends, {at_once["TCS"]} are positions, by the paper's budget with
+32-bit values; of the bits that top-K sends, {at_once["top-K"]} are. With 5-bit values the parts grow to {at_once["TCS-Q5"]} and
+{at_once["top-K-Q5"]}, and then it matters how positions are written.""")
 )
 
 # %% [markdown]
 # ## The code
 #
-# A client sends the values under its own mask together with *where* they belong. `dimension`, `phi` and `positions`
-# are the paper's example. Change any parameter and run all again: the picture, the walk and the exercise follow, *Claim* and
-# *What we saw* are worked out anew.
+# A client sends the values under its own mask together with their positions in the vector. The parameters `dimension`, `phi` and `positions`
+# above are the paper's example. You can change any parameter and run all cells again. The picture, the decoding steps and the exercise
+# then use your values, and the sections *Claim* and *What we saw* are computed anew.
 #
-# Cut the vector into blocks of $1/\phi$ entries, so that a block holds one kept entry on average. Go
-# through the blocks in order. For a kept entry write a flag `1` and its place inside the block; at the
-# end of a block, empty or not, write `0`. No block number is ever written: the reader counts the zeros.
+# The code works as follows. Cut the vector into blocks of $1/\phi$ entries, so that a block holds one kept entry on average. Go
+# through the blocks in order. For each kept entry, write a flag `1` and then the entry's offset inside its block. At the
+# end of each block, empty or not, write `0`. A block number is never written, because the reader can count the zeros.
 #
-# $$\underbrace{1}_{\text{flag}}\;+\;\underbrace{\lceil\log_2(1/\phi)\rceil}_{\text{place in the block}}
-# \;\text{ bits an entry}\qquad+\qquad\underbrace{1}_{\text{end}}\;\text{ bit a block}$$
+# $$\underbrace{1}_{\text{flag}}\;+\;\underbrace{\lceil\log_2(1/\phi)\rceil}_{\text{offset in the block}}
+# \;\text{ bits per entry}\qquad+\qquad\underbrace{1}_{\text{end}}\;\text{ bit per block}$$
 #
-# There are as many blocks as kept entries, so that makes $\log_2(1/\phi)+2$ bits an entry.
+# There are as many blocks as kept entries, so the sum is $\log_2(1/\phi)+2$ bits per entry.
 
 # %% tags=["nbval-check-output"]
 bits = tcs.encode_positions(positions_K, dimension, block)
@@ -112,12 +115,12 @@ code = "".join(map(str, bits.tolist()))
 print(f"positions {positions} of {dimension} -> {code}, {len(code)} bits")
 
 # %% [markdown]
-# The paper's string, without its colours: three entries of three bits, and three block ends.
+# With the parameters above, this is the string in the paper: three entries of three bits each, and three block ends.
 #
 # ## The code in colour
 #
-# First, each bit gets its kind. This little reader is Algorithm 4 as one would do it by hand: it yields
-# one step at a time, with where it stands, what it reads, the block it is in and the position found.
+# To colour the bits, we first need to know which kind each bit is. The small reader below follows Algorithm 4 as one would do it by
+# hand. In each step it yields its pointer, the bits that it reads, the index of the block it is in, and the position that it found.
 
 
 # %%
@@ -135,13 +138,14 @@ def walk(code: str, block: int):
 
 
 # %% [markdown]
-# Three kinds of bits, with the paper's colours in a palette that colour-blind readers can tell apart,
-# and a hatch for paper. `kinds` has one letter a bit: **f**lag, **p**lace in the block, block **e**nd.
+# There are three kinds of bits. Each gets a colour that colour-blind readers can tell apart, and a hatch for
+# printing in black and white. The string `kinds` has one letter per bit: `f` for a **f**lag, `p` for a bit of the offset (the
+# **p**osition inside the block), and `e` for a block **e**nd.
 
 # %%
 KINDS = {
     "f": ("flag: an entry follows", lab.COLOURS[3], ""),
-    "p": ("place inside the block", lab.COLOURS[5], "////"),
+    "p": ("offset inside the block", lab.COLOURS[5], "////"),
     "e": ("end of a block", lab.COLOURS[6], "...."),
 }
 steps = list(walk(code, block))
@@ -187,19 +191,19 @@ ax.set(xlim=(-half, half), ylim=(0.1, 3.8), xticks=[], yticks=[], frame_on=False
 plt.show()
 
 # %% [markdown]
-# The vector above is numbered from one, its blocks alternately grey and white, kept entries
-# dark; below, the stream, with a line from each kept entry to its flag and its place.
+# The upper row is the vector, numbered from one. Its blocks are alternately grey and white, and the kept entries are
+# dark. The lower row is the code, with a line from each kept entry to its flag and its offset.
 #
 # ## Read it by hand
 #
-# Take a pencil, start with block 0 and repeat until the bits are used up:
+# Take a pencil, start with block 0 and repeat these steps until all bits are used:
 #
 # 1. Read one bit. If it is `0`, the block ends: add one to the block index.
-# 2. If it is `1`, read the next $\lceil\log_2(1/\phi)\rceil$ bits as a binary number: the place in the block.
-# 3. The entry stands at block index × block size + place, counted from zero; add one to count from one.
-# 4. At the end you must have read one `0` for every block, no more and no fewer: otherwise it is no code.
+# 2. If it is `1`, read the next $\lceil\log_2(1/\phi)\rceil$ bits as a binary number. This is the offset inside the block.
+# 3. The position is block index × block size + offset, counted from zero. Add one to count from one.
+# 4. At the end you must have read exactly one `0` per block. Otherwise the bits were not a valid code.
 #
-# The steps of the example:
+# These are the steps for the example:
 
 # %% tags=["nbval-check-output"]
 rows = [
@@ -210,8 +214,8 @@ rows = [
 print(pd.DataFrame(rows).to_string(index=False))
 
 # %% [markdown]
-# One row a step, and the positions we started from. Now one for you: the same size of
-# vector and of block. Decode it on paper before you look at the next cell.
+# Each row is one step, and the positions are those we started from. Now it is your turn: the next cell prints a code for a vector
+# and blocks of the same size. Decode it on paper before you look at the cell after it.
 
 # %%
 draw = torch.randperm(dimension, generator=torch.Generator().manual_seed(seed))
@@ -226,9 +230,9 @@ print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist(
 # %% [markdown]
 # ## The same without a loop
 #
-# A walk takes one Python step an entry, too slow for thousands of entries a message. The encoder needs
-# no walk: entry $i$ (from zero), in block $b$, comes after $i$ entries and $b$ block ends, so its flag
-# stands at bit
+# The reader above takes one Python step per entry, which is too slow for messages with thousands of entries. The encoder
+# needs no loop. Entry $i$ (counted from zero), which lies in block $b$, comes after $i$ entries and $b$ block ends, so its flag
+# is bit number
 #
 # $$i\,(1+\lceil\log_2(1/\phi)\rceil)+b .$$
 
@@ -236,17 +240,17 @@ print(f"counted from one: {read_back}; right: {read_back == (hidden + 1).tolist(
 lab.show_code(tcs.encode_positions)
 
 # %% [markdown]
-# The decoder has to find the flags: not every `1` is one. What comes `1 + width` bits after a flag, up
-# to the next `1`, are block ends. So it hops from flag to flag, over all block ends between two at once,
-# and then reads all the places inside blocks side by side.
+# The decoder must first find the flags, and not every `1` is a flag. After a flag come `width` bits of offset. All bits from there
+# up to the next `1` are block ends. The decoder can therefore jump from flag to flag, over all block ends between them at once.
+# Then it reads the offsets of all entries in parallel.
 
 # %%
 lab.show_code(tcs.decode_positions, tcs._flag_starts)
 
 # %% [markdown]
-# The paper's pseudo-code leaves two things open: the block index starts at 0, positions count from
-# zero. Any block size $b$ will do for the code; a place inside a block then takes $\lceil\log_2 b\rceil$ bits. Walk and
-# core must agree on any mask:
+# The paper's pseudo-code does not say where counting starts. In our code both the block index and the positions start at zero. The code
+# works for any block size $b$; an offset then takes $\lceil\log_2 b\rceil$ bits. The next cell checks on random masks that
+# the reader above, the core and the mask agree:
 
 # %% tags=["nbval-check-output"]
 generator, agreed = torch.Generator().manual_seed(seed), 0
@@ -260,17 +264,21 @@ for size in range(1, 201):  # block sizes, powers of two and others
 print(f"{agreed} of 200 random masks: walk, core and mask agree")
 
 # %% [markdown]
-# Full agreement, with blocks of 1 to 200 entries.
+# All of them agree, with blocks of 1 to 200 entries.
 #
 # ## What a position costs
 #
-# Now count: random masks of exactly $K=\lceil\phi d\rceil$ entries, encoded, and the length of the
-# code divided by $K$. Three yardsticks: a plain index, $\log_2 d$; a **bitmap**, one bit for every entry
-# of the vector, so $1/\phi$ a position; and the entropy bound, below which no code can go on average for masks that keep
-# each entry with probability φ (for exactly $K$ entries it is $\log_2\binom{d}{K}/K$, less by a little where $K$ is large):
+# We now encode random masks of exactly $K=\lceil\phi d\rceil$ entries and divide the length of the
+# code by $K$. We compare the result with three other costs per position:
+#
+# - a plain index, which takes $\log_2 d$ bits;
+# - a **bitmap**, which has one bit for every entry of the vector and so takes $1/\phi$ bits per position;
+# - the entropy bound. If each entry is kept with probability φ, no code can be shorter on average than
 #
 # $$\frac{H_2(\phi)}{\phi}=\log_2\frac1\phi+\frac{1-\phi}{\phi}\log_2\frac1{1-\phi}
 # \;\approx\;\log_2\frac1\phi+1.44\quad\text{for small }\phi .$$
+#
+# (For exactly $K$ entries the bound is $\log_2\binom{d}{K}/K$, which is slightly smaller if $K$ is large.)
 #
 # **What do you expect?** Does a bitmap win only where more than half of the entries are kept, or earlier?
 
@@ -293,7 +301,7 @@ shares = [phi_smallest * ratio ** (i / (phi_steps - 1)) for i in range(phi_steps
 table = pd.DataFrame([costs(share) for share in shares])
 zoom = pd.DataFrame([costs(i / 1000) for i in range(150, 301)])
 above = table["counted"] - table["formula"]
-print(f"counted minus formula: {above.min():+.2f} to {above.max():+.2f} bits a position")
+print(f"counted minus formula: {above.min():+.2f} to {above.max():+.2f} bits per position")
 
 # %% jupyter={"source_hidden": true}
 LINES = {
@@ -327,15 +335,15 @@ fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", nco
 plt.show()
 
 # %% [markdown]
-# The counted bits follow the formula in steps: a place takes whole bits, so between two
-# powers of two it costs up to one bit more. (Real messages avoid the steps: `tcs.block_for` takes the
-# power of two with the shortest code.) Left, the bitmap leaves the picture at small φ; right, it comes
-# back and wins.
+# The counted bits follow the formula in steps. An offset takes a whole number of bits, so between two
+# powers of two a position costs up to one bit more. (Real messages avoid these steps: `tcs.block_for` chooses the
+# power of two that gives the shortest code.) In the left picture the bitmap is far too expensive at small φ. The right picture
+# enlarges the range of large φ, where the bitmap wins.
 #
 # ## Where the entries are does not matter
 #
-# Flags and places are fixed by the number of entries, ends by the number of blocks: the length depends
-# on $K$ and $d$ alone. The paper's "on average" is really "always", so that a receiver knows the size
+# The flags and offsets depend only on the number of entries, and the block ends only on the number of blocks. So the length of a code
+# depends on $K$ and $d$ alone. The paper states the cost as an average, but it is always the same, and a receiver knows the size
 # of a message beforehand.
 
 # %% tags=["nbval-check-output"]
@@ -347,24 +355,25 @@ for name, where in heaps.items():
     print(f"{name:14s} {len(tcs.encode_positions(where, measured_dimension, 1000)):,} bits")
 
 # %% [markdown]
-# The same number three times. The price: entries that cluster gain nothing. The code of schemes that end
-# in + makes use of that ([notebook 10b](10b_fewer_bytes.ipynb)).
+# The code has the same length three times. This has a price: entries that lie close together cost as much as scattered ones. Schemes whose
+# names end in `+` use a different code that makes use of such clusters ([notebook 10b](10b_fewer_bytes.ipynb)).
 #
 # ## What it is worth in a scheme
 #
-# TCS sends positions only for its local mask, an eleventh of its entries; top-K sends one with every value.
-# What part of the paper's bit budget are positions, with values of 32 and of 5 bits?
+# With top-K, every value needs a position. TCS sends positions only for the entries of its local mask, which is one entry in eleven.
+# The table shows which part of the paper's bit budget positions take, with values of 32 and of 5 bits:
 
 # %%
 display(Markdown(lab.markdown(pd.DataFrame([budget_of(name) for name in share]))))
 
 # %% [markdown]
-# That is why the paper's shared mask and its 5-bit values go together: once values take 5 bits, positions are most of
-# top-K's budget but a small part of TCS's. A plain index hurts top-K-Q5 most.
+# This is why the paper combines its shared mask with 5-bit values. Once a value takes only 5 bits, positions are most of
+# top-K's budget, but still a small part of TCS's. The last column shows the budget if each position were a plain index. It would
+# hurt top-K-Q5 most.
 #
 # ## What the code does not do
 #
-# The code has no check of its own: a flipped bit is noticed only where the result is no code. Flip each bit of
+# The code does not detect damage. A flipped bit is noticed only if the result is no longer a valid code. We flip each bit of
 # the example in turn and decode:
 
 # %% tags=["nbval-check-output"]
@@ -379,15 +388,15 @@ for i in range(len(bits)):
 print(f"{noticed} of {len(bits)} flips are noticed, {len(bits) - noticed} give other positions")
 
 # %% [markdown]
-# Some flips raise (a wrong number of block ends, entries out of order), the others silently move an
-# entry. So a real message has a checksum around the code ([notebook 10](10_bits_on_the_wire.ipynb)).
+# Some flips raise an error, because the number of block ends is wrong or the entries are out of order. The others move an
+# entry without notice. A real message therefore has a checksum around the code ([notebook 10](10_bits_on_the_wire.ipynb)).
 #
 # ## Claim
 #
-# 1. The example comes out as printed in the paper, and decodes.
-# 2. Where $1/\phi$ is a power of two (and divides $d$) the formula holds exactly: no tolerance.
-# 3. Elsewhere counted and formula differ by at most one bit, because a place takes whole bits.
-# 4. At the paper's size, ResNet-18 and φ = 0.001, they agree within 0.5 %, and a position costs
+# 1. The example gives the code that the paper prints, and it decodes.
+# 2. Where $1/\phi$ is a power of two (and divides $d$), the formula holds exactly, without a tolerance.
+# 3. Elsewhere the counted bits and the formula differ by at most one bit, because an offset takes a whole number of bits.
+# 4. At the paper's size (ResNet-18 and φ = 0.001) they agree within 0.5 %, and a position costs
 #    about half of $\log_2 d$.
 
 # %%
@@ -420,11 +429,20 @@ for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.i
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; the cell compares with the core.
+# Replace `return None` by your own lines. The cell compares your functions with the core.
 #
-# 1. Algorithm 4: the positions, from 0, that a string of bits says, with blocks of so many entries.
-# 2. The bits that so many positions in a vector of so many entries cost. Blocks need be no power of two,
-#    and the last one may be shorter.
+# 1. Write Algorithm 4. `bits` is a string of `0` and `1`, and `block` is the number of entries in a block. Return the list of positions, counted
+#    from zero.
+# 2. Return the number of bits that the code takes for `count` positions in a vector of `dimension` entries. The block size need not be a power of
+#    two, and the last block may be shorter than the others.
+#
+# <details><summary>Hints</summary>
+#
+# 1. Keep a pointer into `bits` and a block index, as in the section *Read it by hand*. In Python, `int("0101", 2)` reads a binary number.
+#    If a block has a single entry, the offset has no bits at all.
+# 2. Count the flags, the bits of the offsets and the block ends separately, and round up where needed.
+#
+# </details>
 
 
 # %%
@@ -464,7 +482,7 @@ lab.check_exercise("code_bits", code_bits)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def decode(bits, block):
     width, pointer, index, found = math.ceil(math.log2(block)), 0, 0, []
     while pointer < len(bits):
@@ -493,22 +511,26 @@ assert lab.teaching.judge_solution("code_bits", code_bits) == "right"
 wins = zoom[~lost & (zoom["phi"] > 0.2)]["phi"]
 gap = (table["counted"] - table["entropy"])[table["phi"] < 0.1]
 print(claim.summary())
-print(f"over the entropy bound: {gap.min():.2f} to {gap.max():.2f} bits a position below φ = 0.1")
+print(
+    f"below φ = 0.1 a position costs {gap.min():.2f} to {gap.max():.2f} bits more than the entropy bound"
+)
 first = zoom[lost]["phi"].min()
 print(
-    f"what surprised us: a bitmap wins from φ = {first:.3f} on, though the formula crosses 1/φ at 0.25;"
+    f"what surprised us: a bitmap is shorter from φ = {first:.3f} on, though by the formula only from 0.25 on;"
 )
-print(f"the code is as good or better again from {wins.min():.3f} to {wins.max():.3f}")
+print(
+    f"from φ = {wins.min():.3f} to {wins.max():.3f} the code is again as short as a bitmap or shorter"
+)
 
 # %% [markdown]
-# The formula says that a bitmap is cheaper above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. Blocks of 5
-# entries waste most of their third bit, which moves the crossing down to 1/5; blocks of 4 move it
-# back for a while. No scheme of the paper comes near either: its largest φ is 0.01.
+# By the formula, a bitmap is cheaper above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. But blocks of 5
+# entries need 3 bits for an offset and use them badly, so the bitmap is already shorter at φ = 1/5. With blocks of 4 the code becomes as short or
+# shorter again for a while. No scheme of the paper comes near this range: its largest φ is 0.01.
 #
-# The layout is older than federated learning: places in binary beside block numbers in unary is how
-# Elias and Fano stored sorted lists of numbers, and search engines still do.
+# The idea of this code is older than federated learning. Elias and Fano stored sorted lists of numbers in the same way, with offsets in
+# binary and block numbers in unary, and search engines still do.
 #
-# Next: [07_fractional_quantization](07_fractional_quantization.ipynb), the other half of a message: the values.
+# Next, [07_fractional_quantization](07_fractional_quantization.ipynb) looks at the other half of a message: the values.
 
 # %%
 print(

@@ -9,25 +9,27 @@
 # %% [markdown]
 # # 07 · Send a value in five bits
 #
-# **In short.** Every value but zero arrives off by at most (1 − σ)/σ of itself (here 0.5 to 1.3), and nothing is lost: the client's errors keep
-# the rest. That bound cannot be improved. A plain uniform quantizer leaves a smaller error of the whole message at five bits; fractional intervals keep *small* values in
-# proportion.
+# **In short.** The paper's quantizer sends each value in five bits. Every value except zero arrives with a relative error of at most
+# (1 − σ)/σ, where σ is the ratio between neighbouring intervals of the quantizer. For the messages below this bound lies between 0.5
+# and 1.3, and it cannot be improved. What a message loses is not lost for good: it goes into the client's errors and is sent later. At five bits, a
+# plain uniform quantizer leaves a smaller error of the message as a whole. The strength of the paper's quantizer is that *small* values keep
+# their size in proportion.
 #
 # After this notebook you will be able to
 #
 # - find the interval of a value, and turn codes back into values,
 # - say which errors are bounded, and where another quantizer does better.
 #
-# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization sends a value as a sign and the number of one
-# of $P=2^{q-1}$ intervals; every value but zero, large or small, arrives off by at most
-# $(1-\sigma)/\sigma$ of itself.
+# **Claim (Sec. II-F, Eq. 20–23).** Fractional quantization sends a value as its sign and the number of one
+# of $P=2^{q-1}$ intervals. Every value except zero, large or small, arrives with an error of at most
+# $(1-\sigma)/\sigma$ times its magnitude.
 #
-# TCS-L4-Q5, the paper's smallest scheme, sends values in q = 5 bits instead of 32. Here are the values that
-# clients of a small TCS run really send: quantized, held against the bound, and compared
-# with three other quantizers at the same q (means and scales are counted, too).
+# TCS-L4-Q5, the scheme of the paper that sends the fewest bits, uses q = 5 bits per value. We take the values that
+# the clients of a small TCS training really send, quantize them and compare the errors with the bound. Then we compare the method
+# with three other quantizers at the same q, and count the bits of everything that must be sent.
 #
-# *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb) for masks and
-# errors; [06_sparse_encoding](06_sparse_encoding.ipynb) has the positions.
+# *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb), which explains masks and
+# errors. Positions are the subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
 
 # %% jupyter={"source_hidden": true}
 import math
@@ -47,8 +49,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
+# The sections *Claim* and *What we saw* are computed anew in every run.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # stands in the run's configuration; nothing is written
@@ -84,9 +86,9 @@ print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval,
 # %% [markdown]
 # ## The values that clients send
 #
-# What a client **intends** to send is its model difference plus the errors it kept. Of that it sends
-# the entries under the global mask (from the last update) and under its own local mask. `look` collects,
-# for every client, what it intended and where it sends:
+# A client **intends** to send its model difference plus the errors that it kept from earlier rounds. It really sends
+# the entries under the global mask (which comes from the last update) and under its own local mask. The function `look` collects,
+# for every client, the intended vector and the positions that it sends:
 
 
 # %%
@@ -117,26 +119,26 @@ least, most = (lab.number(float(end), 2) for end in u.abs().aminmax())
 print(f"magnitudes from {least} to {most} in the example")
 
 # %% [markdown]
-# The magnitudes span several powers of ten: an entry of the global mask was important
-# *to all clients together, a round ago*, and may be tiny for this client now.
+# The magnitudes span several powers of ten. An entry of the global mask was important in the last round, for *all clients
+# together*. For a single client it may be tiny now.
 #
 # ## The intervals
 #
-# Let $u$ be the values of one message, $u_{max}$ and $u_{min}$ their largest and smallest non-zero magnitude. The range
-# between is cut into $P$ intervals of equal **ratio**:
+# Let $u$ be the values of one message, and $u_{max}$ and $u_{min}$ their largest and their smallest non-zero magnitude. The range
+# between the two is cut into $P$ intervals. Their upper and lower ends have the same **ratio** everywhere:
 #
 # $$I_p=\left(\sigma^{p}\,u_{max},\;\sigma^{p-1}\,u_{max}\right],\qquad
 # \sigma=\left(\frac{u_{min}}{u_{max}}\right)^{1/P},\qquad p=1,\dots,P .$$
 #
-# A value travels as its sign and $p$; the $P$ **means** $\mu_p$ of the magnitudes in each interval
-# travel once a message, as 32-bit numbers. The receiver puts $Q(u) = \pm\mu_p$ in the value's place.
+# A value is sent as its sign and its interval number $p$. For each interval, the message also contains the **mean** $\mu_p$ of the
+# magnitudes in it, as a 32-bit number. The receiver replaces the value by $Q(u) = \pm\mu_p$.
 
 # %%
 lab.show_code(tcs.interval_edges, tcs._fractional)  # in tcs.fractional_quantize
 
 # %% [markdown]
-# Two departures from the paper's text: intervals are half open, and the last one holds $u_{min}$ too, so that each value has
-# exactly one; and $u_{min}$ is the smallest magnitude that is not zero, because a zero would make $\sigma=0$.
+# We depart from the paper's text in two points. Our intervals are half open and the last one also contains $u_{min}$, so that each value
+# belongs to exactly one interval. And $u_{min}$ is the smallest magnitude that is not zero, because a zero would make $\sigma=0$.
 
 # %%
 codes, means = tcs.fractional_quantize(u, P)
@@ -144,7 +146,7 @@ edges, sigma = (part.tolist() for part in tcs.interval_edges(u, P))
 received = tcs.fractional_dequantize(codes, means)
 gamma, filled = (1 - sigma) / sigma, means[means > 0].tolist()
 print(f"sigma = {sigma:.3f}: an interval's upper end is {1 / sigma:.2f} times its lower end")
-print(f"{len(filled)} of {P} intervals hold any value")
+print(f"{len(filled)} of {P} intervals contain at least one value")
 
 # %%
 size = u.abs()
@@ -168,13 +170,13 @@ fig.legend(loc="outside lower center", ncols=4, frameon=False)
 plt.show()
 
 # %% [markdown]
-# The intervals are equally wide on the log axis. The local mask's values all stand at the right
-# end: they are the largest of what the global mask leaves. Most of the rest crowd into the upper half,
-# and the lowest intervals are nearly empty: the smallest value of all decides how wide every one is.
+# On the logarithmic axis all intervals have the same width. The values of the local mask are all at the right
+# end, since they are the largest ones outside the global mask. Most other values lie in the upper half,
+# and the lowest intervals are nearly empty. This shows a weakness: the single smallest value decides how wide all the intervals are.
 #
 # ## One message
 #
-# A code is $p-1$, plus $P$ for a negative value: its first bit is the sign.
+# The code of a value is $p-1$, plus $P$ if the value is negative. The first bit of the code is therefore the sign.
 
 # %%
 pick = torch.linspace(0, K - 1, 6).long()
@@ -186,19 +188,21 @@ table = [
 ]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 side = 32 * P
-print(f"values: {value_bits * K + side:,} bits instead of {32 * K:,}; {side} of them are the means")
+print(
+    f"the values take {value_bits * K + side:,} bits instead of {32 * K:,}; {side} of them are the means"
+)
 
 # %% [markdown]
-# Signs are kept, and sizes roughly. The means are a visible part of so small a message.
+# Signs are exact, and magnitudes are roughly right. In so small a message the means are a visible part of the bits.
 #
 # ## The bound
 #
-# Value and mean lie in the same interval, so neither is more than $1/\sigma$ times the other:
+# A value and the mean that replaces it lie in the same interval, so neither is more than $1/\sigma$ times the other:
 #
 # $$|Q(u)-u|\;\le\;\gamma\,|u|,\qquad \gamma=\frac{1-\sigma}{\sigma}.$$
 #
-# A value at the lower end of its interval can be overstated by $\gamma$; one at the upper end can be
-# understated by $1-\sigma$ at most, which is less.
+# A value at the lower end of its interval can arrive too large by up to $\gamma$. A value at the upper end can arrive too small by at
+# most $1-\sigma$, which is less.
 
 # %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(8.4, 3.8), layout="constrained")
@@ -214,8 +218,8 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# One falling branch an interval, all between the two lines: small values are treated no
-# worse than large ones. Over all clients and rounds:
+# Each interval is one falling branch of points, and all points lie between the two lines. Relative to their size, small values
+# are treated no worse than large ones. The next cell checks this for all clients and rounds:
 
 
 # %%
@@ -240,13 +244,13 @@ print(checked.describe().loc[["min", "50%", "max"]].round(2).to_string())
 print(f"largest error of a value: {used:.0%} of the bound")
 
 # %% [markdown]
-# `one value` is below `gamma` in every row. Look at `gamma` itself: where σ is below 1/2,
-# γ is above 1, and then the bound no longer says that sending a value beats sending nothing.
+# In every message, the largest error of `one value` is below `gamma`. But look at `gamma` itself. Where σ is below 1/2,
+# γ is above 1, and the bound then allows a larger error than if the value had not been sent at all.
 #
 # ## The bound is tight
 #
-# Can γ be smaller? Take one value at the bottom of the last interval and many at its top: they pull the
-# mean up, away from the one below. Powers of two make σ = 1/2.
+# Could the bound be smaller? To test this, we put one value at the lower end of the last interval and many at its upper end. The many
+# values pull the mean up, away from the single one. We choose powers of two, which make σ = 1/2.
 
 # %% tags=["nbval-check-output"]
 for copies in (1, 10, 100, 1000):
@@ -258,17 +262,20 @@ for copies in (1, 10, 100, 1000):
     print(f"{copies:5d} values above: {tight:.3f} of the bound")
 
 # %% [markdown]
-# The share approaches 1: no smaller γ holds for every input.
+# The error approaches the bound, so no smaller γ holds for every input.
 #
 # ## Other quantizers
 #
-# Each function below returns what the receiver gets and how many bits were sent, means and scales
-# included. **Uniform**: equal *differences* instead of ratios, middles instead of means. **Natural**:
-# the power of two that is nearest on a log scale, as in the scheme that inspired this one (which rounds at random).
-# **Scaled sign**: one bit a value and the mean magnitude of a block, with blocks so short that all bits
-# are used.
+# Each function below returns the values that the receiver gets and the number of bits sent, including means and scales.
 #
-# **What do you expect?** At q = 5, which leaves the smaller error of the whole message: fractional or uniform?
+# - **Fractional** is the quantizer of the paper.
+# - **Uniform** uses intervals of equal width instead of equal ratio, and their midpoints instead of means.
+# - **Natural** sends the power of two that is nearest on a logarithmic scale. It resembles the scheme that inspired the paper's, which rounds
+#   at random.
+# - **Scaled sign** sends one bit per value, and for each block of values their mean magnitude. We make the blocks so short that it uses as many bits as
+#   the others.
+#
+# **What do you expect?** At q = 5, which one leaves the smaller error of the whole message, fractional or uniform?
 
 
 # %%
@@ -329,23 +336,28 @@ short = result[result["q"].isin({2, 3, 5, 8} | {value_bits})].copy()
 short["name"] = short["method"].str.replace("_", " ") + ", q = " + short["q"].astype(str)
 text = pd.DataFrame({"quantizer": short["name"]})
 text["bits per value"] = short["bits"].map("{:.2f}".format)
-text["vector error %"] = (100 * short["vector"]).map("{:.1f}".format)
-text["95 % of values within %"] = (100 * short["tail"]).map("{:,.1f}".format)
+text["error of the message, %"] = (100 * short["vector"]).map("{:.1f}".format)
+text["95 % of values are off by at most, %"] = (100 * short["tail"]).map("{:,.1f}".format)
 display(Markdown(lab.markdown(text)))
 
 # %% [markdown]
-# There are two different winners. For the message as a whole (left), *uniform* is ahead from two bits on: the
-# large values carry nearly all of the norm, and it cuts them finely. By the error that 95 % of
-# values keep (right) fractional quantization is ahead with two or three bits a value, and again from about six on; uniform intervals swallow everything
-# below the first step. In between natural quantization does as well or better for its bits: these messages are short, so that the
-# means of fractional quantization weigh. Natural quantization is the worst with one or two bits, and stops
-# improving once its powers cover it. At q = 1 there is one interval: fractional quantization
-# *is* the scaled sign.
+# The two pictures have different winners.
+#
+# For the message as a whole (left), *uniform* is best from two bits on. The large values carry nearly all of the norm, and
+# uniform intervals resolve large values finely.
+#
+# The right picture shows the relative error that 95 % of the values stay below. Here fractional quantization is best with two or three bits per
+# value, and again from about six bits on. Uniform intervals give all values in the lowest interval the same magnitude, however small
+# they are. With four or five bits, natural quantization does as well or better for its bits. These messages are short, so that the
+# means of fractional quantization are a noticeable cost.
+#
+# Natural quantization is the worst method with one or two bits. It stops improving once its powers of two cover all values. At q = 1 there is a
+# single interval, and fractional quantization *is* the scaled sign.
 #
 # ## One small value sets all intervals
 #
-# σ depends on the two extreme values alone. What if values below `cut` times the largest were treated as
-# zeros? The intervals get narrower; what is dropped stays in the client's errors.
+# σ depends only on the two extreme values. What happens if all values below `cut` times the largest one are treated as
+# zeros? The intervals become narrower. The dropped values are not lost, since they stay in the client's errors.
 
 # %%
 rows = []
@@ -357,16 +369,18 @@ for u_n in all_sent[-clients:]:
     )
     rows[-1] |= {"values dropped": float((trimmed == 0).float().mean())}
 trim = pd.DataFrame(rows).mean()
-print("vector error, mean of the clients; share of values dropped")
+print(
+    "error of the whole message, and the part of the values that was dropped; means of the clients"
+)
 print((100 * trim).round(1).astype(str).add(" %").to_string())
 
 # %% [markdown]
-# The error is smaller, at the price of a few values.
+# The error is smaller, although a few values were not sent.
 #
 # ## Edge cases
 #
-# Zeros, equal values, a single one, one interval: all must come through, and what can be exact should
-# be. A NaN is refused.
+# The quantizer must accept zeros, equal values, a single value and a single interval, and be exact where that is
+# possible. It must refuse NaN, and a message without values.
 
 # %% tags=["nbval-check-output"]
 nan = float("nan")
@@ -383,16 +397,16 @@ one = quantized(torch.tensor([1.0, 2.0, -6.0]), 1)
 print(f"{'P = 1':12s}1, 2, −6 -> {', '.join(map(lab.number, one.tolist()))}")
 
 # %% [markdown]
-# A zero arrives as the mean of the smallest interval: there is no code for it.
+# A zero arrives as the mean of the interval with the smallest values, because zero has no code of its own.
 #
 # ## Nothing is lost
 #
-# What quantization leaves over goes into the client's errors, together with the entries that were not
-# sent at all, and is tried again in the next round:
+# What quantization changes goes into the client's errors, together with the entries that were not
+# sent at all. The client tries to send it in the next round:
 #
 # $$\text{sent}_n+\text{errors}_n=\text{intended}_n .$$
 #
-# The last round, on the sender's side and on the server's:
+# We check this for the last round, for each client and for the server's update:
 
 # %%
 exact, rounded, average_D = [], True, torch.zeros(D)
@@ -404,18 +418,19 @@ for n, (intended_D, where) in enumerate(messages):
     rounded &= bool((rest_D <= 2.0**-23 * (intended_D.abs() + left_D.abs())).all())  # a float's
     exact.append(bool((rest_D == 0).all()))
     average_D += sent_D / clients
-print(f"exact, bit for bit, for {sum(exact)} of {clients} clients")
+print(f"sent + errors = intended, bit for bit, for {sum(exact)} of {clients} clients")
 off_by = lab.number(float((average_D - server_D).abs().max()), 1)
-print(f"update - average of what was sent: at most {off_by}")
+print(f"the server's update differs from the average of what was sent by at most {off_by}")
 
 # %% [markdown]
-# Exactness is guaranteed while σ ≥ 1/2, since subtracting two floats
-# within a factor of two of each other does not round; below, it may be off by one rounding.
+# The equation is guaranteed to hold bit for bit while σ ≥ 1/2, because the difference of two floats
+# within a factor of two of each other is computed without rounding. For smaller σ it may be off by one rounding.
 #
 # ## One quantizer for all values, or two?
 #
-# The paper says that quantizing in blocks makes the error smaller. The core takes a message's shared and own values together;
-# here they are quantized so, and apart. (A block more costs P means of 32 bits.)
+# The paper says that the error becomes smaller if values are quantized in blocks. The core quantizes all values of a message together, those
+# under the shared mask and those under the client's own mask. Here we do it both ways: together, and each group by itself. (Each
+# additional block costs P means of 32 bits.)
 
 
 # %%
@@ -429,20 +444,20 @@ def relative_error(*blocks) -> float:
 blocks_of = [values.tensor_split([compressor.rule.k_global]) for values in all_sent]
 together = pd.Series([relative_error(values) for values in all_sent])
 apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
-print(f"relative error together {together.mean():.1%}, apart {apart.mean():.1%}, "
-      f"smaller apart in {(apart < together).mean():.0%} of n = {len(apart)} messages of one run")  # fmt: skip
+print(f"mean relative error {together.mean():.1%} together and {apart.mean():.1%} apart; "
+      f"apart it is smaller in {(apart < together).mean():.0%} of the {len(apart)} messages of this run")  # fmt: skip
 smaller = lab.decided(*lab.paired_gain(together, apart))
 claim.judge("quantized apart the values have a smaller error", smaller)
 
 # %% [markdown]
 # ## Claim
 #
-# 1. The bound holds for every value of every message (tolerance: 1e-6, the rounding of means to
-#    float32), and for the vectors.
-# 2. It is tight: the crowd of 1000 above reaches 99.9 % of it.
-# 3. sent + errors = intended, to a rounding, and exactly where σ ≥ 1/2.
-# 4. The budget with 5 bits is the paper's 0.067 bits per parameter (TCS-LF-Q5 in Table 2).
-# 5. With one interval, values that are not zero arrive as by the scaled sign.
+# 1. The bound holds for every value of every message, and for each message as a vector. The tolerance of 1e-6 covers the rounding of the means to
+#    float32.
+# 2. The bound is tight: with the 1000 copies above, the error reaches 99.9 % of it.
+# 3. sent + errors = intended, up to one rounding, and exactly where σ ≥ 1/2.
+# 4. With 5 bits the budget is the paper's 0.067 bits per parameter (TCS-LF-Q5 in Table 2).
+# 5. With one interval, values that are not zero arrive as with the scaled sign.
 
 # %%
 limit, sure = checked["gamma"] * (1 + 1e-6), checked["sigma"].iloc[-clients:] >= 0.5
@@ -458,12 +473,19 @@ claim("one interval is the scaled sign", alike)
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; the cell compares with the core.
+# Replace `return None` by your own lines. The cell compares your functions with the core.
 #
-# 1. The interval p, from 1 to P, of a value, where magnitudes go from `u_min` to `u_max`; zeros are in the
-#    last one.
-# 2. What the receiver sees: a list of codes and the list of P means as values. (The section *One message*
-#    says what a code is.)
+# 1. Return the interval number p, from 1 to P, of a value. Magnitudes go from `u_min` to `u_max`, and a zero belongs to the
+#    last interval.
+# 2. Return the values that the receiver gets from a list of codes and the list of P means. (The section *One message*
+#    defines the codes.)
+#
+# <details><summary>Hints</summary>
+#
+# 1. Compute σ first. Then try p = 1, 2, … until the magnitude is above the lower end of interval p.
+# 2. Codes from 0 to P − 1 stand for positive values, codes from P to 2P − 1 for negative ones.
+#
+# </details>
 
 
 # %%
@@ -523,21 +545,21 @@ at = result.set_index(["method", "q"])
 weak = (checked["gamma"] > 1).mean()
 print(claim.summary())
 print(
-    f"a value uses up to {used:.0%} of the bound; it says little where gamma is above 1, in {weak:.0%} of"
+    f"the largest error of a value is {used:.0%} of the bound; gamma is above 1, so that it promises little, in {weak:.0%} of"
 )
-print(f"the messages (median {checked['gamma'].median():.2f}); vector error {checked['vector'].median():.1%} "
+print(f"the messages (median {checked['gamma'].median():.2f}); the error of the whole message is {checked['vector'].median():.1%} "
       "in the median")  # fmt: skip
 for q in sorted({3, value_bits} & set(compared_bits)):
     pairs = [f"{m} {at.loc[(m, q), 'vector']:.1%}" for m in ("fractional", "uniform", "natural")]
-    print(f"q = {q}, vector error: {', '.join(pairs)}")
+    print(f"q = {q}, error of the whole message: {', '.join(pairs)}")
 
 # %% [markdown]
-# The bound holds and cannot be improved. It does not make this quantizer the best one: at equal bits a
-# plain uniform quantizer leaves a smaller error of the whole message on these values, while fractional
-# quantization (and, from four bits on, natural) keeps the *small* values in proportion, which is what the paper asks for (fairness among
-# layers).
+# The bound holds and cannot be improved, but that does not make this quantizer the best one. With equal bits, a
+# plain uniform quantizer leaves a smaller error of the whole message on these values. Fractional
+# quantization keeps *small* values in proportion (and from four bits on, natural quantization does so, too). This is what the paper asks for when
+# it wants the layers to be treated fairly.
 #
-# Next: [08_tables_and_curves](08_tables_and_curves.ipynb) shows TCS-L4-Q5 beside the other schemes.
+# Next, [08_tables_and_curves](08_tables_and_curves.ipynb) shows TCS-L4-Q5 beside the other schemes.
 
 # %% jupyter={"source_hidden": true}
 print(

@@ -9,21 +9,26 @@
 # %% [markdown]
 # # 08 · Draw a table of the paper, and its curves
 #
-# ![Test accuracy by epoch, and the last epoch enlarged](../results/cpu/figure3.png)
+# **In short.** In our Table 1, TCS stays within a fraction of a percentage point of centralized training. Its variants with several local steps
+# per round lose accuracy, which they do not in the paper. The bits per parameter agree with the paper's.
 #
-# *What this notebook draws, here of Table 1 in profile `cpu`: curves on the left, their last points with one standard deviation on the
-# right.*
+# ![Test accuracy by epoch, and the last epoch enlarged](../results/evidence/figure3.png)
 #
-# **Claim (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
-# centralized accuracy while each client sends about 1/100 of the bits (TCS), or 1/2000 (TCS-L4-Q5).
+# *The curves of Table 1 in profile `evidence`. The left picture shows test accuracy by epoch. The right picture shows the
+# last points, each with one standard deviation.*
 #
-# One notebook draws any of the three tables in any profile. As it stands it draws Table 1 from the records that are
-# there for the profile `evidence`, and makes no run; with a profile's file it makes the runs that have no record yet:
+# **Claim of the paper (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
+# the accuracy of centralized training, while each client sends about 1/100 of the bits (TCS) or 1/2000 (TCS-L4-Q5).
+#
+# Notebook [00_reproduce](00_reproduce.ipynb) shows all results on one page. This notebook shows a single table of the paper in any profile, and explains
+# its columns and curves. (A profile is a file that says how large the runs are.) As it stands,
+# it draws Table 1 from the committed records of profile `evidence` and trains nothing. If you give it the file of a profile, it
+# first makes the runs that have no record yet:
 #
 #     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
-# *Run time*: seconds here; 1 to 2 minutes a table in the `quick` profile. *Read before*: README.
-# *Names of schemes*: the suffixes are in [09_your_own_scheme](09_your_own_scheme.ipynb).
+# *Run time*: seconds as it stands; 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
+# Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes in the names of schemes.
 
 # %% jupyter={"source_hidden": true}
 import tcs_lab as lab
@@ -32,9 +37,9 @@ from IPython.display import Image, Markdown, display
 # %% [markdown]
 # ## Parameters
 #
-# `params/table1.yaml` … `table3.yaml` say **what** is compared, the profiles (`params/quick.yaml`, …)
-# say **how large**. Each key below can be set in either; a later `-f` wins, and `-p` wins over both.
-# What is `None` here is as the table's and the profile's files say, and else as in the paper.
+# The files `params/table1.yaml` to `table3.yaml` say **what** is compared, and the profiles (`params/quick.yaml` and others)
+# say **how large** the runs are. Each of the values below can be set in either file. If two files set the same value, the later `-f` wins, and `-p`
+# wins over both. Where a value below is `None`, it comes from the files of the table and the profile, or else from the paper.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 table = 1  # which table of the paper: params/table<n>.yaml
@@ -88,11 +93,13 @@ device = None  # auto, cpu or cuda
 # %% [markdown]
 # ## The runs
 #
-# Table and profile together name a list of runs, one for every scheme and seed. A run leaves one JSON
-# record under `results/<profile>/runs/`; a record that is already there is used, so tables share
-# runs and an interrupted table goes on where it stopped. The table and its curves are saved beside the records. They are only
-# shown, and not saved, if they are drawn with settings that are not the profile's, if some scheme of a new profile has no record
-# yet, or if the folder cannot be written.
+# The table and the profile together give a list of runs, one for each scheme and seed. Each run leaves one JSON
+# record under `results/<profile>/runs/`. A record that already exists is used again, so that tables can share
+# runs and an interrupted table continues where it stopped.
+#
+# The table and its curves are saved beside the records. There are three exceptions, in which they are only
+# shown: if you change a setting of the profile, if a new profile has no record yet for one of the schemes, or if the folder is not
+# writable.
 
 # %% jupyter={"source_hidden": true}
 given = lab.given_notebook_params(globals(), own=["evidence"])
@@ -102,7 +109,7 @@ params |= lab.profile_params(*of_profile, given) | given
 configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
 every_seed = configs if profile or seeds else lab.plan(lab.with_every_seed(params))
 print(
-    f"{len(configs)} runs of {configs[0].epochs} epochs asked for; records in results/{params['profile']}/runs/"
+    f"the table asks for {len(configs)} runs of {configs[0].epochs} epochs; their records are in results/{params['profile']}/runs/"
 )
 if profile:
     print(lab.forecast(configs, params.get("jobs", 1)))
@@ -114,7 +121,7 @@ else:
     records = list(lab.load_records(every_seed).values())
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
-print(f"{len(records)} records; runs without a record: {lab.lacking(configs, records)}")
+print(f"{len(records)} records found; runs without a record: {lab.lacking(configs, records)}")
 folder = lab.results_folder(params["profile"])
 if changed or (lacking and not (folder / f"table{table}.md").exists()):
     folder = None  # what is drawn is shown, and not saved
@@ -122,26 +129,32 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 # %% [markdown]
 # ## The table
 #
-# The table has accuracies, and beside them differences to the Baseline in percentage points with 95 % intervals. In profile
-# `evidence` our intervals come from the planned model of all its runs, the one by which [13](13_evidence.ipynb) judges the claims. Other
-# profiles have no planned model; their intervals are Student's over the seeds that a scheme and the Baseline have in common. The
-# paper's intervals come from the means and deviations of five trials that it prints. Bits are **per parameter and local iteration**.
-# *Formula* is the paper's bit budget:
+# The table lists accuracies, and their differences from the Baseline (centralized training) in percentage points with 95 % intervals. How an
+# interval is computed depends on where the numbers come from:
+#
+# - In profile `evidence`, our intervals come from the planned model of all its runs. It is the model with which notebook
+#   [13](13_evidence.ipynb) judges the claims.
+# - Other profiles have no planned model. Their intervals are Student's t over the seeds that a scheme and the Baseline have in common.
+# - The paper's intervals are computed from the means and standard deviations of five trials that it prints.
+#
+# Bits are **per parameter and local iteration**. *Formula* is the paper's bit budget:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$
 #
-# with q bits a value, the shares φ of the global and the local mask, and H local steps a round. *Sent* is counted from the codes of one client's messages, after the dense warm-up, which the paper's budget leaves out. Small
-# models pay visibly for the quantizer's 16 means and for whole numbers K. The csv beside the table has the rest: the bits that the
-# paper prints, those with the warm-up and those of the server's message, and the training loss of the last epoch, which says how
-# finished a training is.
+# with q bits per value, the fractions φ of entries that the global and the local mask keep, and H local steps per round. *Sent* is counted from the
+# encoded messages of one client, after the dense warm-up, which the paper's budget leaves out. In a small
+# model, *sent* is visibly larger than the formula, because of the quantizer's 16 means and because K is rounded up to a whole number.
+#
+# The csv file beside the table has further columns: the bits that the paper prints, the bits including the warm-up, the bits of the
+# server's messages, and the training loss of the last epoch, which shows how far a training has converged.
 
 # %%
 summary, text, picture = lab.draw_table(params, records, configs, folder)
 display(Markdown(lab.unbroken(text)))
 
 # %% [markdown]
-# One row a scheme, in the paper's order, with the number of trials n; the last column is a client's whole run, both ways, warm-up
-# included.
+# There is one row per scheme, in the paper's order, and n is the number of trials. The last column is the traffic of one client in the whole run, in both
+# directions and including the warm-up.
 #
 # ## The curves
 
@@ -149,23 +162,24 @@ display(Markdown(lab.unbroken(text)))
 if records:
     display(Image(picture, width=700))
 else:
-    print("no curves: nothing is measured yet")
+    print("There are no curves, because there is no record yet.")
 
 # %% [markdown]
-# One curve a scheme: the mean of its trials, in a band of one standard deviation; on the right the last points, enlarged, the best at the
-# top. In profile `evidence`
-# the last epoch is tested on 35,000 images, the test images and the training images that nobody trained on, earlier ones on the 10,000
-# test images alone: the step at epoch 80 is that change, no learning. The rate drops after half and three quarters of the epochs.
+# Each curve is the mean of a scheme's trials, with a band of one standard deviation. The right picture enlarges the last points, with the best
+# scheme at the top. The learning rate drops after half and after three quarters of the epochs.
+#
+# In profile `evidence` the curves jump at epoch 80, the last one. This is a change of the test set, not learning: earlier epochs are tested on the
+# 10,000 test images alone, and the last one on 35,000 images, which include the training images that no run trained on.
 #
 # ## Claim
 #
-# The formula of the bit budget knows no scale, so it must agree with what the paper prints: within 0.4 %, or
-# after rounding to the digits printed (the paper cuts 0.36397 off to 0.363, and rounds 0.4064 to 0.41).
-# Against the 32 bits of dense training it gives 1/88 for TCS and 1/1,910 for TCS-L4-Q5, to three digits. Accuracy depends
-# on the profile and is reported, not asserted.
+# The bit budget does not depend on the size of a run, so our formula must agree with the numbers that the paper prints. We require agreement
+# within 0.4 %, or after rounding to the printed digits (the paper cuts 0.36397 off to 0.363, and rounds 0.4064 to 0.41).
+# Compared with the 32 bits of dense training, the formula gives 1/88 for TCS and 1/1,910 for TCS-L4-Q5, to three digits. Accuracy depends
+# on the profile. It is reported here, and no statement about it is checked.
 #
-# The paper prints two deviations for one mean: TCS at η = 0.5 has 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each table
-# here repeats its own.
+# The paper prints two standard deviations for the same mean: TCS at η = 0.5 has 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each of our tables
+# repeats the number of its own table.
 
 # %%
 printed = summary.dropna(subset=["paper_bits", "formula_bits"])
@@ -176,13 +190,18 @@ for row in printed.itertuples():
     changed = any(v is not None for v in (phi_global, phi_local))
     assert rounded or near or changed, f"{row.scheme}: {row.formula_bits} is not {row.paper_bits}"
 finished = summary["n"].sum()
-print(f"{len(printed)} bit budgets compared; {finished} of {len(records)} records finished")
+print(
+    f"{len(printed)} bit budgets compared with the paper's; {finished} of {len(records)} records are of finished runs"
+)
 
 # %% [markdown]
 # ## What we saw
 
 # %%
-print("Bits: by the formula, one client's uplink after the warm-up, relative to dense training.")
+print(
+    "Accuracy, difference from the Baseline in points, and bits of a client's uplink after the warm-up"
+)
+print("(by the formula, relative to dense training):")
 for row in summary.itertuples():
     level = f"{100 * row.accuracy:6.2f} %" if row.n else "not measured"
     numbers = (row.difference, row.difference_low, row.difference_high)
@@ -190,15 +209,18 @@ for row in summary.itertuples():
     bits = (
         "" if row.scheme.startswith("Baseline") else f", bits 1/{lab.times(32 / row.formula_bits)}"
     )
-    print(f"{row.scheme:20s} {level}, to Baseline {gap}{bits}")
+    print(f"{row.scheme:20s} {level}, difference {gap}{bits}")
 
 # %% [markdown]
-# Two things about these tables only the authors can say. Does `-LF` take its shared mask from the last update, as the text has it (and
-# these runs), or from the weights, as their published code does (`-WLF` here)? And are the errors that a client keeps in the unit of model
-# differences, as in the text (and these runs), or of gradients, as in that code (`-GE` here)? The second matters where η changes.
+# Two questions about these tables can only be answered by the authors:
 #
-# The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next: [09_your_own_scheme](09_your_own_scheme.ipynb) puts a
-# scheme of your own into this table.
+# - Does `-LF` take its shared mask from the last update, as the paper's text says? Our runs do so. The authors' published code takes it from the weights,
+#   which is `-WLF` here.
+# - Are the errors that a client keeps in units of model differences, as the text says? Our runs do so. The published code keeps them in units of gradients,
+#   which is `-GE` here. This makes a difference where η changes.
+#
+# The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a
+# scheme of your own to this table.
 
 # %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · {lab.made_with(records)}")

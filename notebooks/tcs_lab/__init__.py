@@ -9,6 +9,9 @@
 
 A room's first line says what is in it. `from tcs_lab import tables` brings a room; the names that most
 notebooks need are here, too (`lab.RunConfig`). Each is imported when it is first asked for.
+
+Above the rooms is the command line, `tcs` or `python -m tcs_lab`: `__main__` reads its words, and
+`commands` carries them out. No room imports them.
 """
 
 import importlib.util

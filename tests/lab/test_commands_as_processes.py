@@ -43,14 +43,6 @@ def test_the_version_is_that_of_the_package():
     assert (done.returncode, done.stdout) == (0, f"tcs {version('tcs-core')}\n")
 
 
-@pytest.mark.parametrize("name", ["optimizers", "links"])
-def test_an_old_name_works_and_says_the_new_one(name):
-    old = ended("--help", program=[sys.executable, "-m", f"tcs_lab.{name}"])
-    new = ended(name, "--help")
-    assert old.returncode == new.returncode == 0 and old.stdout == new.stdout
-    assert old.stderr.count("\n") == 1 and f"tcs {name}" in old.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

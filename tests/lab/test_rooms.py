@@ -46,7 +46,7 @@ def upwards(room, source):
 def test_every_module_is_in_a_room_and_every_room_on_a_floor():
     assert {path.parent.name for path in LAB.glob("*/__init__.py")} == FLOOR_OF.keys()
     above = {"__init__", "__main__", "commands"}  # the command line
-    assert {path.stem for path in LAB.glob("*.py")} == above | {"links", "optimizers"}  # old names
+    assert {path.stem for path in LAB.glob("*.py")} == above
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows: making a method's runs, keeping its row, printing it."""
+"""A method's row: its runs are made, the row is written to a file, and it is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: what a method reached, what it sent, and what others reach with as many bytes."""
+"""Scores: what a method reached, what it sent, and what others reach with as many bytes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tcs_lab.training.training import outcomes
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
 BY_CONSTRUCTION = "by construction"
-OVERLAP_SHARE = 1e-2  # of a dense update's entries, the largest: what `training.Watch` compares
+OVERLAP_SHARE = 1e-2  # of a dense update's entries, the largest: what `UpdateWatch` compares
 VERDICTS = (SUPPORTED, CONTRADICTED, OPEN, BY_CONSTRUCTION, NOT_MEASURED)
 
 

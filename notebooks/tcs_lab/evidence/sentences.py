@@ -95,7 +95,7 @@ def sentences_table(
     """One row a sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
     `claims` is what `judged` gives for the claims `read` and the `records`. Verdicts on statements
-    of notebooks are those that the notebooks have written (tcs_lab/verdicts.py). `because` also
+    of notebooks are those that the notebooks have written (tcs_lab/tables/verdicts.py). `because` also
     names the differences for which the bootstrap's interval says another word.
     """
     sentences = list(sentences)

@@ -1,8 +1,9 @@
 """A run's life: what is asked for, the queue, checkpoints and progress, the record in the end.
 
-`parameters` and `plans` read what files and notebooks ask for, `queue` and `deadline` make it, `records`
-writes and reads what comes of it, `index` finds it. `jobs` says what a new kind of run has to bring;
-`runs` is the first kind, the training of a RunConfig. Here belongs whatever touches a file of a run.
+`parameters` and `plans` read what files and notebooks ask for. `queue` and `deadline` make many jobs;
+`jobs` makes one, writes its record, and says what a new kind of run has to bring. `runs` is the first
+kind, the training of a RunConfig. `records` says what is in a record, reads and checks it, and `index`
+finds it. Whatever touches a file of a run belongs here.
 """
 
 from tcs_lab.support.lazy import lazily

@@ -24,7 +24,8 @@ _TEST_SHARE = 1 / 3  # of the time of training on a sample: a test has no backwa
 
 def forecast(configs: Iterable[RunConfig], jobs: int = 1, results: str | Path | None = None) -> str:
     """A sentence: how many of these runs have no record yet, their epochs, and about how long they
-    For the time, three passes of each kind of net are timed."""
+    will take on this machine with so many `jobs` at a time. For that, three forward and backward
+    passes of each kind of net are timed here."""
     wanted = {record_path(config, results): config for config in configs}
     missing = [config for path, config in wanted.items() if not path.exists()]
     if not missing:
@@ -48,7 +49,7 @@ def forecast(configs: Iterable[RunConfig], jobs: int = 1, results: str | Path | 
 
 
 def _samples(config: RunConfig) -> float:
-    """Of a whole run, those of tests by what they cost."""
+    """How many samples a whole run trains on. Those of its tests are added by what they cost."""
     if config.dataset == "text":
         text = load_text()
         train = sum(map(len, text.train)) / config.context
@@ -66,8 +67,8 @@ def _samples_a_pass(config: RunConfig) -> int:
 
 
 def _seconds_a_sample(config: RunConfig, threads: int) -> float:
-    """Of the fastest of three forward and backward passes; random numbers and threads stay as they
-    are."""
+    """The time that a sample takes in the fastest of three forward and backward passes. The state of
+    torch's random numbers and its number of threads stay as they are."""
     device, count = config.torch_device, _samples_a_pass(config)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,7 +1,8 @@
 """Records as numbers, tables and figures: what was sent, intervals, models of accuracy, Markdown.
 
-Here belongs a new figure, and whatever computes a number from records. What a number means for a
-claim belongs to `evidence`.
+A new figure belongs here, and whatever computes a number from records. What a number means for a claim
+belongs to `evidence`. So do the paper's own tables and figures (`evidence.paper_tables`), since they
+show the differences by which claims are judged.
 """
 
 from tcs_lab.support.lazy import lazily
