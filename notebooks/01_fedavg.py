@@ -9,8 +9,10 @@
 # %% [markdown]
 # # 01 · Train one model at many clients: federated averaging
 #
-# **In short.** Clients may send differences or models: the averages agree. Several local steps send fewer messages, and are no longer
-# the step that SGD takes. Only a difference can be cut: its largest tenth does as much as the whole, the largest tenth of a model is useless.
+# **In short.** A client may send its model, or only what local training changed in it: the averages are the same. With several
+# local steps a client sends fewer messages, but the result is no longer the step that SGD would take. Only the difference can be
+# compressed by leaving entries out. Its largest tenth lowers the loss about as much as all of it, while the largest tenth of a
+# model is useless.
 #
 # After this notebook you will be able to
 #
@@ -18,12 +20,13 @@
 # - say what more local steps save, and what they change.
 #
 # **Claim (Sec. I-A and I-B, Alg. 1, Eq. 3, Fig. 1).** A server that adds the average of its clients'
-# *model differences* takes the same step as one that averages their *models*; with one local step
-# (H = 1) it is the step that SGD takes with the average gradient.
+# *model differences* takes the same step as one that averages their *models*. With one local step
+# (H = 1) this is the step that SGD takes with the average gradient.
 #
 # *Run time*: about 20 s on two cores of a Xeon. *Read before*: the README.
 #
-# Each notebook has a twin in plain text (`.py`) to edit anywhere: saving either in JupyterLab writes both.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. Each notebook has a twin in plain text
+# (`.py`), which you can edit in any editor. When you save one of the two in JupyterLab, the other is written as well.
 
 # %% jupyter={"source_hidden": true}
 import copy
@@ -44,8 +47,13 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Parameters
 #
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the
+# cells describes what the values below give, so it may no longer fit. For example:
+#
+# - `local_steps = [1, 8]` should widen the gap between few and many local steps, because H = 8 leaves very few rounds.
+# - `batch_size = 32` should bring the cosine in the first section on batch norm closer to 1, because larger batches give less
+#   noisy statistics.
+# - `epochs = 10` should raise the accuracy of every run. In our trial it did, but H = 4 did not come closer to H = 1.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 profile = "ci"  # folder under results/ for the figure
@@ -79,9 +87,10 @@ print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images
 # %% [markdown]
 # ## The federation
 #
-# N clients hold data that never leave them. A server holds the model, one long vector θ of D numbers.
-# In round t it sends θ to all; each client takes H steps of SGD on batches of its own data and sends
-# back what that changed. The training images are dealt out at random, equally many to each client.
+# N clients hold data that never leave them. A server holds the model, which we write as one long vector θ of D numbers.
+# In round t the server sends θ to all clients. Each client takes H steps of SGD on batches of its own data and sends
+# back how these steps changed θ. Here the training images are dealt out at random, and every client gets equally many.
+# Together they minimize the average loss:
 #
 # $$\min_{\theta\in\mathbb{R}^D}\; \frac{1}{N}\sum_{n=1}^{N} f_n(\theta),\qquad
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
@@ -132,32 +141,37 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
 plt.show()
 
 # %% [markdown]
-# A box shows four of its client's images. Only the arrows are traffic; the images stay.
+# Each box at the bottom shows four of that client's images. Only what the arrows show is transmitted; the images stay where
+# they are.
 #
 # ## Algorithm 1
 #
-# The core's `LocalTrainer` runs it for all clients in turn, in one process. `local_training` is lines 3 to 6, with the backward passes
-# in `_steps`; line 8 adds what the server makes of the clients' messages. A client's gradients add up in `gradient_D`;
-# multiplied by −η they are the model difference. $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t, with weight decay.
+# The core's class `LocalTrainer` carries out local training for one client after the other, in one process. In the formulas
+# below, $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t, including weight decay:
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
+#
+# The method `local_training` covers lines 3 to 6 of the algorithm. It adds up a client's gradients in `gradient_D`; this sum
+# times −η is the model difference.
 
 # %%
 lab.show_code(tcs.LocalTrainer.local_training, tcs.LocalTrainer._steps)
 
 # %% [markdown]
-# `_steps` makes one backward pass after another (line 5); between two of them comes the local step (line 6). `put` copies
-# into the module's own parameters; `add_gradients_` adds up the gradients that a backward pass left at them. With H = 1 no local step is taken.
+# Line 5 is the backward pass in `_steps`, and line 6 is the local step between two backward passes in `local_training`. The
+# method `put` copies values into the module's own parameters, and `add_gradients_` adds the gradients of the last backward pass
+# to the sum. With H = 1 there is a single backward pass, so no local step is needed.
 #
 # ## What H buys
 #
-# More local steps mean fewer messages for the same passes over the data. Here the message is the
-# whole model, 32 bits a parameter; one local iteration then costs
+# With more local steps, a client sends fewer messages for the same number of passes over its data. A message here is the
+# whole model, with 32 bits per parameter. One local iteration therefore costs
 #
-# $$\frac{32}{H}\ \text{bits per parameter, each way.}$$
+# $$\frac{32}{H}\ \text{bits per parameter, in each direction.}$$
 #
-# **What do you expect?** After the same passes over the data, does H = 4 end above H = 1, or below?
+# **What do you expect?** After the same number of passes over the data, is the accuracy with H = 4 higher than with H = 1, or
+# lower?
 
 
 # %% jupyter={"source_hidden": true}
@@ -171,7 +185,8 @@ def train(steps):
 runs = {steps: train(steps) for steps in lab.followed(local_steps, "runs")}
 for steps, (_, curve) in runs.items():
     rounds, accuracy = curve[-1]["rounds"], 100 * curve[-1]["accuracy"]
-    print(f"H = {steps}: {rounds:2d} rounds an epoch, {32 / steps:4.1f} bits, {accuracy:.1f} %")
+    print(f"H = {steps}: {rounds:2d} rounds per epoch, {32 / steps:4.1f} bits per parameter and iteration, "
+          f"test accuracy {accuracy:.1f} %")  # fmt: skip
 
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for i, (steps, (_, curve)) in enumerate(runs.items()):
@@ -181,18 +196,19 @@ for i, (steps, (_, curve)) in enumerate(runs.items()):
     panels[1].plot([row["epoch"] * row["rounds"] for row in curve], accuracy, **look)
 panels[0].locator_params(axis="x", integer=True)
 panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="The same passes over the data …")
-panels[1].set(xlabel="rounds (messages of each client)", title="… in fewer messages")
+panels[1].set(xlabel="rounds (messages of each client)", title="… need fewer messages")
 panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# On the right, larger H gets further with the same number of messages. On the left it ended lower after the same passes, in one run
-# of each; a likely reason is too few rounds. In the paper, at 300 epochs, TCS loses nothing at H = 2 and 4; [13_evidence](13_evidence.ipynb) judges that.
+# The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower
+# after the same number of passes. This is one run for each H, and a likely reason is that so few rounds are not enough. In the
+# paper, which trains for 300 epochs, TCS loses nothing at H = 2 and H = 4; [13_evidence](13_evidence.ipynb) judges that claim.
 #
 # ## One round by hand
 #
-# Now one round of the last run, in plain PyTorch: every client copies the model, runs
-# `torch.optim.SGD` over its batches, and hands its *model* back. The core does the same round.
+# Let us now repeat one round of the last run in plain PyTorch. Every client copies the model, runs
+# `torch.optim.SGD` over its batches, and returns its *model*. Afterwards the core carries out the same round.
 
 
 # %%
@@ -232,16 +248,19 @@ with training.federation.trainer.lent():  # the core's round, at this rate
     training.federation.move(update_D, eta)  # of theta_D
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
 training.flat.put(training.flat.views(average_D))  # below, from the round by hand
-print(f"by hand against the core: {lab.number(gap_core, 1)} of the update's length")
+print(
+    f"by hand and in the core: the results differ by {lab.number(gap_core, 1)} of the update's length"
+)
 
 # %% [markdown]
-# They agree to a fraction of a percent at most, usually to float32 rounding: the two add up the local
-# steps in a different order, and that may push a unit over the kink of its ReLU.
+# The two results agree up to float32 rounding, or at worst to within a fraction of a percent. They are not identical,
+# because they add up the local steps in a different order. A rounding error can also carry the input of a ReLU across zero, which
+# makes a slightly larger difference.
 #
 # ## Send differences, not models
 #
-# The average of the models is the old model plus the average of the differences, so a client may send
-# either:
+# The average of the models equals the old model plus the average of the differences. A client may therefore send
+# either of them:
 #
 # $$\theta_{t+1}=\theta_t+\frac{1}{N}\sum_{n=1}^{N}\Delta\theta_{n,t},\qquad
 # \Delta\theta_{n,t}=\theta^{H}_{n,t}-\theta_t=-\eta_t\sum_{\tau=1}^{H}g^{\tau}_{n,t}\quad(\text{Eq. 3})$$
@@ -252,16 +271,21 @@ moved_D = start_D + differences_ND.mean(0)
 gap_models = float((moved_D - average_D).abs().max() / average_D.abs().max())
 gap_deltas = float((differences_ND - training.deltas_ND).norm() / differences_ND.norm())
 gap = lab.number(gap_models, 1)
-print(f"theta + mean difference against mean model: {gap} of the largest parameter")
-print(f"differences of models against the core's sums of gradients: {lab.number(gap_deltas, 1)}")
+print(
+    f"theta plus the mean difference is within {gap} of the mean model (relative to its largest entry)"
+)
+print(
+    f"differences of models and the core's sums of gradients differ by {lab.number(gap_deltas, 1)}"
+)
 
 # %% [markdown]
-# Two small numbers: both forms of Eq. 3 are the same.
+# Both numbers are of the size of rounding errors, so the two forms of Eq. 3 agree.
 #
-# Without compression the choice is free. With it, it is not: an entry left out of a *difference*
-# leaves that parameter as it was; an entry left out of a *model* sets it to zero. Below, only
-# the largest tenth of one or the other is kept. A single round changes the loss too little to show it, so the difference is
-# that of all rounds of an epoch.
+# As long as nothing is compressed, it does not matter which of the two is sent. With compression it does. If an entry of a
+# *difference* is left out, that parameter keeps its old value. If an entry of a *model* is left out, that parameter becomes zero.
+#
+# Below we keep only the largest tenth of one or of the other. A single round changes the loss too little to show the effect, so
+# we use the difference that a whole epoch makes.
 
 # %%
 trained = lab.Training(runs[local_steps[0]][0].config, data)
@@ -284,16 +308,19 @@ for name, theta_D in cut.items():
 gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 # %% [markdown]
-# The epoch lowers the loss, and the largest tenth of its difference does that alone; the cut model is worse than no
-# epoch at all. This is why every scheme in this package compresses Δθ.
+# The epoch lowers the test loss, and the largest tenth of its difference is enough to do so. The model of which only the largest
+# tenth is left is worse than the model before the epoch. This is why every scheme in this package compresses Δθ.
 #
 # ## FedSGD is FedAvg at H = 1
 #
-# If clients take one step, the server may as well collect gradients, average them and take the step
-# itself. With H > 1 that shortcut is an approximation: later gradients are taken at a model that has
-# moved. `large_step` is the server's view: all gradients at θ, one step.
+# If every client takes a single step, the server may as well collect the gradients, average them and take that step
+# itself. This is called FedSGD:
 #
 # $$H=1:\quad \theta_{t+1}=\theta_t-\eta_t\,\frac{1}{N}\sum_{n=1}^{N} g_{n,t}$$
+#
+# With H > 1 it is only an approximation, because the later gradients of a client are computed at a model that has already
+# moved. The function `large_step` below does what such a server would do: it computes all gradients at the same θ and takes one
+# step.
 
 
 # %%
@@ -321,19 +348,19 @@ for steps, gap in gap_fedsgd.items():
     print(f"H = {steps}: they differ by {lab.number(gap, 2)} of the step")
 
 # %% [markdown]
-# At H = 1 the two differ by rounding, beyond it by much. That is not a defect:
-# local steps follow the curve of the loss, where one long step cannot.
+# At H = 1 the two differ by rounding errors only. With more local steps they differ by a large part of the step. That is not a
+# defect of FedAvg: local steps can follow the curved surface of the loss, and one long step cannot.
 #
 # ## The learning rate: linear scaling
 #
-# The rule: a batch k times larger takes a step k
+# The linear scaling rule says that a batch that is k times larger should take a step that is k
 # times longer, because k small steps in a row would have gone about as far. The paper starts from
-# η = 0.1 at batch 128, so for N clients
+# η = 0.1 at batch size 128. For N clients with batches of size B the rule gives
 #
 # $$\eta = 0.1\cdot\frac{N\,B}{128}.$$
 #
-# How good is "about"? Below, k steps of η in a row against one step of k·η on the same k batches:
-# their distance, in units of the long step.
+# How good is this approximation? Below we compare k steps of length η in a row with one step of length k·η on the same k
+# batches. The table shows the distance between the two results, relative to the length of the long step.
 
 # %%
 rates = (0.003, 0.03, 0.3)
@@ -345,14 +372,14 @@ for k in sorted({min(k, clients) for k in (2, 4, 8)}):
 print("\n".join(table))
 
 # %% [markdown]
-# The rule is good while steps are short and poor when k·η is large. The usual
-# remedy, which the paper takes too, is to reach the scaled rate slowly.
+# The rule is a good approximation while the steps are short, and a poor one when k·η is large. The usual
+# remedy, which the paper uses as well, is to start with a small rate and to increase it slowly.
 #
 # ## Warm-up and drops
 #
-# The rate rises linearly, for ten clients from 0.1, during the first 5 of 300 epochs; after epochs 150
-# and 225 it is divided by 10. (In the warm-up everything is sent dense as well.) `RunConfig` with its defaults is this
-# schedule; only the number of clients changes here.
+# During the first 5 of 300 epochs, the warm-up, the rate rises linearly; with ten clients it starts at 0.1. After epochs 150
+# and 225 it is divided by 10. (During the warm-up, all clients also send all entries.) `RunConfig` has this schedule as its
+# default. Below we only change the number of clients.
 
 # %% tags=["nbval-check-output"]
 paper = {n: lab.RunConfig(scheme="TCS", clients=n) for n in (5, 10, 20)}
@@ -378,13 +405,15 @@ panels[0].legend(frameon=False, loc="lower left")
 plt.show()
 
 # %% [markdown]
-# That is η = 0.5 for the paper's ten clients, half or twice that for half or twice as many, and
-# a constant 0.1 for centralized training until the common drops. That the start scales, too, is our choice: the paper has ten clients.
+# With the paper's ten clients the warm-up ends at η = 0.5. With half or twice as many clients it ends at half or twice that
+# rate. Centralized training, which the paper calls the Baseline, stays at 0.1 until the first drop. The paper has only ten
+# clients, so it does not say how the rate at the start depends on their number. We scale it in the same way.
 #
 # ## Batch norm: what a client's batch decides
 #
-# ResNets have batch norm. In training it normalizes with the mean and variance of *the batch at
-# hand*, so N clients with B images each are not quite one batch of N·B images, even at H = 1.
+# ResNets contain batch norm. During training it normalizes with the mean and the variance of *the current batch*. Therefore N
+# clients with B images each do not take quite the same step as one batch of N·B images, even at H = 1. We compare the directions
+# of the two steps.
 
 # %%
 work = [batch(n, 0) for n in range(clients)]
@@ -392,51 +421,56 @@ together = [(torch.cat([images for images, _ in work]), torch.cat([labels for _,
 many_D, one_D = (large_step(batches, eta) - average_D for batches in (work, together))
 alike = float(F.cosine_similarity(many_D, one_D, dim=0))
 print(
-    f"{clients} batches of {batch_size} against 1 batch of {clients * batch_size}: cosine {alike:.2f}"
+    f"{clients} batches of {batch_size} and 1 batch of {clients * batch_size}: cosine of the two steps {alike:.2f}"
 )
 
 # %% [markdown]
-# The cosine is clearly below 1: small batches are noisy to normalize with. (Without batch
-# norm the two steps would be equal.)
+# The cosine is clearly below 1, because the mean and variance of a small batch are noisy. Without batch
+# norm the two steps would be equal.
 #
 # ## Batch norm: running statistics cost nothing in training
 #
-# Beside θ, batch norm keeps running means and variances r. Training only *writes* them; they are read
-# when the model is evaluated. To see it, two copies of a trained federation train for one more epoch,
-# and one of them starts it with wildly wrong statistics.
+# Besides the parameters θ, batch norm keeps running means and variances, which we call r. For each batch, with statistics b,
+# training updates them by
 #
-# $$r \leftarrow (1-m)\,r + m\,b,\qquad b = \text{statistics of the batch},\; m = 0.1$$
+# $$r \leftarrow (1-m)\,r + m\,b,\qquad m = 0.1.$$
+#
+# Training only *writes* these statistics. They are read when the model is evaluated. To see this, we train two copies of a
+# trained federation for one more epoch, and let one of them start with completely wrong statistics.
 
 # %%
 calm, wild, often = (lab.Training(config, data) for _ in range(3))
 for one in (calm, wild, often):
     one.load_state_dict(runs[local_steps[0]][0].state_dict())
 wild.statistics_NS.uniform_(1e5, 1e6, generator=lab.generator_for(seed, 101))
-for name, one in (("calm", calm), ("wild", wild)):
+for name, one in (("correct", calm), ("wrong", wild)):
     one.epoch(epochs - 1)
-    print(f"{name} statistics: test accuracy {100 * one.evaluate()['accuracy']:.1f} %")
+    print(f"started with {name} statistics: test accuracy {100 * one.evaluate()['accuracy']:.1f} %")
 same_theta = torch.equal(calm.theta_D, wild.theta_D)
-print(f"theta after these {calm.rounds_per_epoch} rounds the same, bit for bit: {same_theta}")
+print(
+    f"after these {calm.rounds_per_epoch} rounds both have the same theta, bit for bit: {same_theta}"
+)
 
 # %% [markdown]
-# θ is the same, bit for bit, and the wild copy's test accuracy is near chance: it is only
-# the evaluation that reads the statistics.
+# Both copies end with exactly the same θ, while the test accuracy of the copy with the wrong statistics is close to chance. So
+# only the evaluation reads the statistics.
 #
-# So clients need not send them every round. And it makes no difference when they are averaged: the
-# rule above is linear in r and b, so the average over clients obeys the same rule. Here the third copy
-# averages after every round, the calm one only now, at the end.
+# It follows that clients need not send them in every round. It also makes no difference when the server averages them. The
+# update rule above is linear in r and b, so the average over the clients follows the same rule. To check this, a third copy
+# averages the statistics after every round, while the first copy averages them only once, at the end.
 
 # %%
 for _ in often.rounds(epochs - 1):
     often.statistics_NS[:] = often.statistics_NS.mean(0)
 once_S, often_S = calm.statistics_NS.mean(0), often.statistics_NS.mean(0)
 gap_statistics = float((once_S - often_S).norm() / once_S.norm())
-print(f"averaged once against every round: {lab.number(gap_statistics, 1)}; same theta: "
+print(f"averaged once or after every round: they differ by {lab.number(gap_statistics, 1)}; same theta: "
       f"{torch.equal(calm.theta_D, often.theta_D)}")  # fmt: skip
 
 # %% [markdown]
-# The two differ by rounding only. What remains is the cost of one evaluation, 32 bits for each statistic from every
-# client; records keep it apart (`batch_norm_bits`). For the paper's network, beside one round of messages:
+# The two averages differ by rounding errors only. The remaining cost arises at each evaluation, when every client
+# sends 32 bits per statistic. Records of runs keep these bits apart, in the field `batch_norm_bits`. For the paper's network we
+# compare this cost with the messages of one round:
 
 # %% tags=["nbval-check-output"]
 net = tcs.FlatView(tcs.resnet18())
@@ -444,22 +478,22 @@ size, statistics = net.dimension, len(net.statistics())
 print(f"ResNet-18: {size:,} parameters, {statistics:,} running statistics")
 for scheme in ("FedAvg", "TCS", "TCS-Q5"):
     ratio = 32 * statistics / (tcs.bit_budget(scheme) * size)
-    print(f"statistics once, in rounds of {scheme}: {ratio:.4f}")
+    print(f"the statistics, sent once, cost as much as {ratio:.4f} rounds of {scheme}")
 
 # %% [markdown]
-# Even beside the paper's smallest messages one evaluation is less than half a round.
+# Even compared with the paper's smallest messages, the statistics for one evaluation cost less than half a round.
 #
 # ## Claim
 #
 # | measured | expected | tolerance, and why |
-# |---|---|---|
-# | average of models = θ + average of differences | 0 | 1e-6: one float32 rounding |
-# | round by hand = the core's | 0 | 5 %: rounding, and units that it pushes over a ReLU's kink |
-# | test loss with the largest tenth of an epoch's difference | the whole's | half of what the epoch gains: one training |
-# | FedAvg at H = 1 = FedSGD | 0 | 1e-3: rounding of θ against a small step |
-# | θ with wild running statistics | the same | none: bit for bit |
-# | statistics averaged once = every round | 0 | 1e-4: rounding over an epoch |
-# | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | none beyond rounding: arithmetic |
+# |:---|:---|:---|
+# | the average of models compared with θ plus the average of differences | 0 | 1e-6, for one float32 rounding |
+# | the round by hand compared with the core's | 0 | 5 %, for rounding and for ReLU inputs that it carries across zero |
+# | the test loss with the largest tenth of an epoch's difference | that of the whole difference | half of what the epoch gains, because it is a single training |
+# | FedAvg at H = 1 compared with FedSGD | 0 | 1e-3, for the rounding of θ compared with a small step |
+# | θ after training with wrong running statistics | the same | none; it must agree bit for bit |
+# | statistics averaged once compared with every round | 0 | 1e-4, for the rounding over an epoch |
+# | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | only rounding, because it is arithmetic |
 
 # %%
 claim("models and differences average alike", gap_models < 1e-6, lab.number(gap_models, 1))
@@ -481,11 +515,20 @@ claim(
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; the cell compares with the core.
+# Replace each `return None` by your own lines. The cell then compares your function with the core.
 #
-# 1. The server's new θ, from the clients' differences (N, D) and their weights in the average, which need
-#    not add up to 1.
-# 2. A client's *difference* after so many local steps; `gradient(theta_D)` is the gradient at a model.
+# 1. Compute the server's new θ from the clients' differences, a tensor of shape (N, D), and from the clients' weights in the
+#    average. The weights need not add up to 1.
+# 2. Compute a client's *difference* after the given number of local steps. The function `gradient(theta_D)` returns the gradient
+#    at a given model.
+#
+# <details><summary>Hints</summary>
+#
+# 1. Divide the weights by their sum first.
+# 2. Let a second variable start at `theta_D` and move step by step. Do not change `theta_D` in place: you need it at the end,
+#    and so does the caller.
+#
+# </details>
 
 
 # %%
@@ -543,14 +586,16 @@ first, last = local_steps[0], local_steps[-1]
 few, many = (runs[steps][1][-1]["accuracy"] for steps in (last, first))
 rounds, more = (runs[steps][1][-1]["rounds"] for steps in (last, first))
 print(f"""{claim.summary()}
-after {epochs} passes over the data H = {last} ended at {100 * few:.1f} %, H = {first} at {100 * many:.1f} %, with {rounds} rounds an epoch
-    instead of {more}; one run of each, which decides nothing
-what surprised us: {clients} batches of {batch_size} against one of {clients * batch_size}: cosine {alike:.2f}, from batch norm alone
-what surprised us: linear scaling is {100 * gaps[-1]:.0f} % off for {k} steps of {rates[-1]:g}, {100 * gaps[0]:.0f} % for steps of {rates[0]:g}""")
+After {epochs} passes over the data, H = {last} reached {100 * few:.1f} % accuracy with {rounds} rounds per epoch, and H = {first}
+    reached {100 * many:.1f} % with {more} rounds per epoch. This is one run of each, which decides nothing.
+What surprised us: batch norm alone makes the step of {clients} batches of {batch_size} differ from that of one batch of
+    {clients * batch_size}; the cosine between them is {alike:.2f}.
+What surprised us: for {k} steps of length {rates[-1]:g}, linear scaling is off by {100 * gaps[-1]:.0f} %; for steps of length {rates[0]:g}
+    it is off by {100 * gaps[0]:.0f} %.""")
 
 # %% [markdown]
-# Next: [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out.
+# Next, [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out of the message.
 
 # %% jupyter={"source_hidden": true}
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
-      f"{train_samples} images · n = 1 run for each H")  # fmt: skip
+      f"{train_samples} images · one run (n = 1) for each H")  # fmt: skip

@@ -11,14 +11,19 @@
 #
 # After this notebook you will be able to
 #
-# - choose entries by $S_{top}$, and keep errors for the rest,
-# - say what top-K costs: positions, and a full way down.
+# - choose entries by $S_{top}$, and keep what is left out for later rounds,
+# - say what top-K costs: it must send positions, and the server's message becomes large.
 #
-# **Claim (Sec. I-B, I-C and II-B, Fig. 2).** Top-K keeps far more of an update than rand-K does with the
-# same number of entries, and error accumulation rescues what it leaves out. But it pays twice: for the
-# positions, which outweigh quantized values, and on the way down, where the clients' choices add up.
+# **Claim (Sec. I-B, I-C and II-B, Fig. 2).** *Top-K* sends the K entries of largest magnitude, *rand-K* sends K entries drawn at
+# random. With the same number of entries, top-K keeps far more of an update, and error accumulation recovers what it
+# leaves out. But top-K has two costs. Its positions take more bits than quantized values do. And each client chooses other
+# entries, so the message that the server sends back contains many more entries than a client's.
 #
 # *Run time*: about 30 s on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The first such cell below the imports
+# holds the parameters. Change them there and run all cells again. For example, `phi = 0.1` should bring rand-K closer to top-K, and
+# `federation_sizes = [1, 50]` shows the server's message with many clients.
 
 # %% jupyter={"source_hidden": true}
 import dataclasses
@@ -76,15 +81,19 @@ fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed,
 everything = lab.load_dataset(dataset).resized(image_size)
 data = everything.first(train_samples, test_samples)
 base = lab.RunConfig(scheme="FedAvg", **fields)
-print(f"N = {clients} clients, {data.label} images, keeping {phi:.1%} of the entries")
+print(f"N = {clients} clients, {data.label} images, sending {phi:.1%} of the entries")
 
 # %% [markdown]
 # ## Five trainings
 #
-# Everything below looks at real updates, so the training comes first: one federation without
-# compression, and top-K and rand-K, each with and without error accumulation (explained further down).
-# The first epoch is dense in all of them. For each, we note which entries of θ the server ever moved
-# after that, and what part of what its clients meant (in squares) they sent in each round.
+# The sections below look at updates from real training, so the training comes first. We train one federation without
+# compression, and federations with top-K and with rand-K. Each of these two is trained with error accumulation and without it
+# (a later section explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
+#
+# For the rounds after the dense epoch we record two things:
+#
+# - which entries of θ the server has changed at least once,
+# - how much of what the clients wanted to send was sent in each round, measured by the squared norm.
 
 # %%
 steps = {"local_steps": local_steps}
@@ -106,7 +115,7 @@ def waiting(federation):
 
 
 def sent_share(federation, before_ND):
-    """Of what the clients meant in this round the share that they sent, in squares."""
+    """The fraction of the clients' intended values that was sent in this round, by squared norm."""
     meant_ND = before_ND + federation.deltas_ND
     return 1 - float(waiting(federation).square().sum() / meant_ND.square().sum())
 
@@ -133,20 +142,21 @@ federation = runs["everything sent"]["federation"]
 deltas_ND = federation.deltas_ND  # every client's model difference in the last round, (N, D)
 N, D = deltas_ND.shape
 K = tcs.kept(phi, D)
-print(f"D = {D:,} parameters, K = {K} entries kept")
+print(f"D = {D:,} parameters, K = {K} entries are sent")
 
 # %% [markdown]
 # ## What a mask does
 #
-# A mask m of zeros and ones says which entries travel; φ is the share of ones. Note that φ = 0.01 keeps
-# one percent.
+# A mask m is a vector of zeros and ones. It says which entries are sent, and φ is the fraction of ones. Note that φ is the
+# fraction that is *kept*: φ = 0.01 keeps one percent.
 #
 # $$\tilde{\Delta} = m\otimes\Delta\theta,\qquad \phi=\frac{\lVert m\rVert_1}{D}\quad(\text{Eq. 4}),
 # \qquad K=\lceil\phi D\rceil$$
 #
-# *Top-K*: each client takes its own K largest magnitudes (their mask is $S_{top}(\Delta\theta, K)$), and has to say where they are. *Rand-K*: all
-# clients draw the same K positions from a common seed, and no one needs to say anything. Fig. 2 shows
-# both on the first entries of the output layer, from the last round above.
+# With *top-K*, each client chooses its own K entries of largest magnitude. Their mask is called $S_{top}(\Delta\theta, K)$. The
+# client must tell the server the positions of these entries. With *rand-K*, all clients draw the same K positions from a common
+# seed, so no positions need to be sent. Fig. 2 shows both methods on the first entries of the output layer, in the last round
+# of the training above.
 
 
 # %% jupyter={"source_hidden": true}
@@ -189,15 +199,17 @@ lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
 plt.show()
 
 # %% [markdown]
-# In (a) the clients' frames hold strong colours, in (b) many are pale. In (a) the last row has more
-# frames than any client's row, in (b) it has equally many.
+# In (a), each client's frames surround strong colours; in (b), many of the framed entries are pale. The last row shows the
+# server's average. In (a) it has more framed entries than any client's row, and in (b) it has as many as each of them.
 #
 # ## How much each keeps
 #
-# What is kept of an update, measured by its squares, is for rand-K φ on average. Top-K does better the
-# more unequal the entries are.
+# We measure how much of an update a mask keeps by the squared norm:
 #
 # $$\frac{\lVert m\otimes\Delta\theta\rVert^2}{\lVert\Delta\theta\rVert^2}$$
+#
+# For rand-K this fraction is φ on average. For top-K it is larger, and the more the entries differ in magnitude, the larger it
+# is.
 
 # %%
 shares = [10 ** (-e / 4) for e in range(0, 13)]
@@ -216,22 +228,23 @@ for name, values in kept_share.items():
     look = lab.curve_style(name)
     axes.plot([100 * share for share in shares], values, label=name, **look)
 axes.axvline(100 * phi, color=lab.COLOURS[0], linestyle=":", label=f"φ = {phi:g}")
-axes.set(xscale="log", xlabel="entries kept φ (%)", ylabel="squares of the update kept (%)")
+axes.set(xscale="log", xlabel="entries sent, φ (%)", ylabel="squared norm kept (%)")
 axes.set_title("How much of a client's update survives")
 axes.legend(frameon=False)
 plt.show()
 
 # %%
 squares_top = sum(float(s[tcs.top_k_positions(s, K)].sum() / s.sum()) for s in squares_ND) / N
-print(f"top-K keeps {100 * squares_top:.0f} % of the squares in {100 * phi:g} % of the entries, "
+print(f"top-K keeps {100 * squares_top:.0f} % of the squared norm in {100 * phi:g} % of the entries, "
       f"{squares_top / phi:.0f} times what rand-K keeps on average")  # fmt: skip
 
 # %% [markdown]
-# Top-K is far above rand-K at every φ below 1; rand-K is near the diagonal (which is a curve
-# on a logarithmic axis), and may jump when a very large entry happens to be drawn.
+# Top-K keeps far more than rand-K at every φ below 1. The values of rand-K lie near the diagonal, which looks like a curve
+# because the horizontal axis is logarithmic. They may jump where a very large entry happens to be drawn.
 #
-# That was one update. Proofs of convergence ask that *in every round* at least a share $\delta > 0$ is sent of what a client means to
-# send, the errors that it has kept (below) included. Here are whole trainings, and TCS beside them:
+# So far this was one update. Proofs of convergence need more: *in every round*, a client must send at least a fraction
+# $\delta > 0$ of what it intends to send, measured by the squared norm. What it intends to send includes the errors that it kept
+# from earlier rounds, which are explained below. Here are whole trainings, and one with TCS for comparison:
 
 # %%
 with_tcs = {name: runs[name] for name in ("top-K", "rand-K")}
@@ -239,17 +252,19 @@ with_tcs["TCS"] = train(tcs.Scheme.named("TCS", phi_global=phi, phi_local=phi_lo
 for name, run in with_tcs.items():
     least, mean = min(run["sent"]), statistics.mean(run["sent"])
     print(
-        f"{name:7s} sends {mean:6.1%} of what was meant, at least {least:6.1%}, in {len(run['sent'])} rounds"
+        f"{name:7s} sends {mean:6.1%} of the intended squared norm on average and {least:6.1%} at least, in {len(run['sent'])} rounds"
     )
 
 # %% [markdown]
-# Each sends a share of it in every round. Top-K's is smaller than the one above, since a client now means to send all that
-# it left out before, too.
+# Each method sends a positive fraction in every round. Top-K's fraction is smaller than the one for a single update above. The
+# reason is that the client now also intends to send everything that it has left out before.
 #
 # ## What choosing costs
 #
-# The paper hopes that TCS makes choosing cheaper, too. But a TCS client chooses twice a round: the shared mask from the update, and
-# its own from the rest. Top-K and TCS are timed by the core's plain $S_{top}$, rand-K by the core's draw, in turn, each nine times:
+# The paper hopes that TCS also makes it cheaper to choose the entries. But a TCS client makes two choices per round: it finds the
+# shared mask from the last update, and its own mask among the remaining entries. We time these choices on one long vector. For
+# top-K and TCS we use the core's plain implementation of $S_{top}$, and for rand-K the core's random draw. The methods take turns,
+# nine times each:
 
 # %%
 K_timed, K_own = tcs.kept(phi, selected_from), tcs.kept(phi_local, selected_from)
@@ -276,32 +291,39 @@ ratios = [turn["top-K"] / turn["TCS"] for turn in taken]
 word = lab.decided(*lab.paired_gain(ratios, [1.0] * len(ratios)))
 print(
     ", ".join(f"{name} {ms:.0f} ms" for name, ms in median.items()),
-    f"for {selected_from:,} entries",
+    f"to choose among {selected_from:,} entries (medians)",
 )
 share_of_time = median["TCS"] / median["top-K"]
 claim.judge(
-    "TCS chooses in less time than top-K", word, f"×{share_of_time:.2f} of it, n = {len(taken)}"
+    "TCS chooses in less time than top-K",
+    word,
+    f"it takes {share_of_time:.2f} times as long, n = {len(taken)}",
 )
 
 # %% [markdown]
 # ## Error accumulation
 #
-# What a client leaves out is not lost: it keeps it as an error e and adds it to its next update.
+# What a client leaves out is not lost. The client keeps it as an error e and adds it to its next update:
 #
 # $$\bar\Delta_{n,t}=\Delta\theta_{n,t}+e_{n,t-1},\qquad
 # \tilde\Delta_{n,t}=m_{n,t}\otimes\bar\Delta_{n,t},\qquad e_{n,t}=\bar\Delta_{n,t}-\tilde\Delta_{n,t}$$
 #
-# In the core, this is one client's side of a round. Its words: *shared* is the mask that all sides know (the paper's global mask),
-# *own* is what one client chose (the paper's local mask). Top-K has only an own mask, so its φ is `phi_local`; rand-K has only a
-# shared one. `send` checks the difference and `message_of` makes the message; `arrived` is called when the server has had it.
+# The code below is the client's part of a round in the core. In its names, *shared* is the mask that the server and all clients
+# know (the paper's global mask), and *own* is the mask that one client has chosen (the paper's local mask). Top-K has an own mask
+# only, so its φ is called `phi_local`. Rand-K has a shared mask only, so its φ is called `phi_global`.
+#
+# The method `message_of` builds the message from the client's difference. The method `arrived` is called once the server has
+# received it.
 
 # %%
 lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.arrived)
 
 # %% [markdown]
-# The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2, which [03_tcs](03_tcs.ipynb) reads whole. So nothing gets lost on the way: what arrived
-# and what still waits add up to what the clients meant to send. Here for ten rounds, always with the
-# update from above, in which the same entries are the largest every time:
+# The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2. [03_tcs](03_tcs.ipynb) goes through the whole algorithm.
+#
+# It follows that nothing is lost: what has arrived at the server, plus the errors that still wait at the clients, equals what
+# the clients intended to send. We check this over ten rounds. In each of them every client has the same update again, the one from
+# above, so the largest entries of the update are always the same.
 
 # %%
 for name in ("top-K", "top-K, no errors kept"):
@@ -312,19 +334,19 @@ for name in ("top-K", "top-K, no errors kept"):
     waiting_D, meant_D = compressor.errors_ND.sum(0), 10 * deltas_ND.sum(0)
     if name == "top-K":
         lost = float((arrived_D + waiting_D - meant_D).norm() / meant_D.norm())
-        print(f"{name}: arrived + waiting differs from meant by {1e9 * lost:.0f} billionths")
+        print(f"{name}: arrived plus waiting differs from intended by {1e9 * lost:.0f} billionths")
     print(f"{name}: {int((arrived_D != 0).sum())} different entries arrived")
 
 # %% [markdown]
-# Nothing is lost but rounding. Without errors kept only the entries of the first round ever arrive:
-# the small but steady ones never get their turn.
+# Apart from rounding, nothing is lost. Without error accumulation, only the entries chosen in the first round ever arrive.
+# Entries that are small in every round are never sent, although they would add up.
 #
 # ## What error accumulation rescues
 #
-# Now the five trainings from the start. The bars say which share of θ the server ever moved after the
-# dense first epoch.
+# Now we compare the five trainings from the beginning. The bars show which fraction of the entries of θ the server has changed at
+# least once after the dense first epoch.
 #
-# **What do you expect?** Does keeping errors help rand-K as it helps top-K, or only top-K?
+# **What do you expect?** Does error accumulation help rand-K as it helps top-K, or does it help top-K only?
 
 # %%
 size = {"figsize": (9.4, 3.8), "width_ratios": (3, 2), "layout": "constrained"}
@@ -334,7 +356,7 @@ for name, run in runs.items():
     panels[0].plot(range(1, epochs + 1), run["accuracy"], label=name, **look)
     panels[1].barh(name, 100 * run["moved"], color=look["color"])
 panels[0].set(xlabel="epoch", ylabel="test accuracy (%)", title=f"Training at φ = {phi:g}")
-panels[1].set(xlabel="entries (%)", title="Entries of θ ever moved")
+panels[1].set(xlabel="entries (%)", title="Entries of θ changed at least once")
 panels[0].locator_params(axis="x", integer=True)
 panels[1].invert_yaxis()
 panels[0].legend(frameon=False, fontsize=9)
@@ -342,32 +364,34 @@ plt.show()
 
 # %%
 for name, run in runs.items():
-    print(f"{name:24s} accuracy {run['accuracy'][-1]:5.1f} %   moved {100 * run['moved']:5.1f} %")
+    print(
+        f"{name:24s} accuracy {run['accuracy'][-1]:5.1f} %   entries changed {100 * run['moved']:5.1f} %"
+    )
 final = {name: run["accuracy"][-1] for name, run in runs.items()}
 noise = (
     200 * (0.5 / test_samples) ** 0.5
 )  # two standard errors, at most, in points: of the test images
 print(
-    f"differences below {noise:.1f} points are within the noise of {test_samples} test images alone"
+    f"with {test_samples} test images, differences below {noise:.1f} points may be due to the choice of images alone"
 )
 
 # %% [markdown]
-# Another seed can change them by several points more. In these runs, one of each, top-K with errors kept ends close to sending everything, and lower without: most
-# entries then never move again. Rand-K is poor
-# both ways, and poorer with errors kept. A likely reason: it reaches an entry once in 1/φ rounds on average, and errors
-# are old by then, and arrive all at once.
+# Another seed can change these accuracies by several more points. We made one run of each method. In these runs, top-K with
+# error accumulation ends close to the training that sends everything. Without error accumulation it ends lower, because most
+# entries never change again. Rand-K is poor in both cases, and with error accumulation it is even worse. A likely reason is that rand-K
+# sends an entry only once in 1/φ rounds on average. By then the accumulated error is old, and it arrives all at once.
 #
 # ## The way down
 #
-# The server sends back the average of what it got. With rand-K that has K entries. With top-K it has every
-# entry that *any* client chose. With TCS it has those of the shared mask and, at most, those of every client's small
-# one. So the share of entries on the way down is at most
+# The server sends the average of the clients' messages back to all clients. With rand-K this average has K entries. With top-K
+# it has every entry that *any* client has chosen. With TCS it has the entries of the shared mask and at most those of every
+# client's small own mask. The fraction of entries in the server's message is therefore at most
 #
 # $$\text{top-K: } N\phi\qquad\text{rand-K: } \phi\qquad
 # \text{TCS: } \phi_{global}+N\,\phi_{local}$$
 #
-# Measured on real federations of N clients, each with the same amount of data: the share of entries of
-# an update that are not zero, in the first sparse round and in the last.
+# We measure it in real federations of N clients, each with the same amount of data per client. The table shows the fraction of
+# entries of the server's update that are not zero, in the first sparse round and in the last one.
 
 
 # %%
@@ -386,7 +410,7 @@ def way_down(scheme, n):
 measured = {name: schemes[name] for name in ("top-K", "top-K, no errors kept")}
 measured["TCS"] = tcs.Scheme.named("TCS", phi_global=phi, phi_local=phi_local, **steps)
 down = {name: [way_down(s, n) for n in federation_sizes] for name, s in measured.items()}
-lines = ["                         N    first     last    bound   bits a parameter, last"]
+lines = ["                         N    first     last    bound   bits per parameter, last"]
 for name, rows in down.items():
     for row in rows:
         shares = "".join(f"{100 * row[key]:7.2f} %" for key in ("first", "last", "bound"))
@@ -403,39 +427,46 @@ for name, rows in down.items():
         look = {"color": look["color"], "linestyle": ":", "linewidth": 2, "label": looks[name]}
         axes.plot(federation_sizes, [100 * row["bound"] for row in rows], **look)
 axes.axhline(100 * phi, color=lab.curve_style("rand-K")["color"], label="rand-K")
-axes.set(xlabel="clients N", ylabel="entries (%)", title="The way down", xticks=federation_sizes)
+axes.set(
+    xlabel="clients N",
+    ylabel="entries (%)",
+    title="Entries in the server's message",
+    xticks=federation_sizes,
+)
 axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Top-K's share grows nearly in proportion to N up to ten clients, then less. TCS's grows slowly:
-# its clients have the shared mask in common. With many clients top-K approaches its bound only in the course
-# of the rounds, and only if errors are kept: what was sent starts again from zero, so clients that began
-# with similar choices drift apart.
+# Top-K's fraction grows almost in proportion to N up to about ten clients, and more slowly beyond. The fraction of TCS grows slowly
+# throughout, because all its clients have the shared mask in common.
 #
-# The paper's setting, N = 10, as a bound on the way down:
+# With many clients, top-K comes close to its bound only after several rounds, and only with error accumulation. At first the
+# clients choose similar entries. The error of an entry that was sent starts again from zero, so over the rounds the errors of
+# different clients, and with them their choices, become more and more different.
+#
+# For the paper's setting, N = 10, the bounds are:
 
 # %% tags=["nbval-check-output"]
 paper = {name: tcs.Scheme.named(name) for name in ("top-K", "TCS")}
 for name, scheme in paper.items():
     densest = (scheme.phi_global or 0) + 10 * scheme.phi_local
     print(
-        f"{name:6s} at most {densest:.2f} of the entries come back: compression {1 / densest:.0f}x"
+        f"{name:6s} at most {densest:.2f} of the entries are sent back, a compression of {1 / densest:.0f}x"
     )
 
 # %% [markdown]
-# 50x for TCS is the paper's figure.
+# The paper gives the same factor of 50 for TCS.
 #
 # ## Where the bits go
 #
-# A kept entry costs q bits for its value and, with top-K, bits for its position. A plain index takes
-# log2(D). The position code of the paper ([06_sparse_encoding](06_sparse_encoding.ipynb)) takes less,
-# but grows as φ shrinks. Quantizing the values to q = 5 does nothing for it.
+# Each entry that is sent costs q bits for its value and, with top-K, some bits for its position. Sending the position as a plain
+# index takes log2(D) bits. The paper's position code ([06_sparse_encoding](06_sparse_encoding.ipynb)) takes fewer,
+# but their number grows as φ becomes smaller. Quantizing the values to q = 5 bits does not change the cost of the positions.
 #
-# $$\text{bits per kept entry}=\underbrace{q}_{\text{value}}+
+# $$\text{bits per sent entry}=\underbrace{q}_{\text{value}}+
 # \underbrace{\log_2\frac{1}{\phi}+2}_{\text{position}}$$
 #
-# Measured: the length of the code that really decodes, for the masks of real updates.
+# Below we compare this formula with the length of a code that really decodes, for the masks of real updates.
 
 # %%
 code = {}
@@ -446,7 +477,7 @@ for share in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001):
     assert torch.equal(tcs.decode_positions(bits, D, block), positions_K)
     code[share] = len(bits) / len(positions_K)
     formula = math.log2(1 / share) + 2
-    lines.append(f"φ = {share:5g}: {code[share]:5.2f} bits a position, formula {formula:5.2f}")
+    lines.append(f"φ = {share:5g}: {code[share]:5.2f} bits per position, formula {formula:5.2f}")
 print("\n".join(lines))
 
 # %% jupyter={"source_hidden": true}
@@ -457,18 +488,19 @@ for panel, q in zip(panels, (32, 5), strict=True):
     panel.fill_between(shares, 0, q, color=lab.COLOURS[1], lw=0, label="value")
     panel.fill_between(shares, q, total, color=lab.COLOURS[5], lw=0, label="position, formula")
     panel.plot(list(code), [q + bits for bits in code.values()], "ok", label="value + real code")
-    panel.set(xscale="log", xlim=(0.4, 1e-4), ylim=(0, 56), xlabel="share kept φ")
+    panel.set(xscale="log", xlim=(0.4, 1e-4), ylim=(0, 56), xlabel="fraction sent, φ")
     panel.set_title(f"q = {q}: positions {here / (q + here):.0%} at φ = {phi:g}")
-panels[0].set_ylabel("bits per kept entry")
+panels[0].set_ylabel("bits per sent entry")
 panels[1].legend(frameon=False, loc="upper left")
 plt.show()
 
 # %% [markdown]
-# φ shrinks to the right. At q = 32 the positions are a surcharge; at q = 5 and φ below a tenth they are
-# most of the message, and the more so the fewer entries are kept. The code of real masks lies on or a
-# little above the formula, which has no whole numbers of bits to respect.
+# In these plots φ decreases to the right. At q = 32 the positions are a small part of the message. At q = 5 and φ below a tenth
+# they are the larger part, and their part grows as fewer entries are sent. The real code is as long as the formula says or a little
+# longer, because a real code uses whole numbers of bits and the formula does not.
 #
-# TCS spends positions on its local mask only. The paper's budgets, in bits per parameter and iteration:
+# TCS spends bits on positions only for the clients' own masks. The next table shows the paper's budgets, in bits per parameter and
+# iteration:
 
 # %% tags=["nbval-check-output"]
 print("scheme      total   values  positions   in the paper")
@@ -481,20 +513,20 @@ for name, printed in in_paper.items():
     print(f"{name:9s} {budget[name]:7.4f}  {values:7.4f}  {share:9.0%}   {printed or '–'}")
 
 # %% [markdown]
-# These are the paper's figures (its 0.363 is cut off, not rounded). With 5-bit values top-K spends
-# more on saying where than on saying what.
+# These agree with the paper's figures. (It prints 0.363 for TCS because it cuts the number off instead of rounding it.) With 5-bit
+# values, top-K spends more bits on the positions than on the values.
 #
 # ## Claim
 #
 # | measured | expected | tolerance, and why |
-# |---|---|---|
-# | squares kept by top-K | more than 5 times rand-K's φ | wide: it depends on the data |
-# | arrived + waiting = meant | 0 | a hundred thousandth: float32 sums over ten rounds |
-# | share of what was meant that a round keeps | TCS's above rand-K's | none: means over the rounds |
-# | accuracy rescued by keeping errors, in one run | > 0 | two standard errors over the test images |
-# | share on the way down | at most its bound | none: it is a count |
-# | top-K against TCS on the way down | larger at the largest N | none |
-# | budgets | the paper's | 0.4 %, or its rounding |
+# |:---|:---|:---|
+# | squared norm kept by top-K | more than 5 times rand-K's φ | wide, because it depends on the data |
+# | what arrived plus what waits, compared with what was intended | equal | a hundred thousandth, for float32 sums over ten rounds |
+# | fraction of the intended squared norm sent per round | TCS sends more than rand-K | none; these are means over the rounds |
+# | accuracy gained by error accumulation, in one run | more than 0 | two standard errors, from the number of test images |
+# | fraction of entries in the server's message | at most its bound | none, because it is a count |
+# | entries in the server's message, top-K and TCS | top-K has more at the largest N | none |
+# | budgets | the paper's | 0.4 %, or the paper's rounding |
 
 # %%
 rescued = final["top-K"] - final["top-K, no errors kept"]
@@ -505,12 +537,12 @@ off = {name: abs(budget[name] / printed - 1) for name, printed in known.items()}
 printed_so = [off[n] < 0.004 or round(budget[n], 2) == printed for n, printed in known.items()]
 claim("top-K keeps 5 times more of the squares", squares_top > 5 * phi if phi < 0.18 else None,
       f"{squares_top / phi:.0f} times")  # fmt: skip
-claim("arrived + waiting = meant", lost < 1e-5, f"but for {1e9 * lost:.0f} billionths")
+claim("arrived + waiting = meant", lost < 1e-5, f"up to {1e9 * lost:.0f} billionths")
 sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
 claim("a round of TCS keeps more of what was meant than one of rand-K", sends["TCS"] > sends["rand-K"],
       f"{sends['TCS']:.0%} against {sends['rand-K']:.1%}; top-K {sends['top-K']:.0%}")  # fmt: skip
 claim("in this run, keeping errors raises top-K's accuracy", lab.decided(rescued, noise),
-      f"by {rescued:.1f} points, noise of the test images {noise:.1f}")  # fmt: skip
+      f"by {rescued:.1f} points; two standard errors are {noise:.1f}")  # fmt: skip
 claim("the way down keeps its bound", over <= 1e-6)
 claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
       f"{largest['top-K']:.2%} against {largest['TCS']:.2%} of the entries")  # fmt: skip
@@ -519,12 +551,20 @@ claim("the budgets are the paper's", all(printed_so), f"{len(known)} schemes")
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; the cell compares with the core. Positions count from 0.
+# Replace each `return None` by your own lines. The cell then compares your function with the core. Positions count from 0.
 #
-# 1. $S_{top}$: the positions of the k entries of largest magnitude, ascending; of equal magnitudes the
-#    lower position wins.
-# 2. Error accumulation with top-K, the three formulas above: what is sent, zeros elsewhere, and the new
-#    errors. (`tcs.top_k_mask` may help.)
+# 1. Write $S_{top}$: return the positions of the k entries of largest magnitude in ascending order. If two magnitudes are equal,
+#    the lower position is chosen.
+# 2. Write error accumulation with top-K, following the three formulas above. Return what is sent, with zeros elsewhere, and
+#    the new errors. (`tcs.top_k_mask` may help.)
+#
+# <details><summary>Hints</summary>
+#
+# 1. Sort the positions by magnitude first and by position second, take the first k, and sort these by position.
+# 2. The new errors include old errors that were not sent. So subtract what is sent from the *sum* of the difference and the old
+#    errors, not from the difference alone.
+#
+# </details>
 
 
 # %%
@@ -558,7 +598,7 @@ lab.check_exercise("accumulate", accumulate)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def s_top(vector_D, k):
     magnitudes = vector_D.abs().tolist()
     order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
@@ -584,24 +624,26 @@ behind = final["top-K"] - final["rand-K"]
 claim.judge(
     "rand-K ends below top-K",
     lab.decided(behind, noise),
-    "in one run of each, beyond the noise of the images",
+    "in one run of each, by more than two standard errors",
 )
 top, forgot, tcs_row = (down[name][-1] for name in down)
 print(f"""{claim.summary()}
-top-K with errors kept ended {gap:+.1f} points from sending everything, in one run of each, which decides nothing
-what it costs: with N = {top["N"]}, {100 * top["last"]:.1f} % of the entries come down with top-K, {100 * tcs_row["last"]:.1f} % with TCS
-what surprised us: keeping errors changes rand-K's accuracy by {helps:+.1f} points; it ends {behind:.1f} points below top-K
-what surprised us: top-K's way down grows from {100 * top["first"]:.1f} to {100 * top["last"]:.1f} % in {top["rounds"]} sparse rounds, without errors kept to {100 * forgot["last"]:.1f} %""")
+The accuracy of top-K with error accumulation differs by {gap:+.1f} points from sending everything. This is one run of each,
+    which decides nothing.
+What it costs: with N = {top["N"]} clients the server's message has {100 * top["last"]:.1f} % of the entries with top-K, and {100 * tcs_row["last"]:.1f} % with TCS.
+What surprised us: error accumulation changes rand-K's accuracy by {helps:+.1f} points; rand-K with it ends {behind:.1f} points below top-K.
+What surprised us: top-K's server message grows from {100 * top["first"]:.1f} to {100 * top["last"]:.1f} % of the entries in {top["rounds"]} sparse rounds.
+    Without error accumulation it has only {100 * forgot["last"]:.1f} % in the last round.""")
 where = math.log2(1 / phi) + 2
 answer.update(
-    Markdown(f"""**In short.** In {phi:.0%} of the entries top-K keeps {squares_top:.0%} of an update's squares, rand-K {phi:.0%}.
-It pays for that twice. A position takes {where:.1f} bits, where a quantized value takes 5. And with {top["N"]} clients the server's message
-holds {top["last"]:.0%} of the entries, where TCS's holds {tcs_row["last"]:.0%}. (One run of each.)""")
+    Markdown(f"""**In short.** With {phi:.0%} of the entries, top-K keeps {squares_top:.0%} of an update's squared norm, while rand-K keeps {phi:.0%}.
+But top-K has two costs. Each position takes {where:.1f} bits, more than the 5 bits of a quantized value. And with {top["N"]} clients the
+server's message contains {top["last"]:.0%} of the entries, while with TCS it contains {tcs_row["last"]:.0%}. (This is one run of each.)""")
 )
 
 # %% [markdown]
-# Next: [03_tcs](03_tcs.ipynb) looks at how much of one round's mask is in the next.
+# Next, [03_tcs](03_tcs.ipynb) looks at how much of one round's mask is still in the next one.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
-      f"{train_samples} images · n = 1 run a scheme")  # fmt: skip
+      f"{train_samples} images · one run (n = 1) per scheme")  # fmt: skip

@@ -14,13 +14,16 @@
 # - write a client of TCS,
 # - say where the shared mask comes from.
 #
-# **Claim (Sec. II-A, Alg. 2).** The large entries of an update stay in the same places from round to round, so the
-# last update tells all sides where the next values belong. Clients send those values without positions, and
-# look for new places with a small mask of their own. The server's message never holds more than
-# $K_{global} + N K_{local}$ entries, a share of 0.02 in Sec. III-B.
+# **Claim (Sec. II-A, Alg. 2).** The largest entries of an update are mostly at the same positions as in the round before. So the
+# last update, which the server and all clients know, tells them which entries to send next, and the positions of these entries
+# need not be sent. Each client also searches for new positions, with a small mask of its own. The server's message never holds
+# more than $K_{global} + N K_{local}$ entries, which is a fraction of 0.02 in Sec. III-B.
 #
 # *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The first such cell below the imports
+# holds the parameters. Change them there and run all cells again.
 
 # %% jupyter={"source_hidden": true}
 import dataclasses
@@ -85,7 +88,7 @@ print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoc
 
 # %% jupyter={"source_hidden": true}
 def follow(scheme):
-    """Trains, and keeps of every round where the update is not zero, and where its K largest are."""
+    """Train, and record for every round where the update is not zero and where its K largest are."""
     federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
     seen = {"support": [], "mask": [], "loss": []}
     for epoch in lab.followed(range(epochs), "epochs"):
@@ -99,7 +102,7 @@ def follow(scheme):
 
 
 def survivors(masks_TD, ages=2):
-    """Of the places that entered a mask, the share still in it 0, 1, ... `ages` rounds later."""
+    """Of the entries that entered a mask, the fraction still in it 0, 1, ... `ages` rounds later."""
     count = max(1, len(masks_TD) - 1 - ages)  # masks that have so many after them
     still = (masks_TD[1:] & ~masks_TD[:-1])[:count]  # row t: what entered mask t + 1
     entered, share = still.sum(), [1.0]
@@ -110,7 +113,7 @@ def survivors(masks_TD, ages=2):
 
 
 def raster(masks_TD, rows=60):
-    """Places drawn from those that are ever in these masks, in the order of their first round."""
+    """Entries drawn from those that are ever in these masks, in the order of their first round."""
     places = masks_TD.any(0).nonzero().squeeze(1)
     drawn = torch.randperm(len(places), generator=lab.generator_for(seed, 100))[:rows]
     seen_RT = masks_TD[:, places[drawn]].T.int()
@@ -124,8 +127,10 @@ runs = {"TCS": follow(scheme)}
 pair = {"TCS: the shared mask": runs["TCS"], "Dense training: the K largest": dense}
 stay = {name: survivors(run["mask"][start - 1 :]) for name, run in pair.items()}
 (one, two), (dense_one, dense_two) = (share[1:] for share in stay.values())
-answer = f"""**Of the places that enter the shared mask {one:.0%} stay for one more round, {two:.0%} for two.**
-(Among the K largest entries of dense updates: {dense_one:.0%} and {dense_two:.0%}. One training each, {len(dense["mask"])} rounds.)"""
+answer = f"""**In short.** Large entries {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. Of the entries that enter TCS's shared mask, {one:.0%} are still in
+it one round later and {two:.0%} two rounds later. (Among the K largest entries of dense updates it is {dense_one:.0%} and {dense_two:.0%}.) All
+the same, TCS reaches {runs["TCS"]["accuracy"]:.0%} test accuracy; dense training, which sends every entry, reaches
+{dense["accuracy"]:.0%}. This is one training each, of {len(dense["mask"])} rounds."""
 display(Markdown(answer))
 window = dense["mask"][-40:].shape[0]
 figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.9), sharey=True)
@@ -134,32 +139,36 @@ for axes, (name, run) in zip(panels, pair.items(), strict=True):
     extent = (len(dense["mask"]) - window + 0.5, len(dense["mask"]) + 0.5, len(rows), 0)
     axes.imshow(rows, cmap="Blues", vmax=1.2, aspect="auto", interpolation="none", extent=extent)
     axes.set(title=name, xlabel="round", yticks=[])
-panels[0].set_ylabel(f"{len(rows)} places, drawn from all in these masks")
+panels[0].set_ylabel(f"{len(rows)} of the positions in these masks")
 plt.show()
 
 # %% [markdown]
-# A row is a place (one of the $D$ entries), a column a round; it is dark where the place is in the mask of the
-# $K = K_{global}$ largest. *Why the mask of TCS moves so fast*, below, finds the reason.
+# The picture shows a sample of the positions that are ever in these masks. Each row is one position, that is, one of the $D$
+# entries of the update, and each column is one round. A cell is dark if, in that round, the entry is in the mask of the
+# $K = K_{global}$ largest entries. The section *Why the mask of TCS moves so fast* below looks for the reason.
 #
 # ## Algorithm 2 beside the code
 #
-# Two masks, two jobs. $m_{global}$ **exploits**: it holds the places that mattered in the last update.
-# Everybody received that update, so its values travel without positions. $m_{local}$ **explores**: a
-# client's largest entries *outside* $m_{global}$. Their positions travel too, so it is small.
+# TCS uses two masks, and each has its own purpose. The shared mask $m_{global}$ **exploits** what is known: it contains the
+# positions that were important in the last update. Everybody has received that update, so the values at these positions are sent
+# without the positions. The client's own mask $m_{local}$ **explores**: it contains the client's largest entries *outside*
+# $m_{global}$. Their positions must be sent too, so this mask is small.
 #
-# The lines of the paper's box Alg. 2 in our words ($\otimes$ multiplies entry by entry, $S_{top}(v, K)$ is the mask of the K entries of $v$ of
-# largest magnitude; 1 and 3 are loops, 2, 8 and 14 captions, 4 receives the update), and the code that carries their numbers:
+# The table shows the lines of the paper's Algorithm 2, in our words, beside the code in the core that carries their
+# numbers. The symbol $\otimes$ multiplies entry by entry, and $S_{top}(v, K)$ is the mask of the K entries of $v$ with the largest
+# magnitude. The table leaves out a few lines of the algorithm: lines 1 and 3 only start loops, lines 2, 8 and 14 are headings, and
+# in line 4 the client receives the update.
 
 # %% jupyter={"source_hidden": true}
 BOX = {
     5: r"$m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$",
     6: r"$\theta \leftarrow \theta + \Delta\theta_{t-1}$",
     7: r"$H$ local steps give the difference $\Delta\theta_n$",
-    9: r"to send: $\bar\Delta\theta_n = \Delta\theta_n + e_n$",
+    9: r"intended: $\bar\Delta\theta_n = \Delta\theta_n + e_n$",
     10: r"$m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$",
     11: r"$\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$",
     12: r"send it, quantized if $q < 32$",
-    13: r"stays behind: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$",
+    13: r"what remains: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$",
     15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
     16: r"send $\Delta\theta_t$ to all clients",
 }
@@ -170,13 +179,16 @@ marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
           for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
 lines = [[line, words, *marked[line]] for line, words in BOX.items()]
-lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "in the core", "where"])
+lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "code in the core", "method"])
 display(Markdown(lab.markdown(lines).replace("---:", "---")))
 
 # %% [markdown]
-# Now whole, in the box's order: what all sides know (a round ends with line 5), the client, and the server. The core works
-# with the *positions* of a mask's ones; `positions_K` has those of both masks. From line 9 on `errors_D` holds all that is
-# meant, so line 13 only has to write what stays where something was sent.
+# Below is the complete code, in the order of the algorithm. First comes what the server and all clients know (at the end of a
+# round it computes line 5 of the next round), then the client, and then the server.
+#
+# Two details help with reading it. The core works with the *positions* of the ones in a mask, and `positions_K` contains those of
+# both masks. From line 9 on, `errors_D` contains everything that the client intends to send. Therefore line 13 only has to write what
+# remains at the positions that were sent.
 
 # %%
 lab.show_code(tcs.Known.observe, tcs.TCS.observe, tcs.Client.message_of, tcs.Client.intended,
@@ -186,10 +198,10 @@ lab.show_code(tcs.Known.observe, tcs.TCS.observe, tcs.Client.message_of, tcs.Cli
 # %% [markdown]
 # ## Ten numbers, two clients
 #
-# The same code on ten parameters, $K_{global} = 2$, $K_{local} = 1$: `G` is a place in the global mask, `L`
-# the client's own, a dot an entry that is not sent. Places 1 and 4 are the large ones at first.
-# From round 3 on, client 0 has a larger difference still, at place 7. (`known` is one object here; in processes of their
-# own each side has one, and works out the same.)
+# We now run the same code on ten parameters, with $K_{global} = 2$ and $K_{local} = 1$. In the output, `G` marks a position in the
+# global mask, `L` the position in the client's own mask, and a dot an entry that is not sent. At first, positions 1 and 4 have
+# the largest entries. From round 3 on, client 0 has an even larger difference, at position 7. (Here the server and both clients
+# share one object `known`. If they ran in separate processes, each would have its own and compute the same.)
 
 # %%
 before = torch.zeros(2, 10)
@@ -235,19 +247,21 @@ for number in range(2, 11):
     assert torch.allclose(meant_D, update_D + waiting_D)
 
 # %% [markdown]
-# Client 0's local mask finds place 7 in round 3. From then on place 7 is in the global mask, where it costs no position, and
-# place 4 had to leave. The local masks then go for the largest thing that waits: mostly place 4, now and then 6, 8 or 3, whose
-# small differences add up. In round 8 what had piled up at place 4 outdoes place 1, which leaves for a round. The
-# `assert` says that nothing is lost: what was meant is what was sent plus what waits.
+# In round 3, client 0 finds position 7 with its local mask. From the next round on position 7 is in the global mask, where its
+# position need not be sent, and position 4 has left that mask. The local masks then choose the largest entry that waits. Most of the
+# time this is position 4, but sometimes it is 6, 8 or 3, whose small differences add up over the rounds. In round 8, the
+# accumulated values at position 4 become larger than the entry at position 1, so position 1 leaves the global mask for one
+# round. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent plus what still waits.
 #
 # ## Without a local mask nothing ever moves
 #
-# Without $m_{local}$ the update is zero outside $m_{global}$:
+# Without $m_{local}$ the update is zero outside $m_{global}$, so the next mask must be the same one:
 #
 # $$\operatorname{supp}(\Delta\theta_t) \subseteq m_{global}
 # \;\Rightarrow\; S_{top}(\Delta\theta_t, K_{global}) = m_{global}$$
 #
-# (if none of its entries is exactly 0). A new place has one way in: some client must send it although nobody asked.
+# (This holds unless an entry in the mask is exactly 0.) A new position can enter the mask only if some client sends its value
+# although it was not in the mask.
 
 # %% tags=["nbval-check-output"]
 frozen = tcs.Compressor(dataclasses.replace(toy, phi_local=None), [10], clients=2)
@@ -255,23 +269,24 @@ _ = frozen.step(before)
 for number in range(2, 7):
     _ = frozen.step(before if number < 3 else after)
     mask, waiting = frozen.rule.positions.tolist(), float(frozen.errors_ND[0, 7])
-    print(f"round {number}: global mask {mask}, at place 7 waits {waiting:.0f}")
+    print(f"round {number}: global mask {mask}, error waiting at position 7: {waiting:.0f}")
 
 # %% [markdown]
-# The mask stays, while what place 7 has to say grows and is never heard.
+# The mask never changes. The error at position 7 keeps growing, but it is never sent.
 #
 # ## Do important positions change slowly?
 #
-# **What do you expect?** Are more than half of a round's largest entries among the next round's, or fewer?
+# **What do you expect?** Of the largest entries in a round, is more than half among the largest entries of the next round, or
+# less?
 #
-# Now the real network of the picture above, without any compression (FedAvg). The overlap of two masks is the share of places
-# they have in common; two random masks would share $K/D$:
+# We return to the real network from the picture above, and train it without any compression (FedAvg). The overlap of two masks is
+# the fraction of positions that they have in common. For two random masks it would be $K/D$.
 #
 # $$\text{overlap}(t, t+\ell) = \frac{|m_t \cap m_{t+\ell}|}{K}$$
 #
-# $K/D$ is an easy opponent: small layers may hold many of the large entries, and then masks overlap even if
-# places *inside* a layer are random. A harder chance level keeps how many entries each layer $l$ of size
-# $d_l$ has in a mask, $k_l(t)$, and forgets which.
+# However, it is easy to exceed $K/D$. If small layers contain many of the large entries, masks overlap even if the
+# positions *inside* each layer are random. We therefore also compute a stricter chance level. It keeps the number of entries
+# $k_l(t)$ that the mask has in each layer $l$ of size $d_l$, and assumes that the positions inside the layer are random:
 #
 # $$\text{chance, layers known} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
 
@@ -289,7 +304,9 @@ chance = k_global / dimension
 measured = float(overlaps(dense["mask"], 1).mean())
 word = "more" if measured > 0.5 else "fewer"
 layers = float(by_layer_T.mean())
-print(f"overlap {measured:.2f}, {word} than half; chance {chance:.2f}; layers known {layers:.2f}")
+print(
+    f"overlap {measured:.2f}, {word} than half; by chance {chance:.2f}, with layers known {layers:.2f}"
+)
 
 
 # %% jupyter={"source_hidden": true}
@@ -309,14 +326,15 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# What counts as correlation in time is how far the measured line is above *chance, layers known*. Most of the overlap says
-# *which layers* hold the large entries ([notebook 04](04_layerwise_fairness.ipynb)), a smaller part *which entries*.
+# The correlation in time is the distance between the measured line and the line *chance, layers known*. Most of the overlap only
+# tells *which layers* contain the large entries ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of it tells
+# *which entries* they are.
 #
 # ## What the local mask finds, round by round
 #
-# Now TCS. The places that appear in an update but not in the mask before it were explored by some client. Those
-# among the $K_{global}$ largest enter the next mask, and as many leave. The share of the mask that is new is its
-# *turnover*.
+# Now we turn to TCS. If an entry appears in an update but was not in the mask before it, some client has explored it. Explored
+# entries that are among the $K_{global}$ largest enter the next mask, and equally many entries leave. The fraction of the mask
+# that is new is called its *turnover*.
 
 
 # %%
@@ -325,16 +343,17 @@ explored_T = (runs["TCS"]["support"][start:] & ~old).sum(1)
 entered_T = (new & ~old).sum(1)
 entering = float((entered_T / explored_T).mean())
 turnover = float(entered_T.float().mean() / k_global)
-print(f"explored in a round: {explored_T.float().mean():.0f} places by {clients} clients")
-print(f"of these, {entering:.0%} enter the next global mask; turnover {turnover:.0%} a round")
+print(f"{clients} clients explore {explored_T.float().mean():.0f} entries per round")
+print(f"of these, {entering:.0%} enter the next global mask; turnover {turnover:.0%} per round")
 
 
 # %% [markdown]
-# More than half of what the clients explore enters the next mask. This is **not** a mask that changes slowly.
+# More than half of the entries that the clients explore enter the next mask. This is **not** a mask that changes slowly.
 #
 # ## What the server sends back
 #
-# With top-K every client picks its own places, so the average has up to $N K$ of them. With TCS, in every round
+# With top-K every client chooses its own positions, so the average can have up to $N K$ non-zero entries. With TCS, every round
+# satisfies
 #
 # $$|\operatorname{supp}(\Delta\theta_t)| \le K_{global} + N K_{local}$$
 
@@ -344,8 +363,12 @@ bound = k_global + clients * k_local
 shares = {k: run["support"][start:].sum(1) / dimension for k, run in runs.items()}
 largest = {k: int(run["support"][start:].sum(1).max()) for k, run in runs.items()}
 for name, share in shares.items():
-    print(f"{name:5s} update: {share.mean():.1%} of the entries, largest {largest[name]}")
-print(f"bound {bound} entries, {bound / dimension:.3f} of all (the paper: 0.02, with 10 clients)")
+    print(
+        f"{name:5s} update: {share.mean():.1%} of the entries on average, at most {largest[name]} entries"
+    )
+print(
+    f"bound of TCS: {bound} entries, {bound / dimension:.3f} of all (in the paper 0.02, with 10 clients)"
+)
 
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 rounds = range(start + 1, len(dense["mask"]) + 1)
@@ -353,7 +376,7 @@ for name in ("top-K", "TCS"):
     look = lab.curve_style(name) | {"markersize": 5, "markevery": 12}
     axes.plot(rounds, 100 * shares[name], label=name, **look)
 axes.axhline(100 * bound / dimension, label="TCS, bound", **line(0, dash=3))
-axes.set(title="Entries in the server's message", xlabel="round", ylabel="% of all parameters")
+axes.set(title="Entries in the server's message", xlabel="round", ylabel="% of all entries")
 axes.set_ylim(0, 1.3 * 100 * float(shares["top-K"].max()))
 axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
@@ -361,8 +384,8 @@ plt.show()
 # %% [markdown]
 # ## Take the parts away, one by one
 #
-# The same training without the local mask, without error accumulation (what is not sent is dropped:
-# $e_n = 0$), and with a larger $\phi_{local}$.
+# We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so
+# $e_n = 0$), and then with a larger $\phi_{local}$.
 
 # %% jupyter={"source_hidden": true}
 larger = f"TCS, φ_local {large_local_share:g}"
@@ -383,34 +406,42 @@ masks = {name: runs[name]["mask"][start - 1 :] for name in order}
 table = pd.DataFrame({
     "scheme": order,
     "training loss": [f"{runs[n]['loss'][-1]:.2f}" for n in order],
-    "test accuracy %": [f"{100 * runs[n]['accuracy']:.1f}" for n in order],
-    "mask turnover % a round": [f"{100 - 100 * overlaps(masks[n], 1).mean():.0f}" for n in order],
-    "places ever in the mask": [f"{masks[n].any(0).sum():,}" for n in order],
-    "entries in the update, %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
+    "test accuracy, %": [f"{100 * runs[n]['accuracy']:.1f}" for n in order],
+    "mask turnover, % per round": [f"{100 - 100 * overlaps(masks[n], 1).mean():.0f}" for n in order],
+    "entries ever in the mask": [f"{masks[n].any(0).sum():,}" for n in order],
+    "entries sent back, %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
 })  # fmt: skip
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
-# Without the local mask the model learns with the one set of places that the warm-up left. Without error
-# accumulation it explores, but what is not sent is lost. (*Mask* is here always the set of the $K_{global}$
-# largest entries of the update.)
+# In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, the model can only
+# learn with the one set of positions that the warm-up left. Without error accumulation, the clients explore, but what they do not
+# send is lost.
+#
+# TCS scores below dense training here. A likely reason is that this training is very short: the number of sparse rounds times
+# $\phi_{global}$ says how often an average entry is sent in the whole training, and this number is small. *What we saw*
+# prints it, together with the number for the paper's training.
 #
 # ## Why the mask of TCS moves so fast
 #
-# From one round to the next, TCS's masks change no faster than those of dense training: see the table. But what leaves seldom
-# comes back. How much of a mask is there two rounds later:
+# From one round to the next, the masks of TCS change no faster than those of dense training, as the table shows. But an entry that has
+# left the mask of TCS seldom comes back in the round after. Here is the overlap of masks that are two rounds apart:
 
 # %%
 for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
-    print(f"{name:22s} overlap at distance two {overlaps(masks[name], 2).mean():.0%}")
+    print(f"{name:22s} overlap of masks two rounds apart {overlaps(masks[name], 2).mean():.0%}")
 
 # %% [markdown]
-# Without error accumulation the mask changes more slowly, as the idea of TCS has it. So errors may explain it: a place
-# enters when one client sends what has piled up there; then *all* clients send their piles, and it stays large for one more
-# round. To check it, TCS starts once more, and for two epochs we compare what had piled up with the round's difference, and ask
-# which of the explored places $S_{top}$ of the differences alone would have chosen:
+# Without error accumulation the mask changes more slowly, as the idea behind TCS suggests. So the accumulated errors may be the
+# reason for the fast changes. An entry would enter the mask when one client sends the error that it has accumulated there. In the
+# next round *all* clients send their accumulated errors for this entry, which keeps it large for one more round.
 #
-# $$\text{pile} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
+# To check this, we start TCS once more and observe it for two epochs. We compare the accumulated errors at an entry with the
+# differences of the current round:
+#
+# $$\text{ratio} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
+#
+# We also ask which of the explored entries $S_{top}$ would have chosen from the differences alone, without the errors.
 
 
 # %%
@@ -419,7 +450,7 @@ def pile(errors_ND, deltas_ND, places):
 
 
 def chosen_anyway(deltas_ND, shared_D, explored_D):
-    """Of the explored places, the share that the differences alone would choose."""
+    """Of the explored entries, the fraction that the differences alone would choose."""
     own = [tcs.top_k_positions(delta_D, k_local, shared_D) for delta_D in deltas_ND]
     return float(explored_D[torch.cat(own).unique()].sum() / explored_D.sum())
 
@@ -435,34 +466,43 @@ for epoch in range(warmup_epochs + 3):
         older_D, old_D = old_D, tcs.top_k_mask(update_D, k_global)
         errors_ND.copy_(federation.compressor.errors_ND)
 explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
-print(f"piles: explored {explored:.1f}, newcomers {newcomers:.1f}, rest of the mask {others:.1f}")
+print(f"accumulated error relative to the round's difference: {explored:.1f} at explored entries, "
+      f"{newcomers:.1f} at newcomers, {others:.1f} at the rest of the mask")  # fmt: skip
 fewer, half = lab.paired_gain([0.5] * len(without), without)
 print(
-    f"without errors {torch.tensor(without).mean():.0%} of the explored places would be explored, too"
+    f"the differences alone would have chosen {torch.tensor(without).mean():.0%} of the explored entries"
 )
 claim.judge("most places are explored for what has piled up there", lab.decided(fewer, half))
 
 # %% [markdown]
-# So errors choose most of what is explored. A client has a few times the round's difference waiting at a place that somebody explores, still so at
-# newcomers, and nothing where the mask has been for longer, since line 13 empties it: such a place is
-# outdone by the next piles, and falls out. So $m_{local}$ finds places that are important *for the moment*: most of its few positions
-# only empty errors.
+# The errors choose most of what is explored. At entries that are explored, a client's accumulated error is a few times as
+# large as the round's difference. The same is true at newcomers, which entered the mask in the last round. At entries that have been
+# in the mask for longer nothing waits, because line 13 has emptied their errors. Such an entry is soon exceeded by others with large
+# accumulated errors, and leaves the mask.
+#
+# So $m_{local}$ finds entries that are important *for the moment*. Most of the few positions that it has are spent on sending
+# accumulated errors.
 
 # %% [markdown]
 # ## Is there a mask that may stay?
 #
-# The paper argues from *lottery tickets*: a good mask would make all searching needless. We look for
-# one in a finished run of TCS, and train from the same first weights with it alone: its last shared mask; the $K$
-# places where θ moved farthest; and, to compare, places drawn at random (rand-K with one mask for ever). After one
-# dense round nothing else is ever sent. (The runs above were longer, and had a dense epoch, a rising rate and another seed, so do not
-# compare their losses with these.)
+# The paper argues with *lottery tickets*, small parts of a network that can be trained on their own: with a good mask,
+# no search would be necessary. We look for such a mask in a finished run of TCS. Then we train again from the same initial weights with
+# this one mask only. We try three masks:
 #
-# Which of the three comes nearest to TCS?
+# - the last shared mask of the run,
+# - the $K$ positions at which θ moved farthest in the run,
+# - positions drawn at random, for comparison (this is rand-K with the same mask in every round).
+#
+# After one dense round, nothing outside the mask is ever sent. These runs are shorter than those above, they have no dense epoch and
+# no warm-up of the learning rate, and they use other seeds, so their losses cannot be compared with the losses above.
+#
+# **What do you expect?** Which of the three masks comes closest to TCS?
 
 
 # %%
 def trained(number, mask_D=None):
-    """Loss of the last epoch, places where θ moved farthest, last shared mask; with one mask, if given."""
+    """Loss of the last epoch, where θ moved farthest, last shared mask; with one mask, if given."""
     only = scheme if mask_D is None else dataclasses.replace(scheme, phi_local=None)
     changes = {"scheme": only, "seed": number, "warmup_epochs": 0, "epochs": ticket_epochs}
     one = lab.Training(dataclasses.replace(config, **changes), data)
@@ -470,7 +510,7 @@ def trained(number, mask_D=None):
     for epoch in range(ticket_epochs):
         for _ in one.rounds(epoch):
             if mask_D is not None:
-                rule.observe(mask_D.float())  # S_top of it: the same places again
+                rule.observe(mask_D.float())  # S_top of it gives the same positions again
     loss = float(one.loss_sum) / (one.rounds_per_epoch * clients * local_steps)
     moved_D = tcs.top_k_mask(one.theta_D - first_D, k_global)
     return loss, moved_D, tcs.positions_to_mask(rule.positions, dimension)
@@ -490,19 +530,21 @@ behind = {n: lab.paired_gain(rows[n], rows["TCS"]) for n in rows}
 above = ["–", *(f"{mean:+.2f} ± {half:.2f}" for mean, half in list(behind.values())[1:])]
 ends = [f"{mean:.2f}" for mean in rows.mean()]
 table = {"mask": list(rows), "training loss": ends, "above TCS (95 %)": above}
-print(f"one mask for the whole training; n = {len(rows)} seeds")
+print(f"each mask is kept for the whole training; n = {len(rows)} seeds")
 best = "where θ moved farthest"
 as_well = lab.decided(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
-print(f"{as_well}: one good mask for ever does as well as TCS ({best})")
+print(f"that one good mask ({best}) does as well as TCS: {as_well}")
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 
 # %% [markdown]
 # ## Claim
 #
-# Exact, for any parameters: the bound on the server's message, at most $N K_{local}$ places explored, and
-# (but for zeros) one mask for ever without a local mask. Measured, by one run each: dense masks overlap more than their
-# layers explain, and TCS ends with a training loss lower by more than 0.02 than without either part. That the large entries
-# *stay* is not asserted.
+# Three statements are exact and hold for any parameters. The server's message stays within its bound. In each round, the clients
+# explore at most $N K_{local}$ entries. Without a local mask, the mask never changes (unless entries are exactly zero).
+#
+# The other statements are measured in one run each. Dense masks overlap more than their layers explain. TCS ends with a training
+# loss that is lower, by more than 0.02, than without the local mask and than without error accumulation. We do not assert that
+# the large entries *stay*.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -510,9 +552,9 @@ places = int(masks["no local mask"].any(0).sum())
 claim("the server's message keeps its bound", largest["TCS"] <= bound,
       f"at most {largest['TCS']} of {bound} entries")  # fmt: skip
 claim("clients explore at most N · K_local places", int(explored_T.max()) <= clients * k_local)
-claim("without a local mask there is one mask for ever", places == k_global, f"{places} places")
+claim("without a local mask there is one mask for ever", places == k_global, f"{places} entries")
 claim("dense masks share more than their layers explain", measured > layers,
-      f"{measured:.2f}, layers known {layers:.2f}")  # fmt: skip
+      f"{measured:.2f} against {layers:.2f}")  # fmt: skip
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,
           f"{final['TCS']:.2f} against {final[name]:.2f}")  # fmt: skip
@@ -520,12 +562,21 @@ for name in ("no local mask", "no error accumulation"):
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; the cell compares with the core.
+# Replace each `return None` by your own lines. The cell then compares your function with the core.
 #
-# 1. Lines 9 to 13: own positions (ascending, int64, the first place is 0), what is sent (D,), new errors (D,).
-# 2. Line 5: the next round's `shared_K`. Of which of the three vectors?
+# 1. Write lines 9 to 13. Return the client's own positions (ascending, int64, counted from 0), what it sends as a
+#    vector (D,), and the new errors (D,).
+# 2. Write line 5, which gives the next round's `shared_K`. From which of the three vectors does it follow?
 #
-# `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$.
+# The function `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$.
+#
+# <details><summary>Hints</summary>
+#
+# 1. The new errors include old errors that were not sent. So begin with the sum of the difference and the old errors, and use it in
+#    all lines that follow. Do not change the given tensors in place.
+# 2. The server and all clients must find the same mask, so it can only depend on a vector that all of them know.
+#
+# </details>
 
 
 # %%
@@ -560,7 +611,7 @@ lab.check_exercise("shared_mask", shared_mask)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def client_lines(errors_D, delta_D, shared_K, k_local):
     intended_D = delta_D + errors_D  # line 9
     own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10
@@ -584,20 +635,23 @@ assert lab.teaching.judge_solution("shared_mask", shared_mask) == "right"
 at_two, quiet = (float(overlaps(masks[n], 2).mean()) for n in ("TCS", "no error accumulation"))
 often = (len(masks["TCS"]) - 1) * k_global / dimension
 display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
-- Dense masks share {measured:.0%} of their places with the round before. Masks with the same layers would share
-  {layers:.0%} by chance, any two masks {chance:.0%}: more places stay than chance explains, yet {word} than half stay.
-- Of TCS's own mask {turnover:.0%} is new in a round, and masks two rounds apart share {at_two:.0%}; without error
-  accumulation they share {quiet:.0%}. {clients * k_local} places explored can exchange a mask of {k_global}, here as in the paper's setting, so this
-  says nothing about the paper's assumption: [13_evidence](13_evidence.ipynb) judges it on dense updates.
-- A good mask that stays, from a finished run, does as well as TCS: **{as_well}** (n = {len(rows)} seeds, losses above).
-- This training says how schemes start, not how they end: in {len(masks["TCS"]) - 1} sparse rounds an entry got to be
-  sent {often:.1f} times on average (rounds × φ_global); in the paper 23,400 rounds, the dense ones counted, make it 234.
+- Dense masks share {measured:.0%} of their entries with the round before. By chance, masks with as many entries in each layer
+  would share {layers:.0%}, and two random masks {chance:.0%}. Compare the first number with these two to see how much stays beyond
+  chance. In any case {word} than half of the entries stay.
+- In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart share {at_two:.0%} of their entries. Without error
+  accumulation they share {quiet:.0%}. Here, as in the paper's setting, the clients together can explore {clients * k_local} entries per
+  round, while the shared mask has {k_global}. The turnover of this mask therefore says nothing about the paper's assumption, which
+  [13_evidence](13_evidence.ipynb) judges on dense updates.
+- One good mask from a finished run, kept for the whole training, does as well as TCS: **{as_well}** (n = {len(rows)} seeds, see
+  the losses above).
+- This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} sparse rounds, so an average entry is
+  sent {often:.1f} times (rounds × φ_global). The paper's 23,400 rounds, including the dense ones, give 234 times.
 """))  # fmt: skip
 
 # %% [markdown]
-# Next: [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers those are;
-# [05_global_momentum](05_global_momentum.ipynb) adds momentum. Try here: `phi_local = 1e-4`, where the mask has no choice but
-# to change slowly.
+# Next, [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers contain the large entries, and
+# [05_global_momentum](05_global_momentum.ipynb) adds momentum. You can also try `phi_local = 1e-4` in this notebook: all clients
+# together then explore so few entries that the mask can only change slowly.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · n = 1")
+print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · one run (n = 1)")

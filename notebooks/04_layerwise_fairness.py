@@ -14,11 +14,13 @@
 # - give every layer its minimum share of a mask,
 # - say which layers top-K favours, and what a minimum changes.
 #
-# **Claim (Sec. II-C, Tables 1 and 2).** Global top-K spends its budget unevenly over the layers and
-# starves some. A minimum share for every layer (TCS-LF: both masks, TCS-PLF: only the global one) mends
-# that; it costs a little accuracy at η = 0.5 and wins some at η = 0.8.
+# **Claim (Sec. II-C, Tables 1 and 2).** If the mask has the K largest entries of the whole update, some layers get many entries and
+# others get almost none. *Layer-wise fairness* gives every layer a minimum share. TCS-LF does so in the shared mask and in the clients'
+# own masks, TCS-PLF in the shared mask only. In the paper this costs a little accuracy at η = 0.5 and gains some at η = 0.8.
 #
 # *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell.
 
 # %% jupyter={"source_hidden": true}
 import dataclasses
@@ -41,8 +43,9 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # %% [markdown]
 # ## Parameters
 #
-# Change any of them and run all again. Text between the cells describes what these values give;
-# *Claim* and *What we saw* are worked out anew.
+# You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the
+# cells describes what the values below give, so it may no longer fit. For example, `seeds = 10` makes the intervals narrower.
+# With `phi_min_global = 5e-3`, the curves of PLF and LF should come closer to the dotted line of an even share.
 
 # %% jupyter={"source_hidden": true} tags=["parameters"]
 schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>: TCS-L2-LF, TCS-Q5-LF
@@ -87,12 +90,15 @@ print(f"K_global = {k_global}, K_local = {k_local}")
 # %% [markdown]
 # ## Where the budget goes
 #
-# We train densely and look at the $K$ largest entries of every update. A uniform choice would keep the
-# share $\phi_{global}$ of each layer. What is really kept of layer $l$ with $d_l$ entries is
+# The budget of a mask is the number K of its entries. We train densely and look at the $K$ largest entries of every update. If the
+# positions were spread evenly, every layer would have the same fraction $\phi_{global}$ of its entries in the mask. The actual
+# fraction for layer $l$, which has $d_l$ entries, is
 #
 # $$\phi_l = \frac{|m \cap \text{layer } l|}{d_l}, \qquad \sum_l \phi_l\, d_l = K$$
 #
-# **What do you expect?** Do input and head, a tiny part of the parameters, get more than half of the budget, or less?
+# The input layers and the head, which is the last linear layer, have a very small part of the parameters.
+#
+# **What do you expect?** Do input and head together get more than half of the budget, or less?
 
 
 # %%
@@ -106,15 +112,17 @@ for epoch in range(epochs):
         counts_TL.append(per_layer(tcs.top_k_mask(update_D, k_global)))
 top_k_L = torch.stack(counts_TL).float().mean(0)
 print(
-    f"{len(counts_TL)} masks; {(top_k_L < 0.5).sum()} layers hold less than half an entry on average"
+    f"in {len(counts_TL)} masks, {(top_k_L < 0.5).sum()} layers have less than half an entry on average"
 )
 
 
 # %% jupyter={"source_hidden": true}
 def share_axes(title, uniform):
     axes = plt.figure(figsize=(7.6, 3.6)).subplots()
-    axes.axhline(100 * uniform, color="#666666", linestyle=":", label="uniform")
-    axes.set(title=title, xlabel="layer, from the input to the output", ylabel="share of it (%)")
+    axes.axhline(100 * uniform, color="#666666", linestyle=":", label="even share")
+    axes.set(
+        title=title, xlabel="layer, from the input to the output", ylabel="share of the layer (%)"
+    )
     axes.set_yscale("symlog", linthresh=1e-2)
     axes.set(ylim=(-0.002, 2000), yticks=[0, 0.01, 0.1, 1, 10, 100])
     axes.set_yticklabels(["0", "0.01", "0.1", "1", "10", "100"])
@@ -123,7 +131,7 @@ def share_axes(title, uniform):
 
 # %%
 kinds = ["weights" if p.dim() > 1 else "norms, biases" for p in federation.flat.parameters]
-axes = share_axes("Dense updates: share of each layer among the K largest", phi_global)
+axes = share_axes("Dense updates: share of each layer that is among the K largest", phi_global)
 for i, kind in enumerate(["norms, biases", "weights"]):
     chosen = [n for n, k in enumerate(kinds) if k == kind]
     points = 100 * (top_k_L / sizes_L)[chosen]
@@ -133,8 +141,9 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 plt.show()
 
 # %% [markdown]
-# The share of the weights falls by orders of magnitude from the first convolution to the
-# last ones, as the paper says, and then jumps up in the last linear layer, against what it says. The peaks between belong to the 1×1 shortcuts. In entries:
+# For the layers of weights, the fraction falls by orders of magnitude from the first convolution to the last ones, as the paper
+# says. In the last linear layer it rises again, which contradicts the paper. The peaks in between belong to the 1×1 convolutions of the
+# shortcuts. The table adds up the same masks by part of the network:
 
 # %%
 blocks = [int(name.split(".")[0]) for name in names]
@@ -148,30 +157,34 @@ display(
 )
 
 # %% [markdown]
-# Head and input, a tiny part of the network, take most of the budget; the last block, three quarters of
-# the network, about an eighth.
+# Head and input are a very small part of the network but take most of the budget. The last block has about three quarters of the
+# parameters and gets about an eighth of the budget.
 #
 # ## A minimum share
 #
-# Layer-wise fairness asks that every layer gets at least a share of its own size, in the global mask, and
-# for LF in the local masks too:
+# Layer-wise fairness requires that every layer gets at least a certain fraction of its own size. This holds for the global
+# mask and, with LF, for the local masks too:
 #
 # $$|m_{global} \cap \text{layer } l| \ge \lceil \phi^{min}_{global}\, d_l \rceil, \qquad
 # |m_{local}^n \cap \text{layer } l| \ge \lceil \phi^{min}_{local}\, d_l \rceil$$
 #
-# The paper prints $\phi^{max}$ in these two formulas and calls it a maximum; two lines later, and in the
-# experiments, it is $\phi^{min}$. A maximum can't be meant: with at most $10^{-3}$ of every layer one can
-# never keep $10^{-2}$ of them all. What the paper leaves open is settled here: the
-# total stays $K$; first every layer takes its share, then the rest of $K$ goes by magnitude.
+# The paper prints $\phi^{max}$ in these two formulas and calls it a maximum, but two lines later and in the
+# experiments it writes $\phi^{min}$. It cannot mean a maximum: if a mask has at most $10^{-3}$ of every layer, it cannot have $10^{-2}$
+# of all entries. The paper does not say how to fill the rest of the mask. We keep the total at $K$: every layer gets its
+# minimum first, and the rest of $K$ goes to the largest of the remaining entries.
 #
-# The authors' published code takes the fair global mask from the weights, not from the update (`TCS-WLF` and `TCS-WPLF` here); the
-# paper's rows of LF and PLF may come from that. No verdict needs them; `params/evidence_plan.yaml` has a run of each, last of all.
+# The authors' published code differs from the paper here. It chooses the fair global mask by the magnitude of the weights instead of
+# the update, and the paper's results for LF and PLF may come from that code. This package calls these variants `TCS-WLF` and
+# `TCS-WPLF`. None of our verdicts depends on them.
+#
+# This is the function that finds the positions of a fair mask:
 
 # %%
 lab.show_code(tcs.layerwise_top_k_positions)
 
 # %% [markdown]
-# Three layers, $K = 5$, at least a fifth of each layer. `#` is kept, `·` is not.
+# Here is a small example with three layers and $K = 5$, in which every layer gets at least a fifth of its entries. The sign `#`
+# marks an entry in the mask, and `·` an entry outside it.
 
 # %% tags=["nbval-check-output"]
 toy_sizes = [4, 6, 10]
@@ -185,10 +198,10 @@ for name, positions in {
     print(name, " ".join(parts), " kept:", int(mask.sum()))
 
 # %% [markdown]
-# Five entries are kept both times. $S_{top}$ leaves the third layer out; the minimum takes three
-# places from the first layer, one for the second and two for the third.
+# Both masks have five entries. $S_{top}$ has none in the third layer. With the minimum, the first layer loses three
+# entries, of which the second layer gets one and the third layer two.
 #
-# How much of the budget do the minimum shares bind? That depends on the size of the network, because a
+# Which part of the budget do the minimum shares bind? This depends on the size of the network, because the
 # share of a small layer is rounded up to a whole entry.
 
 # %% tags=["nbval-check-output"]
@@ -198,16 +211,18 @@ for name, network in models.items():
     sizes = [p.numel() for p in network.parameters()]
     for mask, phi, phi_min in (("global", 1e-2, 1e-3), ("local", 1e-3, 4e-4)):
         k, bound = tcs.kept(phi, sum(sizes)), sum(tcs.kept(phi_min, size) for size in sizes)
-        print(f"{name:18s} {mask:6s} mask: {bound:6,d} of K = {k:7,d} are bound, {bound / k:.0%}")
+        print(
+            f"{name:18s} {mask:6s} mask: {bound:6,d} of K = {k:7,d} entries are bound, {bound / k:.0%}"
+        )
 
 # %% [markdown]
-# The global mask stays nearly free, here and in the paper, and the local masks
-# do not: LF decides the layer of a large part of what a client explores, in a small network of most.
+# Most of the global mask remains free, both here and in the paper. The local masks are different: with LF, the minimum decides to
+# which layers a large part of a client's explored entries belongs, and in a small network most of them.
 #
 # ## What it changes in the masks
 #
-# One function trains a scheme and counts, layer by layer, the global mask of every sparse round and what
-# the clients explored in it.
+# The function `watch` trains one scheme. For every sparse round it counts how many entries of each layer are in the global mask,
+# and how many the clients have explored.
 
 
 # %%
@@ -218,7 +233,7 @@ def federation_of(name, eta, seed, **changes):
 
 
 def moves(start_D, end_D):
-    """How far each layer is from where it began."""
+    """How far each layer is from where it started."""
     return torch.stack([part.norm() for part in (end_D - start_D).split(layer_sizes)])
 
 
@@ -268,7 +283,7 @@ draw(EXPLORED, clients * phi_local, title)
 for n in schemes:
     empty, unexplored = [float((seen[n][:, i] == 0).float().mean()) for i in (MASK, EXPLORED)]
     print(
-        f"{n:8s} layers without an entry in the mask {empty:4.0%}, with none explored {unexplored:4.0%}"
+        f"{n:8s} has no entry of {empty:4.0%} of the layers in the mask, and explores none of {unexplored:4.0%} of them"
     )
 
 # %%
@@ -278,34 +293,33 @@ drawn |= {f"{schemes[0]}, no error accumulation": no_errors[0][:, MASK]}
 ends = torch.tensor([place in ("input", "head") for place in places])
 at_ends = {n: float(counts[:, ends].sum() / counts.sum()) for n, counts in drawn.items()}
 for n, share in at_ends.items():
-    print(f"{n:26s} input and head hold {share:.0%} of the K places")
+    print(f"{n:26s} input and head have {share:.0%} of the K entries in the mask")
 
 # %% [markdown]
-# Two things. First, the minimum does what it should: no layer is left out of the global
-# mask. (LF's local masks still miss one now and then: where all entries of a small layer are in the global
-# mask already.) But look who profits: in the zigzag the high points are norms and biases, layers so small
-# that one entry is more than their minimum, and more than a uniform share; under LF each client
-# adds one of its own. The deep
-# convolutions, which hold most of the parameters, are hardly lifted, because their minimum is below what
-# they get anyway.
+# We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of LF still miss a
+# layer now and then, namely a small layer whose entries are all in the global mask already.) But the layers that gain most are
+# the wrong ones. The high points in the zigzag are norms and biases. These layers are so small that a single entry is more than
+# their minimum, and more than an even share. Under LF, each client adds one entry of its own to each of them. The deep
+# convolutions have most of the parameters but gain little, because they get more than their minimum anyway.
 #
-# Second, by what head and input hold (one seed) TCS itself is less uneven than the dense updates, but not without error
-# accumulation: errors pile up in the layers that are left out until they are large enough to be sent. Error accumulation is
-# a kind of fairness too.
+# Second, TCS itself distributes the entries more evenly than dense updates do, judged by how many input and head have (one seed).
+# Without error accumulation it does not. In the layers that are left out, errors accumulate until they are large enough to be sent.
+# So error accumulation is a kind of fairness too.
 #
 # ## Does it help the layer that is starved?
 #
-# Which layer, and what "help" means, is said beforehand. The layer: the weights of which dense top-K keeps the
-# smallest share. The measure: how far training moves it, against dense training with the same seed.
+# We fixed in advance which layer we look at, and what counts as help. The layer is the one whose weights have the smallest
+# fraction of entries in the masks of dense training; we call it *starved*. The measure is how far training moves this layer, relative
+# to dense training with the same seed:
 #
 # $$\lVert\theta_T-\theta_0\rVert_{\text{layer}}\;/\;
 # \lVert\theta_T-\theta_0\rVert_{\text{layer, dense}}$$
 #
-# Runs with the same seed share their first weights and the order of their samples, so we compare them in pairs: the
-# change against TCS, seed by seed, and the interval that holds the true mean with 95 % (Student's t). Accuracy
-# stands beside it. (Trials with other seeds chose the measure: accuracy after so few rounds is mostly noise.)
+# Runs with the same seed start from the same weights and see the samples in the same order, so we compare them in pairs. The
+# table below shows the mean change against TCS over the seeds, with a 95 % confidence interval (Student's t). It shows accuracy as
+# well. (We chose this measure after trials with other seeds, in which accuracy after so few rounds was mostly noise.)
 #
-# Does a minimum for every layer move the starved layer farther?
+# **What do you expect?** Does a minimum for every layer move the starved layer farther?
 
 # %%
 steps = tcs.Scheme.named(schemes[0]).local_steps
@@ -337,12 +351,12 @@ paper |= {("TCS", 0.8): 92.094, ("TCS-PLF", 0.8): 92.442, ("TCS-LF", 0.8): 92.48
 
 
 def gain(name, eta):
-    """In accuracy, points, against the first scheme."""
+    """The change in accuracy against the first scheme, in points."""
     return lab.paired_gain(*([run[2] for run in runs[n, eta]] for n in (name, schemes[0])))
 
 
 def change(name, eta):
-    """In how far the starved layer moves, against the first scheme, in % of dense."""
+    """The change in how far the starved layer moves, against the first scheme, in % of dense."""
     sides = [100 * relative[n, eta][:, starved] for n in (name, schemes[0])]
     return lab.paired_gain(*(side.tolist() for side in sides))
 
@@ -364,9 +378,9 @@ for name, eta in runs:
         row[6] = f"{theirs:+.2f}".replace("-", "−")
     rows.append(row)
 head = ["scheme", "η", "starved layer moves, % of dense", f"change against {schemes[0]}",
-        "accuracy, %", "change, points", "paper's change"]  # fmt: skip
+        "accuracy, %", "change in accuracy, points", "change in the paper"]  # fmt: skip
 print(
-    f"starved: layer {starved + 1} ({names[starved]}), {sizes_L[starved]:,} weights; n = {len(trials)} seeds"
+    f"the starved layer is number {starved + 1} ({names[starved]}), with {sizes_L[starved]:,} weights; n = {len(trials)} seeds"
 )
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
@@ -388,14 +402,15 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The grey band is the starved layer, the seventh with weights. By this measure TCS does not starve it: its errors carry it. Bars are 95 % intervals over the seeds. Why it moves less under LF we do not know: in the figures above
-# its share of the mask, and of what is explored, is not smaller there.
+# The grey band marks the starved layer, which is the seventh layer of weights. The bars are 95 % confidence intervals over the seeds.
+# By this measure TCS does not starve this layer, because accumulated errors move it. We do not know why it moves less under LF. The
+# figures above show that its part of the mask, and of what is explored, is not smaller there.
 #
 # ## Claim
 #
-# About the global masks the claim is exact: under PLF and LF every layer has its minimum in every single round
-# (of the first run of each) and the total is K; under TCS layers go without. That top-K is uneven is asserted with a factor of 10
-# between the most and the least favoured weights (we see far more). Accuracy is reported, not asserted.
+# About the global mask the claim is exact. Under PLF and LF every layer has its minimum in every single round (checked in the first
+# run of each), and the total is K. Under TCS some layers have no entry. That top-K is uneven means here that the most favoured
+# weights get at least 10 times the fraction of the least favoured; we see far more. We report accuracy, but assert nothing about it.
 
 # %%
 minimum_L = torch.tensor([tcs.kept(phi_min_global, size) for size in layer_sizes])
@@ -416,10 +431,16 @@ claim("dense top-K is uneven by a factor of 10", bool(most > 10 * least),
 # %% [markdown]
 # ## Exercises
 #
-# Put your lines in place of `return None`; each cell compares with the core.
+# Replace each `return None` by your own lines. Each cell then compares your function with the core.
 #
-# **1. Free places.** Every layer gets its least share of K, rounded up to whole entries. How many of the
-# K places are then left to go by magnitude? (Where the shares alone exceed K, none.)
+# **1. Free places.** Every layer gets its minimum share, which is the fraction `phi_min` of its own size, rounded up to whole entries.
+# How many of the K entries remain, to be chosen by magnitude? (If the minimum shares alone exceed K, none remain.)
+#
+# <details><summary>Hint</summary>
+#
+# The minimum is a fraction of the layer's size, not of K. Round up in each layer before you add.
+#
+# </details>
 
 
 # %%
@@ -441,7 +462,7 @@ lab.check_exercise("free_places", free_places)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def free_places(layer_sizes, k, phi_min):
     bound = sum(math.ceil(phi_min * size) for size in layer_sizes)
     return max(0, k - bound)
@@ -450,9 +471,15 @@ def free_places(layer_sizes, k, phi_min):
 assert lab.teaching.judge_solution("free_places", free_places) == "right"
 
 # %% [markdown]
-# **2. Fair top-K.** The positions, from 0 and ascending: first every layer's own largest entries, then
-# the largest of all others. Here the shares fit into k. `tcs.top_k_positions(vector, k, excluded)` is
-# $S_{top}$, `tcs.kept(phi, size)` a share as a whole number.
+# **2. Fair top-K.** Return the positions in ascending order, counted from 0. First take every layer's own largest entries, and then
+# the largest of all other entries. In this exercise the minimum shares always fit into k. The function
+# `tcs.top_k_positions(vector, k, excluded)` is $S_{top}$, and `tcs.kept(phi, size)` gives a share as a whole number of entries.
+#
+# <details><summary>Hint</summary>
+#
+# $S_{top}$ of one layer counts positions from the start of that layer. Add the number of entries in all layers before it.
+#
+# </details>
 
 
 # %%
@@ -480,7 +507,7 @@ lab.check_exercise("fair_top_k", fair_top_k)
 # </details>
 
 
-# %% tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution"]
 def fair_top_k(vector_D, k, layer_sizes, phi_min):
     shares, start = [], 0
     for size in layer_sizes:
@@ -504,8 +531,8 @@ def said(name, eta):
     layer, layer_half = change(name, eta)
     word = lab.decided(layer, layer_half)
     theirs = f"{paper[name, eta] - paper[schemes[0], eta]:+.2f}".replace("-", "−")
-    return f"""{name}, η = {eta:g}: it moves {with_half(layer, layer_half)} points of dense's way against {schemes[0]}. That the minimum
-      helps it: **{word}**; accuracy {with_half(points, half, 1)} points, in the paper {theirs}"""
+    return f"""{name} at η = {eta:g}: compared with {schemes[0]}, the layer's distance changes by {with_half(layer, layer_half)} percentage points.
+      That the minimum helps this layer is **{word}**. Accuracy changes by {with_half(points, half, 1)} points (in the paper {theirs})."""
 
 
 # %%
@@ -520,8 +547,8 @@ def share_kept(layers):
 body = [n for n in weights if places[n].startswith("block")]
 halves = [share_kept(half) for half in (body[: len(body) // 2], body[len(body) // 2 :])]
 last, first_of_body = share_kept(weights[-1:]), share_kept(body[:1])
-print(f"in the mask: {halves[0]:.2%} and {halves[1]:.2%} of the weights in the body's halves, "
-      f"{last:.1%} of the last layer, {first_of_body:.1%} of the body's first convolution")  # fmt: skip
+print(f"The mask has {halves[0]:.2%} of the weights in the earlier half of the body (all layers between input and head),\n"
+      f"{halves[1]:.2%} in its later half, {last:.1%} in the last layer, {first_of_body:.1%} in the body's first convolution.")  # fmt: skip
 explored_L = seen[schemes[0]][:, EXPLORED].float().mean(0) / sizes_L
 kept_errors, forgot = at_ends[schemes[0]], at_ends[f"{schemes[0]}, no error accumulation"]
 fewest, largest = [float(x) for x in (explored_L[weights].min(), explored_L[weights].max())]
@@ -542,30 +569,33 @@ evener = kept_errors < min(forgot, at_ends["dense updates"])
 often = len(seen[schemes[0]]) * k_global / dimension
 helped = "\n".join(f"    - {said(*key)}" for key in compared)
 display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
-- Head and input get {table.loc["head + input", "kept"]:.0%} of top-K's budget and have
+- Head and input get {table.loc["head + input", "kept"]:.0%} of top-K's budget but have only
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
-- The paper says that later layers lose: **{"supported" if halves[1] < halves[0] else "contradicted"}** for the two halves of the body,
+- The paper says that later layers get a smaller share. This is **{"supported" if halves[1] < halves[0] else "contradicted"}** for the two halves of the body,
   **{"supported" if last < first_of_body else "contradicted"}** for the last layer against the body's first convolution.
-- The layer that top-K starves most is number {starved + 1}, with {sizes_L[starved] / dimension:.0%} of the parameters
-  (n = {len(trials)} seeds, 95 % intervals, an entry got to be sent {often:.1f} times; in the paper 234):
+- The layer that top-K starves most is number {starved + 1}, with {sizes_L[starved] / dimension:.0%} of the parameters. We measure how far
+  training moves it, in % of dense training (n = {len(trials)} seeds, 95 % intervals). An average entry is sent {often:.1f} times in
+  this training, and 234 times in the paper's.
 {helped}
-- What surprised us: error accumulation {"evens the layers out" if evener else "does not even the layers out here"}. Of dense updates input and head hold
-  {at_ends["dense updates"]:.0%} of the K places, of {schemes[0]} {kept_errors:.0%}, and without its errors kept {forgot:.0%} (one seed).
+- What surprised us: error accumulation {"makes the shares of the layers more even" if evener else "does not make the shares of the layers more even here"}. Input and head have
+  {at_ends["dense updates"]:.0%} of the K largest entries in dense training, {kept_errors:.0%} with {schemes[0]}, and {forgot:.0%} with {schemes[0]} without error
+  accumulation (one seed).
 """))  # fmt: skip
 moved = {n: 100 * float(relative[n, learning_rates[0]][:, starved].mean()) for n in schemes}
 left_out = float((seen[schemes[-1]][:, MASK] == 0).float().mean())
 words = {n: lab.decided(*change(n, learning_rates[0])) for n in schemes[1:]}
-answer.update(Markdown(f"""**In short.** Head and input have {table.loc["head + input", "parameters"]:.1%} of the parameters and get
-{table.loc["head + input", "kept"]:.0%} of top-K's budget. In a round {empty:.0%} of the layers have no entry in the shared mask
-of {schemes[0]}, {left_out:.0%} in that of {schemes[-1]}. The layer that top-K starves most moves {", ".join(f"{share:.0f} % with {name}" for name, share in moved.items())} of how far dense
-training moves it (η = {learning_rates[0]:g}, n = {len(trials)}). That a minimum helps it: {", ".join(f"**{word}** for {name}" for name, word in words.items())}.
+answer.update(Markdown(f"""**In short.** The input layers and the last layer have {table.loc["head + input", "parameters"]:.1%} of the parameters, but get
+{table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. In an average round, {empty:.0%} of the layers have no entry in the shared mask of
+{schemes[0]}; with {schemes[-1]} it is {left_out:.0%}. We then looked at the layer that gets least, and at how far training moves it compared with
+dense training: {", ".join(f"{share:.0f} % with {name}" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)} seeds). That a minimum share helps
+this layer is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.
 """))  # fmt: skip
 
 # %% [markdown]
-# More evidence takes more seeds and longer runs: `seeds = 10`, `train_samples = 2000` here, or
-# Tables 1 and 2 in a larger profile ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next:
-# [05_global_momentum](05_global_momentum.ipynb).
+# Longer runs with more seeds give more evidence. Set `seeds = 10` and `train_samples = 2000` here, or look at Tables 1 and 2 in a
+# larger profile ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next, [05_global_momentum](05_global_momentum.ipynb) adds
+# momentum.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
-print(f"n = {len(trials)}")
+print(f"n = {len(trials)} seeds")
