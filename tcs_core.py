@@ -369,7 +369,7 @@ class Scheme:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
             for field in sets.keys() & changes.keys():
-                # shares and beta are defaults of a suffix; its number and its switch are what it says
+                # a suffix says its number and its switch; shares and beta are defaults
                 is_said = number or type(sets[field]) is bool
                 if is_said and field not in _SHARES and changes[field] != sets[field]:
                     got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"

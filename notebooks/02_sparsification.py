@@ -278,8 +278,9 @@ print(
     ", ".join(f"{name} {ms:.0f} ms" for name, ms in median.items()),
     f"for {selected_from:,} entries",
 )
-print(
-    f"{word}: TCS chooses in less time than top-K (×{median['TCS'] / median['top-K']:.2f} of it, n = {len(taken)})"
+share_of_time = median["TCS"] / median["top-K"]
+claim.judge(
+    "TCS chooses in less time than top-K", word, f"×{share_of_time:.2f} of it, n = {len(taken)}"
 )
 
 # %% [markdown]
@@ -580,8 +581,10 @@ assert lab.teaching.judge_solution("accumulate", accumulate) == "right"
 gap = final["top-K"] - final["everything sent"]
 helps = final["rand-K"] - final["rand-K, no errors kept"]
 behind = final["top-K"] - final["rand-K"]
-print(
-    f"{lab.decided(behind, noise)}: rand-K ends below top-K (in one run of each, beyond the noise of the images)"
+claim.judge(
+    "rand-K ends below top-K",
+    lab.decided(behind, noise),
+    "in one run of each, beyond the noise of the images",
 )
 top, forgot, tcs_row = (down[name][-1] for name in down)
 print(f"""{claim.summary()}

@@ -440,7 +440,7 @@ fewer, half = lab.paired_gain([0.5] * len(without), without)
 print(
     f"without errors {torch.tensor(without).mean():.0%} of the explored places would be explored, too"
 )
-print(f"{lab.decided(fewer, half)}: most places are explored for what has piled up there")
+claim.judge("most places are explored for what has piled up there", lab.decided(fewer, half))
 
 # %% [markdown]
 # So errors choose most of what is explored. A client has a few times the round's difference waiting at a place that somebody explores, still so at

@@ -532,10 +532,12 @@ for says, ok in {
     < first_of_body,
     "what TCS explores is uneven by a factor of 10": largest > 10 * fewest,
 }.items():
-    print(f"{'supported' if ok else 'contradicted'}: {says}")
+    claim.judge(says, "supported" if ok else "contradicted")
 for name, eta in compared:
-    word = lab.decided(*change(name, eta))
-    print(f"{word}: {name} moves the starved layer farther than {schemes[0]} at η = {eta:g}")
+    claim.judge(
+        f"{name} moves the starved layer farther than {schemes[0]} at η = {eta:g}",
+        lab.decided(*change(name, eta)),
+    )
 evener = kept_errors < min(forgot, at_ends["dense updates"])
 often = len(seen[schemes[0]]) * k_global / dimension
 helped = "\n".join(f"    - {said(*key)}" for key in compared)

@@ -432,7 +432,7 @@ apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
 print(f"relative error together {together.mean():.1%}, apart {apart.mean():.1%}, "
       f"smaller apart in {(apart < together).mean():.0%} of n = {len(apart)} messages of one run")  # fmt: skip
 smaller = lab.decided(*lab.paired_gain(together, apart))
-print(f"{smaller}: quantized apart the values have a smaller error")
+claim.judge("quantized apart the values have a smaller error", smaller)
 
 # %% [markdown]
 # ## Claim

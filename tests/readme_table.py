@@ -546,7 +546,7 @@ NOTEBOOKS = {  # group: notebook: question, minutes on two cores, with an exerci
         "07_fractional_quantization": ("How can a value be sent in five bits?", 1, True),
     },
     "Reproduce": {
-        "00_reproduce": ("What do all tables and figures of the paper look like here?", 5, False),
+        "00_reproduce": ("What do all tables and figures of the paper look like here?", 1, False),
         "08_tables_and_curves": ("How do I make one table, for a training of my choice?", 1, False),
         "10_bits_on_the_wire": ("Which bytes does each scheme really send?", 1, False),
         "13_evidence": ("Which of the paper's claims hold, and with what certainty?", 1, False),
@@ -554,7 +554,7 @@ NOTEBOOKS = {  # group: notebook: question, minutes on two cores, with an exerci
     },
     "Use": {
         "09_your_own_scheme": ("How do I add a scheme of my own and compare it?", 1, False),
-        "11_performance": ("Where does the time of a round go?", 2, False),
+        "11_performance": ("Where does the time of a round go?", 1, False),
         "12_real_training": ("What does the DDP hook cost and save?", 1, False),
         "15_your_own_model": ("What would TCS save on my model?", 1, False),
         "18_flower": ("How does TCS run inside Flower?", 1, False),
