@@ -333,6 +333,7 @@ NO_TABLE = {
     "evidence_plan",
     "fair_plan",
     "gpu_plan",
+    "hook_plan",
     "links",
     "optimizers",
     "prediction",

@@ -17,6 +17,8 @@ __getattr__, __dir__ = lazily(
         "paper_size": "PaperSize",
         "loopback": "free_port",
         "optimizers": "",
+        "frontier": "",
+        "power_sgd": "",
         "links": "",
         "flower": "",
     },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage, read_plan, widen_search
 from tcs_lab.runs.records import Record, git_state, provenance, results_folder
+from tcs_lab.studies.power_sgd import PowerSGD
 from tcs_lab.support.places import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tasks.images import generator_for
@@ -57,6 +58,12 @@ class Shares(BaseModel, extra="forbid", frozen=True):
     phi_local: Share
 
 
+class LowRank(BaseModel, extra="forbid", frozen=True):
+    """PowerSGD instead of a scheme of the hook: the rank of its approximation."""
+
+    rank: Whole
+
+
 class Sweep(BaseModel, extra="forbid", frozen=True):
     """How each optimizer's rate is found: these rates first, then beyond, by the final test loss."""
 
@@ -65,11 +72,9 @@ class Sweep(BaseModel, extra="forbid", frozen=True):
     rates: dict[str, Annotated[list[Positive], Field(min_length=1)]]
 
 
-class HookStage(Stage):
-    """Trainings of a small GPT by several optimizers and schemes. First comes a sweep for each
-    optimizer's rate, then all trainings, seed by seed."""
+class GPTSettings(BaseModel):
+    """What trainings of a GPT by several optimizers and schemes have in common."""
 
-    kind: str = "studies.optimizers"
     seeds: Annotated[list[Seed], Field(min_length=1)]
     ranks: Whole
     width: Whole
@@ -81,8 +86,7 @@ class HookStage(Stage):
     weight_decay: Annotated[float, Field(ge=0)]  # AdamW's alone
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta_2: Annotated[float, Field(ge=0, lt=1)]
-    sweep: Sweep
-    schemes: dict[str, Shares | None]
+    schemes: Mapping[str, Shares | LowRank | None]
     optimizers: list[str]
     corrected: dict[str, list[str]]
 
@@ -100,6 +104,15 @@ class HookStage(Stage):
         """All setups, in the order in which a seed's trainings are made."""
         plain = [Setup(o, scheme) for scheme in self.schemes for o in self.optimizers]
         return plain + [Setup(o, s, True) for o, schemes in self.corrected.items() for s in schemes]
+
+
+class HookStage(GPTSettings, Stage):
+    """Trainings of a small GPT. First comes a sweep for each optimizer's rate, then all trainings,
+    seed by seed."""
+
+    kind: str = "studies.optimizers"
+    sweep: Sweep
+    schemes: dict[str, Shares | None]
 
     def plan_jobs(self, planning: Planning) -> list[HookTraining]:
         tried = self._try_all(planning)
@@ -155,7 +168,7 @@ class HookTraining(Job):
     """One training: a row for each time that it is tested."""
 
     pattern = "hook/{stage}/*.json"
-    stage: HookStage
+    stage: Any  # a HookStage, or another stage with GPTSettings
     setup: Setup
     seed: int
     rate: float
@@ -193,7 +206,7 @@ class HookTraining(Job):
     def make(self, tell: Tell = None) -> Record:
         """Test losses on the way, None once it diverged. On one thread."""
         git_state()  # now: the code may be edited while this runs
-        windows, losses = Windows(self.stage, self.seed), list[list[Any]]()
+        windows, losses = self.make_windows(), list[list[Any]]()
         ends = [time.perf_counter()]
 
         def watch(step: int, model: nn.Module) -> None:
@@ -208,7 +221,7 @@ class HookTraining(Job):
         diverged, threads = None, torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            train(self.stage, self.setup, self.seed, self.rate, self.steps, watch)
+            train(self.stage, self.setup, self.seed, self.rate, self.steps, watch, windows)
         except NotFiniteError as error:
             diverged = str(error)
         finally:
@@ -218,6 +231,10 @@ class HookTraining(Job):
         return self.identity | {
             "losses": losses, "diverged": diverged, "seconds": seconds, "provenance": made | text,
         }  # fmt: skip
+
+    def make_windows(self) -> Windows:
+        """What it reads, and what it is tested on."""
+        return Windows(self.stage, self.seed)
 
     def seconds_alone(self, results: str | Path | None = None) -> float | None:
         """By the pace of the trainings that are made."""
@@ -274,16 +291,15 @@ class MomentumCorrection(Client):
 class Averager:
     """Gradients of all ranks (D,) to what every rank gets, as the hook does it."""
 
-    def __init__(self, stage: HookStage, setup: Setup, sizes: list[int], dense_steps: int):
-        shares = stage.schemes[setup.scheme]
+    def __init__(self, stage: GPTSettings, setup: Setup, shares: Shares | None, sizes: list[int]):
         scheme = Scheme("through the hook", "TCS", **(shares.model_dump() if shares else {}))
         self.known, self.step = Known(scheme, sizes), 0
-        self.dense_steps = dense_steps if shares else None  # None: always
+        self.dense_steps = stage.dense_steps if shares else None  # None: always
         self.server = Server(self.known)
         ranks = range(stage.ranks)
         self.clients = [self._make_client(stage, setup, n) for n in ranks]
 
-    def _make_client(self, stage: HookStage, setup: Setup, n: int) -> Client:
+    def _make_client(self, stage: GPTSettings, setup: Setup, n: int) -> Client:
         if not setup.corrected:
             return Client(self.known, n)
         # as the optimizer adds them up: g + 0.9 u of SGD, 0.1 g + 0.9 u of AdamW
@@ -302,7 +318,18 @@ class Averager:
         return average_D
 
 
-def make_model(stage: HookStage, seed: int) -> nn.Module:
+def make_averager(
+    stage: GPTSettings, setup: Setup, model: nn.Module
+) -> Callable[[list[Tensor]], Tensor]:
+    """What takes the gradients of all ranks, each (D,), and returns what every rank gets."""
+    setting = stage.schemes[setup.scheme]
+    if isinstance(setting, LowRank):
+        shapes = [p.shape for p in model.parameters()]
+        return PowerSGD(setting.rank, shapes, stage.dense_steps)
+    return Averager(stage, setup, setting, layer_sizes(model))
+
+
+def make_model(stage: GPTSettings, seed: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(
             int(torch.randint(2**31, (), generator=generator_for(seed, _FIRST_WEIGHTS)))
@@ -310,7 +337,7 @@ def make_model(stage: HookStage, seed: int) -> nn.Module:
         return GPT(load_text().classes, stage.width, stage.context)
 
 
-def make_optimizer(stage: HookStage, setup: Setup, model: nn.Module, rate: float) -> Any:
+def make_optimizer(stage: GPTSettings, setup: Setup, model: nn.Module, rate: float) -> Any:
     momentum = 0.0 if setup.corrected else stage.momentum
     if setup.optimizer == "AdamW":
         betas, decay = (momentum, stage.beta_2), stage.weight_decay
@@ -328,13 +355,21 @@ def rate_factor(step: int, dense_steps: int, steps: int) -> float:
 
 
 class Windows:
-    """What ranks read, and the test: characters (B, T) int64 and those that follow them."""
+    """What ranks read, and the test: characters (B, T) int64 and those that follow them.
 
-    def __init__(self, stage: HookStage, seed: int):
-        text = load_text()
-        self.train, self.seed, self.size = torch.cat(text.train), seed, stage.batch_size
+    `train` and `test` are lists of texts, each (characters,) int64; without them they are those of
+    `load_text`.
+    """
+
+    def __init__(
+        self, stage: GPTSettings, seed: int,
+        train: list[Tensor] | None = None, test: list[Tensor] | None = None,
+    ):  # fmt: skip
+        self.train = torch.cat(load_text().train if train is None else train)
+        self.seed, self.size = seed, stage.batch_size
         self.window = torch.arange(stage.context + 1)
-        self.tests = torch.cat(text.test).unfold(0, len(self.window), stage.context)
+        tests = torch.cat(load_text().test if test is None else test)
+        self.tests = tests.unfold(0, len(self.window), stage.context)
 
     def draw(self, step: int, rank: int) -> Tensor:
         generator = generator_for(self.seed, _WINDOWS, step, rank)
@@ -356,14 +391,15 @@ def measure_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def train(
-    stage: HookStage, setup: Setup, seed: int, rate: float, steps: int,
+    stage: GPTSettings, setup: Setup, seed: int, rate: float, steps: int,
     watch: Callable[[int, nn.Module], None] = lambda step, model: None,
+    windows: Windows | None = None,
 ) -> nn.Module:  # fmt: skip
     """All ranks in one process; `watch` is called after every step. NotFiniteError if it diverges."""
-    model, windows = make_model(stage, seed), Windows(stage, seed)
+    model, windows = make_model(stage, seed), windows or Windows(stage, seed)
     parameters = list(model.parameters())
     sizes = layer_sizes(model)
-    average = Averager(stage, setup, sizes, stage.dense_steps)
+    average = make_averager(stage, setup, model)
     optimizer = make_optimizer(stage, setup, model, rate)
     for step in range(steps):
         gradients = []

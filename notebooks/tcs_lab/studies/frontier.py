@@ -1,0 +1,261 @@
+"""Loss against bytes of the DDP hook's settings: the trainings of params/hook_plan.yaml.
+
+Each setting is trained at a rate of its own, which is tuned on validation text. The trainings are
+those of `tcs_lab.studies.optimizers`, on a part of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, model_validator
+from torch import Tensor, nn
+
+from tcs_core import layer_sizes
+from tcs_lab.runs.plans import Plan, Planning, Stage, widen_search
+from tcs_lab.runs.records import results_folder
+from tcs_lab.studies.optimizers import (
+    GPTSettings,
+    HookTraining,
+    LowRank,
+    Setup,
+    Shares,
+    Windows,
+    bytes_per_step,
+    final_loss,
+    make_model,
+)
+from tcs_lab.studies.power_sgd import count_entries
+from tcs_lab.tasks.text import load_text
+from tcs_lab.training.configuration import Positive, Seed
+
+_PARTS = 9  # the last one of what `load_text` has for training is the validation text
+_CHOSEN_TCS = 3
+_CHOSEN = 3 + _CHOSEN_TCS  # with dense, PowerSGD and top-K
+
+Setting = Shares | LowRank | None
+
+
+class RateTuning(BaseModel, extra="forbid", frozen=True):
+    """How the rate of each setup is found: all `rates` of its optimizer are tried with one seed. While
+    the best is the smallest or the largest, one more is tried there, a `factor` beyond it."""
+
+    seed: Seed
+    factor: Annotated[float, Field(gt=1)]
+    rates: dict[str, Annotated[list[Positive], Field(min_length=1)]]
+
+
+class FrontierStage(GPTSettings, Stage):
+    """Trainings of a GPT. The rate of every setup is tuned on validation text; with it, all `seeds` are
+    trained and tested on test text.
+
+    Either the stage says its `schemes`, or it trains those that `choose_setups` chooses by the
+    records of an earlier stage, `chosen_from`, among the setups of this stage's optimizers. `minutes`
+    are what one training is expected to take alone.
+    """
+
+    kind: str = "studies.frontier"
+    minutes: Positive
+    tuning: RateTuning
+    chosen_from: str | None = None
+    schemes: dict[str, Shares | LowRank | None] = Field(default_factory=dict)
+    corrected: dict[str, list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> FrontierStage:
+        if bool(self.schemes) == bool(self.chosen_from):
+            raise ValueError("allowed: either schemes or chosen_from")
+        if self.tuning.seed in self.seeds:
+            got = f"got {self.tuning.seed}, which tunes"
+            raise ValueError(f"seeds: {got}, allowed: other seeds")
+        if missing := set(self.optimizers) - set(self.tuning.rates):
+            raise ValueError(f"tuning: rates: got none for {min(missing)}, allowed: a list of them")
+        for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
+            if not isinstance(self.schemes.get(name), Shares):
+                raise ValueError(f"corrected: got {name}, allowed: a scheme with shares")
+        return self
+
+    def check(self, plan: Plan) -> None:
+        if self.chosen_from is None:
+            return
+        first = self._find_first(plan)
+        kinds = {kind_of(setting) for setting in first.schemes.values()} if first else set()
+        if first is None or not {"dense", "PowerSGD", "top-K", "TCS"} <= kinds:
+            got = f"stage {self.stage}: chosen_from: got {self.chosen_from}"
+            raise ValueError(f"{got}, allowed: a stage with dense, PowerSGD, top-K and TCS")
+
+    def _find_first(self, plan: Plan) -> FrontierStage | None:
+        stages = (s for s in plan.stages if isinstance(s, FrontierStage))
+        return next((s for s in stages if s.stage == self.chosen_from), None)
+
+    def plan_jobs(self, planning: Planning) -> list[FrontierTraining]:
+        """Optimizer by optimizer: first what tunes, then what scores, seed by seed."""
+        stage, setups = self._resolve(planning)
+        jobs = []
+        for optimizer in self.optimizers:
+            own = [setup for setup in setups if setup.optimizer == optimizer]
+            tried = {setup: stage.try_rates(setup, planning.results) for setup in own}
+            jobs += [stage.tuning_job(setup, rate) for setup in own for rate in tried[setup]]
+            chosen = {setup: _best_rate(tried[setup]) for setup in own}
+            jobs += [
+                stage.scoring_job(setup, seed, rate)
+                for seed in self.seeds
+                for setup, rate in chosen.items()
+                if rate is not None
+            ]
+        return jobs
+
+    def jobs_to_follow(self, planning: Planning) -> list[FrontierTraining]:
+        stage, setups = self._resolve(planning)
+        tuned = list[FrontierTraining]()
+        if setups:
+            unknown = [s for s in setups if stage.choose_rate(s, planning.results) is None]
+        else:  # six of the first stage's settings stand in for those that are not chosen yet
+            unknown = [
+                Setup(self.optimizers[0], scheme) for scheme in list(stage.schemes)[:_CHOSEN]
+            ]
+            tuned = [stage.tuning_job(s, r) for s in unknown for r in self._first_rates(s)]
+        scored = [
+            stage.scoring_job(setup, seed, self._first_rates(setup)[0])
+            for seed in self.seeds
+            for setup in unknown
+        ]
+        return tuned + scored
+
+    def _resolve(self, planning: Planning) -> tuple[FrontierStage, list[Setup]]:
+        """This stage with its schemes, and its setups: none while they are not chosen yet."""
+        first = self._find_first(planning.plan)
+        if first is None:
+            return self, self.setups
+        stage = self.model_copy(update={"schemes": first.schemes})
+        of_this = [setup for setup in first.setups if setup.optimizer in self.optimizers]
+        losses = {setup: first.mean_loss(setup, planning.results) for setup in of_this}
+        known = {setup: loss for setup, loss in losses.items() if loss is not None}
+        if len(known) < len(losses):
+            return stage, []
+        return stage, choose_setups(known, first.schemes, make_model(self, seed=0))
+
+    def _first_rates(self, setup: Setup) -> list[float]:
+        return self.tuning.rates[setup.optimizer]
+
+    def tuning_job(self, setup: Setup, rate: float) -> FrontierTraining:
+        return FrontierTraining(self, setup, self.tuning.seed, rate, self.steps, is_sweep=True)
+
+    def scoring_job(self, setup: Setup, seed: int, rate: float) -> FrontierTraining:
+        return FrontierTraining(self, setup, seed, rate, self.steps)
+
+    def try_rates(
+        self, setup: Setup, results: str | Path | None = None
+    ) -> dict[float, float | None]:
+        """The rates that are tried for a setup, each with minus its final loss on validation text:
+        None if that training is not made yet."""
+
+        def score(rate: float) -> float | None:
+            job = self.tuning_job(setup, rate)
+            return -final_loss(job.read(results)) if job.is_made(results) else None
+
+        def go_on(rate: float, side: int) -> float:
+            return float(f"{rate * self.tuning.factor**side:.4g}")
+
+        return widen_search(self._first_rates(setup), score, go_on)
+
+    def choose_rate(self, setup: Setup, results: str | Path | None = None) -> float | None:
+        """The best rate; None while a training that tunes it is missing."""
+        return _best_rate(self.try_rates(setup, results))
+
+    def mean_loss(self, setup: Setup, results: str | Path | None = None) -> float | None:
+        """Of all seeds, on test text: infinite if one diverged, None while one is missing."""
+        rate = self.choose_rate(setup, results)
+        if rate is None:
+            return None
+        jobs = [self.scoring_job(setup, seed, rate) for seed in self.seeds]
+        if not all(job.is_made(results) for job in jobs):
+            return None
+        return sum(final_loss(job.read(results)) for job in jobs) / len(jobs)
+
+
+def _best_rate(tried: Mapping[float, float | None]) -> float | None:
+    known = {rate: score for rate, score in tried.items() if score is not None}
+    return max(known, key=lambda rate: known[rate]) if len(known) == len(tried) else None
+
+
+# The settings of the second stage ─────────────────────────────────────────────────────────────────
+
+
+def choose_setups(
+    losses: Mapping[Setup, float], schemes: Mapping[str, Setting], model: nn.Module
+) -> list[Setup]:
+    """The setups that are trained with a larger `model`, by the mean losses of all setups of one
+    optimizer in the first stage.
+
+    1. Of a scheme that was trained with and without momentum correction, the better one stands.
+    2. Dense, the best PowerSGD and the best top-K are taken.
+    3. The three best of TCS are taken of those that hand at most as many bytes a step to collectives
+       as the chosen PowerSGD does, counted for the larger model.
+    """
+    better = dict[str, Setup]()
+    for setup in sorted(losses, key=lambda setup: losses[setup]):
+        better.setdefault(setup.scheme, setup)
+    ranked = {kind: list[Setup]() for kind in ("dense", "PowerSGD", "top-K", "TCS")}
+    for scheme, setup in better.items():
+        ranked[kind_of(schemes[scheme])].append(setup)
+    power = ranked["PowerSGD"][0]
+    limit = count_bytes(schemes[power.scheme], model)
+    light = [s for s in ranked["TCS"] if count_bytes(schemes[s.scheme], model) <= limit]
+    return [ranked["dense"][0], power, ranked["top-K"][0], *light[:_CHOSEN_TCS]]
+
+
+def kind_of(setting: Setting) -> str:
+    if setting is None:
+        return "dense"
+    if isinstance(setting, LowRank):
+        return "PowerSGD"
+    return "top-K" if setting.phi_global is None else "TCS"
+
+
+def count_bytes(setting: Setting, model: nn.Module) -> int:
+    """What a rank hands to collectives in a step after the dense ones."""
+    if isinstance(setting, LowRank):
+        return 4 * sum(count_entries(p.shape, setting.rank) for p in model.parameters())
+    return bytes_per_step(setting, layer_sizes(model))
+
+
+# One training ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class FrontierTraining(HookTraining):
+    """One training: tested on validation text if it looks for a rate (`is_sweep`), else on test text."""
+
+    pattern = "hook/frontier/{stage}/*.json"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return super().identity | {"tested_on": "validation" if self.is_sweep else "test"}
+
+    def path(self, results: str | Path | None = None) -> Path:
+        scheme = self.setup.scheme.replace(" %", "").replace(" ", "-")
+        corrected = "-corrected" if self.setup.corrected else ""
+        name = f"{self.setup.optimizer}{corrected}-{scheme}"
+        name = f"rate-{name}-{self.rate:g}" if self.is_sweep else f"{name}-{self.seed}"
+        return results_folder("hook", results) / "frontier" / self.stage.stage / f"{name}.json"
+
+    def make_windows(self) -> Windows:
+        train, validation = split_text()
+        return Windows(self.stage, self.seed, train, validation if self.is_sweep else None)
+
+    def seconds_alone(self, results: str | Path | None = None) -> float | None:
+        return 60 * self.stage.minutes
+
+
+def split_text() -> tuple[list[Tensor], list[Tensor]]:
+    """What trains and what chooses rates: the last ninth of what `load_text` has for training, topic
+    by topic. The test text is in neither."""
+    texts: Sequence[Tensor] = load_text().train
+    cuts = [len(text) - len(text) // _PARTS for text in texts]
+    train = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    validation = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    return train, validation

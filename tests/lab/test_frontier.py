@@ -1,0 +1,218 @@
+"""The plan of the hook's frontier: PowerSGD in one process is PyTorch's hook, rates are tuned on
+validation text, and the second stage follows from the first one's records."""
+
+import dataclasses
+
+import pytest
+import torch
+from processes import start
+from tcs_lab.runs.jobs import make_job, missing_jobs
+from tcs_lab.runs.plans import Planning, plan_jobs, read_plan
+from tcs_lab.runs.records import seal
+from tcs_lab.studies import frontier, optimizers
+from tcs_lab.studies.power_sgd import PowerSGD
+from tcs_lab.support.files import write_json
+from tcs_lab.support.places import ROOT
+from tcs_lab.tasks.text import load_text
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn.parallel import DistributedDataParallel
+
+PLAN = ROOT / "params" / "hook_plan.yaml"
+SMALL, MILLION, _ = read_plan(PLAN).stages
+DENSE_STEPS = 3
+SHORT = SMALL.model_copy(update={"dense_steps": DENSE_STEPS})
+SGD = "momentum"
+
+
+# PowerSGD ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def start_alike(monkeypatch):
+    """The first Q of a matrix depends on its shape alone: the hook draws them in the order of DDP's
+    buckets."""
+
+    def randn(*shape, **_):
+        return torch.rand(shape, generator=torch.Generator().manual_seed(5)) - 0.5
+
+    monkeypatch.setattr(torch, "randn", randn)
+
+
+def through_the_hook(ranks, folder, rank, steps):
+    """A training under DDP with PyTorch's hook; the model, and the bytes of the last step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        start_alike(monkeypatch)
+        model, windows = optimizers.make_model(SHORT, 3), optimizers.Windows(SHORT, 3)
+        hooked = DistributedDataParallel(model)
+        state = power_sgd.PowerSGDState(None, rank, start_powerSGD_iter=DENSE_STEPS)
+        hooked.register_comm_hook(state, power_sgd.powerSGD_hook)
+        optimizer = optimizers.make_optimizer(SHORT, optimizers.Setup(SGD, "dense"), model, 0.1)
+        for step in range(steps):
+            before = state.total_numel_after_compression
+            optimizer.zero_grad()
+            optimizers.measure_loss(hooked, windows.draw(step, ranks.rank)).backward()
+            factor = optimizers.rate_factor(step, DENSE_STEPS, steps)
+            optimizer.param_groups[0]["lr"] = 0.1 * factor
+            optimizer.step()
+    return flat(model).numpy(), 4 * (state.total_numel_after_compression - before)
+
+
+@pytest.mark.parametrize("rank", [1, 4])  # by Gram-Schmidt, and by QR
+def test_power_sgd_in_one_process_trains_as_ranks_do_through_the_hook(tmp_path, monkeypatch, rank):
+    """Up to rounding; the difference from dense training is a thousand times as large."""
+    start_alike(monkeypatch)
+    setup, steps = optimizers.Setup(SGD, f"PowerSGD rank {rank}"), 10
+    model = optimizers.train(SHORT, setup, 3, 0.1, steps)
+    dense = optimizers.train(SHORT, optimizers.Setup(SGD, "dense"), 3, 0.1, steps)
+    for hooked, sent in start(2, tmp_path, through_the_hook, rank, steps):
+        apart = (torch.from_numpy(hooked) - flat(model)).norm()
+        assert 1000 * apart < (flat(dense) - flat(model)).norm()
+        assert sent == frontier.count_bytes(SHORT.schemes[setup.scheme], model)
+
+
+def test_power_sgd_loses_nothing():
+    """What is not sent stays as the error, and comes with the next step."""
+    average = PowerSGD(1, [torch.Size([8, 12]), torch.Size([8])], dense_steps=1)
+    gradients = [torch.randn(104, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    mean = sum(gradients) / 2
+    assert torch.equal(average(gradients), mean) and not average.error_D.any()
+    out = average(gradients)
+    torch.testing.assert_close(out + average.error_D, mean)
+    assert torch.equal(out[96:], mean[96:]) and not average.error_D[96:].any()
+    assert torch.linalg.matrix_rank(out[:96].view(8, 12)) == 1
+    error = average.error_D
+    torch.testing.assert_close(average(gradients) + average.error_D, mean + error)
+
+
+# Trainings ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_text_is_in_two_of_the_three_parts():
+    train, validation = frontier.split_text()
+    text = load_text()
+    for whole, first, last in zip(text.train, train, validation, strict=True):
+        assert torch.equal(torch.cat([first, last]), whole)
+    assert sum(map(len, validation)) == pytest.approx(sum(map(len, text.test)), rel=0.02)
+    tuning, scoring = (
+        job.make_windows()
+        for job in (
+            SMALL.tuning_job(optimizers.Setup(SGD, "dense"), 0.1),
+            SMALL.scoring_job(optimizers.Setup(SGD, "dense"), 1, 0.1),
+        )
+    )
+    assert torch.equal(tuning.train, torch.cat(train))
+    assert torch.equal(scoring.train, torch.cat(train))
+    assert torch.equal(tuning.tests[0], torch.cat(validation)[:33])
+    assert torch.equal(scoring.tests[0], torch.cat(text.test)[:33])
+
+
+@pytest.mark.parametrize("scheme", ["dense", "PowerSGD rank 1", "TCS 1 and 0.5 %"])
+def test_a_training_is_a_record_and_one_that_diverges_says_so(tmp_path, scheme):
+    tiny = {"width": 8, "dense_steps": 1, "sparse_steps": 3, "test_every": 2}
+    stage = SMALL.model_copy(update=tiny)
+    job = stage.scoring_job(optimizers.Setup(SGD, scheme), 5, 0.1)
+    record = make_job(job, tmp_path)
+    assert [step for step, _ in record["losses"]] == [2, 4] and not record["diverged"]
+    assert record["tested_on"] == "test"
+    assert make_job(dataclasses.replace(job, rate=1e30, seed=6), tmp_path)["diverged"]
+    with pytest.raises(ValueError, match=r"rate: got 0\.1, allowed: 0\.2"):
+        make_job(dataclasses.replace(job, rate=0.2), tmp_path)
+
+
+# The plan ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pretend(job, results, loss):
+    """A record as if the job had been made."""
+    end = {"diverged": None, "losses": [[job.steps, loss]]}
+    write_json(job.path(results), seal(job.identity | end))
+
+
+def few():
+    """The first stage with few settings of one optimizer, and the second one."""
+    names = ["dense", "PowerSGD rank 1", "PowerSGD rank 2", "top-K 1 %"]
+    schemes = {n: s for n, s in SMALL.schemes.items() if n in names or n.startswith("TCS")}
+    corrected = {"AdamW": ["TCS 0.5 and 0.1 %", "TCS 1 and 0.1 %"]}
+    changes = {"schemes": schemes, "optimizers": ["AdamW"], "corrected": corrected}
+    first = SMALL.model_copy(update={**changes, "seeds": [21]})
+    plan = read_plan(PLAN)
+    return first, plan.model_copy(update={"stages": [first, MILLION]})
+
+
+LOSSES = {  # all others: 2.0
+    "AdamW, dense": 1.8,
+    "AdamW, PowerSGD rank 1": 1.7,
+    "AdamW, PowerSGD rank 2": 1.9,
+    "AdamW, TCS 2 and 0.5 %": 1.6,  # better than all, but with more bytes than PowerSGD
+    "AdamW, TCS 0.5 and 0.1 %": 1.97,
+    "AdamW corrected, TCS 0.5 and 0.1 %": 1.96,
+    "AdamW, TCS 1 and 0.1 %": 1.98,
+    "AdamW corrected, TCS 1 and 0.1 %": 1.99,
+}
+
+
+def test_the_second_stage_follows_from_the_first_ones_records(tmp_path):
+    first, plan = few()
+    planning = Planning(plan, {}, {}, tmp_path)
+    follow = MILLION.jobs_to_follow(planning)
+    assert len({job.path(tmp_path) for job in follow}) == len(follow) == 6 * (3 + 3)
+    while missing := missing_jobs(first.plan_jobs(planning), tmp_path):
+        assert not MILLION.plan_jobs(planning)
+        job = missing[0]
+        best = 0.016 if job.setup.scheme == "dense" else 0.004
+        loss = abs(job.rate - best) if job.is_sweep else LOSSES.get(str(job.setup), 2.0)
+        pretend(job, tmp_path, loss)
+    assert not first.jobs_to_follow(planning)
+    made = {job.setup: job.rate for job in first.plan_jobs(planning) if not job.is_sweep}
+    assert {str(setup) for setup, rate in made.items() if rate == 0.016} == {"AdamW, dense"}
+    tried = first.try_rates(optimizers.Setup("AdamW", "dense"), tmp_path)
+    assert list(tried) == [0.002, 0.004, 0.008, 0.016, 0.032]
+    jobs = MILLION.plan_jobs(planning)
+    assert all(job.is_sweep for job in jobs) and len(jobs) == 6 * 3
+    assert list(dict.fromkeys(str(job.setup) for job in jobs)) == [
+        "AdamW, dense",
+        "AdamW, PowerSGD rank 1",
+        "AdamW, top-K 1 %",
+        "AdamW corrected, TCS 0.5 and 0.1 %",
+        "AdamW, TCS 1 and 0.1 %",
+        "AdamW, TCS 0.5 and 0.25 %",
+    ]
+    assert len(MILLION.jobs_to_follow(planning)) == 6 * 3
+    assert jobs[-1].identity["shares"] == {"phi_global": 0.005, "phi_local": 0.0025}
+    assert jobs[-1].identity["settings"]["width"] == 208
+
+
+def test_every_training_of_the_plan_has_a_record_of_its_own(tmp_path):
+    stages = plan_jobs(PLAN, results=tmp_path)
+    jobs = [job for jobs in stages.values() for job in jobs]
+    assert len({job.path() for job in jobs}) == len({job.digest for job in jobs}) == len(jobs)
+    assert len(jobs) == 3 * 56  # rates of setups, of the first stage
+    later = read_plan(PLAN).stages[1:]
+    for stage in later:
+        model = optimizers.make_model(stage, 0)
+        assert sum(p.numel() for p in model.parameters()) >= 1_000_000
+        limit = frontier.count_bytes(SMALL.schemes["PowerSGD rank 1"], model)
+        tcs = [s for s in SMALL.schemes.values() if frontier.kind_of(s) == "TCS"]
+        assert sum(frontier.count_bytes(s, model) <= limit for s in tcs) >= 3
+
+
+@pytest.mark.parametrize(
+    "old, new, match",
+    [
+        ("seeds: [21, 22, 23]", "seeds: [20, 22]", "seeds: got 20, which tunes, allowed: other"),
+        ("chosen_from: small\n  minutes: 3.0", "minutes: 3.0", "either schemes or chosen_from"),
+        ("chosen_from: small", "chosen_from: big", "chosen_from: got big, allowed: a stage with"),
+        ("momentum: [0.05, 0.1, 0.2]", "SGD: [0.1]", "rates: got none for momentum, allowed"),
+        ("top-K 0.25 %, top-K 0.5 %,", "dense,", "corrected: got dense, allowed: a scheme with"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused(tmp_path, old, new, match):
+    text = PLAN.read_text(encoding="utf-8")
+    assert old in text
+    file = tmp_path / "plan.yaml"
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(ValueError, match=match):
+        read_plan(file)
