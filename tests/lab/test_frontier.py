@@ -60,6 +60,7 @@ def through_the_hook(ranks, folder, rank, steps):
     return flat(model).numpy(), 4 * (state.total_numel_after_compression - before)
 
 
+@pytest.mark.slow  # gloo now and then crosses the collectives of PyTorch's hook, and then waits
 @pytest.mark.parametrize("rank", [1, 4])  # by Gram-Schmidt, and by QR
 def test_power_sgd_in_one_process_trains_as_ranks_do_through_the_hook(tmp_path, monkeypatch, rank):
     """Up to rounding; the difference from dense training is a thousand times as large."""

@@ -153,7 +153,7 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
     first, *lines, last = shown[0].data.splitlines()
     assert (first, last) == ("```python", "```")
     assert lines[0] == "def arrived(self, received: Message | None = None) -> None:"
-    assert lines[1].startswith('    """The message has arrived')
+    assert lines[1] == '    """' + tcs.Client.arrived.__doc__.splitlines()[0]
     source = Path(tcs.__file__).read_text(encoding="utf-8").splitlines()
     assert {line.strip() for line in lines} <= {line.strip() for line in source}
     assert lines.count("") == 1 and lines[lines.index("") + 1] == "@lru_cache(1024)"
