@@ -79,7 +79,7 @@ claim = lab.Statements(globals(), "01_fedavg")
 lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 config = lab.RunConfig(scheme="FedAvg", **fields)
-data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 training = lab.Training(config, data)
 dimension = len(training.theta_D)
 print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images")

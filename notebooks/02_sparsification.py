@@ -78,7 +78,7 @@ sizes = {"federation_sizes": Annotated[list[lab.Count], Len(1)], "seed": lab.See
 lab.check_values(globals(), phi=lab.Share, phi_local=lab.Share, **counts, **sizes)
 lab.check_values(globals(), drawn_k=Annotated[int, Le(drawn_entries)])
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
-everything = lab.load_dataset(dataset).resized(image_size)
+everything = lab.load_dataset(dataset).resize(image_size)
 data = everything.first(train_samples, test_samples)
 base = lab.RunConfig(scheme="FedAvg", **fields)
 print(f"N = {clients} clients, {data.label} images, sending {phi:.1%} of the entries")

@@ -78,7 +78,7 @@ fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed,
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
 config = lab.RunConfig(scheme, **fields)
-data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 probe = lab.Training(config, data)
 dimension, layer_sizes = len(probe.theta_D), probe.flat.layer_sizes
 k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_local

@@ -78,7 +78,7 @@ some = {"learning_rates": lab.Positive, "schemes": str}
 lab.check_values(globals(), **{name: Annotated[list[kind], Len(1)] for name, kind in some.items()})
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
-data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 federation = lab.Training(config, data)
 names = federation.flat.names
 layer_sizes, dimension = federation.flat.layer_sizes, len(federation.theta_D)

@@ -88,7 +88,7 @@ sparse |= {"value_bits": value_bits, "local_steps": local_steps}
 plain = lab.RunConfig(tcs.Scheme.named("TCS", **sparse), seed=trials[0], **fields)
 named = tcs.Scheme.named("TCS-Global Momentum", **sparse, momentum=momentum)
 config = dataclasses.replace(plain, scheme=named)
-data = lab.load_dataset(dataset).first(train_samples, test_samples).resized(image_size)
+data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 probe = lab.Training(config, data)
 print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g}")
 

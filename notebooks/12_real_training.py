@@ -138,7 +138,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 data = lab.load_dataset("synthetic").first(given["train_samples"], given["test_samples"])
-data = data.resized(given["image_size"])
+data = data.resize(given["image_size"])
 batches = lab.Batches(data, torch.device("cpu"))
 
 def train(hooked):
@@ -154,7 +154,7 @@ def train(hooked):
     everything, start = torch.arange(len(data.train_labels)), time.perf_counter()
     for _ in range(given["steps"]):
         draws = lab.Draws.of(everything, ranks * given["batch_size"], generator)
-        images, labels = batches.augmented(draws[rank::ranks])
+        images, labels = batches.augment(draws[rank::ranks])
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

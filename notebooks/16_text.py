@@ -211,7 +211,7 @@ where = torch.zeros(D)
 epochs = range(1 + rounds // training.rounds_per_epoch)
 stream = (update_D for epoch in epochs for update_D in training.rounds(epoch))
 for update_D in itertools.islice(stream, rounds):
-    watch.see(update_D)
+    watch.observe(update_D)
     where[tcs.top_k_positions(update_D, k)] += 1
 now, chance = (watch.row()[key] for key in ("update_overlap", "update_overlap_chance"))
 every = training.config.epochs * training.rounds_per_epoch

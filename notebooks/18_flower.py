@@ -38,7 +38,7 @@ import tcs_lab as lab
 import torch
 from IPython.display import Markdown, display
 from tcs_lab.studies import loopback
-from tcs_lab.studies.nodes import Half, Node, Rounds
+from tcs_lab.studies.nodes import Node, Participant, ServerRounds
 
 import tcs_core as tcs
 
@@ -88,7 +88,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from tcs_lab.studies import Job
+from tcs_lab.studies.nodes import FederatedJob
 
 torch.set_num_threads(1)
 
@@ -114,7 +114,7 @@ def job(config):
         (folder / "rows.json").write_text(json.dumps(rows))
 
     keys = ("scheme", "clients", "rounds", "warmup")
-    return Job(model=model, train=train, done=done, **{key: GIVEN[key] for key in keys})
+    return FederatedJob(model=model, train=train, done=done, **{key: GIVEN[key] for key in keys})
 """
 )
 
@@ -150,7 +150,7 @@ task: dict = {}
 exec(TASK, task)
 plan = task["job"]({"tcs-folder": "."})
 
-half = Half(plan)
+half = Participant(plan)
 D, sizes, order = half.flat.dimension, half.flat.layer_sizes, half.flat.order
 compressor = tcs.Compressor(scheme, sizes, clients, order=order)
 for t in range(rounds):
@@ -192,7 +192,7 @@ def ask(server, folder, n, work):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    server, sent = Rounds(plan), {}
+    server, sent = ServerRounds(plan), {}
     for t in range(rounds):
         server.begin()
         here = range(clients - 1) if t == 1 and clients > 1 else range(clients)

@@ -130,7 +130,7 @@ def small(monkeypatch):
     """160 images instead of 10,000, in this process."""
     import tcs_lab as lab
 
-    images = lab.synthetic_dataset(120, 40).resized(16)
+    images = lab.synthetic_dataset(120, 40).resize(16)
     monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)
     lab.load_dataset.cache_clear()
     yield

@@ -836,7 +836,7 @@ add("hook in two processes", two_ranks, TWO_RANKS, plain={})
 
 @functools.cache
 def images():
-    return lab.synthetic_dataset(120, 40).resized(8)
+    return lab.synthetic_dataset(120, 40).resize(8)
 
 
 def lab_training(log, name, **changes):

@@ -22,7 +22,7 @@ def few_images(train=120):
     """In this process: so many synthetic images of 16 x 16 instead of 10,000, where no size is
     given."""
     make = lab.tasks.images.synthetic_dataset
-    images = make(train, 40).resized(16)
+    images = make(train, 40).resize(16)
     lab.tasks.images.synthetic_dataset = lambda *sizes: make(*sizes) if sizes else images
 
 

@@ -32,12 +32,12 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "support.files": "cache_folder",
-        "support.places": "ROOT",
+        "support.paths": "ROOT",
         "schemes": "",
         "tasks.images": "Batches Draws generator_for load_dataset partition synthetic_dataset",
         "tasks.text": "GPT load_text",
         "training.configuration": "RUN_KEYS RunConfig Seed digest_of",
-        "training.training": "Training load_data outcomes",
+        "training.training": "Training load_data read_outcomes",
         "training.watching": "UpdateWatch",
         "runs.parameters": (
             "PARAMETERS check_notebook_params given_notebook_params notebook_params params_file "

@@ -34,9 +34,9 @@ from tcs_lab.runs.plans import count_made, jobs_to_follow, plan_jobs, read_plan
 from tcs_lab.runs.queue import run_queue
 from tcs_lab.runs.records import config_of, differences, read_record, record_path
 from tcs_lab.runs.runs import Run, run_all
-from tcs_lab.studies.bench import USUAL, bench_table, run_benches
-from tcs_lab.support.errors import cut, one_line, reject_unknown, shown
-from tcs_lab.support.places import ROOT
+from tcs_lab.studies.bench import USUAL_PARTS, bench_table, run_benches
+from tcs_lab.support.errors import format_value, one_line, reject_unknown, shorten
+from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.tables import plain_markdown, readable, summary
 from tcs_lab.training.configuration import RunConfig
 
@@ -63,7 +63,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
         full = any(words in str(error) for words in ("out of memory", "allocate memory"))
         if not full and not isinstance(error, MemoryError):
             raise
-        print(f"error: not enough memory: {cut(one_line(error))}", file=sys.stderr)
+        print(f"error: not enough memory: {shorten(one_line(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
@@ -143,8 +143,8 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--set: got {shown(pair)}, allowed: KEY=VALUE")
-        params[key] = read_yaml(value, f"--set {cut(key)}")
+            raise ValueError(f"--set: got {format_value(pair)}, allowed: KEY=VALUE")
+        params[key] = read_yaml(value, f"--set {shorten(key)}")
     return params
 
 
@@ -331,7 +331,7 @@ def measure_links(arguments: argparse.Namespace) -> int:
     for word in rates:
         if word != "none" and not _is_positive(word):
             allowed = f"a number of Mbit/s, none, or a way: {', '.join(links.WAYS)}"
-            raise ValueError(f"RATE: got {shown(word)}, allowed: {allowed}")
+            raise ValueError(f"RATE: got {format_value(word)}, allowed: {allowed}")
     if not rates:
         raise ValueError("RATE: got ways alone, allowed: at least one number of Mbit/s, or none")
     size = (arguments.ranks, arguments.layers, arguments.width)
@@ -351,7 +351,7 @@ def measure_speed(arguments: argparse.Namespace) -> int:
     """Parts of the bench, as a record and as a table."""
     _whole("--repeat", arguments.repeat)
     options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
-    record = run_benches(arguments.part or USUAL, *options, arguments.results)
+    record = run_benches(arguments.part or USUAL_PARTS, *options, arguments.results)
     print(plain_markdown(bench_table(record)))
     return 0
 

@@ -15,7 +15,7 @@ TINY = {"model": "resnet8", "width": 2, "batch_size": 4, "clients": 3, "epochs":
 
 @pytest.fixture(scope="module")
 def data():
-    return lab.synthetic_dataset(train=120, test=40).resized(16)
+    return lab.synthetic_dataset(train=120, test=40).resize(16)
 
 
 def federation(scheme, data, keep_deltas=False, **changes):
@@ -83,7 +83,7 @@ def plain_sgd(federation, rounds, weight_decay, momentum=0.0):
     """The same batches through torch's own SGD and an ordinary copy of the model."""
     draws, batch = federation.feed.draws(0)[0], federation.config.batch
     samples = (
-        federation.feed.batches.augmented(draws[i : i + batch])
+        federation.feed.batches.augment(draws[i : i + batch])
         for i in range(0, rounds * batch, batch)
     )
     eta = federation.config.learning_rate_at(0)

@@ -178,7 +178,7 @@ def test_the_docstrings_example_runs_as_printed(tmp_path):
 
 def trained(ranks, folder, phis, seed, batch=32, steps=100):
     """Test accuracy of a small ResNet, trained on this rank's share of every batch; and traffic."""
-    data = lab.synthetic_dataset(1600, 500).resized(16)
+    data = lab.synthetic_dataset(1600, 500).resize(16)
     batches, size = lab.Batches(data, torch.device("cpu")), ranks.size
     torch.manual_seed(seed)
     model, state = (
@@ -193,7 +193,7 @@ def trained(ranks, folder, phis, seed, batch=32, steps=100):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         draws = lab.Draws.of(torch.arange(len(data.train_labels)), batch, generator)
-        images, labels = batches.augmented(draws[ranks.rank :: size])
+        images, labels = batches.augment(draws[ranks.rank :: size])
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimizer.step(), schedule.step()

@@ -123,11 +123,11 @@ def test_images_are_drawn_too():
 
 def test_outcomes_that_are_not_what_the_accuracy_says_are_refused():
     one = scored("TCS", 0, [1, 0, 1])
-    assert list(lab.outcomes(one)) == [True, False, True]
+    assert list(lab.read_outcomes(one)) == [True, False, True]
     one["rows"][-1]["accuracy"] = 0.3
     with pytest.raises(ValueError, match="right: got 2 of 8, allowed: as accuracy says"):
-        lab.outcomes(one)
-    assert lab.outcomes(OURS[0]) is None
+        lab.read_outcomes(one)
+    assert lab.read_outcomes(OURS[0]) is None
 
 
 def test_what_an_open_interval_leaves_out_is_said():
@@ -364,7 +364,7 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     base = group("Baseline", 60, 70, 80, eta=0.1)
     runs = [one | {"digest": f"{n}"} for n, one in enumerate([*OURS, *THEIRS, *base])]
     read = claims(it=TOP_K | {"at_least": 0})
-    named = {lab.training.configuration._record_file(one): one for one in runs}
+    named = {lab.training.configuration.name_record_file(one): one for one in runs}
     monkeypatch.setattr(lab.evidence.claims, "planned_records", lambda profile: (read, named))
     gaps = lab.planned_gaps("evidence", [*runs[:3], *runs[6:]])
     row = lab.difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))

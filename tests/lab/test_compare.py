@@ -14,7 +14,7 @@ from tcs_lab.__main__ import main
 from tcs_lab.compare import methods, scoring
 from tcs_lab.compare.methods import find_method
 from tcs_lab.compare.track import read_track
-from tcs_lab.schemes.packing import Context, packed, recoded_size, unpacked
+from tcs_lab.schemes.packing import Context, pack, recoded_size, unpack
 from tcs_lab.schemes.tensors import Side
 
 import tcs_core as tcs
@@ -83,12 +83,12 @@ def folder(tmp_path, registry, monkeypatch):
     """A tiny track; what its files register is taken out again."""
     (tmp_path / "tiny.yaml").write_text(TRACK, encoding="utf-8")
     (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")
-    images = lab.synthetic_dataset(120, 20).resized(4)
+    images = lab.synthetic_dataset(120, 20).resize(4)
     monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda **_: images)
     lab.load_dataset.cache_clear()
-    methods._executed.cache_clear()
+    methods._execute.cache_clear()
     yield tmp_path
-    methods._executed.cache_clear()
+    methods._execute.cache_clear()
     lab.load_dataset.cache_clear()
 
 
@@ -216,7 +216,7 @@ class Scaled:
     compressor = tcs.Compressor(find_method(str(written(folder, text))).name, [30], 2)
     deltas_ND = torch.ones(2, 30)
     assert compressor.step(deltas_ND).max() == 1 and compressor.step(deltas_ND).max() == 2
-    header = len(packed({"name": "0", "shape": torch.Size([30]), "step": 2}, context_of("0", 30)))
+    header = len(pack({"name": "0", "shape": torch.Size([30]), "step": 2}, context_of("0", 30)))
     assert compressor.traffic.bits_up // 8 > 60 + header
 
 
@@ -253,7 +253,7 @@ def test_low_rank_factors_give_a_matrix_of_that_rank(registry):
      torch.tensor([1.5], dtype=torch.bfloat16), np.arange(3), np.float32(2.0), {1, 2}],
 )  # fmt: skip
 def test_values_come_back_from_their_bytes(value):
-    read = unpacked(packed(value, context_of("x", 5)), context_of("x", 5))
+    read = unpack(pack(value, context_of("x", 5)), context_of("x", 5))
     assert str(read) == str(value if not isinstance(value, np.generic) else value.item())
     if isinstance(value, torch.Tensor):
         assert read.dtype == value.dtype and torch.equal(read, value)
@@ -365,12 +365,12 @@ def point(scheme, both, accuracy):
 
 def test_between_two_points_of_a_method_and_nowhere_else():
     points = [point("a", 1.0, 60.0), point("b", 4.0, 70.0), point("c", 16.0, 74.0)]
-    assert scoring.at_bytes(points, 2.0) == pytest.approx({"a": 0.5, "b": 0.5})
-    assert scoring.at_bytes(points, 0.5) is None and scoring.at_bytes(points, 17.0) is None
-    assert scoring.bytes_for(points, 65.0) == pytest.approx(2.0)
-    assert scoring.bytes_for(points, 72.0) == pytest.approx(8.0)
-    assert math.isnan(scoring.bytes_for(points, 75.0))  # never reached
-    assert math.isnan(scoring.bytes_for(points, 55.0))  # with fewer bytes than any point has
+    assert scoring.weigh_points(points, 2.0) == pytest.approx({"a": 0.5, "b": 0.5})
+    assert scoring.weigh_points(points, 0.5) is None and scoring.weigh_points(points, 17.0) is None
+    assert scoring.find_bytes(points, 65.0) == pytest.approx(2.0)
+    assert scoring.find_bytes(points, 72.0) == pytest.approx(8.0)
+    assert math.isnan(scoring.find_bytes(points, 75.0))  # never reached
+    assert math.isnan(scoring.find_bytes(points, 55.0))  # with fewer bytes than any point has
 
 
 def test_a_dense_start_can_be_left_out_of_both_ways():
@@ -387,7 +387,7 @@ def test_the_front_has_no_point_that_another_beats():
         point("c", 5.0, 69.0),
         point("d", 9, 71),
     ]
-    assert [p.scheme for p in scoring.front(points)] == ["a", "b", "d"]
+    assert [p.scheme for p in scoring.find_front(points)] == ["a", "b", "d"]
 
 
 def test_the_projects_own_track_can_be_read():

@@ -10,7 +10,7 @@ import tcs_lab as lab
 import torch
 from common import HeldFeed, Peak
 from tcs_lab.training.client_streams import STREAMS, ClientStreams
-from tcs_lab.training.cuda_graph import GraphRounds, suits
+from tcs_lab.training.cuda_graph import GraphRounds, is_suitable
 from torch import nn
 
 import tcs_core as tcs
@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[
 
 def federations(name, device="cpu", **changes):
     own = {key: changes.pop(key) for key in ("phi_local",) if key in changes}
-    data = lab.synthetic_dataset(train=120, test=20).resized(16)
+    data = lab.synthetic_dataset(train=120, test=20).resize(16)
     settings = {"model": "resnet8", "width": 4, "clients": 3, "batch_size": 4, "epochs": 4,
                 "warmup_epochs": 1, "reference_batch": None, "device": device,
                 "side_by_side": False} | changes  # fmt: skip
@@ -48,7 +48,7 @@ def test_static_rounds_do_what_eager_ones_do(name, together, device):
     eager, static = federations(name, device, side_by_side=together)
     for epoch in range(3):
         one, two = eager.epoch(epoch), static.epoch(epoch)
-        assert static.graph.ready(rounds_of(static, epoch + 1))
+        assert static.graph.is_ready(rounds_of(static, epoch + 1))
         loss = one.pop("train_loss"), two.pop("train_loss")
         near = 1e-4 if device == "cpu" or epoch < 2 else 1e-2  # there a rounding may flip a mask
         assert loss[1] == pytest.approx(loss[0], rel=near)
@@ -97,7 +97,7 @@ def test_masks_that_were_replaced_are_seen_by_the_next_static_round(monkeypatch)
         as_on_a_gpu.setattr(static, "index", mock.Mock(wraps=static.index))
         static.index.device = mock.Mock(type="cuda")
         as_on_a_gpu.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        as_on_a_gpu.setattr(static, "_captured", lambda: captured.append(1) or graph)
+        as_on_a_gpu.setattr(static, "_capture", lambda: captured.append(1) or graph)
         for _ in range(2):
             static._play(0, 0.1)
         assert len(captured) == 1
@@ -120,7 +120,7 @@ def test_what_the_capture_changes_is_put_back(name, monkeypatch):
     def play(index, eta):
         rounds.index.fill_(index)
         rounds.eta.fill_(eta)
-        rounds.graph = rounds.graph or rounds._captured()
+        rounds.graph = rounds.graph or rounds._capture()
         rounds._round()
 
     monkeypatch.setattr(rounds, "_play", play)
@@ -146,12 +146,12 @@ def test_static_rounds_may_come_anywhere_between_eager_ones(name):
     """A few at a time, of a federation over any model and feed."""
     eager, mixed = small_federation(name), small_federation(name)
     rounds = GraphRounds(mixed, 4)
-    assert rounds.ready(range(1)) == (name == "top-K-M2")  # others have no mask yet
+    assert rounds.is_ready(range(1)) == (name == "top-K-M2")  # others have no mask yet
     for _ in range(12):
         eager.round()
     mixed.round()
     for span in (range(1, 4), range(4, 8)):
-        assert rounds.ready(span)
+        assert rounds.is_ready(span)
         assert len(rounds.play(span)) == len(span)
     mixed.round()
     traffic = rounds.play(range(9, 12))[-1]
@@ -174,7 +174,7 @@ def test_a_graph_is_captured_anew_for_what_is_elsewhere_now(name, monkeypatch):
         as_on_a_gpu.setattr(rounds, "index", mock.Mock(wraps=rounds.index))
         rounds.index.device = mock.Mock(type="cuda")
         as_on_a_gpu.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        as_on_a_gpu.setattr(rounds, "_captured", lambda: captured.append(1) or graph)
+        as_on_a_gpu.setattr(rounds, "_capture", lambda: captured.append(1) or graph)
         rounds.play(range(2, 4))
         assert len(captured) == 1
         federation.model[0].bias.data = federation.model[0].bias.data.clone()
@@ -249,7 +249,7 @@ class FakeGPU:
 def test_clients_on_streams_train_as_they_do_in_turns(name, monkeypatch):
     fake = FakeGPU(monkeypatch)
     eager = federations(name, clients=7)[0]
-    monkeypatch.setattr(lab.Training, "_kind", lambda self, static: ClientStreams)
+    monkeypatch.setattr(lab.Training, "_choose_trainer", lambda self, static: ClientStreams)
     streams = federations(name, clients=7)[0]
     assert type(streams.federation.trainer) is ClientStreams
     for epoch in range(3):
@@ -269,7 +269,9 @@ def test_only_a_few_clients_of_static_rounds_have_streams(monkeypatch):
         settings = {"client_count": clients, "torch_device": torch.device(device)}
         ways = {"client_threads": False, "side_by_side": False, "graph": True}
         made = mock.Mock(config=mock.Mock(**settings, **ways))
-        kinds[device, clients] = [lab.Training._kind(made, static) for static in (True, False)]
+        kinds[device, clients] = [
+            lab.Training._choose_trainer(made, static) for static in (True, False)
+        ]
     assert kinds.pop(("cuda", 10)) == [ClientStreams, tcs.LocalTrainer]
     assert all(kind == [tcs.LocalTrainer] * 2 for kind in kinds.values())
     assert type(training.federation.trainer) is tcs.LocalTrainer
@@ -300,7 +302,7 @@ def test_wide_masks_of_a_warm_up_end_with_it():
         for _ in range(3):
             made.round()
     rounds = GraphRounds(static, 4)
-    assert not rounds.ready(range(2, 6)) and rounds.ready(range(3, 7))
+    assert not rounds.is_ready(range(2, 6)) and rounds.is_ready(range(3, 7))
     traffic = rounds.play(range(3, 7))[-1]
     for _ in range(4):
         eager.round()
@@ -342,7 +344,7 @@ def test_a_quantizer_of_ones_own_works_in_them(uniform):
         eager.round()
     static.round(), static.round()
     rounds = GraphRounds(static, 7)
-    assert suits(static.scheme, tcs.Link()) and rounds.ready(range(2, 9))
+    assert is_suitable(static.scheme, tcs.Link()) and rounds.is_ready(range(2, 9))
     rounds.play(range(2, 9))
     torch.testing.assert_close(static.theta_D, eager.theta_D, rtol=1e-5, atol=1e-7)
     assert len(static.theta_D.unique()) > 1

@@ -37,7 +37,7 @@ def test_decoded_once_and_checked_by_fingerprint(tmp_path, monkeypatch):
     first = load_images(path)
     monkeypatch.setattr(lab.tasks.images, "_decode_files", lambda *_: pytest.fail("decoded again"))
     monkeypatch.setattr(
-        lab.tasks.images, "alone", lambda *_: pytest.fail("waited for another that reads")
+        lab.tasks.images, "hold_lock", lambda *_: pytest.fail("waited for another that reads")
     )
     assert load_images(path).fingerprint == first.fingerprint
     monkeypatch.undo()
@@ -100,20 +100,20 @@ def test_no_root_or_a_missing_one():
 
 def test_images_of_fewer_pixels_are_means_of_areas():
     data = lab.synthetic_dataset(30, 10)
-    small = data.resized(16)
+    small = data.resize(16)
     assert small.train_images.shape == (30, 16, 16, 3) and small.test_images.shape[1:3] == (16, 16)
     for n, y, x, colour in ((0, 0, 0, 0), (7, 3, 15, 1), (29, 15, 9, 2)):
         area = data.train_images[n, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2, colour]
         assert abs(int(small.train_images[n, y, x, colour]) - float(area.float().mean())) <= 0.5
     assert torch.equal(small.train_labels, data.train_labels) and small.classes == data.classes
     assert small.label == "synthetic, 16 x 16" and small.fingerprint != data.fingerprint
-    assert data.resized(None) is data and data.resized(32) is data
+    assert data.resize(None) is data and data.resize(32) is data
 
 
 @pytest.mark.parametrize("size", [0, -1, 33, 16.0, "16", True])
 def test_a_size_that_is_none_is_named(size):
     with pytest.raises(ValueError, match=f"image_size: got {size!r}, allowed: 1 to 32"):
-        lab.synthetic_dataset(4, 4).resized(size)
+        lab.synthetic_dataset(4, 4).resize(size)
 
 
 # cifar10: the real torchvision code against a small archive of the same format ─────────────────────
@@ -234,7 +234,7 @@ def test_crops_and_flips_pixel_by_pixel(height, width):
     data = dataclasses.replace(data, train_images=data.train_images[:, :height, :width].clone())
     batches = lab.Batches(data, torch.device("cpu"))
     draws = lab.Draws.of(torch.arange(20), 12, torch.Generator().manual_seed(0))
-    images, labels = batches.augmented(draws)
+    images, labels = batches.augment(draws)
     assert images.shape == (12, 3, height, width) and images.is_contiguous(
         memory_format=torch.channels_last
     )
@@ -251,7 +251,7 @@ def test_crops_and_flips_pixel_by_pixel(height, width):
 def test_normalization_is_zero_mean_and_unit_deviation():
     data = lab.synthetic_dataset(200, 5)
     batches = lab.Batches(data, torch.device("cpu"))
-    pixels = batches.normalized(data.train_images)
+    pixels = batches.normalize(data.train_images)
     torch.testing.assert_close(pixels.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-2)
     torch.testing.assert_close(pixels.std((0, 2, 3)), torch.ones(3), rtol=0, atol=1e-2)
 

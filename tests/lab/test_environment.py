@@ -2,8 +2,8 @@
 
 import pytest
 import tcs_lab as lab
-from tcs_lab.support.files import alone
-from tcs_lab.training.compiled import goes_compiled
+from tcs_lab.support.files import hold_lock
+from tcs_lab.training.compiled import uses_compilation
 
 
 def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
@@ -29,7 +29,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, name
         monkeypatch.setenv("TCS_CACHE", "/proc/tcs")
     with (
         pytest.raises(ValueError, match=r"the cache folder: got .*allowed: .*\$TCS_CACHE"),
-        alone(tmp_path / "x"),
+        hold_lock(tmp_path / "x"),
     ):
         pass
 
@@ -39,4 +39,4 @@ def test_a_compiler_that_is_no_command_is_named(monkeypatch, given):
     monkeypatch.setenv("CXX", given)
     config = lab.RunConfig("TCS", compiled=True, device="cpu")
     with pytest.raises(ValueError, match=r"^\$CXX: got .*allowed: the command of a C\+\+ compiler"):
-        goes_compiled(config)
+        uses_compilation(config)

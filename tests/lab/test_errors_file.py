@@ -8,7 +8,7 @@ import pathlib
 import pytest
 import tcs_lab as lab
 from common import config
-from tcs_lab.training.training import Training, errors_in_file
+from tcs_lab.training.training import Training, move_errors_to_file
 
 import tcs_core as tcs
 
@@ -42,8 +42,8 @@ def test_errors_in_a_file_need_room_and_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     before = compressor.errors_ND
     with pytest.raises(OSError, match="No space left"):
-        errors_in_file(compressor)
+        move_errors_to_file(compressor)
     assert compressor.errors_ND is before and not list((tmp_path / "cache").glob("errors-*"))
     compressor.errors_ND = before.to("meta")
     with pytest.raises(ValueError, match="allowed on a CPU, got errors on meta"):
-        errors_in_file(compressor)
+        move_errors_to_file(compressor)

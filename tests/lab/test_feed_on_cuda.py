@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 def feed():
     """Of three clients with 40 images each, as tensors without values on a device that need not be
     there; samples, crops and flips are drawn on the CPU."""
-    settings, data = config("TCS-L2"), lab.synthetic_dataset(120, 40).resized(16)
+    settings, data = config("TCS-L2"), lab.synthetic_dataset(120, 40).resize(16)
     batches = Batches(data, torch.device("cpu"), settings.crop_padding)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, value in vars(batches).items():
@@ -52,7 +52,7 @@ def test_held_samples_stay_where_they_are(feed):
 
 def test_all_clients_batches_of_a_static_round_are_made_at_once(feed):
     images, labels = held_batch(feed)
-    found = feed.together(torch.zeros((), dtype=torch.int64, device="cuda"), 1)
+    found = feed.batches_of_all(torch.zeros((), dtype=torch.int64, device="cuda"), 1)
     assert [part.shape for part in found] == [(3, *images.shape), (3, *labels.shape)]
     assert {part.device.type for part in found} == {"cuda"}
 
@@ -70,7 +70,7 @@ def on_the_cpu(draws):
     [(looks, DataDependentOutputException, "_local_scalar_dense"), (on_the_cpu, RuntimeError, "devices")],
 )  # fmt: skip
 def test_what_does_not_belong_on_a_gpu_raises(spoiled, error, says, feed, monkeypatch):
-    plain = Batches.augmented
-    monkeypatch.setattr(Batches, "augmented", lambda self, draws: plain(self, spoiled(draws)))
+    plain = Batches.augment
+    monkeypatch.setattr(Batches, "augment", lambda self, draws: plain(self, spoiled(draws)))
     with pytest.raises(error, match=says):
         held_batch(feed)

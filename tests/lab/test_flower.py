@@ -116,8 +116,8 @@ def test_enough_clients_end_a_round_when_patience_is_over_and_who_comes_back_cat
 
 def test_bytes_and_settings_pass_through_records():
     fields = {"message": b"\x00\x01", "round": 3, "dense": True, "name": "x", "empty": b""}
-    assert flower.of_record(flower.to_record(fields)) == fields
-    assert flower.of_record(flower.to_record({})) == {}
+    assert flower.from_record(flower.to_record(fields)) == fields
+    assert flower.from_record(flower.to_record({})) == {}
 
 
 APP = """

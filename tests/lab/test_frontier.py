@@ -12,7 +12,7 @@ from tcs_lab.runs.records import seal
 from tcs_lab.studies import frontier, optimizers
 from tcs_lab.studies.power_sgd import PowerSGD
 from tcs_lab.support.files import write_json
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.paths import ROOT
 from tcs_lab.tasks.text import load_text
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel

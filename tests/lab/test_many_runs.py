@@ -21,7 +21,7 @@ from common import IMAGES, as_tar, config, numbers, tiny_command
 from processes import logged, start_command, until
 from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.runs.runs import Run
-from tcs_lab.support.files import alone
+from tcs_lab.support.files import hold_lock
 
 import tcs_core as tcs
 
@@ -290,7 +290,7 @@ def test_what_another_process_makes_comes_last(tmp_path, small, jobs):
     locked, seen = threading.Event(), []
 
     def hold():
-        with alone(checkpoint_path(wanted[0])) as held:
+        with hold_lock(checkpoint_path(wanted[0])) as held:
             assert held
             locked.set()
             until(lambda: paths[1].exists() and paths[2].exists())
@@ -311,9 +311,9 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
     process = start_command(words, tmp_path)
     until(lambda: logged(tmp_path / "epochs"))
     wanted = checkpoint_path(config("TCS", epochs=10000))
-    with alone(wanted) as free:
+    with hold_lock(wanted) as free:
         assert not free
     process.kill()
     process.join()
-    with alone(wanted) as free:
+    with hold_lock(wanted) as free:
         assert free

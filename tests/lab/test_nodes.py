@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tcs_lab.studies.nodes import Half, Job, Node, Rounds
+from tcs_lab.studies.nodes import FederatedJob, Node, Participant, ServerRounds
 from torch import nn
 
 import tcs_core as tcs
@@ -28,12 +28,12 @@ def train(net, n, t):
 
 
 def job(scheme="TCS-Q5", rounds=5, **changes):
-    return Job(scheme, model, train, clients=2, rounds=rounds, warmup=1, **changes)
+    return FederatedJob(scheme, model, train, clients=2, rounds=rounds, warmup=1, **changes)
 
 
 def in_one_process(job, chosen=lambda t: [0, 1]):
     """Theta and errors by tcs_core.Compressor, with the same batches."""
-    half = Half(job)
+    half = Participant(job)
     sizes, order = half.flat.layer_sizes, half.flat.order
     compressor = tcs.Compressor(job.scheme, sizes, 2, weights=job.weights, order=order)
     for t in range(job.rounds):
@@ -46,7 +46,7 @@ class Together:
     """Both sides in this process; a node is opened from its file for every message."""
 
     def __init__(self, job, folder):
-        self.job, self.folder, self.rounds = job, folder, Rounds(job)
+        self.job, self.folder, self.rounds = job, folder, ServerRounds(job)
         self.orders = []
 
     def node(self, n, **known):
@@ -171,13 +171,13 @@ def test_a_file_that_is_not_the_nodes_is_refused(tmp_path):
 
 def test_what_it_cannot_do_is_refused_at_once():
     with pytest.raises(ValueError, match="batch norm"):
-        Half(dataclasses.replace(job(), model=lambda: nn.Sequential(nn.BatchNorm1d(3))))
+        Participant(dataclasses.replace(job(), model=lambda: nn.Sequential(nn.BatchNorm1d(3))))
     with pytest.raises(ValueError, match=r"momentum 0\.9 is a federation's"):
-        Half(job("TCS-Global Momentum"))
+        Participant(job("TCS-Global Momentum"))
     with pytest.raises(ValueError, match="scheme: got TCS-W10, allowed: none with a sparse warm"):
-        Half(job("TCS-W10"))
+        Participant(job("TCS-W10"))
     with pytest.raises(ValueError, match="client: got 2, allowed: 0 to 1"):
-        Rounds(job()).take(1, {"client": 2, "round": 0, "checksum": 0})
+        ServerRounds(job()).take(1, {"client": 2, "round": 0, "checksum": 0})
 
 
 def test_two_nodes_that_say_they_are_one_client(tmp_path):

@@ -13,8 +13,8 @@ from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
 from tcs_lab.runs.estimates import expect
 from tcs_lab.runs.jobs import missing_jobs
 from tcs_lab.runs.runs import Run
-from tcs_lab.support.files import alone, write_json
-from tcs_lab.training.training import accuracy_on, pack_flags
+from tcs_lab.support.files import hold_lock, write_json
+from tcs_lab.training.training import measure_accuracy, pack_flags
 
 IMAGES = 40  # tested after the last epoch of a hand-made record
 
@@ -91,19 +91,19 @@ def test_the_accuracy_on_named_images_is_that_of_those_alone():
     right = torch.zeros(19, dtype=torch.bool)
     right[[0, 3, 4, 10, 18]] = True
     record = made_record(config(), right)
-    assert accuracy_on(record, [(0, 19)]) == 5 / 19
-    assert accuracy_on(record, [(3, 5)]) == 1
-    assert accuracy_on(record, [(0, 2), (17, 19)]) == 0.5
-    assert accuracy_on(record, [(5, 10)]) == 0
+    assert measure_accuracy(record, [(0, 19)]) == 5 / 19
+    assert measure_accuracy(record, [(3, 5)]) == 1
+    assert measure_accuracy(record, [(0, 2), (17, 19)]) == 0.5
+    assert measure_accuracy(record, [(5, 10)]) == 0
 
 
 def test_images_that_were_not_tested_have_no_accuracy():
     record = made_record(config(), torch.ones(19, dtype=torch.bool))
     with pytest.raises(ValueError, match=rf"^record {config().digest}: .* up to 20 .* but 19 were"):
-        accuracy_on(record, [(0, 5), (18, 20)])
+        measure_accuracy(record, [(0, 5), (18, 20)])
     del record["rows"][-1]["right"]
     with pytest.raises(ValueError, match="but none were kept"):
-        accuracy_on(record, [(0, 5)])
+        measure_accuracy(record, [(0, 5)])
 
 
 # A tuned stage ────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +228,7 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
     begun, made = threading.Event(), threading.Event()
 
     def another():
-        with alone(checkpoint_path(first)) as mine:
+        with hold_lock(checkpoint_path(first)) as mine:
             assert mine
             begun.set()
             assert made.wait(60)

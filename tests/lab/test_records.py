@@ -24,7 +24,7 @@ import tcs_core as tcs
 def finished(tmp_path_factory):
     """One record's text, made once."""
     folder = tmp_path_factory.mktemp("finished")
-    images = lab.synthetic_dataset(120, 40).resized(16)
+    images = lab.synthetic_dataset(120, 40).resize(16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TCS_CACHE", str(folder / "cache"))
         patch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)

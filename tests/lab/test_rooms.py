@@ -69,7 +69,7 @@ def test_lazy_names_import_nothing_of_the_lab():
         ("runs", "from tcs_lab import evidence", {"evidence"}),
         ("runs", "import tcs_lab", {"tcs_lab"}),
         ("runs", "import tcs_lab.runs.plans, tcs_lab.training", set()),
-        ("schemes", "from tcs_lab.support.files import alone", {"support"}),
+        ("schemes", "from tcs_lab.support.files import hold_lock", {"support"}),
     ],
 )
 def test_an_import_from_above_is_found(room, line, found):

@@ -181,7 +181,7 @@ def test_a_run_keeps_what_a_step_frees_until_it_ends():
 
 
 def test_two_hundred_clients(tmp_path, monkeypatch):
-    images = lab.synthetic_dataset(400, 40).resized(16)
+    images = lab.synthetic_dataset(400, 40).resize(16)
     monkeypatch.setattr(lab.tasks.images, "synthetic_dataset", lambda: images)
     lab.load_dataset.cache_clear()
     many = {"clients": 200, "batch_size": 1, "train_samples": 400, "epochs": 2, "wire": True}

@@ -367,7 +367,7 @@ def test_numbers_of_numpy_and_torch_in_the_labs_other_functions(kind):
     lab.check_values({"n": whole(2), "share": real(0.5)}, n=lab.Count, share=lab.Share)
     assert lab.run_all([], jobs=whole(1)) == []
     data = lab.synthetic_dataset(whole(20), whole(10))
-    assert data.first(whole(8), whole(4)).resized(whole(16)).train_images.shape == (8, 16, 16, 3)
+    assert data.first(whole(8), whole(4)).resize(whole(16)).train_images.shape == (8, 16, 16, 3)
     assert (
         lab.generator_for(whole(1), whole(2)).initial_seed()
         == lab.generator_for(1, 2).initial_seed()
@@ -377,9 +377,9 @@ def test_numbers_of_numpy_and_torch_in_the_labs_other_functions(kind):
         4,
         5,
     )
-    job = nodes.Job("TCS", lambda: torch.nn.Linear(2, 1), lambda *_: None, clients=whole(2), rounds=whole(3),
+    job = nodes.FederatedJob("TCS", lambda: torch.nn.Linear(2, 1), lambda *_: None, clients=whole(2), rounds=whole(3),
                     weights=[real(1.0), real(3.0)], seed=whole(1))  # fmt: skip
-    assert nodes.Rounds(job).heard == [-1, -1] and job.rounds == 3
+    assert nodes.ServerRounds(job).heard == [-1, -1] and job.rounds == 3
 
 
 @pytest.mark.parametrize("wrong", [np.True_, torch.tensor(2.0), np.array([2]), np.float64(2), "2"])

@@ -7,7 +7,7 @@ import tcs_lab as lab
 import torch
 from common import config
 from tcs_lab.training.client_streams import ClientStreams
-from tcs_lab.training.side_by_side import SideBySide, goes_side_by_side
+from tcs_lab.training.side_by_side import SideBySide, uses_side_by_side
 from tcs_lab.training.training import ImageFeed, Training, load_data
 
 import tcs_core
@@ -66,10 +66,10 @@ def test_the_sizes_choose():
         config(model="resnet8", width=8),
         config(model="resnet18", width=64, batch_size=64),
     )
-    assert goes_side_by_side(small) and not goes_side_by_side(large)
-    assert goes_side_by_side(replace(large, side_by_side=True))
-    assert not goes_side_by_side(replace(small, side_by_side=False))
-    assert not goes_side_by_side(config("Baseline", model="resnet8", width=8))
+    assert uses_side_by_side(small) and not uses_side_by_side(large)
+    assert uses_side_by_side(replace(large, side_by_side=True))
+    assert not uses_side_by_side(replace(small, side_by_side=False))
+    assert not uses_side_by_side(config("Baseline", model="resnet8", width=8))
     assert not lab.runs.records.rounding(large)["side_by_side"]
 
 
@@ -79,7 +79,7 @@ def test_all_clients_batches_at_once_are_those_of_each(small):
     t = torch.tensor(1)
     for tau in range(2):
         each = zip(*(feed.batch(n, t, tau) for n in range(5)), strict=True)
-        for found, parts in zip(feed.together(t, tau), each, strict=True):
+        for found, parts in zip(feed.batches_of_all(t, tau), each, strict=True):
             assert torch.equal(found, torch.stack(parts))
 
 

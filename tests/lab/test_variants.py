@@ -90,7 +90,7 @@ def test_a_scheme_of_ones_own_cannot_take_a_variants_name(registry, name):
 
 
 def test_a_sparse_warm_up_has_larger_masks_and_then_the_largest_of_them():
-    data = lab.synthetic_dataset(train=120, test=40).resized(16)
+    data = lab.synthetic_dataset(train=120, test=40).resize(16)
     settings = config("TCS-Q5-W10++", epochs=3, warmup_epochs=1)
     one, other = (lab.Training(settings, data) for _ in range(2))
     dimension = len(one.theta_D)
@@ -202,7 +202,7 @@ def test_a_client_and_a_server_apart_know_the_same_mask(name):
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_control_that_was_saved_goes_on_with_the_same_masks(control, more):
     """Saved in a wide warm-up, when masks shrink, and when the history is short or full."""
-    data = lab.synthetic_dataset(train=120, test=40).resized(16)
+    data = lab.synthetic_dataset(train=120, test=40).resize(16)
     settings = config(control + more, epochs=3, warmup_epochs=1)
     whole = lab.Training(settings, data)
     states, masks = [whole.state_dict()], []
@@ -238,7 +238,7 @@ def test_a_stale_mask_is_the_one_of_the_update_ten_rounds_ago(more):
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_masks_of_a_control_shrink_after_a_wide_warm_up(name):
     """Wide masks first; afterwards those of TCS, also of a history that holds wide ones."""
-    data = lab.synthetic_dataset(train=120, test=40).resized(16)
+    data = lab.synthetic_dataset(train=120, test=40).resize(16)
     one, plain = (
         lab.Training(config(kind + "-W10", epochs=3, warmup_epochs=1), data)
         for kind in (name, "TCS")

@@ -18,7 +18,7 @@ def test_positions_in_common(looks, pairs):
     """As sets have it, on a GPU's way, too."""
     one, other = (sorted(set(part)) for part in zip(*pairs, strict=True))
     with mock.patch.object(watching, "may_look", lambda tensor: looks):
-        common = watching.in_common(torch.tensor(one), torch.tensor(other))
+        common = watching.count_common(torch.tensor(one), torch.tensor(other))
     assert int(common) == len(set(one) & set(other))
 
 
@@ -30,7 +30,7 @@ def masks_of(name):
     training.watch.begin()
     masks.append(set(training.compressor.rule.positions.tolist()))
     for update_D in training.rounds(1):
-        training.watch.see(update_D)
+        training.watch.observe(update_D)
         masks.append(set(training.compressor.rule.positions.tolist()))
     return masks, training.watch.row()
 

@@ -8,12 +8,5 @@ from tcs_lab.support.lazy import lazily
 
 __getattr__, __dir__ = lazily(
     __name__,
-    {
-        "command": "add_arguments compare_command",
-        "methods": "Method find_method",
-        "rows": "make_rows",
-        "scoring": "Point Scores front",
-        "table": "beside_table comparison_figure rows_table",
-        "track": "Track read_track",
-    },
+    dict.fromkeys(("command", "methods", "probe", "rows", "scoring", "table", "track"), ""),
 )

@@ -42,23 +42,23 @@ def compare_command(arguments: argparse.Namespace) -> int:
     names = tuple(listed.get(method.name, method.names))
     names = names if arguments.densities else names[:1]
     if arguments.densities and len(names) == 1:
-        raise ValueError(f"--densities: got {method.said}, which has one density, allowed: none")
+        raise ValueError(f"--densities: got {method.label}, which has one density, allowed: none")
     jobs = arguments.jobs or 2
     if arguments.dry_run:
-        print(hours_said(track, method, names, jobs))
+        print(describe_hours(track, method, names, jobs))
         return 0
     make_rows(track, method, names, jobs)
     return print_row(track, method, names)
 
 
-def hours_said(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> str:
+def describe_hours(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> str:
     """How many runs are missing, and how long they should take."""
-    from tcs_lab.compare.track import runs_left
+    from tcs_lab.compare.track import count_runs_left
 
-    left = runs_left(track.tuned(name, method) for name in names)
+    left = count_runs_left(track.tuned(name, method) for name in names)
     hours = left * track.analysis.minutes / 60
     return (
-        f"{method.said}: {left} runs of about {track.analysis.minutes:g} minutes on a core are missing, "
+        f"{method.label}: {left} runs of about {track.analysis.minutes:g} minutes on a core are missing, "
         f"{hours / jobs:.1f} hours with {jobs} of them side by side; more, if the best rate is at an "
         "end of the list"
     )

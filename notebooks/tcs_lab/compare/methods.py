@@ -24,7 +24,7 @@ import torch
 
 from tcs_core import FAMILIES, RULES, Scheme
 from tcs_lab.schemes.tensors import register_tensors
-from tcs_lab.support.errors import cut, one_line
+from tcs_lab.support.errors import one_line, shorten
 from tcs_lab.training.configuration import RunConfig
 
 FORMS = (
@@ -54,7 +54,7 @@ class Method:
         return re.sub(r"[^\w-]+", "_", self.name)[:64]
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return self.name if self.file is None else f"{self.file.name}: {self.name}"
 
 
@@ -63,25 +63,25 @@ def find_method(given: str) -> Method:
     author likes. ValueError or FileNotFoundError in one line."""
     path, colon, name = given.rpartition(":") if ".py:" in given else (given, "", "")
     if not path.endswith(".py") and not Path(path).is_file():
-        return stored_method(given)
+        return find_stored_method(given)
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist, allowed: a Python file, or {_STORED}")
-    return method_of_file(Path(path), name if colon else "")
+    return read_method_file(Path(path), name if colon else "")
 
 
 _STORED = "the name of a stored method (tcs compare --list)"
 
 
-def stored_method(name: str) -> Method:
+def find_stored_method(name: str) -> Method:
     """One of the core's and the lab's own, with the densities that it has by its suffixes."""
     try:
         usual = Scheme.named(name).name
     except ValueError as error:
         raise ValueError(f"{error}; or allowed: a file, or {_STORED}") from None
-    return Method(usual, densities_of(usual))
+    return Method(usual, list_densities(usual))
 
 
-def densities_of(name: str) -> tuple[str, ...]:
+def list_densities(name: str) -> tuple[str, ...]:
     """A scheme and its two further densities: other ranks of a class, or smaller masks."""
     scheme = Scheme.named(name)
     rule = RULES[scheme.rule]
@@ -98,12 +98,12 @@ def densities_of(name: str) -> tuple[str, ...]:
 # A file ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def method_of_file(path: Path, name: str = "", source: bytes | None = None) -> Method:
+def read_method_file(path: Path, name: str = "", source: bytes | None = None) -> Method:
     """The method of a file: the only one in it, or the one with this name, which may have suffixes
     (Mine-L4). `source` is what the file said when it was read. ValueError names the file and says
     what is in it."""
     source = path.read_bytes() if source is None else source
-    families = _executed(path, source)
+    families = _execute(path, source)
     if not families:
         raise ValueError(f"{path}: got no method in it, allowed: {FORMS}")
     if not name and len(families) > 1:
@@ -116,17 +116,17 @@ def method_of_file(path: Path, name: str = "", source: bytes | None = None) -> M
         found = Scheme.named(wanted).name
     except ValueError as error:
         raise ValueError(f"{path}: {wanted}: {families.get(wanted, error)}") from None
-    return Method(found, densities_of(found), path, source)
+    return Method(found, list_densities(found), path, source)
 
 
 @cache
-def _executed(path: Path, source: bytes) -> dict[str, str]:
+def _execute(path: Path, source: bytes) -> dict[str, str]:
     """Runs a file's source once; the families of schemes that it adds, each with what is wrong with
     it, or "". What it registered is taken out again if something is wrong with all of it."""
     before = dict(FAMILIES), dict(RULES)
     try:
         sha256 = hashlib.sha256(source).hexdigest()
-        return _families_of(path, _module(path, source), before[0], sha256)
+        return _register_families(path, _make_module(path, source), before[0], sha256)
     except BaseException:
         tables: tuple[dict, dict] = (FAMILIES, RULES)
         entries: tuple[dict, dict] = before
@@ -139,7 +139,7 @@ def _executed(path: Path, source: bytes) -> dict[str, str]:
 _PREFIX = "compared_"  # of the names of modules that are made of files
 
 
-def _module(path: Path, source: bytes) -> types.ModuleType:
+def _make_module(path: Path, source: bytes) -> types.ModuleType:
     """What an import of the file gives, made of just these bytes."""
     module = types.ModuleType(_PREFIX + hashlib.sha256(source).hexdigest()[:16])
     module.__file__ = str(path)
@@ -151,13 +151,13 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a file does, SystemExit too
-        what = f"{type(error).__name__}: {cut(' '.join(str(error).split()))}"
+        what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
         line = _line_in(path, error)
         raise ValueError(f"{path}{line}: got an error when it was executed ({what})") from error
     return module
 
 
-def _families_of(
+def _register_families(
     path: Path, module: types.ModuleType, before: dict[str, dict[str, Any]], sha256: str
 ) -> dict[str, str]:
     """The families that a file has registered, and those made of its classes: a class that cannot be
@@ -215,7 +215,7 @@ def _line_in(path: Path, error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Around:
+class MethodFile:
     """Stands around every run of a method from a file, in this process or in a worker: brings the
     file with it, and says in one line what goes wrong in it, and in which run and round."""
 
@@ -228,7 +228,7 @@ class Around:
 
     @contextlib.contextmanager
     def _named(self, config: RunConfig) -> Iterator[None]:
-        method_of_file(self.path, self.name, self.source)
+        read_method_file(self.path, self.name, self.source)
         try:
             yield
         except (MemoryError, OSError, torch.OutOfMemoryError):

@@ -30,13 +30,13 @@ class Probe:
     decodes: bool
 
 
-def probed(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15) -> Probe:
+def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15) -> Probe:
     """A probe of a method's run, beside one of TCS. Rounds take turns, and time is the process's own;
     the ratio is the median over the turns."""
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or threads)
     try:
-        sides = [_rounds(Training(one, data), one) for one in (config, tcs)]
+        sides = [_skip_start(Training(one, data), one) for one in (config, tcs)]
         times: list[list[float]] = [[], []]
         for _ in range(turns):
             for took, rounds in zip(times, sides, strict=True):
@@ -45,41 +45,44 @@ def probed(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15) -> Pr
                 took.append(time.process_time() - start)
         ratios = [one / other for one, other in zip(*times, strict=True)]
         return Probe(
-            median(times[0]), median(ratios), _recoded(config, data), _decodes(config, data)
+            median(times[0]),
+            median(ratios),
+            _measure_recoding(config, data),
+            _check_decoding(config, data),
         )
     finally:
         torch.set_num_threads(threads)
 
 
-def _rounds(training: Training, config: RunConfig) -> Any:
+def _skip_start(training: Training, config: RunConfig) -> Any:
     """Rounds as they are after the start, of which the first three are over."""
-    rounds = _endless(training, min(config.warmup, config.epochs - 1))
+    rounds = _repeat_epoch(training, min(config.warmup, config.epochs - 1))
     for _ in range(3):
         next(rounds)
     return rounds
 
 
-def _endless(training: Training, epoch: int) -> Any:
+def _repeat_epoch(training: Training, epoch: int) -> Any:
     while True:
         yield from training.rounds(epoch)
 
 
-def _recoded(config: RunConfig, data: Data, rounds: int = 3) -> float:
+def _measure_recoding(config: RunConfig, data: Data, rounds: int = 3) -> float:
     """The share of bytes that is left of a per-tensor method's messages."""
     training = Training(config, data)
     clients = [c for c in training.compressor.clients.values() if isinstance(c, TensorClient)]
     if not clients:
         return 1.0
-    going = _rounds(training, config)
+    going = _skip_start(training, config)
     for client in clients:
-        client.side.instance = _Recoding(client.side.instance)
+        client.side.instance = _RecodingCounter(client.side.instance)
     for _ in range(rounds):
         next(going)
     seen = [client.side.instance for client in clients]
     return sum(one.recoded for one in seen) / max(1, sum(one.sent for one in seen))
 
 
-class _Recoding:
+class _RecodingCounter:
     """A method's instance that counts what it sends."""
 
     def __init__(self, instance: Any):
@@ -96,7 +99,7 @@ class _Recoding:
         return self.instance.decompress(tensors, context)
 
 
-def _decodes(config: RunConfig, data: Data, rounds: int = 4) -> bool:
+def _check_decoding(config: RunConfig, data: Data, rounds: int = 4) -> bool:
     """Whether messages as bytes give the same updates. What a per-tensor method sends becomes bytes
     in every run."""
     plain = Training(config, data)
@@ -104,8 +107,8 @@ def _decodes(config: RunConfig, data: Data, rounds: int = 4) -> bool:
         return True
     epoch = min(config.warmup, config.epochs - 1)
     pairs = zip(
-        _endless(plain, epoch),
-        _endless(Training(config, data, link=Link(unchanged)), epoch),
+        _repeat_epoch(plain, epoch),
+        _repeat_epoch(Training(config, data, link=Link(unchanged)), epoch),
         range(rounds),
         strict=False,
     )

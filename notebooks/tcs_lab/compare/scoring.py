@@ -44,7 +44,7 @@ class Point:
         return replace(self, up=self.up * share, down=self.down * share, start=0.0)
 
 
-def points_of(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> list[Point]:
+def make_points(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> list[Point]:
     """Those schemes of which all runs are made and none diverged, the one that sends least first."""
     found = []
     for one in tuned:
@@ -55,14 +55,16 @@ def points_of(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> l
         up, down, start = (fmean(f[k] for f in flows) / 1e6 for k in ("up", "down", "warm-up"))
         rate = one.search.config(one.chosen or math.nan, one.seeds[0]).identity()["learning_rate"]
         images = sum(end - first for first, end in one.search.tuning.score_on)
-        half = half_of(values, model, images, confidence)
+        half = compute_half_width(values, model, images, confidence)
         found.append(
             Point(one.name, rate, fmean(values), half, len(values), up, down, start, tuple(values))
         )
     return sorted(found, key=lambda point: point.both)
 
 
-def half_of(values: Sequence[float], model: Comparison, images: int, confidence: float) -> float:
+def compute_half_width(
+    values: Sequence[float], model: Comparison, images: int, confidence: float
+) -> float:
     """Half of the interval of a mean accuracy, for other seeds and other images: the deviation of a
     run is that of all methods in the model, pooled, and images are drawn. nan if no method has two
     runs."""
@@ -82,7 +84,7 @@ def half_of(values: Sequence[float], model: Comparison, images: int, confidence:
 # Between the points of a method ───────────────────────────────────────────────────────────────────
 
 
-def at_bytes(points: Sequence[Point], megabytes: float) -> dict[str, float] | None:
+def weigh_points(points: Sequence[Point], megabytes: float) -> dict[str, float] | None:
     """The weights of a method's two points between which so many bytes lie, by scheme: on a line over
     the logarithm of the bytes. None outside; nothing is extrapolated."""
     for few, many in pairwise(points):
@@ -94,7 +96,7 @@ def at_bytes(points: Sequence[Point], megabytes: float) -> dict[str, float] | No
     return {points[0].scheme: 1.0} if points and points[0].both == megabytes else None
 
 
-def bytes_for(points: Sequence[Point], accuracy: float) -> float:
+def find_bytes(points: Sequence[Point], accuracy: float) -> float:
     """The fewest megabytes with which a method reaches an accuracy, on the same lines; nan if none
     of its points reaches it, or if the one that sends least already does."""
     if not points or points[0].accuracy >= accuracy:
@@ -106,7 +108,7 @@ def bytes_for(points: Sequence[Point], accuracy: float) -> float:
     return math.nan
 
 
-def front(points: Iterable[Point]) -> list[Point]:
+def find_front(points: Iterable[Point]) -> list[Point]:
     """The points that no other one beats: none sends less and reaches as much."""
     best, kept = -math.inf, []
     for point in sorted(points, key=lambda point: (point.both, -point.accuracy)):
@@ -120,7 +122,7 @@ def front(points: Iterable[Point]) -> list[Point]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class PointComparison:
     """One point of a method beside a stored method: `equal_bytes` is the difference in accuracy at
     the point's own bytes, `later` the same with the dense start of both left out, and `megabytes`
     what the stored method needs for the point's accuracy. Where one of them is not defined, `said`
@@ -144,34 +146,36 @@ class Scores:
         whole = [one for group in stored.values() for one in group if one.is_whole]
         others = [one for one in self.own if one.is_whole and one.name not in known]
         self.model = fair_model([*whole, *others])
-        self.points = points_of(self.own, self.model, confidence)
+        self.points = make_points(self.own, self.model, confidence)
         self.stored: Mapping[str, list[Point]] = {
-            name: points_of(group, self.model, confidence) for name, group in stored.items()
+            name: make_points(group, self.model, confidence) for name, group in stored.items()
         }
 
-    def beside(self, point: Point, method: str) -> list[Beside]:
+    def beside(self, point: Point, method: str) -> list[PointComparison]:
         """A point beside each stored method but its own that sends something and has a point."""
         others = {n: p for n, p in self.stored.items() if p and n != method and p[-1].both > 0}
         return [self._beside(point, name, points) for name, points in others.items()]
 
-    def _beside(self, point: Point, name: str, points: list[Point]) -> Beside:
+    def _beside(self, point: Point, name: str, points: list[Point]) -> PointComparison:
         best = max(points, key=lambda p: p.accuracy)
         words = []
         if point.both > points[-1].both:
             words.append(f"sends at most {points[-1].both:.3g} MB")
         elif point.both < points[0].both:
             words.append(f"sends at least {points[0].both:.3g} MB")
-        megabytes = bytes_for(points, point.accuracy)
+        megabytes = find_bytes(points, point.accuracy)
         if points[0].accuracy >= point.accuracy:
             words.append(f"reached with {points[0].both:.3g} MB or less")
         elif math.isnan(megabytes):
             words.append(f"not reached: best {best.accuracy:.1f} at {best.both:.3g} MB")
         later = self._difference(point.without_start(), [p.without_start() for p in points])
-        return Beside(name, self._difference(point, points), later, megabytes, "; ".join(words))
+        return PointComparison(
+            name, self._difference(point, points), later, megabytes, "; ".join(words)
+        )
 
     def _difference(self, point: Point, points: list[Point]) -> Estimate:
         """Of the accuracies at the point's bytes; nan where the method has no points around it."""
-        weights = at_bytes(sorted(points, key=lambda p: p.both), point.both)
+        weights = weigh_points(sorted(points, key=lambda p: p.both), point.both)
         if weights is None:
             return Estimate()
         signs = {scheme: -weight for scheme, weight in weights.items() if weight}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.compare.scoring import Beside, Point, Scores, front
+from tcs_lab.compare.scoring import Point, PointComparison, Scores, find_front
 from tcs_lab.tables.figures import (
     COLOURS,
     LOOK,
@@ -50,7 +50,7 @@ NOTE = (
 )
 
 
-def beside_table(beside: Sequence[Beside], point: Point) -> pd.DataFrame:
+def comparison_table(beside: Sequence[PointComparison], point: Point) -> pd.DataFrame:
     """One point beside the stored methods."""
     lines = []
     for one in beside:
@@ -94,7 +94,7 @@ def comparison_figure(scores: Scores, method: str) -> Any:
                 xy = [p.both for p in sent], [p.accuracy for p in sent]
                 axes.plot(*xy, **curve_style(name, others), markersize=5, linewidth=1, alpha=0.8)
                 ends.append((name, xy[0][-1], xy[1][-1], curve_style(name, others)["color"]))
-        best = front(p for points in others.values() for p in points if p.both > 0)
+        best = find_front(p for points in others.values() for p in points if p.both > 0)
         axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
                   linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
         own = [point for point in scores.points if point.both > 0]

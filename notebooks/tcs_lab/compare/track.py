@@ -19,8 +19,8 @@ from tcs_lab.evidence.fair import Method as Tuned
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.runs.plans import Plan, Search, read_plan
 from tcs_lab.runs.records import record_path, results_folder
-from tcs_lab.support.errors import reject_unknown, validated
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.errors import reject_unknown, validate
+from tcs_lab.support.paths import ROOT
 from tcs_lab.training.configuration import Positive, RunConfig
 
 PLAN = ROOT / "params" / "compare_plan.yaml"
@@ -83,7 +83,7 @@ def read_track(path: str | Path | None = None, results: str | Path | None = None
     plan = read_plan(path)
     if plan.profile is None:
         raise ValueError(f"{path}: profile: missing, allowed: the file of the track's training")
-    analysis = validated(CompareAnalysis, plan.analysis, f"{path}: analysis")
+    analysis = validate(CompareAnalysis, plan.analysis, f"{path}: analysis")
     if len({tuple(stage.seeds) for stage in plan.stages}) > 1 or plan.tuning is None:
         raise ValueError(f"{path}: stages: allowed: tuned ones, all with the same seeds")
     planned = {name for stage in plan.stages for name in stage.tune or ()}
@@ -92,7 +92,7 @@ def read_track(path: str | Path | None = None, results: str | Path | None = None
     return Track(plan, analysis, read_params([path.parent / plan.profile]), results)
 
 
-def next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
+def list_next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
     """The runs that are missing and of which it is known by now that they are needed: at first those
     that tune, then those that score."""
     configs = []
@@ -106,7 +106,7 @@ def next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
     return configs
 
 
-def runs_left(tuned: Iterable[Tuned]) -> int:
+def count_runs_left(tuned: Iterable[Tuned]) -> int:
     """How many runs are missing if no rate beyond those tried from the start is needed."""
     left = 0
     for one in tuned:

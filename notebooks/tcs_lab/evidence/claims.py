@@ -16,13 +16,13 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, PositiveInt,
 from tcs_core import Scheme, kept
 from tcs_lab.runs.parameters import checked, plan, read_params
 from tcs_lab.runs.records import load_records
-from tcs_lab.support.errors import reject_unknown, validated
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.errors import reject_unknown, validate
+from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm, minus
 from tcs_lab.tables.tables import Record, bits_per_parameter, mean_interval, with_interval
 from tcs_lab.tables.verdicts import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
-from tcs_lab.training.configuration import RUN_KEYS, _record_file
-from tcs_lab.training.training import outcomes
+from tcs_lab.training.configuration import RUN_KEYS, name_record_file
+from tcs_lab.training.training import read_outcomes
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
 KEEPS = dict(zip(BOUNDS, (operator.ge, operator.le, operator.gt, operator.lt), strict=True))
@@ -160,7 +160,7 @@ class Claims(BaseModel, extra="forbid"):
 
 def read_claims(path: str | Path) -> Claims:
     """The claims of a file; ValueError names the claim, the value and what is allowed."""
-    return validated(Claims, read_params([path]), path)
+    return validate(Claims, read_params([path]), path)
 
 
 # The records ──────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +204,7 @@ def planned_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str,
     if not found or not has_plan(profile):
         return None
     read, judged_records = planned_records(profile)
-    if not {_record_file(record) for record in found} <= judged_records.keys():
+    if not {name_record_file(record) for record in found} <= judged_records.keys():
         return None
     if BASELINE not in (sides := sorted({_side(record) for record in found})):
         return {}  # a table without it has no differences to it
@@ -292,7 +292,7 @@ def comparison(runs: Mapping[str, Runs]) -> Comparison:
         for side, seed, record in of_setting.judged():
             run = (setting, side), seed
             accuracies[run] = MEASURES["accuracy"][0](record)
-            if (found := outcomes(record)) is not None:
+            if (found := read_outcomes(record)) is not None:
                 right[run] = found
     return Comparison(accuracies, right, lambda cell, seed: (cell[0], seed))
 

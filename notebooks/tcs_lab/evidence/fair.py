@@ -34,13 +34,13 @@ from tcs_lab.runs.parameters import read_params
 from tcs_lab.runs.plans import Plan, Search, find_searches, plan_runs, read_plan
 from tcs_lab.runs.records import load_records, read_record, record_path
 from tcs_lab.runs.runs import Run
-from tcs_lab.support.errors import reject_unknown, validated
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.errors import reject_unknown, validate
+from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
 from tcs_lab.tables.tables import Record, number, traffic, with_interval
 from tcs_lab.tables.verdicts import NOT_MEASURED
-from tcs_lab.training.configuration import _record_file
-from tcs_lab.training.training import accuracy_on, outcomes
+from tcs_lab.training.configuration import name_record_file
+from tcs_lab.training.training import measure_accuracy, read_outcomes
 
 # Methods at tuned rates ───────────────────────────────────────────────────────────────────────────
 
@@ -109,7 +109,7 @@ class Method:
         """Scored runs that diverged, by their files; or that all rates did."""
         if self.is_tuned and self.chosen is None:
             return ["every rate that was tried"]
-        return [_record_file(r) for r in self.scored.values() if r["status"] != "finished"]
+        return [name_record_file(r) for r in self.scored.values() if r["status"] != "finished"]
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -117,7 +117,7 @@ class Method:
         if self.diverged:
             return {}
         spans = self.search.tuning.score_on
-        return {seed: 100 * accuracy_on(record, spans) for seed, record in self.scored.items()}
+        return {seed: 100 * measure_accuracy(record, spans) for seed, record in self.scored.items()}
 
 
 def methods_of(path: str | Path, results: str | Path | None = None) -> list[Method]:
@@ -193,7 +193,7 @@ def fair_model(methods: Iterable[Method]) -> Comparison:
     for method in methods:
         for seed, accuracy in method.accuracies.items():
             accuracies[method.name, seed] = accuracy
-            found = outcomes(method.scored[seed])
+            found = read_outcomes(method.scored[seed])
             assert found is not None  # else there is no accuracy on a part of the images
             spans = method.search.tuning.score_on
             right[method.name, seed] = np.concatenate([found[start:end] for start, end in spans])
@@ -210,7 +210,7 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
     that are whole. Where there is no estimate, `reason` says why.
     """
     read = read_plan(path)
-    analysis = validated(FairAnalysis, read.analysis, f"{path}: analysis")
+    analysis = validate(FairAnalysis, read.analysis, f"{path}: analysis")
     methods = {method.name: method for method in methods_of(path, results)}
     whole = _whole_stages(methods.values())
     model = fair_model(m for m in methods.values() if whole[m.stage])
@@ -283,7 +283,7 @@ def control_answers(path: str | Path, results: str | Path | None = None) -> pd.D
     a stage is whole nothing of it is estimated.
     """
     read = read_plan(path)
-    analysis = validated(ControlAnalysis, read.analysis, f"{path}: analysis")
+    analysis = validate(ControlAnalysis, read.analysis, f"{path}: analysis")
     runs = plan_runs(path, results=results)
     seeds = {stage.stage: len(stage.seeds) for stage in read.stages}
     rows = []

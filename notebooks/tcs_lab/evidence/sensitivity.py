@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, StrictBool, model_validator
 from tcs_core import Scheme
 from tcs_lab.runs.parameters import SCHEME_KEYS, plan, read_params
 from tcs_lab.runs.records import load_records
-from tcs_lab.support.errors import shown, validated
+from tcs_lab.support.errors import format_value, validate
 from tcs_lab.tables.tables import _digits, _ours, measured, summary
 from tcs_lab.training.configuration import RUN_KEYS, WHERE_KEYS, RunConfig
 
@@ -36,10 +36,12 @@ class Setting(BaseModel, extra="forbid"):
         if self.named and self.schemes:
             raise ValueError("schemes: allowed only beside values")
         if len(self.choices) < max(2, len(self._given)):
-            raise ValueError(f"got {shown(list(self.choices))}, allowed: two or more, each once")
+            raise ValueError(
+                f"got {format_value(list(self.choices))}, allowed: two or more, each once"
+            )
         if self.marked not in (None, *self.choices):
             allowed = ", ".join(self.choices)
-            raise ValueError(f"paper: got {shown(self.paper)}, allowed: one of {allowed}")
+            raise ValueError(f"paper: got {format_value(self.paper)}, allowed: one of {allowed}")
         return self
 
     @property
@@ -61,7 +63,7 @@ class Setting(BaseModel, extra="forbid"):
 
 def _word(value: Any) -> str:
     if type(value) not in (str, int, float):
-        raise ValueError(f"got {shown(value)}, allowed: numbers, or word: value")
+        raise ValueError(f"got {format_value(value)}, allowed: numbers, or word: value")
     return value if isinstance(value, str) else f"{value:g}"
 
 
@@ -78,17 +80,19 @@ class Sweep(BaseModel, extra="forbid"):
             schemes = {field.name for field in dataclasses.fields(Scheme)} - {"name"}
             allowed = schemes if setting.named else SCHEME_KEYS | RUN_KEYS - WHERE_KEYS
             if name not in allowed:
-                raise ValueError(f"{shown(name)}: allowed: {', '.join(sorted(allowed))}")
+                raise ValueError(f"{format_value(name)}: allowed: {', '.join(sorted(allowed))}")
             for value, scheme in (setting.named or {}).items():
                 if (real := getattr(Scheme.named(scheme), name)) != value:
-                    raise ValueError(f"{name}: {scheme} has {shown(real)}, not {shown(value)}")
+                    raise ValueError(
+                        f"{name}: {scheme} has {format_value(real)}, not {format_value(value)}"
+                    )
             sensitivity_plan(self, {}, name)
         return self
 
 
 def read_sensitivity(path: str | Path) -> Sweep:
     """A sweep's file; ValueError names the file, the setting, its value and what is allowed."""
-    return validated(Sweep, read_params([path]), path)
+    return validate(Sweep, read_params([path]), path)
 
 
 def sensitivity_plan(
@@ -99,7 +103,7 @@ def sensitivity_plan(
     `params` is a profile. A run that several settings ask for has one record name.
     """
     if name not in sweep.settings:
-        raise ValueError(f"setting: got {shown(name)}, allowed: {', '.join(sweep.settings)}")
+        raise ValueError(f"setting: got {format_value(name)}, allowed: {', '.join(sweep.settings)}")
     setting = sweep.settings[name]
     own = {"schemes": setting.schemes} if setting.schemes else {}
     points: dict[tuple[str, str], list[RunConfig]] = {}

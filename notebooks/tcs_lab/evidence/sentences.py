@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from tcs_lab.evidence.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged, other_by_bootstrap
 from tcs_lab.runs.parameters import read_params
-from tcs_lab.support.errors import reject_unknown, validated
+from tcs_lab.support.errors import reject_unknown, validate
 from tcs_lab.tables.tables import Record
 from tcs_lab.tables.verdicts import verdict_on
 
@@ -65,7 +65,7 @@ class Sentences(BaseModel, extra="forbid"):
 
 def read_sentences(path: str | Path) -> list[Sentence]:
     """The sentences of a file; ValueError names the place, the value and what is allowed."""
-    return validated(Sentences, read_params([path]), path).sentences
+    return validate(Sentences, read_params([path]), path).sentences
 
 
 # Their verdicts ───────────────────────────────────────────────────────────────────────────────────

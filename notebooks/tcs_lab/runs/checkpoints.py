@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tcs_lab.runs.records import Rows
-from tcs_lab.support.errors import cut, one_line, validated
+from tcs_lab.support.errors import one_line, shorten, validate
 from tcs_lab.support.files import cache_folder, write_whole
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.training import Row, Training
@@ -70,7 +70,7 @@ def load_checkpoint(
         raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(
-            f"{path}: not a usable checkpoint ({cut(one_line(error))}); delete it"
+            f"{path}: not a usable checkpoint ({shorten(one_line(error))}); delete it"
         ) from error
 
 
@@ -91,7 +91,7 @@ def _read_checkpoint(
             print(f"{path}: checkpoint not used, {why}", file=sys.stderr, flush=True)
             return [], [], {}
     rows = json.loads(state["rows"])
-    validated(Rows, rows, "its rows")
+    validate(Rows, rows, "its rows")
     if not rows:
         raise ValueError("it has no rows")
     return rows, json.loads(state["ways"]), state["training"]

@@ -20,7 +20,7 @@ from tcs_lab.runs.records import results_folder
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.tasks.text import load_text
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.training import Data, Training, model_of
+from tcs_lab.training.training import Data, Training, make_run_model
 
 # Two runs that agree in these take equally long for a sample, by the same scheme.
 _SIZE = ("dataset", "image_size", "context", "model", "width", "precision")
@@ -124,7 +124,7 @@ def _tried_pace(config: RunConfig) -> float | None:
     if kind not in _TRIED:
         _TRIED[kind] = None
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in model_of(config, classes=10).parameters())
+            parameters = sum(p.numel() for p in make_run_model(config, classes=10).parameters())
         if parameters * _samples_a_round(config) <= _MOST_WORK:
             with contextlib.suppress(ClientError):
                 _TRIED[kind] = _timed_pace(config)
@@ -145,7 +145,7 @@ def _timed_pace(config: RunConfig) -> float | None:
         if there is None:
             return None
         rounds = there // _samples_a_round(config)
-        data = synthetic_dataset((1 + _TRIES) * _samples_a_round(config), 1).resized(
+        data = synthetic_dataset((1 + _TRIES) * _samples_a_round(config), 1).resize(
             config.image_size
         )
         config = replace(

@@ -15,7 +15,7 @@ from tcs_core import build_model
 from tcs_lab.runs.records import record_path
 from tcs_lab.tasks.text import GPT, load_text
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.side_by_side import goes_side_by_side
+from tcs_lab.training.side_by_side import uses_side_by_side
 
 _TIMED_SAMPLES = 256  # at most, in the pass that is timed
 _UNKNOWN_SAMPLES = 50_000  # training images of a folder that nobody has counted yet
@@ -62,7 +62,7 @@ def _samples(config: RunConfig) -> float:
 
 
 def _samples_a_pass(config: RunConfig) -> int:
-    together = config.participants if goes_side_by_side(config) else 1
+    together = config.participants if uses_side_by_side(config) else 1
     return min(_TIMED_SAMPLES, config.batch * together)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from tcs_lab.runs.records import Record, read_json_record, seal
-from tcs_lab.support.files import alone, say_waiting, write_json
+from tcs_lab.support.files import hold_lock, say_waiting, write_json
 
 Tell = Callable[[dict[str, Any]], None] | None  # called with every row as it is made
 POLL_SECONDS = 0.2  # how often a waiting process looks again
@@ -151,7 +151,7 @@ def make_job(
 
 def _make_alone(job: Job, results: str | Path | None, tell: Tell) -> Record | None:
     with contextlib.ExitStack() as until:
-        if not job.is_made(results) and not until.enter_context(alone(job.lock(results))):
+        if not job.is_made(results) and not until.enter_context(hold_lock(job.lock(results))):
             return None
         if not job.is_made(results):  # perhaps made a moment ago
             return make_anew(job, results, tell)

@@ -14,8 +14,15 @@ import yaml
 from pydantic import Field
 
 from tcs_core import Scheme
-from tcs_lab.support.errors import cut, one_line, plain, reject_unknown, short_errors, shown
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.errors import (
+    format_value,
+    one_line,
+    reject_unknown,
+    short_errors,
+    shorten,
+    to_python,
+)
+from tcs_lab.support.paths import ROOT
 from tcs_lab.training.configuration import (
     RUN_CHECKS,
     RUN_KEYS,
@@ -23,8 +30,8 @@ from tcs_lab.training.configuration import (
     Seed,
     Text,
     Whole,
-    check_of,
     check_value,
+    make_check,
 )
 
 # What a table says of itself, beside fields of RunConfig.
@@ -51,8 +58,8 @@ _PHIS = ("phi_global", "phi_local", "phi_down", "phi_min_global", "phi_min_local
 SCHEME_KEYS = set(_PHIS)
 PARAMETERS = set(_TABLE) | SCHEME_KEYS | RUN_KEYS
 
-_CHECKS = RUN_CHECKS | {key: check_of(kind) for key, kind in _TABLE.items()}
-_CHECKS |= dict.fromkeys(_PHIS, check_of(Annotated[float, Field(ge=1e-12, le=1)] | None))
+_CHECKS = RUN_CHECKS | {key: make_check(kind) for key, kind in _TABLE.items()}
+_CHECKS |= dict.fromkeys(_PHIS, make_check(Annotated[float, Field(ge=1e-12, le=1)] | None))
 
 
 def checked(key: str, value: Any) -> Any:
@@ -66,12 +73,12 @@ def checked(key: str, value: Any) -> Any:
 def params_file(key: str, value: Any) -> Path:
     """The file under params/ that a notebook's parameter names: a `table` by its number, a profile
     by its name. ValueError names the parameter, what was given and which there are."""
-    value = plain(value)
+    value = to_python(value)
     path = ROOT / "params" / f"{'table' if key.startswith('table') else ''}{value}.yaml"
     known = sorted(_named_files("table" if key.startswith("table") else "profile"))
     if type(value) not in (str, int) or str(value) not in known:
         way = f"{', '.join(known)} (files params/{path.name.replace(str(value), '…')})"
-        raise ValueError(f"{key}: got {shown(value)}, allowed: {way}")
+        raise ValueError(f"{key}: got {format_value(value)}, allowed: {way}")
     return path
 
 
@@ -178,7 +185,7 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     Raises ValueError naming the key, the value and what is allowed.
     """
     reject_unknown(params, PARAMETERS, "parameter")
-    params = plain(params)
+    params = to_python(params)
     for key in sorted(params.keys() - RUN_KEYS):
         checked(key, params[key])
     names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)
@@ -209,7 +216,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [name for name in names if names.count(name) > 1]:
-            what = f"{cut(twice[0])} stands twice"
+            what = f"{shorten(twice[0])} stands twice"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return super().construct_mapping(node, deep)
 

@@ -21,9 +21,9 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from tcs_lab.runs.jobs import Job, read_jobs
 from tcs_lab.runs.parameters import plan, read_params
 from tcs_lab.runs.runs import Run
-from tcs_lab.support.errors import cut, shown, validated
+from tcs_lab.support.errors import format_value, shorten, validate
 from tcs_lab.training.configuration import Positive, RunConfig, Seed
-from tcs_lab.training.training import accuracy_on
+from tcs_lab.training.training import measure_accuracy
 
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,8 +138,8 @@ def _read_stage(given: Any) -> Stage:
         allowed = (
             "allowed: runs, or a module of the lab that has stages, such as studies.optimizers"
         )
-        raise ValueError(f"kind: got {shown(kind)}, {allowed}")
-    return validated(_STAGES[kind], given, "stage")
+        raise ValueError(f"kind: got {format_value(kind)}, {allowed}")
+    return validate(_STAGES[kind], given, "stage")
 
 
 class TrainingStage(Stage):
@@ -231,7 +231,7 @@ class Plan(BaseModel, extra="forbid"):
 
 def read_plan(path: str | Path) -> Plan:
     """A plan's file; ValueError names the file, the key, its value and what is allowed."""
-    return validated(Plan, read_params([path]), path)
+    return validate(Plan, read_params([path]), path)
 
 
 # Its jobs ─────────────────────────────────────────────────────────────────────────────────────────
@@ -276,7 +276,7 @@ def _read_planning(
     if read.profile is not None:
         profile = {"learning_rate": 0.5} | read_params([Path(path).parent / read.profile])
     elif changes:
-        given = ", ".join(map(cut, sorted(changes)))
+        given = ", ".join(map(shorten, sorted(changes)))
         raise ValueError(f"{given}: allowed: no parameters beside {path}, which has no profile")
     return Planning(read, profile, changes, results)
 
@@ -285,7 +285,7 @@ def _checked_changes(changes: Mapping[str, Any] | None) -> dict[str, Any]:
     changes = dict(changes or {})
     for key in ("schemes", "seeds", "jobs"):
         if key in changes:
-            got = shown(changes[key])
+            got = format_value(changes[key])
             raise ValueError(f"{key}: got {got}, allowed: none beside a plan, which says it")
     return changes
 
@@ -316,7 +316,7 @@ class Search:
             return None
         record = run.read(self.results)
         diverged = record["status"] != "finished"
-        return float("-inf") if diverged else accuracy_on(record, self.tuning.choose_on)
+        return float("-inf") if diverged else measure_accuracy(record, self.tuning.choose_on)
 
     def tried(self) -> dict[float, float | None]:
         """The factors to try, each with its accuracy: None if its run is not made yet. Of two that

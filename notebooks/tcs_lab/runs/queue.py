@@ -21,8 +21,8 @@ from tcs_lab.runs.jobs import Job, make_job, missing_jobs, read_jobs
 from tcs_lab.runs.parameters import checked
 from tcs_lab.runs.progress import Progress, rows_shown
 from tcs_lab.runs.records import Record
-from tcs_lab.support.errors import cut, one_line
-from tcs_lab.support.files import alone
+from tcs_lab.support.errors import one_line, shorten
+from tcs_lab.support.files import hold_lock
 
 _LOOK_SECONDS = 2.0  # how often it looks at a whole plan, whose jobs others are making
 _GRACE_SECONDS = 10.0  # a process that was told to end is killed after so long
@@ -103,7 +103,7 @@ def _queue_apart(results: str | Path | None, jobs: int, bar: Progress) -> Iterat
 
 def _is_free(job: Job, results: str | Path | None) -> bool:
     """Whether no process is making this job."""
-    with alone(job.lock(results)) as free:
+    with hold_lock(job.lock(results)) as free:
         return free
 
 
@@ -127,7 +127,7 @@ def _make_as_process(job: Job, results: str | Path | None, told: Path, parent: i
     try:
         make_job(job, results, tell_file(told, job.digest), wait=False)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        sys.exit(f"error: {job.name}: {cut(one_line(error))}")
+        sys.exit(f"error: {job.name}: {shorten(one_line(error))}")
 
 
 def tell_file(told: Path, digest: str) -> Callable[[dict[str, Any]], None]:

@@ -22,13 +22,13 @@ from pydantic import AfterValidator, BaseModel, Field
 
 import tcs_core
 from tcs_core import Link, Scheme
-from tcs_lab.support.errors import cut, reject_unknown, validated
-from tcs_lab.support.places import IS_CLONE, LAB, ROOT
-from tcs_lab.training.client_threads import goes_a_client_a_thread
-from tcs_lab.training.compiled import goes_compiled
+from tcs_lab.support.errors import reject_unknown, shorten, validate
+from tcs_lab.support.paths import IS_CLONE, LAB, ROOT
+from tcs_lab.training.client_threads import uses_client_threads
+from tcs_lab.training.compiled import uses_compilation
 from tcs_lab.training.configuration import RUN_KEYS, RunConfig, digest_of
-from tcs_lab.training.cuda_graph import goes_static
-from tcs_lab.training.side_by_side import goes_side_by_side
+from tcs_lab.training.cuda_graph import uses_static_rounds
+from tcs_lab.training.side_by_side import uses_side_by_side
 from tcs_lab.training.training import Data, Row, Training
 
 RECORD_VERSION = 1
@@ -68,7 +68,7 @@ def read_json_record(
         if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
             raise ValueError(f"{path}: its content is not what was written (sha256)")
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a value is wrong ({cut(repr(error))}){advice}") from error
+        raise ValueError(f"{path}: a value is wrong ({shorten(repr(error))}){advice}") from error
     except ValueError as error:
         raise ValueError(f"{error}{advice}") from error
     return record
@@ -97,7 +97,7 @@ def provenance(config: RunConfig | None = None) -> dict[str, Any]:
 
 
 def _repeats(config: RunConfig) -> str:
-    return _REPEATS["compiled" if goes_compiled(config) else config.torch_device.type]
+    return _REPEATS["compiled" if uses_compilation(config) else config.torch_device.type]
 
 
 _REPEATS = {
@@ -110,16 +110,16 @@ _REPEATS = {
 
 def rounding(config: RunConfig) -> dict[str, Any]:
     """What decides how sums are rounded, beside the code."""
-    device, one_core = config.torch_device, goes_a_client_a_thread(config)
+    device, one_core = config.torch_device, uses_client_threads(config)
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         **({} if one_core else _threads(config)),
-        "graph": not config.wire and goes_static(config, Link()),
-        "side_by_side": goes_side_by_side(config),
+        "graph": not config.wire and uses_static_rounds(config, Link()),
+        "side_by_side": uses_side_by_side(config),
         "client_threads": one_core,
-        "compiled": goes_compiled(config),
+        "compiled": uses_compilation(config),
     }
 
 
@@ -357,7 +357,7 @@ class _Record(BaseModel):
 
 def check_record(record: Any, path: str | Path, config: RunConfig | None = None) -> None:
     """ValueError unless it is a run's record, and of this run if one is given."""
-    validated(_Record, record, f"{path}: not a record")
+    validate(_Record, record, f"{path}: not a record")
     own = digest_of(record["config"])
     if own != record["digest"] or (config is not None and own != config.digest):
         raise ValueError(f"{path}: config: is that of another run")

@@ -46,7 +46,7 @@ from tcs_lab.runs.records import (
     rounding,
 )
 from tcs_lab.tasks.images import _user_path
-from tcs_lab.training.configuration import RunConfig, from_outside
+from tcs_lab.training.configuration import RunConfig, list_outside_parts
 from tcs_lab.training.training import Data, Row, Training, load_data
 
 
@@ -101,7 +101,7 @@ class Run(Job):
     @property
     def can_travel(self) -> bool:
         """Whether a worker can make it: what was registered in a notebook, a worker does not know."""
-        return not from_outside(self.config.scheme)
+        return not list_outside_parts(self.config.scheme)
 
     def with_threads(self, threads: int) -> Run:
         config = dataclasses.replace(self.config, threads=self.config.threads or threads)

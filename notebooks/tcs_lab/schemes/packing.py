@@ -43,7 +43,7 @@ class Context(NamedTuple):
 # Values ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def packed(value: Any, context: Context | None = None) -> bytes:
+def pack(value: Any, context: Context | None = None) -> bytes:
     """A value as bytes; parts that `context` knows take one byte each. ValueError, which names the
     type, for anything that is not plain."""
     if context is not None:
@@ -53,7 +53,7 @@ def packed(value: Any, context: Context | None = None) -> bytes:
     if value is None or isinstance(value, bool):
         return {None: b"N", True: b"T", False: b"F"}[value]
     if isinstance(value, np.generic):
-        return packed(value.item(), context)
+        return pack(value.item(), context)
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return b"i" + _INT.pack(value)
     if isinstance(value, float):
@@ -66,15 +66,15 @@ def packed(value: Any, context: Context | None = None) -> bytes:
     if isinstance(value, Tensor):
         return b"t" + shape_bytes(value) + tensor_bytes(value)
     if isinstance(value, np.ndarray):
-        return b"a" + packed(_from_numpy(value))
+        return b"a" + pack(_from_numpy(value))
     if isinstance(value, torch.Generator):
-        return b"g" + packed(value.get_state())
+        return b"g" + pack(value.get_state())
     if isinstance(value, dict):
-        return b"m" + packed([part for pair in value.items() for part in pair], context)
+        return b"m" + pack([part for pair in value.items() for part in pair], context)
     for kind, tag in _SEQUENCES.items():
         if isinstance(value, kind):
             parts: list[Any] = sorted(value, key=repr) if kind is set else list(value)
-            return tag + _COUNT.pack(len(parts)) + b"".join(packed(part, context) for part in parts)
+            return tag + _COUNT.pack(len(parts)) + b"".join(pack(part, context) for part in parts)
     raise ValueError(
         f"got a {type(value).__name__}, allowed: tensors, numbers, text, lists of these"
     )
@@ -91,8 +91,8 @@ def _from_numpy(array: np.ndarray) -> Tensor:
         raise ValueError(f"got an array of {array.dtype}, allowed: numbers") from None
 
 
-def unpacked(data: bytes, context: Context | None = None) -> Any:
-    """The inverse of `packed`, of its own bytes."""
+def unpack(data: bytes, context: Context | None = None) -> Any:
+    """The inverse of `pack`, of its own bytes."""
     value, end = _read(data, 0, context)
     if end != len(data):
         raise ValueError(f"got {len(data)} bytes, allowed: {end}")
@@ -116,8 +116,8 @@ def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
         return _BY_CODE[data[at]], at + 1
     if tag == b"t":
         dtype, shape, at = read_shape(data, at)
-        end = at + size_of(dtype, shape)
-        return tensor_of(data[at:end], dtype, shape), end
+        end = at + tensor_size(dtype, shape)
+        return make_tensor(data[at:end], dtype, shape), end
     if tag == b"a":
         tensor, at = _read(data, at, None)
         return tensor.numpy(), at
@@ -146,7 +146,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
 
 
-def tensor_of(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+def make_tensor(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
     """The tensor of these bytes, in memory of its own."""
     whole = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return whole.reshape(tuple(shape))
@@ -170,7 +170,7 @@ def read_shape(data: bytes, at: int) -> tuple[torch.dtype, tuple[int, ...], int]
     return dtype, shape, end
 
 
-def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def tensor_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """How many bytes such a tensor has."""
     count = 1
     for size in shape:

@@ -83,7 +83,7 @@ def stochastic_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     comes from the bits of the values, mixed as MurmurHash3 ends: the same values are rounded the
     same way in any process, and a killed run goes on as it would have. Raises ValueError for P = 1.
     """
-    means_P, scaled_K = _evenly_spaced(values_K, intervals)
+    means_P, scaled_K = _space_evenly(values_K, intervals)
     low_32 = 0xFFFFFFFF
     bits_K = values_K.contiguous().view(torch.int32).long() & low_32
     places_K = torch.arange(len(values_K), device=values_K.device)
@@ -99,11 +99,11 @@ def stochastic_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
 def nearest_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """CocktailSGD's rounding: magnitudes to the nearest p / (P - 1) of the largest; codes (K,)
     int32 and means (P,) float32. Raises ValueError for P = 1."""
-    means_P, scaled_K = _evenly_spaced(values_K, intervals)
+    means_P, scaled_K = _space_evenly(values_K, intervals)
     return (scaled_K.round() + intervals * (values_K < 0)).int(), means_P
 
 
-def _evenly_spaced(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+def _space_evenly(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     """P magnitudes from 0 to the largest, (P,) float32; every magnitude in steps of them, float64."""
     if intervals < 2:
         raise ValueError("value_bits: got 1, allowed: 2 or more with evenly spaced values (-S, -R)")

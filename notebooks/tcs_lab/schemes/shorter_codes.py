@@ -34,34 +34,34 @@ class EntropyCode(BlockCode):
     """Its length depends on the values, so that a message has to be made to know it."""
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        code = _entropy_code(message, wire)
+        code = _encode_entropy(message, wire)
         count, own = len(message.values), len(message.positions)
         if 8 * len(code) < 8 + block_code_bits(wire.value_bits, count, own, wire.dimension):
             return code, False
         return super().encode(message, wire)[0], True
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-        return _read_entropy_code(code, shared, own, wire)
+        return _decode_entropy(code, shared, own, wire)
 
 
 CODES["entropy"] = EntropyCode()
 
 
-def _entropy_code(message: Message, wire: Wire) -> bytes:
+def _encode_entropy(message: Message, wire: Wire) -> bytes:
     own, shared = len(message.positions), len(message.values) - len(message.positions)
     if message.codes is not None and message.means is not None:
         codes = message.codes.cpu().numpy()
         interval = (codes & wire.intervals - 1).astype(np.uint16)
         values = [float_bytes(message.means), packed_bits([codes >= wire.intervals])]
         width = wire.value_bits - 1
-        values += [_shortest(part, width) for part in (interval[:shared], interval[shared:])]
+        values += [_encode_shortest(part, width) for part in (interval[:shared], interval[shared:])]
     else:
         values = [float_bytes(message.values)]
     positions = message.positions.cpu().numpy()
-    return b"".join([*values, _gap_code(positions, wire.layer_sizes) if own else b""])
+    return b"".join([*values, _encode_gaps(positions, wire.layer_sizes) if own else b""])
 
 
-def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
+def _decode_entropy(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
     count = shared + own
     floats = 4 * (wire.intervals or count)
     head, rest = code[:floats], code[floats:]
@@ -70,9 +70,9 @@ def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> M
         rest, width = rest[-(-count // 8) :], wire.value_bits - 1
         parts = []
         for length in (shared, own):
-            part, rest = _read_shortest(rest, length, width)
+            part, rest = _decode_shortest(rest, length, width)
             parts.append(part)
-    positions = _read_gap_code(rest, own, wire.layer_sizes)
+    positions = _decode_gaps(rest, own, wire.layer_sizes)
     if not wire.intervals:
         return Message(floats_of(head, count), positions)
     codes = np.concatenate(parts) + wire.intervals * signs.astype(np.uint16)
@@ -83,7 +83,7 @@ def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> M
 _STRATEGIES = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
 
 
-def _shortest(numbers: np.ndarray, width: int) -> bytes:
+def _encode_shortest(numbers: np.ndarray, width: int) -> bytes:
     """Numbers below 2^width in the shortest of three codes, with a byte that says which."""
     if not len(numbers) or not width:
         return b""
@@ -96,7 +96,7 @@ def _shortest(numbers: np.ndarray, width: int) -> bytes:
     return bytes([best]) + (codes[best] if best else packed_bits([to_bits(numbers, width)]))
 
 
-def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
+def _decode_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
     """`count` numbers from the start of `data`, and the rest of it."""
     if not count or not width:
         return np.zeros(count, np.uint16), data
@@ -106,14 +106,14 @@ def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray
     if not choice:
         size = -(-count * width // 8)
         return from_bits(unpacked_bits(data[:size], count * width), width), data[size:]
-    symbols, rest = _inflated(data, count)
+    symbols, rest = _inflate(data, count)
     numbers = np.frombuffer(symbols, np.uint8).astype(np.uint16)
     if numbers.max() >> width:
         raise ValueError(f"message: a value's code of {numbers.max()}, allowed: {width} bits")
     return numbers, rest
 
 
-def _inflated(data: memoryview, size: int) -> tuple[bytes, memoryview]:
+def _inflate(data: memoryview, size: int) -> tuple[bytes, memoryview]:
     """Exactly `size` bytes from a raw deflate stream, never more in memory, and what follows it."""
     inflate = zlib.decompressobj(-15)
     try:
@@ -132,7 +132,7 @@ def _rice_widths(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.array([max(0, (int(m) >> 8).bit_length() - 1) for m in mean_256], np.int64)
 
 
-def _rice_code(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
+def _encode_rice(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
     """Golomb-Rice: all quotients first, n zeros and a one each; then the remainders."""
     ends = np.cumsum((numbers >> widths) + 1) - 1
     quotients = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
@@ -152,9 +152,7 @@ def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.nd
         yield fields, starts[fields] + column, widths[fields] - 1 - column
 
 
-def _read_rice_code(
-    bits: np.ndarray, count: int, widths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _decode_rice(bits: np.ndarray, count: int, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`count` numbers whose remainders have these widths, and the bits behind them."""
     ones = np.flatnonzero(bits)[:count]
     if len(ones) < count:
@@ -170,7 +168,7 @@ def _read_rice_code(
     return (quotients << widths) + remainders, bits[length:]
 
 
-def _segments(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split_by_layer(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How many positions each layer has, and every position's gap to the one before it there."""
     ends = np.cumsum(sizes)
     layer_K = np.searchsorted(ends, positions, side="right")
@@ -183,18 +181,18 @@ _WIDTH_BITS = 5  # in front of the layers' counts: the width of their remainders
 
 
 def _gap_bits(positions: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-    counts, gaps = _segments(positions, sizes)
+    counts, gaps = _split_by_layer(positions, sizes)
     streams = [] if len(sizes) == 1 else _count_bits(counts)
-    return streams + _rice_code(gaps, np.repeat(_rice_widths(counts, sizes), counts))
+    return streams + _encode_rice(gaps, np.repeat(_rice_widths(counts, sizes), counts))
 
 
 def _count_bits(counts: np.ndarray) -> list[np.ndarray]:
     width = min(range(20), key=lambda w: int((counts >> w).sum()) + w * len(counts))
-    coded = _rice_code(counts, np.full(len(counts), width))
+    coded = _encode_rice(counts, np.full(len(counts), width))
     return [to_bits(np.array([width]), _WIDTH_BITS), *coded]
 
 
-def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
+def _encode_gaps(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
     """A bit that says "by layers" and their counts, or not; gaps. The shorter of the two."""
     sizes = np.array(layer_sizes)
     whole_or_layers = enumerate((sizes.sum(keepdims=True), sizes))
@@ -202,7 +200,7 @@ def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
     return packed_bits(min(options, key=lambda streams: sum(map(len, streams))))
 
 
-def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tensor:
+def _decode_gaps(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tensor:
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if not own or not len(bits):
         if own or len(bits):
@@ -215,18 +213,18 @@ def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Te
             raise ValueError("message: positions end early")
         width = int(from_bits(bits[:_WIDTH_BITS], _WIDTH_BITS)[0])
         widths = np.full(len(sizes), width)
-        counts, bits = _read_rice_code(bits[_WIDTH_BITS:], len(sizes), widths)
+        counts, bits = _decode_rice(bits[_WIDTH_BITS:], len(sizes), widths)
     else:
         sizes = sizes.sum(keepdims=True)
     if counts.sum() != own or (counts > sizes).any():
         raise ValueError(f"message: counts of positions, allowed: {own} in all, as layers hold")
-    gaps, bits = _read_rice_code(bits, own, np.repeat(_rice_widths(counts, sizes), counts))
+    gaps, bits = _decode_rice(bits, own, np.repeat(_rice_widths(counts, sizes), counts))
     if len(bits) > 7 or bits.any():
         raise ValueError("message: bits behind the last position")
-    return torch.from_numpy(_from_gaps(gaps, counts, sizes))
+    return torch.from_numpy(_sum_gaps(gaps, counts, sizes))
 
 
-def _from_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def _sum_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Positions from gaps; each layer's start afresh. ValueError outside the layer."""
     ends, firsts = np.cumsum(sizes), np.cumsum(counts) - counts
     steps = np.cumsum(gaps + 1)

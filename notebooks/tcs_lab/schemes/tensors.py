@@ -56,13 +56,13 @@ from tcs_core import (
 )
 from tcs_lab.schemes.packing import (
     Context,
-    packed,
+    make_tensor,
+    pack,
     read_shape,
     shape_bytes,
-    size_of,
     tensor_bytes,
-    tensor_of,
-    unpacked,
+    tensor_size,
+    unpack,
 )
 
 _LARGE = 1e6  # a difference with larger entries is of a training that diverges
@@ -81,7 +81,7 @@ class TensorRule(MaskRule):
     def own_count(self, shared: int) -> int:
         return 0
 
-    def model_is(self, flat: Any) -> None:
+    def set_model(self, flat: Any) -> None:
         """Names and shapes of the parameters. Without them each one is flat, and has a number."""
         self.model = flat
 
@@ -110,7 +110,7 @@ class TensorMessage(Message):
     payload: bytes = b""
 
     @staticmethod
-    def holding(payload: bytes, dimension: int, sender: int, round: int) -> TensorMessage:
+    def of_payload(payload: bytes, dimension: int, sender: int, round: int) -> TensorMessage:
         none = torch.empty(0, dtype=torch.int64)
         return TensorMessage(torch.zeros(1).expand(dimension), none, sender, round, payload=payload)
 
@@ -124,7 +124,7 @@ class TensorCode(BlockCode):
         return super().encode(message, wire)[0], True
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-        return TensorMessage.holding(bytes(code), wire.dimension, 0, 0)
+        return TensorMessage.of_payload(bytes(code), wire.dimension, 0, 0)
 
 
 CODES["tensors"] = TensorCode()
@@ -146,7 +146,7 @@ class Side:
         self.said: list[bytes] = []  # of each parameter, what it said of its tensors last time
         self.at_first = dict(_attributes(self.instance))
 
-    def compressed(self, vector_D: Tensor, round: int) -> bytes:
+    def compress(self, vector_D: Tensor, round: int) -> bytes:
         """What the method makes of a difference (D,), which stays as it is: one bit for each parameter,
         if what it says has changed; then that; then the tensors."""
         contexts = self.rule.contexts()
@@ -154,7 +154,9 @@ class Side:
         with self._seeded(round):
             for context, view in zip(contexts, self.rule.views(vector_D), strict=True):
                 tensor = view.clone(memory_format=torch.contiguous_format)
-                header, content = _sent(self.instance.compress(tensor, context.name), context)
+                header, content = _encode_tensors(
+                    self.instance.compress(tensor, context.name), context
+                )
                 said.append(header)
                 data.append(content)
         before = self.said or [b""] * len(said)
@@ -164,7 +166,7 @@ class Side:
         lengths = b"".join(len(header).to_bytes(4, "little") for header in news)
         return np.packbits(changed).tobytes() + lengths + b"".join(news + data)
 
-    def decompressed(self, payload: bytes, round: int) -> Tensor:
+    def decompress(self, payload: bytes, round: int) -> Tensor:
         """What the method makes of the other side's payload, (D,)."""
         contexts, headers, at = self._headers(payload)
         self.said = headers
@@ -172,9 +174,9 @@ class Side:
         views = self.rule.views(vector_D)
         with self._seeded(round):
             for context, header, view in zip(contexts, headers, views, strict=True):
-                tensors, added, at = _received(header, context, payload, at)
+                tensors, added, at = _decode_tensors(header, context, payload, at)
                 found = self.instance.decompress(tensors, added)
-                view.copy_(_checked_tensor(found, context))
+                view.copy_(_check_tensor(found, context))
         if not math.isfinite(float(vector_D.sum())):
             named = zip(contexts, views, strict=True)
             for name in [context.name for context, view in named if not view.isfinite().all()]:
@@ -223,7 +225,7 @@ class Side:
             kept = {}
             for name, value in _attributes(self.instance).items():
                 try:
-                    packed(value)
+                    pack(value)
                     kept[name] = value
                 except ValueError as error:
                     if self.at_first.get(name, self) is not value:
@@ -231,11 +233,11 @@ class Side:
                         raise ValueError(
                             f"attribute {name} of the method: {error}; {way}"
                         ) from None
-        data = packed({"said": self.said, "kept": kept})
+        data = pack({"said": self.said, "kept": kept})
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def load(self, state: Tensor) -> None:
-        read = unpacked(state.cpu().numpy().tobytes())
+        read = unpack(state.cpu().numpy().tobytes())
         self.said = read["said"]
         if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
             self.instance.load_state_dict(read["kept"])
@@ -247,7 +249,7 @@ def _attributes(instance: Any) -> dict[str, Any]:
     return vars(instance) if hasattr(instance, "__dict__") else {}
 
 
-def _sent(given: Any, context: Context) -> tuple[bytes, bytes]:
+def _encode_tensors(given: Any, context: Context) -> tuple[bytes, bytes]:
     """What `compress` returned: what is said of the tensors, and their bytes."""
     what = f"compress: {context.name}"
     if not isinstance(given, tuple) or len(given) != 2:
@@ -260,7 +262,7 @@ def _sent(given: Any, context: Context) -> tuple[bytes, bytes]:
         got = f"payload: got a {type(wrong[0]).__name__}"
         raise ValueError(f"{what}: {got}, allowed: a list of tensors")
     try:
-        said = packed(added, context)
+        said = pack(added, context)
         shapes = b"".join(map(shape_bytes, tensors))
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
@@ -272,22 +274,22 @@ def _is_list(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) < 256
 
 
-def _received(
+def _decode_tensors(
     header: bytes, context: Context, payload: bytes, at: int
 ) -> tuple[list[Tensor], Any, int]:
     """The tensors and the context that `decompress` gets, and where the next ones begin."""
     length = int.from_bytes(header[:4], "little")
-    added = unpacked(header[4 : 4 + length], context)
+    added = unpack(header[4 : 4 + length], context)
     place, tensors = 5 + length, []
     for _ in range(header[4 + length]):
         dtype, shape, place = read_shape(header, place)
-        end = at + size_of(dtype, shape)
-        tensors.append(tensor_of(payload[at:end], dtype, shape))
+        end = at + tensor_size(dtype, shape)
+        tensors.append(make_tensor(payload[at:end], dtype, shape))
         at = end
     return tensors, context if added is None else added, at
 
 
-def _checked_tensor(found: Any, context: Context) -> Tensor:
+def _check_tensor(found: Any, context: Context) -> Tensor:
     """What `decompress` returned; ValueError unless it is a tensor of the parameter's shape."""
     what = f"decompress: {context.name}"
     if not isinstance(found, Tensor):
@@ -354,14 +356,14 @@ class TensorClient(Client):
         if not float(intended_D.abs().max()) < _LARGE:
             raise NotFiniteError(self.number)
         known.senders.add(self.number)
-        payload = self.side.compressed(intended_D, known.round)
+        payload = self.side.compress(intended_D, known.round)
         none_D = intended_D[:0]
         flight = InFlight(known.round, known.shared_K[:0], none_D, none_D, False)
         if self.errors_D is not None:
-            said_D = self.side.decompressed(payload, known.round)
+            said_D = self.side.decompress(payload, known.round)
             flight = InFlight(known.round, known.shared_K, intended_D.clone(), said_D, False)
         self.in_flight = flight
-        return TensorMessage.holding(payload, known.dimension, self.number, known.round)
+        return TensorMessage.of_payload(payload, known.dimension, self.number, known.round)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"method": self.side.state()}
@@ -391,8 +393,8 @@ class TensorDownlink(Client):
         if known.dense:
             return Message.dense_of(update_D.clone(), SERVER, known.round)
         intended_D = update_D if self.errors_D is None else self.errors_D + update_D
-        payload = self.side.compressed(intended_D, known.round)
-        said_D = self.twin.decompressed(payload, known.round)
+        payload = self.side.compress(intended_D, known.round)
+        said_D = self.twin.decompress(payload, known.round)
         if self.errors_D is not None:
             self.errors_D = intended_D - said_D
         none_K = known.shared_K[:0]
@@ -424,7 +426,7 @@ class TensorServer(Server):
     def add(self, number: int, message: Message) -> None:
         if isinstance(message, TensorMessage):
             self.known.check_message(message, number)
-            values_D = self._twin(number).decompressed(message.payload, self.known.round)
+            values_D = self._twin(number).decompress(message.payload, self.known.round)
             message = Message(values_D, message.positions, number, self.known.round)
         super().add(number, message)
 
@@ -452,6 +454,6 @@ def _check_method_state(part: Any) -> None:
     if not isinstance(part, Tensor) or part.dtype != torch.uint8 or part.dim() != 1:
         raise ValueError("state: method: got none, allowed: what the adapter saved, as bytes")
     try:
-        unpacked(part.cpu().numpy().tobytes())
+        unpack(part.cpu().numpy().tobytes())
     except Exception as error:  # bytes that were not made here: struct and torch raise many kinds
         raise ValueError(f"state: method: {error}") from None

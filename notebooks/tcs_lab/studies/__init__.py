@@ -6,20 +6,8 @@ Here belongs an experiment that is no run of a RunConfig. The commands `tcs benc
 
 from tcs_lab.support.lazy import lazily
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "bench": (
-            "BENCHES USUAL Bench bench_codecs bench_compiled bench_round bench_step bench_table "
-            "run_benches"
-        ),
-        "nodes": "Half Job Node Rounds",
-        "paper_size": "PaperSize",
-        "loopback": "free_port",
-        "optimizers": "",
-        "frontier": "",
-        "power_sgd": "",
-        "links": "",
-        "flower": "",
-    },
-)
+_MODULES = (
+    "flower", "frontier", "links", "loopback", "nodes", "optimizers", "paper_size", "power_sgd",
+)  # fmt: skip
+
+__getattr__, __dir__ = lazily(__name__, {"bench": "BENCHES", **dict.fromkeys(_MODULES, "")})

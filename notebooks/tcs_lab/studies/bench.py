@@ -42,15 +42,17 @@ from tcs_lab.runs.records import (
 from tcs_lab.runs.runs import _arithmetic, _memory_kept
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.tasks.images import synthetic_dataset
-from tcs_lab.training.compiled import goes_compiled
+from tcs_lab.training.compiled import uses_compilation
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.side_by_side import goes_side_by_side
+from tcs_lab.training.side_by_side import uses_side_by_side
 from tcs_lab.training.training import Training
 
 Timing = dict[str, Any]  # one row of a bench record
 
 
-def _in_turns(works: dict[str, Callable[[], Any]], repeat: int, device: Any) -> dict[str, Timing]:
+def _time_in_turns(
+    works: dict[str, Callable[[], Any]], repeat: int, device: Any
+) -> dict[str, Timing]:
     """Seconds of every work, called in turns after one warm-up each: median and quartiles."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeat + 1):
@@ -88,7 +90,7 @@ class Bench:
     ) -> None:  # fmt: skip
         """Every work does the same thing so many `times`; what is kept is the time of one. There
         are `repeat` times `turns` turns."""
-        for name, timing in _in_turns(works, self.repeat * turns, self.torch_device).items():
+        for name, timing in _time_in_turns(works, self.repeat * turns, self.torch_device).items():
             timing |= {key: timing[key] / times for key in ("median", "low", "high")}
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
 
@@ -106,7 +108,7 @@ def _bench_federation(
         scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
         precision=cast(Any, bench.precision), device=bench.device, **way,
     )  # fmt: skip
-    data = synthetic_dataset(train=10 * each, test=10).resized(config.image_size)
+    data = synthetic_dataset(train=10 * each, test=10).resize(config.image_size)
     training = Training(config, data, keep_deltas=True)
     training.federation.round()
     training.federation.on_delta = None
@@ -116,7 +118,7 @@ def _bench_federation(
 def _passes(training: Training) -> Callable[[], None]:
     """An epoch's forward and backward passes, with no federation around them."""
     federation, feed = training.federation, training.feed
-    ready = [feed.batches.augmented(draws) for draws in feed.draws(0)]
+    ready = [feed.batches.augment(draws) for draws in feed.draws(0)]
 
     def work() -> None:
         with federation.trainer.lent():
@@ -190,7 +192,7 @@ def _parts(training: Training) -> dict[str, Callable[[], Any]]:
 
     def augmentation() -> None:
         for draws in feed.draws(0):
-            feed.batches.augmented(draws)
+            feed.batches.augment(draws)
 
     return {"compression": compression, "augmentation": augmentation}
 
@@ -206,10 +208,10 @@ def bench_round(
     net += f", threads {threads}" if threads else ""
     with _arithmetic(threads), _memory_kept():
 
-        def made(**way: Any) -> Training:
+        def make_training(**way: Any) -> Training:
             return _bench_federation(bench, scheme, model, width, batch, image_size=size, **way)
 
-        training = made(side_by_side=False)
+        training = make_training(side_by_side=False)
         rounds, steps = training.feed.rounds, training.feed.steps
         works: dict[str, Any] = {"passes": _passes(training), "round": _rounds(training)}
         if steps == 1:
@@ -219,12 +221,12 @@ def bench_round(
             works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
         if bench.torch_device.type == "cuda":
             # kept by a name: its GraphRounds hold the federation weakly
-            graphed = made(graph=True, side_by_side=False)
+            graphed = make_training(graph=True, side_by_side=False)
             works["graph"] = lambda: cast(Any, graphed.graph).play(range(rounds))
-        elif goes_side_by_side(replace(training.config, side_by_side=None)):
-            works["side by side"] = _rounds(made())
+        elif uses_side_by_side(replace(training.config, side_by_side=None)):
+            works["side by side"] = _rounds(make_training())
         else:
-            works["client threads"] = _rounds(made(client_threads=True))
+            works["client threads"] = _rounds(make_training(client_threads=True))
         numbers = {"dimension": len(training.theta_D), "local_steps": steps}
         numbers["threads"] = torch.get_num_threads()
         title = f"{net}, N 10, B {batch}, {scheme}"
@@ -246,7 +248,7 @@ def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
             for way in (False, True)
         )
         works = {"pass": _one_pass(eager)}
-        if goes_compiled(compiled.config):
+        if uses_compilation(compiled.config):
             works["compiled pass"] = _one_pass(compiled)
         bench.measure("compiled", f"{model} width {width}, B {batch}", works)
 
@@ -268,7 +270,9 @@ def _textbook_round(
     return update_D
 
 
-def _drifting(dimension: int, clients: int, device: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+def _make_drifting_deltas(
+    dimension: int, clients: int, device: Any
+) -> tuple[Tensor, Callable[[], Tensor]]:
     """Deltas (N, D) that change a little from call to call, as in training."""
     generator = torch.Generator().manual_seed(0)
     base_ND = torch.randn(clients, dimension, generator=generator).pow_(3).to(device)
@@ -285,7 +289,7 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
     """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
     device, scheme = bench.torch_device, Scheme.named("TCS")
     before = memory_in_use(device)
-    deltas_ND, change = _drifting(dimension, clients, device)
+    deltas_ND, change = _make_drifting_deltas(dimension, clients, device)
     compressor = Compressor(scheme, [dimension], clients, device)
     update_D = compressor.step(deltas_ND)
     works = {"change": change, "step": lambda: compressor.step(deltas_ND)}
@@ -337,7 +341,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
     """Positions and whole messages of one client, both ways, at the paper's size."""
-    deltas_ND, _ = _drifting(dimension, 1, "cpu")
+    deltas_ND, _ = _make_drifting_deltas(dimension, 1, "cpu")
     sizes = [dimension // 2, dimension - dimension // 2]
     for name in ("TCS", "TCS-Q5", "TCS-Q5+"):
         scheme = Scheme.named(name)
@@ -387,7 +391,7 @@ BENCHES: dict[str, list[Any]] = {
 }
 
 
-USUAL = [part for part in BENCHES if part != "paper"]
+USUAL_PARTS = [part for part in BENCHES if part != "paper"]
 
 
 @dataclass(frozen=True)
@@ -395,7 +399,7 @@ class BenchRun(Job):
     """Some parts of the bench. Its record is named after the device. ValueError for an unknown part."""
 
     pattern = "bench/*.json"
-    parts: tuple[str, ...] = tuple(USUAL)
+    parts: tuple[str, ...] = tuple(USUAL_PARTS)
     repeat: int = 7
     device: str = "auto"
     precision: str = "fp32"
@@ -445,7 +449,7 @@ class BenchRun(Job):
 
 
 def run_benches(
-    parts: Iterable[str] = tuple(USUAL), repeat: int = 7, device: str = "auto",
+    parts: Iterable[str] = tuple(USUAL_PARTS), repeat: int = 7, device: str = "auto",
     precision: str = "fp32", threads: int | None = None, results: str | Path | None = None,
 ) -> Record:  # fmt: skip
     """Measure the named parts, also where there is a record of them; the record, also written to

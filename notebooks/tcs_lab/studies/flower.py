@@ -14,9 +14,9 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
-from tcs_lab.studies.nodes import Job, Node, Rounds
+from tcs_lab.studies.nodes import FederatedJob, Node, ServerRounds
 
-MakeJob = Callable[[Mapping[str, Any]], Job]  # from Flower's run configuration
+MakeJob = Callable[[Mapping[str, Any]], FederatedJob]  # from Flower's run configuration
 
 
 def to_record(fields: Mapping[str, Any]) -> RecordDict:
@@ -27,7 +27,7 @@ def to_record(fields: Mapping[str, Any]) -> RecordDict:
     return RecordDict({"data": ArrayRecord(arrays), "said": ConfigRecord(said)})
 
 
-def of_record(record: RecordDict) -> dict[str, Any]:
+def from_record(record: RecordDict) -> dict[str, Any]:
     return dict(record.config_records["said"]) | {
         key: array.data for key, array in record.array_records["data"].items()
     }
@@ -46,14 +46,14 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
 
     def node_of(context: Context) -> Node:
         job = make_job(context.run_config)
-        number, folder = partition_of(context, job.clients), folder_of(context)
+        number, folder = read_partition(context, job.clients), read_folder(context)
         kept = context.state.config_records.get("tcs")
         mark = str(kept["checksum"]) if kept else ""
         return Node(job, number, folder / f"partition-{number}.pt", context.run_id, mark)
 
     def answer(message: Message, context: Context, work: Any = None) -> Message:
         node = node_of(context)
-        said = node.answer(work(node, of_record(message.content)) if work else None)
+        said = node.answer(work(node, from_record(message.content)) if work else None)
         if node.marks:
             kept = {"file": node.path.name, "checksum": node.marks[-1]}
             context.state["tcs"] = ConfigRecord({**kept})
@@ -66,7 +66,7 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
     return app
 
 
-def partition_of(context: Context, clients: int) -> int:
+def read_partition(context: Context, clients: int) -> int:
     """Which client a node is: `partition-id` of its configuration. ValueError that names it."""
     given = context.node_config.get("partition-id")
     text = str(given).strip()
@@ -76,7 +76,7 @@ def partition_of(context: Context, clients: int) -> int:
     return int(text)
 
 
-def folder_of(context: Context) -> Path:
+def read_folder(context: Context) -> Path:
     """Where a node keeps its file: `tcs-folder` of its configuration, or of the run's. ValueError
     that names both."""
     given = context.node_config.get("tcs-folder") or context.run_config.get("tcs-folder")
@@ -92,7 +92,7 @@ def server_app(make_job: MakeJob) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         job = make_job(context.run_config)
-        rounds, rows = Rounds(job), []
+        rounds, rows = ServerRounds(job), []
         for _ in range(job.rounds):
             rounds.begin()
             rows.append(ask(grid, rounds, "train"))
@@ -106,7 +106,7 @@ def server_app(make_job: MakeJob) -> ServerApp:
     return app
 
 
-def ask(grid: Grid, rounds: Rounds, kind: str) -> dict[str, int]:
+def ask(grid: Grid, rounds: ServerRounds, kind: str) -> dict[str, int]:
     """Orders to all nodes till enough have answered. One that joins or fails on the way is first
     asked where it stands. Returns bytes: all messages', and what Flower counts both ways."""
     job, start = rounds.job, time.monotonic()
@@ -126,7 +126,7 @@ def ask(grid: Grid, rounds: Rounds, kind: str) -> dict[str, int]:
             node = out.pop(reply.metadata.reply_to_message_id)
             if not reply.has_error():
                 row["Flower up"] += size_of(reply.content)
-                rounds.take(node, of_record(reply.content))
+                rounds.take(node, from_record(reply.content))
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 raise RuntimeError(f"round {rounds.here.round}: {reply.error.reason}")
             else:  # the node is gone, or its process was killed

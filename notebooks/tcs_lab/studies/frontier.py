@@ -19,10 +19,10 @@ from tcs_lab.runs.plans import Plan, Planning, Stage, widen_search
 from tcs_lab.runs.records import results_folder
 from tcs_lab.studies.optimizers import (
     GPTSettings,
+    HookScheme,
     HookTraining,
-    LowRank,
+    PowerSGDScheme,
     Setup,
-    Shares,
     Windows,
     bytes_per_step,
     final_loss,
@@ -36,7 +36,7 @@ _PARTS = 9  # the last one of what `load_text` has for training is the validatio
 _CHOSEN_TCS = 3
 _CHOSEN = 3 + _CHOSEN_TCS  # with dense, PowerSGD and top-K
 
-Setting = Shares | LowRank | None
+Setting = HookScheme | PowerSGDScheme | None
 
 
 class RateTuning(BaseModel, extra="forbid", frozen=True):
@@ -61,11 +61,11 @@ class FrontierStage(GPTSettings, Stage):
     minutes: Positive
     tuning: RateTuning
     chosen_from: str | None = None
-    schemes: dict[str, Shares | LowRank | None] = Field(default_factory=dict)
+    schemes: dict[str, HookScheme | PowerSGDScheme | None] = Field(default_factory=dict)
     corrected: dict[str, list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _is_whole(self) -> FrontierStage:
+    def _check_whole(self) -> FrontierStage:
         if bool(self.schemes) == bool(self.chosen_from):
             raise ValueError("allowed: either schemes or chosen_from")
         if self.tuning.seed in self.seeds:
@@ -74,7 +74,7 @@ class FrontierStage(GPTSettings, Stage):
         if missing := set(self.optimizers) - set(self.tuning.rates):
             raise ValueError(f"tuning: rates: got none for {min(missing)}, allowed: a list of them")
         for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
-            if not isinstance(self.schemes.get(name), Shares):
+            if not isinstance(self.schemes.get(name), HookScheme):
                 raise ValueError(f"corrected: got {name}, allowed: a scheme with shares")
         return self
 
@@ -211,14 +211,14 @@ def choose_setups(
 def kind_of(setting: Setting) -> str:
     if setting is None:
         return "dense"
-    if isinstance(setting, LowRank):
+    if isinstance(setting, PowerSGDScheme):
         return "PowerSGD"
     return "top-K" if setting.phi_global is None else "TCS"
 
 
 def count_bytes(setting: Setting, model: nn.Module) -> int:
     """What a rank hands to collectives in a step after the dense ones."""
-    if isinstance(setting, LowRank):
+    if isinstance(setting, PowerSGDScheme):
         return 4 * sum(count_entries(p.shape, setting.rank) for p in model.parameters())
     return bytes_per_step(setting, layer_sizes(model))
 

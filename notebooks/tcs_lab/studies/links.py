@@ -38,7 +38,7 @@ from tcs_lab.runs.plans import Planning, Stage
 from tcs_lab.runs.records import Record, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.support.errors import reject_unknown
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.paths import ROOT
 from tcs_lab.support.processes import run_within, torchrun_command
 from tcs_lab.training.configuration import Positive, Whole
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import tcs_core as tcs
-from tcs_lab.support.errors import plain
+from tcs_lab.support.errors import to_python
 from tcs_lab.support.files import write_whole
 
 
 @dataclass(frozen=True)
-class Job:
+class FederatedJob:
     """What server and nodes are told before the first message, the same on all of them.
 
     `model()` is a float32 module on the CPU, with the same numbers on every side; `train(model, n,
@@ -42,10 +42,10 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("clients", "rounds", "warmup", "weights", "seed", "least", "patience"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+            object.__setattr__(self, name, to_python(getattr(self, name)))
 
 
-class Stand(NamedTuple):
+class Standing(NamedTuple):
     """Where a side stands: the round that is next for it, and the checksum of its theta."""
 
     round: int
@@ -66,10 +66,10 @@ def checksum(vector_D: Tensor | None) -> int:
     return 0 if vector_D is None else zlib.crc32(vector_D.numpy().data)
 
 
-class Half:
+class Participant:
     """What both sides have: theta, and what is known without a word."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: FederatedJob):
         self.job, self.model = job, job.model()
         self.flat = tcs.FlatView(self.model)
         if self.flat.norms:
@@ -83,8 +83,8 @@ class Half:
         self.flat.read_(self.flat.views(self.theta_D))
 
     @property
-    def stand(self) -> Stand:
-        return Stand(self.known.round, checksum(self.theta_D))
+    def stand(self) -> Standing:
+        return Standing(self.known.round, checksum(self.theta_D))
 
     def difference(self, n: int, t: int) -> Tensor:
         """Client n's model difference in round t, (D,): Alg. 2, line 7."""
@@ -95,7 +95,7 @@ class Half:
         return delta_D.sub_(self.theta_D)
 
 
-class Node(Half):
+class Node(Participant):
     """A client between two messages is a file: theta, errors, what is known, its last message.
 
     The file is read memory-mapped and replaced whole, so that whoever is killed goes on with the
@@ -103,7 +103,7 @@ class Node(Half):
     the node remembers, "" if it was restarted: ValueError if the file is not that one or a later.
     """
 
-    def __init__(self, job: Job, number: int, path: Path, run: int = 0, mark: str = ""):
+    def __init__(self, job: FederatedJob, number: int, path: Path, run: int = 0, mark: str = ""):
         super().__init__(job)
         self.path, self.run, self.message = path, run, b""
         self.marks: list[str] = []  # of the last files, the newest at the end
@@ -179,17 +179,19 @@ class Node(Half):
         return stand if message is None else stand | {"message": message}
 
 
-class Rounds(Half):
+class ServerRounds(Participant):
     """The server: `begin`, an `order` to each node and `take` of its answer, `finish`."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: FederatedJob):
         super().__init__(job)
         server_type = self.known.rule.server_type or tcs.Server
         self.server = server_type(self.known, job.weights)
         self.here = self.stand
         self.before = self.here  # in the round that `reply` ended
         self.reply, self.reply_dense = b"", False
-        self.stands: dict[int, tuple[int, Stand]] = {}  # by node: its client, and where it stands
+        self.stands: dict[
+            int, tuple[int, Standing]
+        ] = {}  # by node: its client, and where it stands
         self.heard = [-1] * job.clients  # the round in which a client was heard last
         self.answers: dict[int, bytes] = {}  # of this round, by client
 
@@ -215,7 +217,7 @@ class Rounds(Half):
 
     def take(self, node: int, answer: Mapping[str, Any]) -> None:
         """An answer: where the node stands and, if it came to this round, its message."""
-        number, stand = answer["client"], Stand(answer["round"], answer["checksum"])
+        number, stand = answer["client"], Standing(answer["round"], answer["checksum"])
         if number not in range(self.job.clients):
             raise ValueError(f"client: got {number}, allowed: 0 to {self.job.clients - 1}")
         self.stands[node] = number, stand

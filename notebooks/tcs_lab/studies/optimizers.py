@@ -24,7 +24,7 @@ from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage, read_plan, widen_search
 from tcs_lab.runs.records import Record, git_state, provenance, results_folder
 from tcs_lab.studies.power_sgd import PowerSGD
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tasks.images import generator_for
 from tcs_lab.tasks.text import GPT, load_text
@@ -51,20 +51,20 @@ class Setup:
 # The plan, and its trainings as jobs ──────────────────────────────────────────────────────────────
 
 
-class Shares(BaseModel, extra="forbid", frozen=True):
+class HookScheme(BaseModel, extra="forbid", frozen=True):
     """A scheme of the hook: the fractions of its two masks."""
 
     phi_global: Share | None
     phi_local: Share
 
 
-class LowRank(BaseModel, extra="forbid", frozen=True):
+class PowerSGDScheme(BaseModel, extra="forbid", frozen=True):
     """PowerSGD instead of a scheme of the hook: the rank of its approximation."""
 
     rank: Whole
 
 
-class Sweep(BaseModel, extra="forbid", frozen=True):
+class RateSweep(BaseModel, extra="forbid", frozen=True):
     """How each optimizer's rate is found: these rates first, then beyond, by the final test loss."""
 
     seed: Seed
@@ -86,7 +86,7 @@ class GPTSettings(BaseModel):
     weight_decay: Annotated[float, Field(ge=0)]  # AdamW's alone
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta_2: Annotated[float, Field(ge=0, lt=1)]
-    schemes: Mapping[str, Shares | LowRank | None]
+    schemes: Mapping[str, HookScheme | PowerSGDScheme | None]
     optimizers: list[str]
     corrected: dict[str, list[str]]
 
@@ -111,8 +111,8 @@ class HookStage(GPTSettings, Stage):
     seed by seed."""
 
     kind: str = "studies.optimizers"
-    sweep: Sweep
-    schemes: dict[str, Shares | None]
+    sweep: RateSweep
+    schemes: dict[str, HookScheme | None]
 
     def plan_jobs(self, planning: Planning) -> list[HookTraining]:
         tried = self._try_all(planning)
@@ -291,7 +291,9 @@ class MomentumCorrection(Client):
 class Averager:
     """Gradients of all ranks (D,) to what every rank gets, as the hook does it."""
 
-    def __init__(self, stage: GPTSettings, setup: Setup, shares: Shares | None, sizes: list[int]):
+    def __init__(
+        self, stage: GPTSettings, setup: Setup, shares: HookScheme | None, sizes: list[int]
+    ):
         scheme = Scheme("through the hook", "TCS", **(shares.model_dump() if shares else {}))
         self.known, self.step = Known(scheme, sizes), 0
         self.dense_steps = stage.dense_steps if shares else None  # None: always
@@ -323,7 +325,7 @@ def make_averager(
 ) -> Callable[[list[Tensor]], Tensor]:
     """What takes the gradients of all ranks, each (D,), and returns what every rank gets."""
     setting = stage.schemes[setup.scheme]
-    if isinstance(setting, LowRank):
+    if isinstance(setting, PowerSGDScheme):
         shapes = [p.shape for p in model.parameters()]
         return PowerSGD(setting.rank, shapes, stage.dense_steps)
     return Averager(stage, setup, setting, layer_sizes(model))
@@ -419,7 +421,7 @@ def train(
 # Judgement, as the head of the plan says ───────────────────────────────────────────────────────────
 
 
-def bytes_per_step(shares: Shares | None, sizes: list[int]) -> int:
+def bytes_per_step(shares: HookScheme | None, sizes: list[int]) -> int:
     """What a rank hands to collectives in a step after the dense ones, as the hook counts them."""
     dimension = sum(sizes)
     if shares is None:

@@ -64,12 +64,12 @@ class PaperSize:
             own_K = Client(known).own_positions(self.new_D)
             bits, quantizer = scheme.value_bits, scheme.quantizer
         else:
-            own_K = self._servers_own(known)
+            own_K = self._server_positions(known)
             bits, quantizer = scheme.down_value_bits, scheme.down_quantizer
         values = self.new_D[torch.cat([known.shared_K, own_K])]
         return Message.of(values, own_K, bits, quantizer=quantizer), known.shared_K
 
-    def _servers_own(self, known: Known) -> Tensor:
+    def _server_positions(self, known: Known) -> Tensor:
         """A mask of its own, or that of all clients: no two of them have a place in common."""
         if known.scheme.phi_down is not None:
             return Downlink(known).own_positions(self.new_D)

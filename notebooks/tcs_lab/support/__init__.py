@@ -6,12 +6,5 @@ Here belongs what knows nothing of schemes, runs and records. It imports no othe
 from tcs_lab.support.lazy import lazily
 
 __getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "errors": "cut one_line reject_unknown short_errors shown text_hint validated",
-        "files": "alone cache_folder say_waiting write_json write_whole",
-        "places": "IS_CLONE LAB ROOT",
-        "processes": "run_within torchrun_command",
-        "lazy": "lazily",
-    },
+    __name__, dict.fromkeys(("errors", "files", "lazy", "paths", "processes"), "")
 )

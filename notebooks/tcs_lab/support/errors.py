@@ -16,14 +16,14 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 import tcs_core
-from tcs_lab.support.places import LAB
+from tcs_lab.support.paths import LAB
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 10
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """repr, but short whatever the value is: YAML can hold huge ones."""
     try:
         return _SHORT.repr(value)
@@ -31,7 +31,7 @@ def shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
-def cut(text: str) -> str:
+def shorten(text: str) -> str:
     """At most 120 characters of a text."""
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -43,24 +43,24 @@ def one_line(error: BaseException) -> str:
 
 def reject_unknown(given: Iterable[Any], known: Iterable[str], what: str) -> None:
     """ValueError that lists what is unknown among `given`, and all that is known."""
-    unknown = sorted(k if isinstance(k, str) else shown(k) for k in set(given) - set(known))
+    unknown = sorted(k if isinstance(k, str) else format_value(k) for k in set(given) - set(known))
     if unknown:
-        found = ", ".join(map(cut, unknown[:20]))
+        found = ", ".join(map(shorten, unknown[:20]))
         raise ValueError(f"unknown {what}: {found}; allowed: {', '.join(sorted(known))}")
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Numbers of numpy and torch as Python's, alone or in lists, tuples, arrays and dictionaries."""
     if hasattr(value, "tolist") and hasattr(value, "ndim"):  # neither is imported for this
         return value.tolist()
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: to_python(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
+        return type(value)(map(to_python, value))
     return value
 
 
-def validated(kind: Any, given: Any, source: object, strict: bool | None = None) -> Any:
+def validate(kind: Any, given: Any, source: object, strict: bool | None = None) -> Any:
     """`given` as a pydantic model or type; ValueError in one line: the source, the place, what is
     wrong."""
     try:
@@ -70,12 +70,12 @@ def validated(kind: Any, given: Any, source: object, strict: bool | None = None)
     place = "".join(f"{_step(step)}: " for step in first["loc"])
     if first["type"] == "value_error":  # of a check of the model's own, which names the value
         raise ValueError(f"{source}: {place}{first['ctx']['error']}")
-    raise ValueError(f"{source}: {place}got {shown(first['input'])}; {first['msg']}")
+    raise ValueError(f"{source}: {place}got {format_value(first['input'])}; {first['msg']}")
 
 
 def _step(step: str | int) -> str:
     """One step of the way to a value; of a list, its place as a person counts."""
-    return f"value {step + 1}" if isinstance(step, int) else cut(step)
+    return f"value {step + 1}" if isinstance(step, int) else shorten(step)
 
 
 def text_hint(name: str, given: Any, fits: Callable[[Any], Any]) -> str:
@@ -113,7 +113,7 @@ def short_errors() -> None:
 
 def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType, **_: Any) -> None:
     """IPython's handler of these exceptions."""
-    line = _instead(error, trace)
+    line = _shorten(error, trace)
     if line is None:
         shell.showtraceback((kind, error, trace))
         return
@@ -121,7 +121,7 @@ def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType, **
     shell._showtraceback(kind, error, [f"\x1b[1m{line}\x1b[0m  (%tb: the whole traceback)"])
 
 
-def _instead(error: BaseException, trace: TracebackType) -> str | None:
+def _shorten(error: BaseException, trace: TracebackType) -> str | None:
     """The line in place of a traceback; None if that should be seen."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     if isinstance(error, KeyboardInterrupt):

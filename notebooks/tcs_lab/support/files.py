@@ -59,7 +59,7 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
 _unsaved: list[Path] = []  # of this process, in their order
 
 
-def write_shown(path: Path, write: Callable[[Any], Any]) -> bool:
+def write_if_possible(path: Path, write: Callable[[Any], Any]) -> bool:
     """`write_whole` of something that a notebook shows as well: False where it can't be written.
 
     The first time, one line says so; what is shown is complete all the same.
@@ -82,7 +82,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path, wait_for: str | None = None) -> Iterator[bool]:
+def hold_lock(path: Path, wait_for: str | None = None) -> Iterator[bool]:
     """One process at a time has the lock that belongs to `path`: True, or False if it is taken.
 
     With `wait_for`, which says what the lock is about, waits for the other process instead. The

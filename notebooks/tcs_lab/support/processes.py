@@ -57,13 +57,15 @@ def run_within(
     except subprocess.TimeoutExpired as error:
         _end(process)
         reader.join(_GRACE)
-        raise TimeoutError(_said(f"was not done in {seconds:g} s", command, lines)) from error
+        raise TimeoutError(
+            _describe_failure(f"was not done in {seconds:g} s", command, lines)
+        ) from error
     except BaseException:  # Ctrl-C
         _end(process)
         raise
     reader.join(_GRACE)  # a process that it left behind may keep the output open
     if process.returncode:
-        raise RuntimeError(_said(f"ended with {process.returncode}", command, lines))
+        raise RuntimeError(_describe_failure(f"ended with {process.returncode}", command, lines))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -75,6 +77,6 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.wait(timeout=_GRACE)
 
 
-def _said(what: str, command: Sequence[str], lines: deque[str]) -> str:
+def _describe_failure(what: str, command: Sequence[str], lines: deque[str]) -> str:
     name = " ".join(command[:3])
     return f"{name} … {what}; the last lines of its output:\n{''.join(lines)}"

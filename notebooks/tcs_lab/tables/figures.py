@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tcs_lab.support.files import write_shown
+from tcs_lab.support.files import write_if_possible
 
 # Colours ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -331,5 +331,5 @@ def save_figure(figure: Any, path: str | Path | None) -> bytes:
             figure.savefig(picture, **look)
             pictures.append(picture.getvalue())
             if path is not None:
-                write_shown(Path(f"{path}{suffix}"), lambda file: file.write(pictures[-1]))
+                write_if_possible(Path(f"{path}{suffix}"), lambda file: file.write(pictures[-1]))
     return pictures[0]

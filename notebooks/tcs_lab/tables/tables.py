@@ -13,8 +13,8 @@ import pandas as pd
 from scipy.special import stdtrit  # Student's quantile; scipy.stats takes seconds to import
 
 from tcs_core import OVERHEAD_BYTES, Scheme, bit_budget, kept
-from tcs_lab.support.files import write_shown
-from tcs_lab.training.configuration import RunConfig, _record_file
+from tcs_lab.support.files import write_if_possible
+from tcs_lab.training.configuration import RunConfig, name_record_file
 from tcs_lab.training.training import Row
 
 Record = dict[str, Any]
@@ -186,7 +186,7 @@ def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         "train_loss": float(np.mean(losses)) if len(final) else math.nan,
         "formula_bits": bit_budget(Scheme(**config["scheme"])),
         **sent,
-        "records": " ".join(_record_file(record) for record in records),
+        "records": " ".join(name_record_file(record) for record in records),
     }
 
 
@@ -361,7 +361,7 @@ def save_table(
     text = "\n\n".join(part for part in parts if part) + "\n"
     for suffix, content in ((".csv", csv), (".md", text)) if path is not None else ():
         data = content.encode()
-        write_shown(Path(f"{path}{suffix}"), lambda file: file.write(data))  # noqa: B023
+        write_if_possible(Path(f"{path}{suffix}"), lambda file: file.write(data))  # noqa: B023
     return text
 
 

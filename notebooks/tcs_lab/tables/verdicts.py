@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, StringConstraints
 
-from tcs_lab.support.errors import validated
+from tcs_lab.support.errors import validate
 from tcs_lab.support.files import write_json
-from tcs_lab.support.places import ROOT
+from tcs_lab.support.paths import ROOT
 
 # The one vocabulary of verdicts; `evidence.claims` adds one word for what is counted.
 SUPPORTED, CONTRADICTED, OPEN, NOT_MEASURED = WORDS = (
@@ -48,7 +48,7 @@ def read_verdicts(notebook: str, folder: Path | None = None) -> NotebookVerdicts
     except ValueError as error:
         way = f"execute the notebook {notebook} again, or restore the file"
         raise ValueError(f"{path}: this is not JSON ({error}): {way}") from None
-    return validated(NotebookVerdicts, content, path)
+    return validate(NotebookVerdicts, content, path)
 
 
 def write_verdicts(

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from tcs_lab.support.errors import cut, one_line, plain, shown
-from tcs_lab.support.files import alone, cache_folder, write_whole
+from tcs_lab.support.errors import format_value, one_line, shorten, to_python
+from tcs_lab.support.files import cache_folder, hold_lock, write_whole
 
 # Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
 # a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
@@ -68,37 +68,37 @@ class Dataset:
             test_images=self.test_images[:test], test_labels=self.test_labels[:test], **unused,
         )  # fmt: skip
 
-    def resized(self, size: int | None) -> Dataset:
+    def resize(self, size: int | None) -> Dataset:
         """Images of size x size pixels, each the mean of an area; None: as they are. Training takes
         that much less arithmetic. ValueError for more pixels than there are."""
-        size, side = plain(size), min(self.train_images.shape[1:3])
+        size, side = to_python(size), min(self.train_images.shape[1:3])
         if size is None or (size, size) == self.train_images.shape[1:3]:
             return self
         if type(size) is not int or not 1 <= size <= side:
             raise ValueError(f"image_size: got {size!r}, allowed: 1 to {side} ({self.label})")
         label = f"{self.label}, {size} x {size}"
-        arrays = [_areas(self.train_images, size), self.train_labels]
-        arrays += [_areas(self.test_images, size), self.test_labels]
+        arrays = [_shrink(self.train_images, size), self.train_labels]
+        arrays += [_shrink(self.test_images, size), self.test_labels]
         if self.unused_images is not None and self.unused_labels is not None:
-            arrays += [_areas(self.unused_images, size), self.unused_labels]
-        return _dataset(label, *arrays, classes=self.classes)
+            arrays += [_shrink(self.unused_images, size), self.unused_labels]
+        return _make_dataset(label, *arrays, classes=self.classes)
 
 
-def _areas(images: Tensor, size: int) -> Tensor:
+def _shrink(images: Tensor, size: int) -> Tensor:
     """(n, h, w, 3) to (n, size, size, 3) uint8, each pixel the mean of the area it stands for."""
     pieces = [i.permute(0, 3, 1, 2).float() for i in images.split(1000)]
     means = [F.adaptive_avg_pool2d(piece, size).round().byte() for piece in pieces]
     return torch.cat(means).permute(0, 2, 3, 1).contiguous()
 
 
-def _dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
+def _make_dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
     tensors = [torch.as_tensor(a) for a in arrays]
     train, labels, test, test_labels, *unused = tensors
-    sealed = _fingerprint(tensors)
+    sealed = _hash_tensors(tensors)
     return Dataset(label, train, labels, test, test_labels, sealed, classes, *unused)
 
 
-def _fingerprint(tensors: list[Tensor]) -> str:
+def _hash_tensors(tensors: list[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -134,7 +134,7 @@ def _user_path(root: str | Path) -> Path:
     try:
         return Path(root).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"data_root: {shown(str(root))}: {error}") from error
+        raise ValueError(f"data_root: {format_value(str(root))}: {error}") from error
 
 
 # The images of the track on which methods are compared (params/compare.yaml).
@@ -161,12 +161,12 @@ def synthetic_dataset(
     patterns = (patterns / patterns.std((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1)
     which = torch.randint(0, 10 * kinds, (train + test,), generator=generator)
     strengths = other, noise
-    parts = [_synthetic_images(patterns, part, generator, *strengths) for part in which.split(1000)]
+    parts = [_draw_images(patterns, part, generator, *strengths) for part in which.split(1000)]
     halves = [t for i in (torch.cat(parts), which // kinds) for t in i.split([train, test])]
-    return _dataset(label, halves[0], halves[2], halves[1], halves[3])
+    return _make_dataset(label, halves[0], halves[2], halves[1], halves[3])
 
 
-def _synthetic_images(
+def _draw_images(
     patterns: Tensor, which: Tensor, generator: torch.Generator, other: float, noise: float
 ) -> Tensor:
     """(n, 32, 32, 3) uint8 images of these patterns, of all patterns (10 kinds, 32, 32, 3)."""
@@ -191,7 +191,7 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
     from torchvision.datasets import CIFAR10
 
     try:
-        with alone(
+        with hold_lock(
             root, f"the download into {root}"
         ):  # two downloads into one folder spoil each other
             parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
@@ -202,7 +202,7 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
             f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) there; or use dataset: synthetic"
         ) from error
     arrays = [a for part in parts for a in (part.data, np.asarray(part.targets, np.int64))]
-    return _dataset(label or "CIFAR-10", *arrays)
+    return _make_dataset(label or "CIFAR-10", *arrays)
 
 
 MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
@@ -223,12 +223,12 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
     if not path.exists():
         raise FileNotFoundError(f"data_root: {path} does not exist")
     named = path.resolve().name
-    path = _with_parts(path) if path.is_dir() else path
-    cached = cache_folder() / "datasets" / f"{_source_key(path)}.npz"
+    path = _find_parts(path) if path.is_dir() else path
+    cached = cache_folder() / "datasets" / f"{_hash_source(path)}.npz"
     label = label or named.lstrip(".").split(".")[0]
     if found := _read_cached(cached, label):
         return found
-    with alone(cached, f"the images in {path}"):
+    with hold_lock(cached, f"the images in {path}"):
         if found := _read_cached(cached, label):
             return found
         files = _tar_files(path) if path.is_file() else _folder_files(path)
@@ -239,22 +239,22 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
         return dataset
 
 
-def _with_parts(root: Path) -> Path:
+def _find_parts(root: Path) -> Path:
     """The folder that holds train/ and test/: the root, or the one folder inside that does.
     ValueError says what is there instead."""
     if any((root / part).is_dir() for part in PARTS):
         return root
-    folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not _litter(f.name)]
+    folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not _is_litter(f.name)]
     inside = [folder for folder in folders if (folder / PARTS[0]).is_dir()]
     if len(inside) == 1:
         return inside[0]
-    names = shown([folder.name for folder in inside or folders])
+    names = format_value([folder.name for folder in inside or folders])
     what = "several folders with a train/ in them" if inside else "no train/ and no test/, but"
     way_out = "the folder above it" if root.resolve().name in PARTS else f"a folder of {LAYOUT}"
     raise ValueError(f"data_root: {root} has {what} {names}; allowed: {way_out}")
 
 
-def _litter(name: str) -> bool:
+def _is_litter(name: str) -> bool:
     """Whether a file or folder belongs to somebody's computer, not to a data set."""
     return name.startswith(".") or name in LITTER
 
@@ -266,19 +266,19 @@ def _read_cached(path: Path, label: str) -> Dataset | None:
     """The decoded data set, or None if there is no file, or not the one that was written."""
     try:
         with np.load(path, allow_pickle=False) as z:
-            dataset = _dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
+            dataset = _make_dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
             return dataset if dataset.fingerprint == str(z["fingerprint"]) else None
     except Exception:
         return None
 
 
-def _source_key(path: Path) -> str:
+def _hash_source(path: Path) -> str:
     """Changes when the source does: a tar's content; a folder's names, sizes and times."""
     if path.is_file():
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
     sha, inside = hashlib.sha256(), path.resolve()
-    for file in _below(path, "**/*"):
+    for file in _list_files(path, "**/*"):
         if not file.exists() or not file.resolve().is_relative_to(inside):
             where = file.relative_to(path).as_posix()
             raise ValueError(
@@ -291,14 +291,14 @@ def _source_key(path: Path) -> str:
     return sha.hexdigest()[:32]
 
 
-def _below(root: Path, pattern: str) -> list[Path]:
+def _list_files(root: Path, pattern: str) -> list[Path]:
     """What is in train/ and test/, but for litter and what is in it; sorted."""
     found = sorted(file for part in PARTS for file in (root / part).glob(pattern))
-    return [f for f in found if not any(map(_litter, f.relative_to(root).parts))]
+    return [f for f in found if not any(map(_is_litter, f.relative_to(root).parts))]
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    for file in _below(root, "*/**/*"):
+    for file in _list_files(root, "*/**/*"):
         if file.is_file():
             _check_size(str(file), file.stat().st_size)
             yield file.relative_to(root).as_posix(), file.read_bytes()
@@ -337,7 +337,7 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
             if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
                 raise EOFError("no end-of-archive mark")
     except Exception as error:  # tarfile, zlib, lzma and bz2 raise many kinds
-        why = cut(one_line(error))
+        why = shorten(one_line(error))
         raise ValueError(f"{path}: not a whole tar archive of images ({why})") from error
 
 
@@ -349,8 +349,8 @@ def _check_size(name: str, size: int) -> None:
 def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
     """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order, samples in a
     fixed random one, so that the first n are of all classes."""
-    found = list(_decoded(files, source))
-    classes = _classes(found, source)
+    found = list(_decode_all(files, source))
+    classes = _list_classes(found, source)
     arrays: list[np.ndarray] = []
     for part in PARTS:
         own = sorted((e for e in found if e[0] == part), key=lambda entry: entry[1:3])
@@ -358,10 +358,10 @@ def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) 
         own = [own[i] for i in order.tolist()]
         arrays.append(np.stack([pixels for *_, pixels in own]))
         arrays.append(np.array([classes.index(c) for _, c, _, _ in own], np.int64))
-    return _dataset(label, *arrays, classes=len(classes))
+    return _make_dataset(label, *arrays, classes=len(classes))
 
 
-def _decoded(
+def _decode_all(
     files: Iterable[tuple[str, bytes]], source: Path
 ) -> Iterator[tuple[str, str, str, np.ndarray]]:
     """(train or test, class, file name, pixels) of every image; all of one size. A class is its
@@ -369,8 +369,8 @@ def _decoded(
     shape, size, places, others = None, 0, set[str](), list[str]()
     bar = {"desc": f"decoding {source.name}", "unit": " images", "leave": False}
     for name, content in tqdm(files, **bar, disable=not sys.stderr.isatty()):
-        place, words = _placed(name)
-        if len(words) < 3 or any(map(_litter, words)):
+        place, words = _split_path(name)
+        if len(words) < 3 or any(map(_is_litter, words)):
             others.append(name)
             continue
         part, kind, *rest = words
@@ -378,7 +378,7 @@ def _decoded(
             raise ValueError(f"{source}: {name}: allowed: {part}/<class>/<image>, no deeper")
         places.add(place)
         if len(places) > 1:
-            found = shown([f"{where}{PARTS[0]}/" for where in sorted(places)])
+            found = format_value([f"{where}{PARTS[0]}/" for where in sorted(places)])
             raise ValueError(f"{source}: images in several places, {found}; allowed: one")
         pixels = _decode_image(f"{source}: {name}", content)
         shape = shape or pixels.shape
@@ -391,11 +391,11 @@ def _decoded(
         yield part, unicodedata.normalize("NFC", kind), rest[0], pixels
     if not places:
         raise ValueError(
-            f"{source}: no {LAYOUT} in it, but {shown(others) if others else 'nothing'}"
+            f"{source}: no {LAYOUT} in it, but {format_value(others) if others else 'nothing'}"
         )
 
 
-def _placed(name: str) -> tuple[str, list[str]]:
+def _split_path(name: str) -> tuple[str, list[str]]:
     """Where train/ and test/ are, "" or "folder/", and the words of a file's name from there on:
     none if it is in neither."""
     words = name.split("/")
@@ -406,13 +406,13 @@ def _placed(name: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def _classes(found: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
+def _list_classes(found: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
     """The names of the classes, which train and test must share; ValueError says what is there."""
     train, test = ({c for p, c, *_ in found if p == part} for part in PARTS)
     lonely = {"train": train - test, "test": test - train}
     for part, names in lonely.items():
         if names:
-            what = f"classes without an image in the other part: {shown(sorted(names))} in {part}/"
+            what = f"classes without an image in the other part: {format_value(sorted(names))} in {part}/"
             raise ValueError(f"{source}: {what}; allowed: the same two or more, as {LAYOUT}")
     if len(train) < 2:
         raise ValueError(
@@ -436,7 +436,9 @@ def _decode_image(name: str, content: bytes) -> np.ndarray:
         kinds = ", ".join(IMAGE_FORMATS)
         raise ValueError(f"{name}: is no image, allowed: {kinds}; move it elsewhere") from None
     except Exception as error:  # Pillow's decoders raise many kinds
-        raise ValueError(f"{name}: not a readable RGB image ({cut(one_line(error))})") from error
+        raise ValueError(
+            f"{name}: not a readable RGB image ({shorten(one_line(error))})"
+        ) from error
 
 
 # Partition ────────────────────────────────────────────────────────────────────────────────────────
@@ -501,12 +503,12 @@ class Draws:
         return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
 
     @staticmethod
-    def stacked(several: list[Draws]) -> Draws:
+    def stack(several: list[Draws]) -> Draws:
         """Those of several clients, in memory of their own."""
         parts = zip(*(vars(draws).values() for draws in several), strict=True)
         return Draws(*(torch.stack(part) for part in parts))
 
-    def flat(self) -> Draws:
+    def flatten(self) -> Draws:
         """Of several clients, one after another."""
         return Draws(*(tensor.flatten(0, 1) for tensor in vars(self).values()))
 
@@ -524,8 +526,8 @@ class Batches:
     def __init__(self, data: Dataset, device: torch.device, padding: int = 4):
         pixels = data.train_images.numpy().reshape(-1, 3)
         part = pixels[:: max(1, len(pixels) // 4_000_000)].astype(np.float64)
-        self.mean = self._everywhere(part.mean(0), data, device)
-        self.scale = self._everywhere(1 / np.maximum(part.std(0), 1.0), data, device)
+        self.mean = self._spread_colours(part.mean(0), data, device)
+        self.scale = self._spread_colours(1 / np.maximum(part.std(0), 1.0), data, device)
         self.padding = padding
         padded = F.pad(data.train_images.to(device), (0, 0, *[padding] * 4))
         self.padded = padded.contiguous()  # (n, h + 2 padding, w + 2 padding, 3) uint8
@@ -539,16 +541,16 @@ class Batches:
         self.test_labels = torch.cat(labels).to(device)
 
     @staticmethod
-    def _everywhere(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:
+    def _spread_colours(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:
         """A number a colour as (h, w, 3): broadcasting three at a time takes six times as long."""
         numbers = torch.tensor(colours, dtype=torch.float32, device=device)
         return numbers.expand(data.train_images.shape[1:]).contiguous()
 
-    def normalized(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor) -> Tensor:
         """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
         return pixels.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)
 
-    def augmented(self, draws: Draws) -> tuple[Tensor, Tensor]:
+    def augment(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
         count, height, width, colours = self.padded.shape
         around = 2 * self.padding
@@ -559,14 +561,14 @@ class Batches:
         )
         starts = (draws.samples * height + draws.crops[:, 0]) * width + draws.crops[:, 1]
         images = crops.index_select(0, starts).view(-1, lines, pixels, colours)
-        images = _mirrored(images, draws.flips)
-        return self.normalized(images), self.train_labels[draws.samples]
+        images = _mirror(images, draws.flips)
+        return self.normalize(images), self.train_labels[draws.samples]
 
     def test(self, part: slice) -> tuple[Tensor, Tensor]:
-        return self.normalized(self.test_images[part]), self.test_labels[part]
+        return self.normalize(self.test_images[part]), self.test_labels[part]
 
 
-def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
+def _mirror(images: Tensor, flips_B: Tensor) -> Tensor:
     """(B, h, w, 3) uint8, those with a flip from right to left; chosen in words, not in bytes."""
     plain, mirrored = images.flatten(1), images.flip(2).flatten(1)
     word = torch.int64 if plain.shape[1] % 8 == 0 else torch.uint8
@@ -576,5 +578,5 @@ def _mirrored(images: Tensor, flips_B: Tensor) -> Tensor:
 
 def generator_for(seed: int, *path: int) -> torch.Generator:
     """The CPU generator of one purpose: the same numbers for the same (seed, path), everywhere."""
-    state = np.random.SeedSequence(plain([seed, *path])).generate_state(1, np.uint64)[0]
+    state = np.random.SeedSequence(to_python([seed, *path])).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from tcs_lab.support.errors import plain
+from tcs_lab.support.errors import to_python
 
 _HELD_OUT = 10  # the last tenth of every topic is the test
 
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
     def __init__(self, classes: int, width: int, context: int):
         super().__init__()
-        classes, width, context = plain((classes, width, context))
+        classes, width, context = to_python((classes, width, context))
         if width % (heads := max(1, width // 16)):
             raise ValueError(
                 f"width: got {width}, allowed of a gpt: a multiple of its {heads} heads"

@@ -15,7 +15,7 @@ from pydantic import Field
 
 import tcs_core as tcs
 from tcs_lab.runs.parameters import literals
-from tcs_lab.support.errors import plain, text_hint, validated
+from tcs_lab.support.errors import text_hint, to_python, validate
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
 from tcs_lab.tables.verdicts import (
     CONTRADICTED,
@@ -38,8 +38,8 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
     if missing:
         raise ValueError(f"{', '.join(missing)}: missing in the cell of parameters")
     for name, kind in kinds.items():
-        check = partial(validated, kind, source=name, strict=True)
-        given = plain(namespace[name])
+        check = partial(validate, kind, source=name, strict=True)
+        given = to_python(namespace[name])
         try:
             check(given)
         except ValueError as error:

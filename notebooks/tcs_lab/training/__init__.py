@@ -9,18 +9,18 @@ from tcs_lab.support.lazy import lazily
 
 __getattr__, __dir__ = lazily(
     __name__,
-    {
-        "configuration": "RUN_KEYS WHERE_KEYS RunConfig digest_of from_outside",
-        "training": (
-            "CrossEntropy Data ImageFeed Training accuracy_on errors_in_file load_data outcomes "
-            "pack_flags"
+    dict.fromkeys(
+        (
+            "client_streams",
+            "client_threads",
+            "compiled",
+            "configuration",
+            "cuda_graph",
+            "side_by_side",
+            "text_feed",
+            "training",
+            "watching",
         ),
-        "text_feed": "TextFeed",
-        "watching": "MaskWatch Row UpdateWatch",
-        "client_threads": "ClientThreads goes_a_client_a_thread",
-        "client_streams": "ClientStreams goes_a_client_a_stream",
-        "side_by_side": "SideBySide goes_side_by_side",
-        "compiled": "goes_compiled passes",
-        "cuda_graph": "DeferredLink GraphRounds goes_static",
-    },
+        "",
+    ),
 )

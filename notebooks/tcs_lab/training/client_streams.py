@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from tcs_core import LocalTrainer
-from tcs_lab.training.client_threads import seat_of
+from tcs_lab.training.client_threads import copy_trainer
 from tcs_lab.training.configuration import RunConfig
 
 MOST_CLIENTS = 16  # each has a model and gradients of its own
 STREAMS = 5  # so many train at a time; meanwhile those before them are compressed
 
 
-def goes_a_client_a_stream(config: RunConfig) -> bool:
+def uses_client_streams(config: RunConfig) -> bool:
     """On a GPU, in rounds that are static, where they do not train side by side; few clients, since
     each has a model of its own."""
     return config.torch_device.type == "cuda" and 1 < config.client_count <= MOST_CLIENTS
@@ -36,7 +36,7 @@ class ClientStreams(LocalTrainer):
         super().__init__(*settings, **more)
         if self.local_optimizer is not None:
             raise ValueError("local_optimizer: got one, allowed with a client a stream: none")
-        self.seats = {n: seat_of(self) for n in range(self.feed.clients)}
+        self.seats = {n: copy_trainer(self) for n in range(self.feed.clients)}
         self.streams = [torch.cuda.Stream(self.theta_D.device) for _ in range(STREAMS)]
         self.trained: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 

@@ -20,7 +20,7 @@ from tcs_core import LocalTrainer
 from tcs_lab.training.configuration import RunConfig
 
 
-def goes_a_client_a_thread(config: RunConfig) -> bool:
+def uses_client_threads(config: RunConfig) -> bool:
     """As configured, on a CPU; a single client has all threads to itself."""
     cpu = config.torch_device.type == "cpu"
     return config.client_threads and cpu and config.client_count > 1
@@ -37,7 +37,7 @@ def _one_core() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Given:
+class _FetchedBatches:
     """The feed of one client in one round: batches that are there already."""
 
     def __init__(self, batches: list[Any]):
@@ -47,7 +47,7 @@ class _Given:
         return self.batches[tau]
 
 
-def seat_of(trainer: LocalTrainer) -> LocalTrainer:
+def copy_trainer(trainer: LocalTrainer) -> LocalTrainer:
     """A trainer of one client at a time, beside others: it has a model and gradients of its own, and
     shares theta, statistics and losses with `trainer`."""
     seat = LocalTrainer.__new__(LocalTrainer)
@@ -71,7 +71,7 @@ class ClientThreads(LocalTrainer):
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         threads = torch.get_num_threads()
-        seats = [seat_of(self) for _ in range(threads + 1)]  # one may wait to be compressed
+        seats = [copy_trainer(self) for _ in range(threads + 1)]  # one may wait to be compressed
         self.free, self.later = seats[:1], seats[1:]  # the very first pass may be compiled: alone
         self.waiting = deque[int]()
         self.training: dict[int, tuple[LocalTrainer, Future[Tensor]]] = {}
@@ -112,7 +112,7 @@ class ClientThreads(LocalTrainer):
     def _start(self, n: int, t: int | Tensor, eta: float | Tensor) -> None:
         batches = [self.feed.batch(n, t, tau) for tau in range(self.scheme.local_steps)]
         seat = self.free.pop()
-        seat.feed = _Given(batches)
+        seat.feed = _FetchedBatches(batches)
         self.training[n] = seat, self.pool.submit(self._train, seat, n, t, eta)
 
     @staticmethod

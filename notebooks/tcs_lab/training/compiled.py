@@ -32,16 +32,16 @@ def _compiler() -> str:
         raise ValueError(f"$CXX: got {given!r} ({error}), allowed: {allowed}") from error
 
 
-def goes_compiled(config: RunConfig) -> bool:
+def uses_compilation(config: RunConfig) -> bool:
     """As configured, on a CPU with a C++ compiler."""
     cpu = config.torch_device.type == "cpu"
     return config.compiled and cpu and shutil.which(_compiler()) is not None
 
 
-def passes(config: RunConfig) -> Callable[..., Tensor]:
+def make_passes(config: RunConfig) -> Callable[..., Tensor]:
     """A model's scores of images; compiled, if that is configured and can be done, with the passes
     back. What was compiled for another training is forgotten: it would change how this one is."""
-    if goes_compiled(config):
+    if uses_compilation(config):
         torch.compiler.reset()
         return torch.compile(_forward, dynamic=False)
     if config.compiled:

@@ -16,13 +16,13 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 import tcs_lab.schemes  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
-from tcs_lab.support.errors import plain, shown, text_hint
+from tcs_lab.support.errors import format_value, text_hint, to_python
 
 # Kinds of values. A new setting is one line in RunConfig; its check, and what an error says is
 # allowed, follow from its kind.
 
 
-def _rising(shares: tuple[float, ...]) -> tuple[float, ...]:
+def _check_rising(shares: tuple[float, ...]) -> tuple[float, ...]:
     if list(shares) != sorted(shares):
         raise ValueError("not rising")
     return shares
@@ -32,24 +32,24 @@ TEXT_MODEL = "gpt"  # the model of dataset text, and of no other
 MODELS = (*STAGES, TEXT_MODEL)
 
 
-def _known_model(name: str) -> str:
+def _check_model(name: str) -> str:
     if name not in MODELS:
         raise ValueError("unknown")
     return name
 
 
-MOST = 10**9  # of anything counted
-Whole = Annotated[int, Field(ge=1, le=MOST)]
+MAX_COUNT = 10**9  # of anything counted
+Whole = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Drops = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
     Field(strict=False, description="shares of the epochs in (0, 1), rising"),  # a list too
-    AfterValidator(_rising),
+    AfterValidator(_check_rising),
 ]
 Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
-Model = Annotated[str, AfterValidator(_known_model), Field(description=" or ".join(MODELS))]
+Model = Annotated[str, AfterValidator(_check_model), Field(description=" or ".join(MODELS))]
 PROFILE = {"pattern": r"^[\w-]{1,64}$", "description": "up to 64 letters, digits, - and _"}
 DEVICE = {
     "pattern": r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
@@ -92,7 +92,7 @@ class RunConfig:
     batch_size: Whole = 64  # B, samples a local step
     epochs: Annotated[int, Field(ge=1, le=10**6)] = 300  # passes over the data
     # dense epochs with a rising learning rate, Sec. III-B; null: 1/60 of the epochs
-    warmup_epochs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    warmup_epochs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     warmup_learning_rate: Positive = 0.1  # eta of the first round, scaled like eta
     drops: Drops = (0.5, 0.75)  # when eta is divided by 10, Sec. III-B
     # cumulative batch at which learning_rate holds (10 clients x 64); null: no linear scaling
@@ -122,7 +122,9 @@ class RunConfig:
         if isinstance(self.scheme, str):
             object.__setattr__(self, "scheme", Scheme.named(self.scheme))
         if not isinstance(self.scheme, Scheme):
-            raise ValueError(f"scheme: got {shown(self.scheme)}, allowed: a Scheme or its name")
+            raise ValueError(
+                f"scheme: got {format_value(self.scheme)}, allowed: a Scheme or its name"
+            )
         for key in ("seed", *sorted(RUN_KEYS)):
             object.__setattr__(self, key, check_value(key, getattr(self, key), RUN_CHECKS[key]))
         if self.warmup > (most := max(1, self.epochs - 1)):
@@ -141,7 +143,7 @@ class RunConfig:
         """ValueError for a model, or a setting, that the data set does not go with."""
         text = self.dataset == "text"
         if self.data_root is not None and self.dataset not in ("cifar10", "folder"):
-            got = f"got {shown(self.data_root)}, allowed with dataset {self.dataset}: none"
+            got = f"got {format_value(self.data_root)}, allowed with dataset {self.dataset}: none"
             raise ValueError(f"data_root: {got} (dataset folder reads images from there)")
         if text != (self.model == TEXT_MODEL):
             allowed = TEXT_MODEL if text else " or ".join(STAGES)
@@ -231,7 +233,7 @@ class RunConfig:
         return {
             "scheme": dataclasses.asdict(self.scheme),
             **values,
-            **_source(self.scheme),
+            **_hash_outside_parts(self.scheme),
         }
 
     @property
@@ -240,7 +242,7 @@ class RunConfig:
 
     @property
     def record_name(self) -> str:
-        return _record_file({"config": self.identity(), "digest": self.digest})
+        return name_record_file({"config": self.identity(), "digest": self.digest})
 
     @property
     def torch_device(self) -> torch.device:
@@ -252,7 +254,7 @@ class RunConfig:
         return device
 
 
-def _record_file(record: dict[str, Any]) -> str:
+def name_record_file(record: dict[str, Any]) -> str:
     config = record["config"]
     safe = re.sub(r"[^\w.+-]+", "_", config["scheme"]["name"])
     return f"{safe}-{config['learning_rate']:g}-{config['seed']}-{record['digest']}.json"
@@ -280,7 +282,7 @@ _OURS = ("tcs_core", "builtins")
 _OUR_ROOM = "tcs_lab.schemes."
 
 
-def from_outside(scheme: Scheme) -> list[Any]:
+def list_outside_parts(scheme: Scheme) -> list[Any]:
     """Classes of the scheme's rule and its own sides, and quantizers, that are neither the core's
     nor the lab's: workers do not know them."""
     rule = rule_of(scheme)
@@ -292,27 +294,27 @@ def from_outside(scheme: Scheme) -> list[Any]:
     return [part for part, home in homes if home not in _OURS and not home.startswith(_OUR_ROOM)]
 
 
-def _source(scheme: Scheme) -> dict[str, str]:
+def _hash_outside_parts(scheme: Scheme) -> dict[str, str]:
     """What comes from outside the core is part of a run's identity: changed, it is a new run."""
-    found = from_outside(scheme)
+    found = list_outside_parts(scheme)
     outside = [part for part in found if inspect.isclass(part)]
-    parts = sorted(_member_source("", part) for part in found if part not in outside)
+    parts = sorted(_read_source("", part) for part in found if part not in outside)
     if not found:
         return {}
     members = [item for cls in outside for item in sorted(vars(cls).items())]
     own = [(n, v) for n, v in members if inspect.isfunction(v) or not n.startswith("__")]
-    parts = [_member_source(name, value) for name, value in own] + parts
+    parts = [_read_source(name, value) for name, value in own] + parts
     return {"rule_sha256": hashlib.sha256("\n".join(parts).encode()).hexdigest()}
 
 
 _text_of = cache(inspect.getsource)  # as it was at first: the file may be edited
 
 
-def _member_source(name: str, value: Any) -> str:
+def _read_source(name: str, value: Any) -> str:
     """A method as its source (a class in a notebook has none as a whole), anything else as text."""
     if isinstance(value, property | staticmethod | classmethod | cached_property):
         parts = (getattr(value, key, None) for key in ("fget", "fset", "__func__", "func"))
-        return "\n".join(_member_source(name, part) for part in parts if part)
+        return "\n".join(_read_source(name, part) for part in parts if part)
     try:
         if isinstance(value, set | frozenset):  # their order differs from run to run
             value = sorted(map(repr, value))
@@ -329,13 +331,13 @@ RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # true is no 1, and "3" no 3
 
 
-def check_of(kind: Any) -> TypeAdapter:
+def make_check(kind: Any) -> TypeAdapter:
     """What `check_value` checks a value of this kind by."""
     return TypeAdapter(kind, config=_STRICT)
 
 
 _KINDS = get_type_hints(RunConfig, include_extras=True)
-RUN_CHECKS = {key: check_of(_KINDS[key]) for key in RUN_KEYS | {"seed"}}
+RUN_CHECKS = {key: make_check(_KINDS[key]) for key in RUN_KEYS | {"seed"}}
 
 
 def check_value(key: str, value: Any, check: TypeAdapter) -> Any:
@@ -343,14 +345,14 @@ def check_value(key: str, value: Any, check: TypeAdapter) -> Any:
 
     Raises ValueError naming the key, the value and what is allowed.
     """
-    value = plain(value)
+    value = to_python(value)
     try:
         return check.validate_python(value)
     except ValidationError:
-        allowed = _allowed(check.json_schema())
+        allowed = _describe_kind(check.json_schema())
     hint = text_hint(key, value, check.validate_python)
     raise ValueError(
-        f"{key}: got {shown(value)} ({type(value).__name__}), allowed: {allowed}{hint}"
+        f"{key}: got {format_value(value)} ({type(value).__name__}), allowed: {allowed}{hint}"
     )
 
 
@@ -360,12 +362,12 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
            "maxLength": "of length 1 to"}  # fmt: skip
 
 
-def _allowed(schema: dict[str, Any]) -> str:
+def _describe_kind(schema: dict[str, Any]) -> str:
     """A kind of value in words, from its JSON schema."""
     if "description" in schema:
         return schema["description"]
     if "anyOf" in schema:
-        return ", or ".join(map(_allowed, schema["anyOf"]))
+        return ", or ".join(map(_describe_kind, schema["anyOf"]))
     if "enum" in schema:
         return ", ".join(schema["enum"])
     bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]

@@ -31,7 +31,7 @@ from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.watching import MaskWatch, UpdateWatch
 
 
-def suits(scheme: Scheme, link: Link) -> bool:
+def is_suitable(scheme: Scheme, link: Link) -> bool:
     """Whether a graph can stand in for this scheme's rounds of all clients, after its warm-up."""
     fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
     plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
@@ -40,10 +40,10 @@ def suits(scheme: Scheme, link: Link) -> bool:
     return known and plain and usual and type(link) is Link and link.channel is None
 
 
-def goes_static(config: RunConfig, link: Link) -> bool:
-    """As configured, where all clients take part and the scheme suits."""
+def uses_static_rounds(config: RunConfig, link: Link) -> bool:
+    """As configured, where all clients take part and the scheme is suitable."""
     everyone = config.participants == config.client_count
-    return config.graph and everyone and suits(config.scheme, link)
+    return config.graph and everyone and is_suitable(config.scheme, link)
 
 
 class DeferredLink(Link):
@@ -95,9 +95,9 @@ class GraphRounds:
         self.link = DeferredLink(federation.compressor.known)
         self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
-        self.places: list[int] = []  # in memory, of what the graph was captured with
+        self.addresses: list[int] = []  # in memory, of what the graph was captured with
 
-    def ready(self, rounds: range) -> bool:
+    def is_ready(self, rounds: range) -> bool:
         """Whether these rounds, judged by the first, are of a dense scheme, or sparse ones that have
         a mask to start with."""
         if self.federation.scheme.always_dense:
@@ -153,9 +153,9 @@ class GraphRounds:
             self._round()
             return
         with torch.cuda.device(self.index.device):
-            if self.graph is None or self.places != self._places():
-                self.graph = self._captured()
-                self.places = self._places()
+            if self.graph is None or self.addresses != self._addresses():
+                self.graph = self._capture()
+                self.addresses = self._addresses()
             self.graph.replay()
 
     def _round(self) -> None:
@@ -171,10 +171,10 @@ class GraphRounds:
             compressor.link = usual
         watched = None
         if isinstance(self.watch, UpdateWatch):
-            watched = self.watch.compared(update_D)
+            watched = self.watch.compare(update_D)
         if before_K is not None:
             if isinstance(self.watch, MaskWatch):
-                watched = self.watch.compared(before_K, rule.positions)
+                watched = self.watch.compare(before_K, rule.positions)
             rule.positions = before_K.copy_(rule.positions)  # where the next round looks for it
         if watched is not None:
             self.watched_T2.index_copy_(0, now, watched.view(1, 2))
@@ -185,7 +185,7 @@ class GraphRounds:
         self.finite_TN.index_copy_(0, now, torch.stack([*finite.values()]).view(1, -1))
         self.explored_T.index_copy_(0, now, self.link.explored.view(1))
 
-    def _places(self) -> list[int]:
+    def _addresses(self) -> list[int]:
         """Where there is what the graph reads and writes: an owner, an ordinary round or a
         checkpoint may have put something else in its place."""
         federation = self.federation
@@ -198,7 +198,7 @@ class GraphRounds:
         found = [getattr(rule, "positions", None)]
         return [tensor for tensor in found if tensor is not None]
 
-    def _captured(self) -> Any:
+    def _capture(self) -> Any:
         """The round as a CUDA graph. What the trial rounds before it change is put back."""
         federation = self.federation
         state = [federation.theta_D, federation.statistics_NS, federation.losses_N]

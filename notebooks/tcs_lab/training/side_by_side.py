@@ -29,7 +29,7 @@ MOST_OF_TEXT = 8192
 Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 
 
-def goes_side_by_side(config: RunConfig) -> bool:
+def uses_side_by_side(config: RunConfig) -> bool:
     """As configured; else by the sizes of net, batch and images (never by a timing: records must
     repeat). Not where threads or compiled passes take client by client."""
     if config.client_threads or config.compiled or config.client_count == 1:
@@ -42,7 +42,7 @@ def goes_side_by_side(config: RunConfig) -> bool:
     return channels * (config.image_size or 32) ** 2 <= MOST
 
 
-class Grouped:
+class GroupedPasses:
     """The passes of a net of images (B, 3, h, w): the clients' channels lie side by side, (B, N C,
     h, w), and each client's are a group of every convolution, so that norms keep them apart."""
 
@@ -78,7 +78,7 @@ class Grouped:
         parts = self._parts(theta)
         shapes = [p.shape for p in self.trainer.flat.parameters]
         for module, name, which in self.places:
-            vars(module)[name] = _stacked(parts[which], shapes[which])
+            vars(module)[name] = _stack_parameter(parts[which], shapes[which])
         inputs = images.transpose(0, 1).flatten(1, 2)  # (B, N 3, h, w)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.seen.clear()
@@ -149,7 +149,7 @@ class Grouped:
         return forward
 
 
-def _stacked(part: Tensor, shape: torch.Size) -> Tensor:
+def _stack_parameter(part: Tensor, shape: torch.Size) -> Tensor:
     """A parameter of all clients, (N P,), along its first dimension; convolutions channels last."""
     if len(shape) != 4:
         return part.view(-1, *shape[1:])
@@ -157,7 +157,7 @@ def _stacked(part: Tensor, shape: torch.Size) -> Tensor:
     return part.view(-1, height, width, inputs).permute(0, 3, 1, 2)
 
 
-def vmapped(trainer: LocalTrainer) -> Passes:
+def make_vmapped_passes(trainer: LocalTrainer) -> Passes:
     """The passes of any model without batch norms (torch.func.vmap)."""
     model = copy.deepcopy(trainer.model).train()
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -180,7 +180,7 @@ def vmapped(trainer: LocalTrainer) -> Passes:
 class SideBySide(LocalTrainer):
     """Trains all clients of a round side by side. No optimizers of the clients' own.
 
-    A feed whose class defines `together(t, tau)` gives all clients' batches of a static round at
+    A feed whose class defines `batches_of_all(t, tau)` gives all clients' batches of a static round at
     once, stacked. Memory: three times the differences (N, D) of a round, five times with local steps.
     """
 
@@ -188,7 +188,7 @@ class SideBySide(LocalTrainer):
         super().__init__(*settings, **more)
         if self.local_optimizer is not None:
             raise ValueError("local_optimizer: got one, allowed with clients side by side: none")
-        self._passes = Grouped(self) if self.flat.norms else vmapped(self)
+        self._passes = GroupedPasses(self) if self.flat.norms else make_vmapped_passes(self)
         self._rows: dict[int, Tensor] = {}
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
@@ -201,8 +201,8 @@ class SideBySide(LocalTrainer):
 
     def _batches(self, chosen: list[int], t: int | Tensor, tau: int) -> tuple[Tensor, ...]:
         """Those of all these clients, stacked."""
-        if isinstance(t, Tensor) and "together" in vars(type(self.feed)):
-            return cast(Any, self.feed).together(t, tau)
+        if isinstance(t, Tensor) and "batches_of_all" in vars(type(self.feed)):
+            return cast(Any, self.feed).batches_of_all(t, tau)
         batches = [self.feed.batch(n, t, tau) for n in chosen]
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
 

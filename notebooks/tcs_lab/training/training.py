@@ -29,12 +29,12 @@ from tcs_core import (
 from tcs_lab.support.files import cache_folder
 from tcs_lab.tasks.images import Batches, Dataset, Draws, generator_for, load_dataset, partition
 from tcs_lab.tasks.text import GPT, Text, load_text
-from tcs_lab.training.client_streams import ClientStreams, goes_a_client_a_stream
-from tcs_lab.training.client_threads import ClientThreads, goes_a_client_a_thread
-from tcs_lab.training.compiled import passes
+from tcs_lab.training.client_streams import ClientStreams, uses_client_streams
+from tcs_lab.training.client_threads import ClientThreads, uses_client_threads
+from tcs_lab.training.compiled import make_passes
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.cuda_graph import GraphRounds, goes_static
-from tcs_lab.training.side_by_side import SideBySide, goes_side_by_side
+from tcs_lab.training.cuda_graph import GraphRounds, uses_static_rounds
+from tcs_lab.training.side_by_side import SideBySide, uses_side_by_side
 from tcs_lab.training.text_feed import TextFeed
 from tcs_lab.training.watching import MaskWatch, Row, UpdateWatch
 
@@ -44,7 +44,7 @@ Data = Dataset | Text
 # that no draw depends on the order of work, the number of processes or where a run was resumed.
 _INIT, _PARTITION, _SAMPLING, _PARTICIPANTS, _MASKS = range(5)
 _STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
-_JUDGED = 500  # test samples whose losses are summed at once
+_EVALUATED_AT_ONCE = 500  # test samples whose losses are summed at once
 _CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
 
 
@@ -54,7 +54,7 @@ def load_data(config: RunConfig) -> Data:
         return load_text()
     data = load_dataset(config.dataset, config.data_root, config.data_label)
     counts = config.train_samples, config.test_samples
-    return data.first(*counts, keep_unused=config.test_unused).resized(config.image_size)
+    return data.first(*counts, keep_unused=config.test_unused).resize(config.image_size)
 
 
 class ImageFeed:
@@ -78,7 +78,7 @@ class ImageFeed:
     def of(config: RunConfig, data: Dataset) -> ImageFeed:
         """The feed of a configuration."""
         batches = Batches(data, config.torch_device, config.crop_padding)
-        return ImageFeed(batches, _client_samples(config, data), config)
+        return ImageFeed(batches, _deal_samples(config, data), config)
 
     def test_count(self, last: bool) -> int:
         """How many images are tested after an epoch; after the last one, those unused too."""
@@ -105,7 +105,7 @@ class ImageFeed:
     def hold(self, rounds: range) -> None:
         """From here on a tensor in the place of a round counts from the first of these, an epoch's.
         Their samples are kept in the same tensors every time."""
-        draws = Draws.stacked(self.draws(rounds.start // self.rounds))
+        draws = Draws.stack(self.draws(rounds.start // self.rounds))
         if self._held is None:
             self._held = draws
             return
@@ -116,23 +116,25 @@ class ImageFeed:
         """Images (B, 3, h, w) float32 and labels (B,) of client n's local step tau."""
         if isinstance(round, Tensor):
             first = (round * self.steps + tau) * self.size
-            return self.batches.augmented(cast(Draws, self._held)[n][first + self.offsets])
+            return self.batches.augment(cast(Draws, self._held)[n][first + self.offsets])
         epoch, index = divmod(round, self.rounds)
-        return self._staged(n, self._draws_of(n, epoch), (index * self.steps + tau) * self.size)
+        return self._augment_ahead(
+            n, self._draws_of(n, epoch), (index * self.steps + tau) * self.size
+        )
 
-    def together(self, round: Tensor, tau: int) -> tuple[Tensor, Tensor]:
+    def batches_of_all(self, round: Tensor, tau: int) -> tuple[Tensor, Tensor]:
         """All clients' batches of a static round, augmented at once: (N, B, 3, h, w) and (N, B)."""
         first = (round * self.steps + tau) * self.size
         draws = cast(Draws, self._held)[:, first + self.offsets]
-        images, labels = self.batches.augmented(draws.flat())
+        images, labels = self.batches.augment(draws.flatten())
         return images.unflatten(0, draws.flips.shape), labels.view(draws.flips.shape)
 
-    def _staged(self, n: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
+    def _augment_ahead(self, n: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
         """The batch from `first` on; many of them are augmented at a time."""
         known, found = self._ahead.get(n, (None, {}))
         if known is not draws or first not in found:
             ahead = max(1, _STAGED_SAMPLES // len(self.samples_NM) // self.size) * self.size
-            images, labels = self.batches.augmented(draws[first : first + ahead])
+            images, labels = self.batches.augment(draws[first : first + ahead])
             pairs = zip(images.split(self.size), labels.split(self.size), strict=True)
             found = dict(zip(range(first, first + len(labels), self.size), pairs, strict=True))
             self._ahead[n] = (draws, found)
@@ -158,21 +160,21 @@ class Training:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(config.seed, _INIT).initial_seed())
-            model = model_of(config, data.classes)
+            model = make_run_model(config, data.classes)
         if link is None:
             link = Link(unchanged, config.bad_message) if config.wire else Link()
-        static = goes_static(config, link)
+        static = uses_static_rounds(config, link)
         self.federation = Federation(
             model.to(self.device), self.feed, scheme, partial(_phase, config, self.feed.rounds),
             loss=CrossEntropy(config), link=link,
             weights=self.feed.weights,
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
-            trainer=self._kind(static),
+            trainer=self._choose_trainer(static),
         )  # fmt: skip
-        if hasattr(self.compressor.rule, "model_is"):  # of a method that compresses by parameter
-            self.compressor.rule.model_is(self.flat)
+        if hasattr(self.compressor.rule, "set_model"):  # of a method that compresses by parameter
+            self.compressor.rule.set_model(self.flat)
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
-            errors_in_file(self.compressor)
+            move_errors_to_file(self.compressor)
         # dense schemes' updates say which entries are important
         self.watch: UpdateWatch | MaskWatch = (
             UpdateWatch(self.flat.layer_sizes, device=self.device)
@@ -187,13 +189,13 @@ class Training:
             self.deltas_ND = torch.zeros(shape, device=self.device)
             self.federation.on_delta = self._keep_delta
 
-    def _kind(self, static: bool) -> type[LocalTrainer]:
+    def _choose_trainer(self, static: bool) -> type[LocalTrainer]:
         """How clients train: one after another, or several at a time."""
-        if goes_a_client_a_thread(self.config):
+        if uses_client_threads(self.config):
             return ClientThreads
-        if goes_side_by_side(self.config):
+        if uses_side_by_side(self.config):
             return SideBySide
-        return ClientStreams if static and goes_a_client_a_stream(self.config) else LocalTrainer
+        return ClientStreams if static and uses_client_streams(self.config) else LocalTrainer
 
     def _keep_delta(self, n: int, delta_D: Tensor) -> None:
         self.deltas_ND[n] = delta_D
@@ -225,29 +227,29 @@ class Training:
             try:
                 yield self.federation.round(self._participants(epoch, index))
             except ClientError as error:
-                raise self._placed(error, first + index) from None
+                raise self._split_path(error, first + index) from None
 
-    def _placed(self, error: ClientError, t: int) -> ClientError:
+    def _split_path(self, error: ClientError, t: int) -> ClientError:
         epoch, index = divmod(t, self.rounds_per_epoch)
         where = f"epoch {epoch + 1}, round {index + 1} of {self.rounds_per_epoch}"
         error.args = (f"{error.args[0]}; {where}",)
         return error
 
-    def _graph_rounds(self, graph: GraphRounds, rounds: range) -> list[Traffic]:
+    def _play_rounds(self, graph: GraphRounds, rounds: range) -> list[Traffic]:
         """All of them at once; what each sent."""
         self.federation.losses_N.zero_()
         try:
             played = graph.play(rounds)
         except ClientError as error:
             first_bad = rounds.start if error.round is None else error.round
-            raise self._placed(error, first_bad) from None
+            raise self._split_path(error, first_bad) from None
         self.watch.found += list(graph.watched_T2[: len(rounds)])
         return played
 
     def _traffic(self, epoch: int) -> Iterator[Traffic]:
         """The same, each as what it sent."""
         for update_D in self.rounds(epoch):
-            self.watch.see(update_D)
+            self.watch.observe(update_D)
             yield self.compressor.traffic
 
     def epoch(self, epoch: int) -> Row:
@@ -259,8 +261,8 @@ class Training:
         row |= dict.fromkeys(counted, 0)
         self.watch.begin()
         played: Iterable[Traffic] = self._traffic(epoch)
-        if self.graph is not None and self.graph.ready(span):
-            played = self._graph_rounds(self.graph, span)
+        if self.graph is not None and self.graph.is_ready(span):
+            played = self._play_rounds(self.graph, span)
         for traffic in played:
             for key in counted:
                 row[key] += getattr(traffic, key)
@@ -285,23 +287,23 @@ class Training:
         clients' statistics averaged. After the `last` epoch with `test_unused`: on the unused training
         images too, and "right" says which of all these were right (`pack_flags`)."""
         average_S = self.statistics_NS[self.active].mean(0)
-        starts = range(0, self.feed.test_count(last), _JUDGED)
-        parts = [slice(start, start + _JUDGED) for start in starts]
+        starts = range(0, self.feed.test_count(last), _EVALUATED_AT_ONCE)
+        parts = [slice(start, start + _EVALUATED_AT_ONCE) for start in starts]
         trainer = self.federation.trainer
         each = trainer.each if isinstance(trainer, ClientThreads) else map
         with self.federation.evaluated(average_S):
-            found = list(each(self._judged, parts))
+            found = list(each(self._evaluate_part, parts))
         right = torch.cat([right for _, right in found]).cpu()
         loss = sum(loss for loss, _ in found) / len(right)
         row = {"accuracy": int(right.sum()) / len(right), "loss": loss}
         return row | ({"right": pack_flags(right)} if last and self.config.test_unused else {})
 
     @torch.no_grad()
-    def _judged(self, part: slice) -> tuple[float, Tensor]:
+    def _evaluate_part(self, part: slice) -> tuple[float, Tensor]:
         """Of a part of the test samples: the summed loss, and which are right, bool."""
         inputs, labels = self.feed.test(part)
         pieces = inputs.split(len(inputs) if self.device.type == "cuda" else _CACHED_IMAGES)
-        with _autocast(self.config)():
+        with _make_autocast(self.config)():
             scores = torch.cat([self.flat.model(piece) for piece in pieces]).float()
         scores, labels = scores.flatten(0, -2), labels.flatten()
         loss = float(F.cross_entropy(scores, labels, reduction="sum"))
@@ -324,7 +326,7 @@ def unpack_flags(text: str) -> np.ndarray:
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8)).astype(bool)
 
 
-def outcomes(record: dict[str, Any]) -> np.ndarray | None:
+def read_outcomes(record: dict[str, Any]) -> np.ndarray | None:
     """Which of the images tested after the last epoch were right, (images,) bool; None if the record
     did not keep it. ValueError if that is not what its accuracy says."""
     last = record["rows"][-1] if record["rows"] else {}
@@ -341,13 +343,13 @@ def outcomes(record: dict[str, Any]) -> np.ndarray | None:
 Spans = list[tuple[int, int]]  # of tested images: the first, and the one behind the last
 
 
-def accuracy_on(record: dict[str, Any], spans: Spans) -> float:
+def measure_accuracy(record: dict[str, Any], spans: Spans) -> float:
     """Final accuracy, 0..1, on a part of the images that a record was tested on.
 
     The tested images are the test images, then the training images that nobody trained on.
     ValueError if the record did not keep which of them were right, or has fewer.
     """
-    right = outcomes(record)
+    right = read_outcomes(record)
     last = max(end for _, end in spans)
     if right is None or last > len(right):
         there = "none were kept" if right is None else f"{len(right)} were tested"
@@ -364,7 +366,7 @@ def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
     return Phase(eta, dense, config.scheme.warmup_masks if epoch < warm else 1)
 
 
-def _autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManager]:
+def _make_autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContextManager]:
     kind, enabled = config.torch_device.type, config.precision == "bf16"
     return partial(torch.autocast, kind, torch.bfloat16, enabled=enabled)
 
@@ -373,7 +375,7 @@ class CrossEntropy:
     """A federation's loss: mean cross entropy, the passes in the configured precision."""
 
     def __init__(self, config: RunConfig):
-        self.autocast, self.forward = _autocast(config), passes(config)
+        self.autocast, self.forward = _make_autocast(config), make_passes(config)
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
@@ -390,13 +392,13 @@ class CrossEntropy:
         return losses.view_as(labels_NB).mean(1)
 
 
-def model_of(config: RunConfig, classes: int) -> nn.Module:
+def make_run_model(config: RunConfig, classes: int) -> nn.Module:
     if config.dataset == "text":
         return GPT(classes, config.width, config.context)
     return tcs_core.build_model(config.model, config.width, classes)
 
 
-def errors_in_file(compressor: Compressor) -> None:
+def move_errors_to_file(compressor: Compressor) -> None:
     """Before the first round: the clients' errors live in a file of the cache folder, mapped into
     memory, of which the system keeps as much there as fits. The file ends with the process.
 
@@ -416,7 +418,7 @@ def errors_in_file(compressor: Compressor) -> None:
     compressor.keep_errors_in(mapped.view_as(errors_ND))
 
 
-def _client_samples(config: RunConfig, data: Dataset) -> Tensor:
+def _deal_samples(config: RunConfig, data: Dataset) -> Tensor:
     """Which training samples each client has, (N, M); ValueError if they are too few."""
     total, clients = len(data.train_labels), config.client_count
     if clients > total:

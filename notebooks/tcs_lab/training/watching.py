@@ -15,7 +15,7 @@ from tcs_core import TCS, Known, may_look, top_k_above
 Row = dict[str, Any]  # of a record: what one epoch did
 
 
-def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
+def count_common(one_K: Tensor, other_K: Tensor) -> Tensor:
     """How many positions two masks of K entries share, both ascending: int64 ()."""
     if may_look(one_K):  # a stable sort merges what is ascending already
         both_2K = np.concatenate([one_K.numpy(), other_K.numpy()])
@@ -44,16 +44,16 @@ class UpdateWatch:
         """An epoch begins."""
         self.found.clear()
 
-    def see(self, update_D: Tensor) -> None:
+    def observe(self, update_D: Tensor) -> None:
         """The next update, (D,)."""
-        self.found.append(self.compared(update_D))
+        self.found.append(self.compare(update_D))
 
-    def compared(self, update_D: Tensor) -> Tensor:
+    def compare(self, update_D: Tensor) -> Tensor:
         """How many entries an update (D,) shares with the one before, the first with none, and by
         chance: (2,) float64. A GPU is not waited for, and finds all in the same tensors."""
         now_K, self.floor = top_k_above(self.floor, update_D, self.k)
         now_L = torch.searchsorted(now_K, self.ends_L).diff(prepend=self.ends_L.new_zeros(1))
-        shared = in_common(self.before_K, now_K)
+        shared = count_common(self.before_K, now_K)
         chance = (self.before_L * now_L / self.sizes_L).sum()
         self.before_K.copy_(now_K)
         self.before_L.copy_(now_L)
@@ -85,7 +85,7 @@ class MaskWatch:
         self.before_K = self.rule.positions if self.rule else None
         self.found.clear()
 
-    def see(self, update_D: Tensor) -> None:
+    def observe(self, update_D: Tensor) -> None:
         """A round is over."""
         if self.rule is None:
             return
@@ -96,12 +96,12 @@ class MaskWatch:
         if now_K is None or before_K is None or now_K is before_K:
             return  # there is no mask yet, or it stays since the update was all zero
         if len(now_K) == len(before_K):
-            self.found.append(self.compared(before_K, now_K))
+            self.found.append(self.compare(before_K, now_K))
 
     @staticmethod
-    def compared(before_K: Tensor, now_K: Tensor) -> Tensor:
+    def compare(before_K: Tensor, now_K: Tensor) -> Tensor:
         """(2,) float64: how many entries two masks have in common, and how many they have."""
-        shared = in_common(before_K, now_K).double()
+        shared = count_common(before_K, now_K).double()
         return torch.stack([shared, torch.full_like(shared, len(now_K))])
 
     def row(self) -> Row:
