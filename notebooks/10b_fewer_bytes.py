@@ -119,7 +119,7 @@ print(
 # shared and own values. The positions are stored as gaps in a Golomb–Rice code, layer by layer where this is shorter.
 
 # %%
-lab.show_code(shorter_codes._entropy_code)
+lab.show_code(shorter_codes.encode_entropy)
 
 # %% [markdown]
 # The table shows the bytes of every part in both codes, next to the paper's formula and the entropy bound:
@@ -152,13 +152,15 @@ def with_frame(data: bytes, *rest: float) -> list[float]:
 
 def plus_streams() -> list[bytes]:
     """Intervals and positions, in "+" code."""
-    streams = [shorter_codes._shortest(part.numpy().astype("uint16"), q - 1) for part in halves]
-    return [*streams, shorter_codes._gap_code(message.positions.numpy(), wire.layer_sizes)]
+    streams = [
+        shorter_codes.encode_shortest(part.numpy().astype("uint16"), q - 1) for part in halves
+    ]
+    return [*streams, shorter_codes.encode_gaps(message.positions.numpy(), wire.layer_sizes)]
 
 
 # %%
 block = tcs.encode_message(message, wire)
-code = shorter_codes._entropy_code(message, plus_wire)
+code = shorter_codes.encode_entropy(message, plus_wire)
 plus = bytes(tcs.OVERHEAD_BYTES) + code  # header, checksum: alike
 places = tcs.position_bits(own, D, tcs.block_for(own, D)) / 8
 a, b = (size * D / 8 for size in (scheme.phi_global, phi))  # formula: values in eighths
@@ -324,7 +326,7 @@ display(Markdown(f"**Bits per parameter and iteration, up**\n\n{lab.markdown(pd.
 # %%
 k = tcs.kept(1e-3, large.dimension)
 uniform_K = tcs.top_k_positions(torch.rand(large.dimension, generator=large.generator), k)
-code = shorter_codes._gap_code(uniform_K.numpy(), large.layer_sizes)
+code = shorter_codes.encode_gaps(uniform_K.numpy(), large.layer_sizes)
 alg4 = tcs.position_bits(k, large.dimension, tcs.block_for(k, large.dimension))
 bound = log2_choose(large.dimension, k)
 above = 8 * len(code) / bound

@@ -3,6 +3,7 @@
 import gzip
 import io
 import random
+import re
 import tarfile
 import tracemalloc
 import zipfile
@@ -23,20 +24,20 @@ BAD = {
     "cut off": (replaced("train/dog/1.png", image_bytes(9, size=(99, 99))[:60]), "train/dog/1.png"),
     "text": (replaced("train/dog/1.png", b"hello"), "train/dog/1.png"),
     "empty": (replaced("train/dog/1.png", b""), "train/dog/1.png"),
-    "other size": (replaced("train/dog/1.png", image_bytes((1, 2, 3), size=(9, 8))), "size"),
+    "other size": (replaced("train/dog/1.png", image_bytes((1, 2, 3), size=(9, 8))), r"\(8, 9, 3\), allowed: \(8, 8, 3\)"),
     "huge side": (replaced("train/dog/1.png", image_bytes((1, 2, 3), size=(5000, 2))), "pixels"),
     "huge file": (replaced("train/dog/1.png", b"\0" * (1 << 21)), "2097152 bytes"),
     "wide": (replaced("train/cat/0.png", image_bytes(1, (9000, 9000), "1")), "9000.* pixels"),
     "PostScript": (replaced("train/cat/0.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"), "train/cat/0.png"),
     "GIF": (replaced("train/cat/0.png", image_bytes(1, mode="P", form="GIF")), "train/cat/0.png"),
     "one class": ({k: v for k, v in IMAGES.items() if "dog" not in k}, "1 classes .*cat.*two or more"),
-    "class missing in test": ({k: v for k, v in IMAGES.items() if "test/dog" not in k}, "'dog'. in train/"),
+    "class missing in test": ({k: v for k, v in IMAGES.items() if "test/dog" not in k}, r"train/.*\['dog'\]"),
     "nothing": ({}, "train/<class>|no train/ and no test/"),
     "other layout": ({"a.png": image_bytes((1, 2, 3))}, "train/<class>"),
-    "val for test": ({k.replace("test", "val"): v for k, v in IMAGES.items()}, r"\['cat', 'dog'\] in train/"),
+    "val for test": ({k.replace("test", "val"): v for k, v in IMAGES.items()}, r"train/.*\['cat', 'dog'\]"),
     "two places": ({f"{at}/{k}": v for at in "ab" for k, v in IMAGES.items()}, r"several .*\['a.*'b"),
-    "a list beside images": (replaced("train/cat/labels.txt", b"0 cat"), "train/cat/labels.txt: is no image.*move it"),
-    "deeper": (replaced("train/cat/more/9.png", image_bytes((1, 2, 3))), "train/cat/more/9.png: allowed: .*no deeper"),
+    "a list beside images": (replaced("train/cat/labels.txt", b"0 cat"), "train/cat/labels.txt: got .*move it"),
+    "deeper": (replaced("train/cat/more/9.png", image_bytes((1, 2, 3))), "got train/cat/more/9.png, allowed: train/<class>/<image>"),
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_bad_sources_are_named(tmp_path, case, source):
 @pytest.mark.parametrize("name", ["../evil.png", "/etc/evil.png", "train/cat/../../../x.png"])
 def test_members_that_point_outside_are_refused(tmp_path, name):
     path = as_tar(tmp_path / "images.tar", IMAGES | {name: b"x"})
-    assert_refused(path, "outside")
+    assert_refused(path, re.escape(name))
 
 
 def test_a_member_that_stands_there_twice_is_refused(tmp_path):
@@ -75,7 +76,7 @@ def test_a_member_that_stands_there_twice_is_refused(tmp_path):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    assert_refused(path, "stands in it twice")
+    assert_refused(path, f"{next(iter(IMAGES))}' is in it twice")
 
 
 def test_a_folder_may_hold_other_files_of_any_size(tmp_path):
@@ -109,7 +110,7 @@ def test_an_archive_that_ends_between_two_members_is_named(tmp_path):
     with tarfile.open(path) as archive:
         offset = archive.getmembers()[7].offset
     path.write_bytes(path.read_bytes()[:offset])
-    assert_refused(path, "not a whole tar archive")
+    assert_refused(path, "images.tar: .*no end-of-archive mark")
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -177,7 +178,7 @@ def test_many_small_files_that_decode_to_gigabytes(tmp_path, monkeypatch):
     monkeypatch.setattr(lab.tasks.images, "MAX_DATASET_BYTES", 1000)
     path = tmp_path / "images.tar"
     as_tar(path, IMAGES, "w")
-    with pytest.raises(ValueError, match="at most 1000 bytes, decoded"):
+    with pytest.raises(ValueError, match="1000 bytes"):
         load_images(path)
 
 
@@ -188,7 +189,7 @@ def test_links_in_a_folder_that_lead_outside_or_nowhere_are_refused(tmp_path, ta
     (tmp_path / "images" / "train" / "outside.png").write_bytes(b"x")
     assert len(load_images(root).train_labels) == 8
     (root / "train" / "cat" / "9.png").symlink_to(target if target != "../outside.png" else tmp_path / "tiny")  # fmt: skip
-    with pytest.raises(ValueError, match=r"9.png' is a link that leads nowhere, or outside"):
+    with pytest.raises(ValueError, match=r"9.png' is a link"):
         load_images(root)
 
 
@@ -227,4 +228,4 @@ def test_a_zip_is_named_as_what_it_is(tmp_path):
     path = tmp_path / "images.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("train/cat/0.png", b"")
-    assert_refused(path, "zip archive, allowed: a folder .unpack it., or a tar")
+    assert_refused(path, "zip archive, allowed: a folder or a tar")

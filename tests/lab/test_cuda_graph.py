@@ -190,7 +190,7 @@ def test_static_rounds_refuse_optimizers(which):
     batches = [[(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]] * 2
     optimizer = {which: lambda p: torch.optim.SGD(p, 0.1)}
     federation = tcs.Federation(torch.nn.Linear(6, 3), batches, "FedAvg", 0.1, **optimizer)
-    with pytest.raises(ValueError, match=f"{which}: allowed in static rounds: none"):
+    with pytest.raises(ValueError, match=f"{which}: got .*, allowed: none"):
         GraphRounds(federation, 4)
 
 

@@ -45,5 +45,5 @@ def test_errors_in_a_file_need_room_and_a_cpu(monkeypatch, tmp_path):
         move_errors_to_file(compressor)
     assert compressor.errors_ND is before and not list((tmp_path / "cache").glob("errors-*"))
     compressor.errors_ND = before.to("meta")
-    with pytest.raises(ValueError, match="allowed on a CPU, got errors on meta"):
+    with pytest.raises(ValueError, match="errors_limit: got errors on meta"):
         move_errors_to_file(compressor)

@@ -315,11 +315,13 @@ def test_what_ef21_can_not_do_is_said():
     with pytest.raises(ValueError, match="EF21: got a dense round"):
         ready.step(torch.zeros(N, D), dense=True)
     ready.step(torch.ones(N, D))
-    with pytest.raises(ValueError, match=f"EF21: allowed: messages of all {N} clients"):
+    with pytest.raises(
+        ValueError, match=rf"EF21: got messages of \d+ clients, allowed: .* {N} clients"
+    ):
         ready.step(torch.ones(N, D), clients=[0])
-    with pytest.raises(ValueError, match=r"EF21: got messages as bytes.*: counted links only"):
+    with pytest.raises(ValueError, match=r"EF21: got a link that sends bytes"):
         compressor_of("EF21", tcs.Link(tcs.unchanged)).step(torch.ones(N, D))
-    with pytest.raises(ValueError, match=r"EF21\+: got messages as bytes"):
+    with pytest.raises(ValueError, match=r"EF21\+: got a link that sends bytes"):
         compressor_of("EF21+").step(torch.ones(N, D))
     with pytest.raises(ValueError, match=r"value_bits: got 1, allowed: 2 or more"):
         stochastic_quantize(torch.ones(3), 1)

@@ -191,7 +191,7 @@ def test_records_of_centralized_training_keep_their_names_and_say_their_rate():
 
 @pytest.mark.parametrize("given", [{}, {"dataset": "text", "model": "gpt"}])
 def test_images_for_a_data_set_that_reads_none_are_refused(given):
-    with pytest.raises(ValueError, match=r"^data_root: got '/x', allowed with dataset .*: none"):
+    with pytest.raises(ValueError, match=r"^data_root: got '/x', allowed with dataset .*: null"):
         paper("TCS", data_root="/x", **given)
 
 
@@ -292,13 +292,13 @@ def test_members_of_a_rule_are_its_source_whatever_wraps_them():
     def two(self):
         return [x for x in (1, 2)]
 
-    plain = settings._member_source("two", two)
+    plain = settings._read_source("two", two)
     for wrap in (property, staticmethod, classmethod, cached_property):
-        assert settings._member_source("two", wrap(two)) == plain
-    assert " at 0x" not in settings._member_source("a", object())
+        assert settings._read_source("two", wrap(two)) == plain
+    assert " at 0x" not in settings._read_source("a", object())
     nested = {}
     exec("def three(self):\n    return sum(x for x in (1, 2))", nested)
-    assert " at 0x" not in settings._member_source("three", nested["three"])
+    assert " at 0x" not in settings._read_source("three", nested["three"])
 
 
 def test_a_rules_source_is_that_of_the_start_and_its_sets_have_an_order(tmp_path, monkeypatch):
@@ -307,11 +307,11 @@ def test_a_rules_source_is_that_of_the_start_and_its_sets_have_an_order(tmp_path
     path.write_text("def observe(self): return 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     observe = importlib.import_module("edited_rule").observe
-    before = settings._member_source("observe", observe)
+    before = settings._read_source("observe", observe)
     path.write_text("# a remark\ndef observe(self): return 2\n", encoding="utf-8")
     linecache.checkcache()
-    assert settings._member_source("observe", observe) == before
-    words = settings._member_source("kinds", {"weight", "bias", "norm"})
+    assert settings._read_source("observe", observe) == before
+    words = settings._read_source("kinds", {"weight", "bias", "norm"})
     assert words == "kinds = [\"'bias'\", \"'norm'\", \"'weight'\"]"
 
 

@@ -42,7 +42,7 @@ def test_gaps_of_positions_anywhere_cost_little_more_than_their_entropy(k):
     positions = torch.randperm(dimension, generator=generator)[:k].sort().values
     logs = [math.lgamma(n + 1) for n in (dimension, k, dimension - k)]
     bound = (logs[0] - logs[1] - logs[2]) / math.log(2)
-    code = shorter_codes._gap_code(positions.numpy(), (dimension,))
+    code = shorter_codes.encode_gaps(positions.numpy(), (dimension,))
     assert bound < 8 * len(code) <= 1.02 * bound
 
 
@@ -51,11 +51,11 @@ def test_positions_in_one_layer_are_shorter_layer_by_layer():
     sizes = (1, 60_000, 3, 4_000_000)
     generator = torch.Generator().manual_seed(3)
     positions = 1 + torch.randperm(60_000, generator=generator)[:30_000].sort().values
-    by_layer = shorter_codes._gap_code(positions.numpy(), sizes)
-    whole = shorter_codes._gap_code(positions.numpy(), (sum(sizes),))
+    by_layer = shorter_codes.encode_gaps(positions.numpy(), sizes)
+    whole = shorter_codes.encode_gaps(positions.numpy(), (sum(sizes),))
     assert len(by_layer) < 0.5 * len(whole)
     for code, layers in ((by_layer, sizes), (whole, (sum(sizes),))):
-        found = shorter_codes._read_gap_code(memoryview(code), 30_000, layers)
+        found = shorter_codes._decode_gaps(memoryview(code), 30_000, layers)
         assert torch.equal(found, positions)
 
 

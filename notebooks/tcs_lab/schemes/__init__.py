@@ -1,8 +1,8 @@
-"""Schemes beyond the paper's: variants of its rules, other authors' methods, shorter codes, classes
-that compress a tensor at a time.
+"""Schemes beyond the paper's: variants of its rules, other authors' methods, shorter codes, and classes
+that compress one tensor at a time.
 
-To import this room is to register them all, so that `Scheme.named` knows their names. Here belongs a
-new scheme. It imports the core alone.
+Importing this room registers them all, so that `Scheme.named` knows their names. A new scheme belongs
+here. This room imports the core alone.
 """
 
 from tcs_lab.schemes import low_rank, rivals, shorter_codes, tensors, variants

@@ -1,4 +1,4 @@
-"""A low-rank method per client: a matrix of a layer as a product of two thin ones.
+"""A low-rank method per client: it sends the matrix of a layer as a product of two thin matrices.
 
 The power iteration is PowerSGD's (Vogels et al., 2019, arXiv:1905.13727), with its warm start and
 error feedback. It is not PowerSGD: that one averages the first factor over all clients before it
@@ -15,15 +15,16 @@ from tcs_lab.schemes.tensors import register_tensors
 
 
 class LowRank:
-    """A parameter tensor with two or more dimensions travels as P (n, r) and Q (m, r), others as
-    they are."""
+    """Send a tensor with two or more dimensions as P (n, r) and Q (m, r), and other tensors unchanged."""
 
     error_feedback = True
     densities = (2, 1, 4)  # ranks
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.factors: dict[str, Tensor] = {}  # the last Q of each parameter, where it starts from
+        self.factors: dict[
+            str, Tensor
+        ] = {}  # the last Q of each parameter, from which the next one starts
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], None]:
         matrix = tensor.reshape(len(tensor), -1)

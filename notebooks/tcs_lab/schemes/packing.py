@@ -1,7 +1,8 @@
-"""Packing: what a method sends, as bytes, and its state for a checkpoint.
+"""Packing: values as bytes, for messages of a method and for its state in a checkpoint.
 
-Only plain values: None, numbers, text, bytes, tuples, lists, dictionaries, sets, torch.Size,
-torch.dtype, tensors and numpy's arrays. No pickle: bytes that come from anyone can run nothing.
+Only plain values are packed: None, numbers, text, bytes, tuples, lists, dictionaries, sets, torch.Size,
+torch.dtype, tensors and numpy's arrays. Nothing is pickled, so that bytes from a stranger
+cannot run code.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("
 
 
 class Context(NamedTuple):
-    """What both sides know of a parameter tensor without a word."""
+    """What client and server both know of a parameter tensor, so that it need not be sent."""
 
     name: str
     shape: torch.Size
@@ -36,7 +37,7 @@ class Context(NamedTuple):
 
     @property
     def known(self) -> list[Any]:
-        """The parts that cost a single byte wherever they stand in what a method adds."""
+        """The values that take a single byte wherever they occur in a method's context."""
         return [self.name, self.shape, self.shape.numel(), self.dtype]
 
 
@@ -44,8 +45,10 @@ class Context(NamedTuple):
 
 
 def pack(value: Any, context: Context | None = None) -> bytes:
-    """A value as bytes; parts that `context` knows take one byte each. ValueError, which names the
-    type, for anything that is not plain."""
+    """Return a value as bytes. Parts of it that `context` knows take one byte each.
+
+    Raises ValueError, which names the type, for a value that is not plain.
+    """
     if context is not None:
         for place, known in enumerate(context.known):
             if type(value) is type(known) and value == known:
@@ -76,7 +79,7 @@ def pack(value: Any, context: Context | None = None) -> bytes:
             parts: list[Any] = sorted(value, key=repr) if kind is set else list(value)
             return tag + _COUNT.pack(len(parts)) + b"".join(pack(part, context) for part in parts)
     raise ValueError(
-        f"got a {type(value).__name__}, allowed: tensors, numbers, text, lists of these"
+        f"got a {type(value).__name__}, allowed: tensors, numbers, text, and lists of these"
     )
 
 
@@ -88,19 +91,21 @@ def _from_numpy(array: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array))
     except TypeError:
-        raise ValueError(f"got an array of {array.dtype}, allowed: numbers") from None
+        raise ValueError(f"got an array of {array.dtype}, allowed: arrays of numbers") from None
 
 
 def unpack(data: bytes, context: Context | None = None) -> Any:
-    """The inverse of `pack`, of its own bytes."""
+    """Return the value that `pack` made bytes of. Raises ValueError for other bytes."""
     value, end = _read(data, 0, context)
     if end != len(data):
-        raise ValueError(f"got {len(data)} bytes, allowed: {end}")
+        raise ValueError(
+            f"got {len(data)} bytes, allowed: {end}, the length of the value that was packed"
+        )
     return value
 
 
 def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
-    """The value that begins there, and where the next one does."""
+    """Read the value that begins at `at`. Return it and the position of the next one."""
     tag, at = data[at : at + 1], at + 1
     if tag in (b"N", b"T", b"F"):
         return {b"N": None, b"T": True, b"F": False}[tag], at
@@ -134,28 +139,33 @@ def _read(data: bytes, at: int, context: Context | None) -> tuple[Any, int]:
             part, at = _read(data, at, context)
             parts.append(part)
         return _MAKERS[tag](parts), at
-    raise ValueError(f"got the tag {tag!r}, allowed: bytes that were packed here")
+    raise ValueError(f"got the tag {tag!r}, allowed: bytes that `pack` made, unchanged")
 
 
 # Tensors ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Its entries as they lie in memory: as many bytes as the dtype has, for each."""
+    """Return the entries of a tensor as they lie in memory: as many bytes each as the dtype has."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
 
 
 def make_tensor(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """The tensor of these bytes, in memory of its own."""
+    """Make a tensor of these bytes, which are copied."""
     whole = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return whole.reshape(tuple(shape))
 
 
 def shape_bytes(tensor: Tensor) -> bytes:
-    """A tensor's dtype and shape. ValueError for a dtype that is not sent."""
+    """Return a tensor's dtype and shape as bytes.
+
+    Raises ValueError for a dtype or a layout that cannot be sent.
+    """
     if tensor.layout != torch.strided:
-        raise ValueError(f"got a tensor of layout {tensor.layout}, allowed: dense ones (strided)")
+        raise ValueError(
+            f"got a tensor of layout {tensor.layout}, allowed: dense tensors (torch.strided)"
+        )
     if tensor.dtype not in _CODES:
         raise ValueError(f"got a tensor of {tensor.dtype}, allowed: {', '.join(_DTYPES)}")
     sizes = b"".join(map(_COUNT.pack, tensor.shape))
@@ -163,7 +173,7 @@ def shape_bytes(tensor: Tensor) -> bytes:
 
 
 def read_shape(data: bytes, at: int) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Dtype and shape that begin there, and where they end."""
+    """Read the dtype and the shape that begin at `at`. Return them and the position behind them."""
     dtype, dimensions = _BY_CODE[data[at]], data[at + 1]
     end = at + 2 + _COUNT.size * dimensions
     shape = tuple(size for (size,) in _COUNT.iter_unpack(data[at + 2 : end]))
@@ -171,7 +181,7 @@ def read_shape(data: bytes, at: int) -> tuple[torch.dtype, tuple[int, ...], int]
 
 
 def tensor_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """How many bytes such a tensor has."""
+    """Count the bytes of a tensor of this dtype and shape."""
     count = 1
     for size in shape:
         count *= size
@@ -179,8 +189,11 @@ def tensor_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def recoded_size(tensor: Tensor) -> int:
-    """Bytes of a tensor in a shorter code that loses nothing: its entries' first bytes, then their
-    second ones, and so on, compressed by zlib; or as it is, where that is shorter."""
+    """Count the bytes of a tensor in a shorter code that loses nothing.
+
+    The code puts the first bytes of all entries first, then their second bytes and so on, and
+    compresses them with zlib. Where that is not shorter, the tensor's own bytes count.
+    """
     data = np.frombuffer(tensor_bytes(tensor), np.uint8)
     if not len(data):
         return 0

@@ -10,24 +10,24 @@
     DGC           top-K with momentum at the clients (Lin et al., 2018, arXiv:1712.01887)
 
 All suffixes of the core go with them where they make sense: "STC-K4" keeps 1/400, as in its paper.
-Two quantizers are new: -S<q> rounds at random, -R<q> to the nearest of evenly spaced values.
+Two quantizers are new: -S<q> rounds at random, and -R<q> rounds to the nearest of evenly spaced values.
 EF21 and DGC keep more than errors, so they have clients or a server of their own; EF21's messages
 are counted, not made into bytes. Records are named by a scheme's fields alone, as those of the
-core's schemes are: whoever changes what one of these computes gives it another name.
+core's schemes are. So if you change what one of these methods computes, give it another name.
 
-Shares kept are those of TCS and top-K here, 1 %, unless the paper's point is another. None of these
-has a dense warm-up: their papers have none.
+They keep 1 % of the entries, as TCS and top-K do here, unless their papers are about another share.
+None of them has a dense warm-up, since their papers have none.
 
-Departures. STC and EF-signSGD have one magnitude for the whole model, as in their algorithms (STC's
-published code has one a layer). QSGD and CocktailSGD scale by the largest magnitude of all values
-that are sent, not by one a bucket, and QSGD not by the norm, which would leave most values at zero.
+Departures from their papers. STC and EF-signSGD have one magnitude for the whole model, as in their algorithms (STC's
+published code has one per layer). QSGD and CocktailSGD scale by the largest magnitude of all values
+that are sent, not by one per bucket, and QSGD not by the norm, which would leave most values at zero.
 CocktailSGD's clients train from one model, and what waits is added to what they send; in its
 published code each trains a model that already has it. DGC clips no gradients, and its warm-up has
-one step of sparsity, not four. Messages are the core's: P means travel where QSGD and CocktailSGD
-need one, a zero has a sign too, and CocktailSGD's positions are coded among all entries, not among
-the random ones.
+one step of sparsity, not four. Messages have the core's format: it sends P means where QSGD and
+CocktailSGD need one, it sends a sign for zeros too, and it codes CocktailSGD's positions among all
+entries, not among the random ones.
 
-Left out: PowerSGD needs two all-reduces a round, the second of what the first gave, and messages of
+These methods are left out: PowerSGD needs two all-reduces a round, the second of what the first gave, and messages of
 matrices; rAge-k a request from the server to each client in the middle of a round; FAIR-k and
 AgeTop-k, other masks by age, are made for an analogue channel. A running average as a mask is the
 example of notebook 09.
@@ -76,12 +76,13 @@ FAMILIES["QSGD"] = _DENSE | {
 
 @register_quantizer("S", "stochastic")
 def stochastic_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """QSGD's random rounding: codes (K,) int32 and means (P,) float32, E[Q(v)] = v.
+    """Round at random, as QSGD does. Return codes (K,) int32 and means (P,) float32; E[Q(v)] = v.
 
     Magnitudes are rounded to p / (P - 1) of the largest, up or down with the chances that make it
-    unbiased (Alistarh et al., Sec. 3.1, with the largest magnitude for the norm). What is random
-    comes from the bits of the values, mixed as MurmurHash3 ends: the same values are rounded the
-    same way in any process, and a killed run goes on as it would have. Raises ValueError for P = 1.
+    unbiased (Alistarh et al., Sec. 3.1, with the largest magnitude for the norm). The random numbers
+    are made of the bits of the values, mixed as in the last steps of MurmurHash3. So the same values
+    are rounded in the same way in any process, and a run that was killed goes on as it would have.
+    Raises ValueError for P = 1.
     """
     means_P, scaled_K = _space_evenly(values_K, intervals)
     low_32 = 0xFFFFFFFF
@@ -97,16 +98,19 @@ def stochastic_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
 
 @register_quantizer("R", "nearest")
 def nearest_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """CocktailSGD's rounding: magnitudes to the nearest p / (P - 1) of the largest; codes (K,)
-    int32 and means (P,) float32. Raises ValueError for P = 1."""
+    """Round magnitudes to the nearest p / (P - 1) of the largest, as CocktailSGD does.
+
+    Returns codes (K,) int32 and means (P,) float32. Raises ValueError for P = 1.
+    """
     means_P, scaled_K = _space_evenly(values_K, intervals)
     return (scaled_K.round() + intervals * (values_K < 0)).int(), means_P
 
 
 def _space_evenly(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """P magnitudes from 0 to the largest, (P,) float32; every magnitude in steps of them, float64."""
+    """Return P magnitudes from 0 to the largest, (P,) float32, and every value's magnitude as a multiple
+    of the step between two of them, (K,) float64."""
     if intervals < 2:
-        raise ValueError("value_bits: got 1, allowed: 2 or more with evenly spaced values (-S, -R)")
+        raise ValueError("value_bits: got 1, allowed: 2 or more with the quantizers -S and -R")
     magnitudes_K = values_K.abs().double()
     largest = torch.cat([magnitudes_K, magnitudes_K.new_zeros(1)]).max()
     step = torch.where(largest > 0, largest / (intervals - 1), 1.0)
@@ -122,8 +126,8 @@ def _space_evenly(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
     phi_down=1e-2, down_value_bits=4, down_quantizer="nearest", code="entropy", dense_warmup=False,
 )  # fmt: skip
 class Cocktail(MaskRule):
-    """S_top among random entries, a tenth of all, that all sides draw from one seed; the server's
-    own S_top is among the same."""
+    """S_top among a tenth of all entries, which server and clients draw at random from one seed. The
+    server's own S_top is taken among the same entries."""
 
     share = 0.1
     _outside_D: Tensor | None = None  # all but the round's random entries
@@ -144,43 +148,50 @@ class Cocktail(MaskRule):
 
 
 class EF21Client(Client):
-    """It sends what is new: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
+    """A client that sends what is new in its gradient: c = S_top(delta - g), g <- g + c (Richtarik et al., Alg. 2; with
     stochastic gradients EF21-SGD, Fatkhullin et al., 2021). `errors_D` holds -g."""
 
     def intended(self, delta_D: Tensor) -> Tensor:
         if self.known.dense:
             name = self.known.scheme.name
-            raise ValueError(f"{name}: got a dense round, allowed: sparse ones")
+            raise ValueError(
+                f"{name}: got a dense round, allowed: sparse rounds; call step or begin without "
+                "dense, and leave the scheme's dense_warmup False"
+            )
         return cast(Tensor, self.errors_D) + delta_D
 
     def arrived(self, received: Message | None = None) -> None:
         flight = self.in_flight
         if flight is None:
-            return super().arrived(received)  # which says what is wrong
+            return super().arrived(received)  # its error says what is wrong
         self.in_flight = None
         cast(Tensor, self.errors_D).index_add_(0, flight.positions_K, flight.values_K, alpha=-1)
 
 
 class EF21Server(Server):
-    """All sides step by g, the mean of the clients' g, to which the average of what is new adds."""
+    """A server whose update is g, the mean of the clients' g. The average of what they send adds to it."""
 
     def __init__(self, known: Known, weights: list[float] | None = None):
         super().__init__(known, weights)
         self.rule = cast(EF21, known.rule)
-        self.clients = 0  # that sent in the first round, and in every one
+        self.clients = 0  # how many sent in the first round, and have to in every round
 
     def average(self) -> Tensor:
         self.clients = self.clients or len(self.heard)
         if len(self.heard) != self.clients:
             name = self.known.scheme.name
-            raise ValueError(f"{name}: allowed: messages of all {self.clients} clients")
+            raise ValueError(
+                f"{name}: got messages of {len(self.heard)} clients, allowed: those of all "
+                f"{self.clients} clients in every round (participation 1)"
+            )
         return self.rule.mean_D + super().average()
 
     def reply(self, update_D: Tensor) -> Message:
-        """There is none: the update is g, of which only what is new has places in a message."""
+        """Refuse: the update is g, and a message to the clients has room for its new entries only."""
         name = self.known.scheme.name
         raise ValueError(
-            f"{name}: got messages as bytes, in code + or both ways: counted links only"
+            f"{name}: got a link that sends bytes or a compressed downlink, allowed: links that count "
+            "bits; leave out wire, + and -D"
         )
 
     def scale_(self, factor: float) -> None:
@@ -201,8 +212,8 @@ class EF21Server(Server):
 
 
 class DGCClient(Client):
-    """Its momentum u <- 0.9 u + delta is accumulated in place of delta, and emptied where it was
-    sent (Lin et al., Alg. 4: momentum correction, momentum factor masking)."""
+    """A client that accumulates its momentum u <- 0.9 u + delta in place of delta, and sets the entries
+    that were sent to zero (Lin et al., Alg. 4: momentum correction, momentum factor masking)."""
 
     keeps = ("momentum_D",)
     momentum = 0.9
@@ -223,8 +234,8 @@ class DGCClient(Client):
 
 @register_scheme("EF21", phi_global=None, phi_local=1e-2, dense_warmup=False, error_unit="gradient")
 class EF21(TopK):
-    """Top-K of differences to what the server knows of a client's gradient. `mean_D` is g as of the
-    last round that went well."""
+    """Top-K of the differences between a client's gradient and what the server knows of it. `mean_D` is
+    g after the last round that succeeded."""
 
     client_type, server_type = EF21Client, EF21Server
     keeps = ("mean_D",)
@@ -238,7 +249,9 @@ class EF21(TopK):
         check_same_state("state: rule: mean_D", state["mean_D"], self.mean_D)
 
     def observe(self, update_D: Tensor) -> None:
-        self.mean_D = update_D.clone()  # not in place: a failed round puts back what was before
+        self.mean_D = (
+            update_D.clone()
+        )  # not in place: after a failed round the old tensor is put back
 
 
 @register_scheme(
@@ -246,6 +259,6 @@ class EF21(TopK):
     error_unit="gradient",
 )  # fmt: skip
 class DGC(TopK):
-    """Top-K of accumulated momentum; its warm-up keeps a quarter of all entries."""
+    """Top-K of accumulated momentum. In its warm-up a quarter of all entries is sent."""
 
     client_type = DGCClient

@@ -1,7 +1,7 @@
-"""Code "entropy": a message's values and positions in fewer bits, losing nothing.
+"""Code "entropy": the values and positions of a message in fewer bits, without loss.
 
-Signs a bit each; intervals Huffman-coded by zlib; positions as Golomb-Rice coded gaps. Where the
-paper's code "block" is shorter, that is sent.
+Signs take a bit each, intervals are Huffman-coded by zlib, and positions are sent as gaps in a
+Golomb-Rice code. Where the paper's code "block" is shorter, that is sent instead.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tcs_core import (
 
 
 class EntropyCode(BlockCode):
-    """Its length depends on the values, so that a message has to be made to know it."""
+    """A code whose length depends on the values: a message has to be encoded to know it."""
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        code = _encode_entropy(message, wire)
+        code = encode_entropy(message, wire)
         count, own = len(message.values), len(message.positions)
         if 8 * len(code) < 8 + block_code_bits(wire.value_bits, count, own, wire.dimension):
             return code, False
@@ -47,18 +47,18 @@ class EntropyCode(BlockCode):
 CODES["entropy"] = EntropyCode()
 
 
-def _encode_entropy(message: Message, wire: Wire) -> bytes:
+def encode_entropy(message: Message, wire: Wire) -> bytes:
     own, shared = len(message.positions), len(message.values) - len(message.positions)
     if message.codes is not None and message.means is not None:
         codes = message.codes.cpu().numpy()
         interval = (codes & wire.intervals - 1).astype(np.uint16)
         values = [float_bytes(message.means), packed_bits([codes >= wire.intervals])]
         width = wire.value_bits - 1
-        values += [_encode_shortest(part, width) for part in (interval[:shared], interval[shared:])]
+        values += [encode_shortest(part, width) for part in (interval[:shared], interval[shared:])]
     else:
         values = [float_bytes(message.values)]
     positions = message.positions.cpu().numpy()
-    return b"".join([*values, _encode_gaps(positions, wire.layer_sizes) if own else b""])
+    return b"".join([*values, encode_gaps(positions, wire.layer_sizes) if own else b""])
 
 
 def _decode_entropy(code: memoryview, shared: int, own: int, wire: Wire) -> Message:
@@ -79,12 +79,12 @@ def _decode_entropy(code: memoryview, shared: int, own: int, wire: Wire) -> Mess
     return quantized_message(codes, means_of(head, wire.intervals), positions)
 
 
-# zlib's strategies, in the order of the byte before a stream; 0 is plain bits of fixed width.
+# The byte before a stream is an index into these; 0 stands for plain bits of fixed width.
 _STRATEGIES = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE)
 
 
-def _encode_shortest(numbers: np.ndarray, width: int) -> bytes:
-    """Numbers below 2^width in the shortest of three codes, with a byte that says which."""
+def encode_shortest(numbers: np.ndarray, width: int) -> bytes:
+    """Encode numbers below 2^width in the shortest of three codes. The first byte says in which."""
     if not len(numbers) or not width:
         return b""
     symbols, codes = numbers.astype(np.uint8).tobytes(), {}
@@ -97,11 +97,13 @@ def _encode_shortest(numbers: np.ndarray, width: int) -> bytes:
 
 
 def _decode_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
-    """`count` numbers from the start of `data`, and the rest of it."""
+    """Read `count` numbers from the start of `data`. Return them and the rest of the data."""
     if not count or not width:
         return np.zeros(count, np.uint16), data
     if not len(data) or data[0] >= len(_STRATEGIES) or (data[0] and width > 8):
-        raise ValueError("message: values in no known code")
+        raise ValueError(
+            f"message: values: got code {bytes(data[:1])!r}, allowed: one of {len(_STRATEGIES)} codes"
+        )
     choice, data = data[0], data[1:]
     if not choice:
         size = -(-count * width // 8)
@@ -109,31 +111,40 @@ def _decode_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarr
     symbols, rest = _inflate(data, count)
     numbers = np.frombuffer(symbols, np.uint8).astype(np.uint16)
     if numbers.max() >> width:
-        raise ValueError(f"message: a value's code of {numbers.max()}, allowed: {width} bits")
+        raise ValueError(
+            f"message: values: got the code {numbers.max()}, allowed: codes of {width} bits"
+        )
     return numbers, rest
 
 
 def _inflate(data: memoryview, size: int) -> tuple[bytes, memoryview]:
-    """Exactly `size` bytes from a raw deflate stream, never more in memory, and what follows it."""
+    """Decompress exactly `size` bytes of a raw deflate stream, and never hold more of them in memory.
+
+    Returns them and what follows the stream. Raises ValueError for a stream of another length.
+    """
     inflate = zlib.decompressobj(-15)
     try:
         symbols = inflate.decompress(data, size)
         extra = inflate.decompress(inflate.unconsumed_tail, 1)  # reads on to the end mark
     except zlib.error as error:
-        raise ValueError(f"message: values: {error}") from error
+        raise ValueError(
+            f"message: values: got bytes that zlib cannot decompress ({error})"
+        ) from error
     if len(symbols) != size or extra or not inflate.eof:
-        raise ValueError(f"message: values, allowed: {size} of them")
+        raise ValueError(f"message: values: got more or fewer of them, allowed: {size}")
     return symbols, data[len(data) - len(inflate.unused_data) :]
 
 
 def _rice_widths(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Bits of the remainder of a gap among `counts` in `sizes`: log2 of ln 2 times the mean gap."""
+    """Choose how many bits the remainder of a gap has, for `counts` positions in layers of `sizes`: log2
+    of ln 2 times the mean gap."""
     mean_256 = 177 * (sizes - counts) // np.maximum(counts, 1)  # ln 2 = 177 / 256
     return np.array([max(0, (int(m) >> 8).bit_length() - 1) for m in mean_256], np.int64)
 
 
 def _encode_rice(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
-    """Golomb-Rice: all quotients first, n zeros and a one each; then the remainders."""
+    """Encode numbers by Golomb and Rice: first all quotients, each as zeros and a one, then the
+    remainders."""
     ends = np.cumsum((numbers >> widths) + 1) - 1
     quotients = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
     quotients[ends] = 1
@@ -144,8 +155,9 @@ def _encode_rice(numbers: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
 
 
 def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For fields of these widths, side by side: the first bits of all, the second bits, ...: which
-    fields have one, where it stands, and how far from the field's right end."""
+    """Go through the bits of fields that have these widths and stand side by side: first the first bits
+    of all fields, then the second bits, and so on. Each time yield the fields that have such a bit,
+    the bit's index, and its distance from the field's right end."""
     starts = np.cumsum(widths) - widths
     for column in range(int(widths.max(initial=0))):
         fields = np.flatnonzero(widths > column)
@@ -153,15 +165,15 @@ def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _decode_rice(bits: np.ndarray, count: int, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`count` numbers whose remainders have these widths, and the bits behind them."""
+    """Read `count` numbers whose remainders have these widths. Return them and the bits behind them."""
     ones = np.flatnonzero(bits)[:count]
     if len(ones) < count:
-        raise ValueError("message: positions end early")
+        raise ValueError("message: positions: got too few bits for their number")
     quotients = np.diff(ones, prepend=-1) - 1
     bits = bits[ones[-1] + 1 :] if count else bits
     length = int(widths.sum())
     if len(bits) < length:
-        raise ValueError("message: positions end early")
+        raise ValueError("message: positions: got too few bits for their number")
     remainders = np.zeros(count, np.int64)
     for fields, places, _ in _columns(widths):
         remainders[fields] = remainders[fields] << 1 | bits[places]
@@ -169,7 +181,7 @@ def _decode_rice(bits: np.ndarray, count: int, widths: np.ndarray) -> tuple[np.n
 
 
 def _split_by_layer(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many positions each layer has, and every position's gap to the one before it there."""
+    """Count the positions in each layer, and return every position's gap to the one before it there."""
     ends = np.cumsum(sizes)
     layer_K = np.searchsorted(ends, positions, side="right")
     previous = np.concatenate([[-1], positions[:-1]])
@@ -177,7 +189,7 @@ def _split_by_layer(positions: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarra
     return np.bincount(layer_K, minlength=len(sizes)), positions - previous - 1
 
 
-_WIDTH_BITS = 5  # in front of the layers' counts: the width of their remainders
+_WIDTH_BITS = 5  # they say how wide the remainders of the layers' counts are
 
 
 def _gap_bits(positions: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
@@ -192,8 +204,9 @@ def _count_bits(counts: np.ndarray) -> list[np.ndarray]:
     return [to_bits(np.array([width]), _WIDTH_BITS), *coded]
 
 
-def _encode_gaps(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
-    """A bit that says "by layers" and their counts, or not; gaps. The shorter of the two."""
+def encode_gaps(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
+    """Encode positions as gaps. The first bit says whether layers are coded apart, in which case their
+    counts follow; the shorter way is taken."""
     sizes = np.array(layer_sizes)
     whole_or_layers = enumerate((sizes.sum(keepdims=True), sizes))
     options = [[np.array([i], np.uint8), *_gap_bits(positions, s)] for i, s in whole_or_layers]
@@ -204,32 +217,42 @@ def _decode_gaps(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tens
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if not own or not len(bits):
         if own or len(bits):
-            raise ValueError(f"message: got {len(bits)} bits for {own} positions")
+            raise ValueError(f"message: positions: got {len(bits)} bits for {own} positions")
         return torch.empty(0, dtype=torch.int64, device="cpu")
     sizes, by_layer, bits = np.array(layer_sizes), bits[0], bits[1:]
     counts = np.array([own])
     if by_layer:
         if len(bits) < _WIDTH_BITS:
-            raise ValueError("message: positions end early")
+            raise ValueError("message: positions: got too few bits for their number")
         width = int(from_bits(bits[:_WIDTH_BITS], _WIDTH_BITS)[0])
         widths = np.full(len(sizes), width)
         counts, bits = _decode_rice(bits[_WIDTH_BITS:], len(sizes), widths)
     else:
         sizes = sizes.sum(keepdims=True)
     if counts.sum() != own or (counts > sizes).any():
-        raise ValueError(f"message: counts of positions, allowed: {own} in all, as layers hold")
+        raise ValueError(
+            f"message: positions: got counts per layer of {counts.sum()} in all, allowed: {own} in all, and "
+            "no more in a layer than it has entries"
+        )
     gaps, bits = _decode_rice(bits, own, np.repeat(_rice_widths(counts, sizes), counts))
     if len(bits) > 7 or bits.any():
-        raise ValueError("message: bits behind the last position")
+        raise ValueError(
+            f"message: positions: got {len(bits)} bits behind the last one, allowed: up to 7, all zero"
+        )
     return torch.from_numpy(_sum_gaps(gaps, counts, sizes))
 
 
 def _sum_gaps(gaps: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Positions from gaps; each layer's start afresh. ValueError outside the layer."""
+    """Return positions from gaps, which start anew in each layer.
+
+    Raises ValueError for a position outside of its layer.
+    """
     ends, firsts = np.cumsum(sizes), np.cumsum(counts) - counts
     steps = np.cumsum(gaps + 1)
     before = np.concatenate([[0], steps])[firsts]  # the sum of all steps in earlier layers
     positions = steps - np.repeat(before - (ends - sizes), counts) - 1
     if (gaps > sizes.sum()).any() or (positions >= np.repeat(ends, counts)).any():
-        raise ValueError("message: positions outside their layer")
+        raise ValueError(
+            "message: positions: got one outside of its layer, allowed: below its size"
+        )
     return positions

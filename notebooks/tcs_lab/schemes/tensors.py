@@ -1,27 +1,28 @@
-"""A method of a tensor: a class with `compress` and `decompress`, as a scheme's clients and server.
+"""Methods that compress one tensor at a time: a class with `compress` and `decompress` becomes a scheme.
 
     class Mine:
-        def compress(self, tensor, name):           # a client's difference of one parameter
-            return [values, positions], context     # tensors to send, and what else there is to say
+        def compress(self, tensor, name):           # the client's difference of one parameter
+            return [values, positions], context     # tensors to send, and whatever else to send
         def decompress(self, tensors, context):     # at the server
             return tensor
 
 GRACE and other benchmarks have methods in this form. Each client has an instance of its own, and the
 server has a twin of each, made in the same way, which sees nothing but what was sent: tensors and
-context become bytes, and it reads them from these bytes. So a method that hands something on behind
-the adapter's back does not work here.
+context become bytes, and it reads them from these bytes. So a method whose two sides share anything
+else does not work here.
 
 If `compress` returns None as the context, `decompress` gets the `Context` that both sides know: name,
-shape, dtype. Otherwise it gets what `compress` returned, which is sent and counted. A part that is
-the tensor's own name, shape, number of entries or dtype takes one byte. What says the same as in this
-client's last message, dtypes and shapes of the tensors too, takes one bit.
+shape, dtype. Otherwise it gets what `compress` returned, which is sent and counted. A part of it that
+equals the parameter's name, shape, number of entries or dtype takes one byte. If the context, and the
+dtypes and shapes of the tensors, are the same as in this client's last message, all of them together
+take one bit.
 
 Attributes of the class that the adapter looks at, all of them optional:
 
     error_feedback = True    what the server did not get is added to the client's next difference
-    densities = (0.01, ...)  what the class is made with, one for each density; the first is the usual
-    dense_warmup = True      it begins with one dense epoch, as TCS does
-    downlink = True          the server's update is compressed, too, by an instance of its own
+    densities = (0.01, ...)  arguments, one for each density; the class is usually made with the first
+    dense_warmup = True      training begins with one dense epoch, as that of TCS does
+    downlink = True          the server's update is compressed, too, by another instance
 """
 
 from __future__ import annotations
@@ -65,15 +66,16 @@ from tcs_lab.schemes.packing import (
     unpack,
 )
 
-_LARGE = 1e6  # a difference with larger entries is of a training that diverges
+_MOST_TENSORS = 255  # for one parameter: their number is sent in a byte
+_LARGE = 1e6  # a difference with larger entries means that the training diverges
 
 
 class TensorRule(MaskRule):
-    """Everything travels, each parameter's tensor in whatever tensors a method makes of it."""
+    """A rule by which everything is sent: of each parameter, the tensors that a method makes of it."""
 
     make: Callable[[], Any]  # an instance of the method
     compresses_downlink = False
-    model: Any = None  # the trained model as flat vectors (`tcs_core.FlatView`), once it is known
+    model: Any = None  # a `tcs_core.FlatView` of the trained model, once it is set
 
     def shared_mask(self) -> Tensor:
         return torch.arange(self.dimension, device=self.device)
@@ -82,11 +84,14 @@ class TensorRule(MaskRule):
         return 0
 
     def set_model(self, flat: Any) -> None:
-        """Names and shapes of the parameters. Without them each one is flat, and has a number."""
+        """Set the model, which has the names and shapes of the parameters.
+
+        Without it, each parameter is a flat tensor, and its name is a number.
+        """
         self.model = flat
 
     def views(self, vector_D: Tensor) -> list[Tensor]:
-        """(D,) as tensors of the parameters' shapes, which share its memory."""
+        """Return a vector (D,) as tensors of the parameters' shapes, which share its memory."""
         if self.model is None:
             return list(vector_D.split(self.layer_sizes))
         return self.model.views(vector_D)
@@ -104,8 +109,8 @@ class TensorRule(MaskRule):
 
 @dataclass(frozen=True, eq=False)
 class TensorMessage(Message):
-    """A message whose values nobody knows before the other side's twin has decoded the payload. Until
-    then they stand as zeros."""
+    """A message with a payload, which only the receiver's instance of the method can decode. Until
+    then its values are zeros."""
 
     payload: bytes = b""
 
@@ -116,7 +121,7 @@ class TensorMessage(Message):
 
 
 class TensorCode(BlockCode):
-    """The payload as it is. What else there is to say, such as a dense downlink, is in code "block"."""
+    """Send the payload unchanged. Other messages, such as a dense downlink, are in the code "block"."""
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         if isinstance(message, TensorMessage):
@@ -130,53 +135,55 @@ class TensorCode(BlockCode):
 CODES["tensors"] = TensorCode()
 
 
-# One side of the way from a client to the server ──────────────────────────────────────────────────
+# A sender or a receiver ──────────────────────────────────────────────────
 
 
 class Side:
-    """An instance of a method at one end, and what was said in the last message.
+    """A sender or a receiver: an instance of a method, and the headers of the last message.
 
-    `who` tells the sides apart: a method that draws random numbers draws others at the server, unless
-    it makes them from a seed that it has sent.
+    `who` names it. A method that draws random numbers draws others at the server than at a client,
+    unless it makes them from a seed that it has sent.
     """
 
     def __init__(self, rule: TensorRule, who: str, *numbers: int):
         self.rule, self.who, self.numbers = rule, who, numbers
         self.instance = rule.make()
-        self.said: list[bytes] = []  # of each parameter, what it said of its tensors last time
-        self.at_first = dict(_attributes(self.instance))
+        self.headers: list[bytes] = []  # for each parameter, the header of its last tensors
+        self.first_attributes = dict(_attributes(self.instance))
 
     def compress(self, vector_D: Tensor, round: int) -> bytes:
-        """What the method makes of a difference (D,), which stays as it is: one bit for each parameter,
-        if what it says has changed; then that; then the tensors."""
+        """Return what the method makes of a difference (D,), as bytes. The difference is not changed.
+
+        One bit for each parameter says whether its header is new; the new headers follow, then the
+        tensors.
+        """
         contexts = self.rule.contexts()
-        said, data = [], []
-        with self._seeded(round):
+        headers, data = [], []
+        with self._fix_seeds(round):
             for context, view in zip(contexts, self.rule.views(vector_D), strict=True):
                 tensor = view.clone(memory_format=torch.contiguous_format)
                 header, content = _encode_tensors(
                     self.instance.compress(tensor, context.name), context
                 )
-                said.append(header)
+                headers.append(header)
                 data.append(content)
-        before = self.said or [b""] * len(said)
-        changed = [one != other for one, other in zip(said, before, strict=True)]
-        self.said = said
-        news = [h for h, is_new in zip(said, changed, strict=True) if is_new]
+        before = self.headers or [b""] * len(headers)
+        changed = [one != other for one, other in zip(headers, before, strict=True)]
+        self.headers = headers
+        news = [h for h, is_new in zip(headers, changed, strict=True) if is_new]
         lengths = b"".join(len(header).to_bytes(4, "little") for header in news)
         return np.packbits(changed).tobytes() + lengths + b"".join(news + data)
 
     def decompress(self, payload: bytes, round: int) -> Tensor:
-        """What the method makes of the other side's payload, (D,)."""
-        contexts, headers, at = self._headers(payload)
-        self.said = headers
+        """Return what the method makes of the payload of the other side, (D,)."""
+        contexts, headers, at = self._read_headers(payload)
+        self.headers = headers
         vector_D = torch.empty(self.rule.dimension, dtype=torch.float32)
         views = self.rule.views(vector_D)
-        with self._seeded(round):
+        with self._fix_seeds(round):
             for context, header, view in zip(contexts, headers, views, strict=True):
                 tensors, added, at = _decode_tensors(header, context, payload, at)
-                found = self.instance.decompress(tensors, added)
-                view.copy_(_check_tensor(found, context))
+                view.copy_(_check_tensor(self.instance.decompress(tensors, added), context))
         if not math.isfinite(float(vector_D.sum())):
             named = zip(contexts, views, strict=True)
             for name in [context.name for context, view in named if not view.isfinite().all()]:
@@ -184,12 +191,12 @@ class Side:
                 raise ValueError(what)
         return vector_D
 
-    def _headers(self, payload: bytes) -> tuple[list[Context], list[bytes], int]:
-        """What is said of each parameter's tensors, and where in the payload these begin."""
+    def _read_headers(self, payload: bytes) -> tuple[list[Context], list[bytes], int]:
+        """Return contexts and headers of all parameters, and where in the payload the tensors begin."""
         contexts = self.rule.contexts()
         flags = -(-len(contexts) // 8)
         changed = np.unpackbits(np.frombuffer(payload[:flags], np.uint8))[: len(contexts)]
-        headers = list(self.said or [b""] * len(contexts))
+        headers = list(self.headers or [b""] * len(contexts))
         at = flags + 4 * int(changed.sum())
         for place, which in enumerate(np.flatnonzero(changed)):
             start = flags + 4 * place
@@ -198,9 +205,9 @@ class Side:
         return contexts, headers, at
 
     @contextlib.contextmanager
-    def _seeded(self, round: int) -> Iterator[None]:
-        """Random numbers that follow from seed, round and side alone; those of all others go on as if
-        nothing had been drawn."""
+    def _fix_seeds(self, round: int) -> Iterator[None]:
+        """Make the random numbers in a `with` block depend on seed, round and side alone. Afterwards,
+        the generators of torch, Python and numpy go on as if nothing had been drawn."""
         seed = random_seed(self.rule.seed, round, *self.numbers, *self.who.encode())
         generator = torch.default_generator  # torch.manual_seed would look for GPUs each time
         before = generator.get_state(), random.getstate(), np.random.get_state()
@@ -214,11 +221,14 @@ class Side:
             random.setstate(before[1])
             np.random.set_state(before[2])
 
-    # What a resumed run needs.
+    # What a resumed run needs. In the state, "said" are the headers.
 
     def state(self) -> Tensor:
-        """By value, as bytes: the instance's attributes, those left out that cannot be saved and are
-        as they were at the start. ValueError names one that is not."""
+        """Return the instance's attributes as bytes, in a tensor.
+
+        Attributes that cannot be saved are left out if they are the same as at the start. Raises
+        ValueError, which names it, for one that has changed.
+        """
         if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
             kept = self.instance.state_dict()
         else:
@@ -228,17 +238,17 @@ class Side:
                     pack(value)
                     kept[name] = value
                 except ValueError as error:
-                    if self.at_first.get(name, self) is not value:
-                        way = "allowed: such values, or state_dict and load_state_dict of the class"
+                    if self.first_attributes.get(name, self) is not value:
                         raise ValueError(
-                            f"attribute {name} of the method: {error}; {way}"
+                            f"attribute {name} of the method: {error}; or give the class the methods "
+                            "state_dict and load_state_dict"
                         ) from None
-        data = pack({"said": self.said, "kept": kept})
+        data = pack({"said": self.headers, "kept": kept})
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def load(self, state: Tensor) -> None:
         read = unpack(state.cpu().numpy().tobytes())
-        self.said = read["said"]
+        self.headers = read["said"]
         if hasattr(self.instance, "state_dict") and hasattr(self.instance, "load_state_dict"):
             self.instance.load_state_dict(read["kept"])
         else:
@@ -250,34 +260,34 @@ def _attributes(instance: Any) -> dict[str, Any]:
 
 
 def _encode_tensors(given: Any, context: Context) -> tuple[bytes, bytes]:
-    """What `compress` returned: what is said of the tensors, and their bytes."""
+    """Return the header of what `compress` returned, and the bytes of its tensors."""
     what = f"compress: {context.name}"
     if not isinstance(given, tuple) or len(given) != 2:
         got = f"got {type(given).__name__}"
-        raise ValueError(f"{what}: {got}, allowed: (tensors, context), two values")
+        raise ValueError(f"{what}: {got}, allowed: (tensors, context), a tuple of two values")
     tensors, added = given
     tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-    wrong = [t for t in tensors if not isinstance(t, Tensor)] if _is_list(tensors) else [tensors]
+    is_list = isinstance(tensors, list | tuple)
+    wrong = [t for t in tensors if not isinstance(t, Tensor)] if is_list else [tensors]
     if wrong:
         got = f"payload: got a {type(wrong[0]).__name__}"
         raise ValueError(f"{what}: {got}, allowed: a list of tensors")
+    if len(tensors) > _MOST_TENSORS:
+        got = f"payload: got {len(tensors)} tensors"
+        raise ValueError(f"{what}: {got}, allowed: at most {_MOST_TENSORS} for one parameter")
     try:
-        said = pack(added, context)
+        packed = pack(added, context)
         shapes = b"".join(map(shape_bytes, tensors))
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
-    header = len(said).to_bytes(4, "little") + said + bytes([len(tensors)]) + shapes
+    header = len(packed).to_bytes(4, "little") + packed + bytes([len(tensors)]) + shapes
     return header, b"".join(map(tensor_bytes, tensors))
-
-
-def _is_list(given: Any) -> bool:
-    return isinstance(given, list | tuple) and len(given) < 256
 
 
 def _decode_tensors(
     header: bytes, context: Context, payload: bytes, at: int
 ) -> tuple[list[Tensor], Any, int]:
-    """The tensors and the context that `decompress` gets, and where the next ones begin."""
+    """Return the tensors and the context for `decompress`, and where the next tensors begin."""
     length = int.from_bytes(header[:4], "little")
     added = unpack(header[4 : 4 + length], context)
     place, tensors = 5 + length, []
@@ -289,32 +299,36 @@ def _decode_tensors(
     return tensors, context if added is None else added, at
 
 
-def _check_tensor(found: Any, context: Context) -> Tensor:
-    """What `decompress` returned; ValueError unless it is a tensor of the parameter's shape."""
+def _check_tensor(tensor: Any, context: Context) -> Tensor:
+    """Return what `decompress` returned. Raises ValueError unless it has the parameter's shape."""
     what = f"decompress: {context.name}"
-    if not isinstance(found, Tensor):
-        raise ValueError(f"{what}: got a {type(found).__name__}, allowed: a tensor")
-    if found.shape != context.shape:
-        got = tuple(found.shape)
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{what}: got a {type(tensor).__name__}, allowed: a tensor")
+    if tensor.shape != context.shape:
+        got = tuple(tensor.shape)
         raise ValueError(f"{what}: got shape {got}, allowed: {tuple(context.shape)}")
-    return found.detach()
+    return tensor.detach()
 
 
 # A scheme of a class ───────────────────────────────────────────────────────────────────────────────
 
 
 def register_tensors(kind: type, name: str, **identity: Any) -> str:
-    """Registers a family of schemes for each density of a class in the form of tensors.py: its name,
-    and name-<density>. The name of the first. `identity` is kept with the rule, whose attributes
-    name its runs."""
+    """Register schemes for a class with `compress` and `decompress`. Return the name of the first.
+
+    There is one for each density: `name` for the first, and name-<density> for the others. `identity`
+    becomes attributes of the rule, on which the digests of its runs depend.
+    """
     given = getattr(kind, "densities", None)
     densities: list[Any] = [()] if given is None else [(density,) for density in given]
     if not densities:
-        raise ValueError("densities: got none, allowed: one or more")
+        raise ValueError(
+            "densities: got an empty list, allowed: one or more arguments, or no such attribute"
+        )
     numbers = [f"-{density[0]:g}" for density in densities[1:]]
     names = [name, *(f"{name}{number}" for number in numbers)]
     for one, arguments in zip(names, densities, strict=True):
-        makes = partial(_instance, kind, arguments)
+        makes = partial(_instance, kind, arguments)  # its name is part of the digests of runs
         attributes = {
             "make": staticmethod(makes), "client_type": TensorClient, "server_type": TensorServer,
             "compresses_downlink": bool(getattr(kind, "downlink", False)), "densities": tuple(names),
@@ -334,8 +348,8 @@ def _instance(kind: type, arguments: tuple[Any, ...]) -> Any:
     try:
         return kind(*arguments)
     except TypeError as error:
-        way = "allowed: one that can be made without arguments, or with one of its `densities`"
-        raise ValueError(f"{kind.__name__}: {error}; {way}") from error
+        allowed = "a class that can be made without arguments, or with one of its `densities`"
+        raise ValueError(f"{kind.__name__}: got an error ({error}), allowed: {allowed}") from error
 
 
 # Clients and server ───────────────────────────────────────────────────────────────────────────────
@@ -360,8 +374,8 @@ class TensorClient(Client):
         none_D = intended_D[:0]
         flight = InFlight(known.round, known.shared_K[:0], none_D, none_D, False)
         if self.errors_D is not None:
-            said_D = self.side.decompress(payload, known.round)
-            flight = InFlight(known.round, known.shared_K, intended_D.clone(), said_D, False)
+            sent_D = self.side.decompress(payload, known.round)
+            flight = InFlight(known.round, known.shared_K, intended_D.clone(), sent_D, False)
         self.in_flight = flight
         return TensorMessage.of_payload(payload, known.dimension, self.number, known.round)
 
@@ -378,8 +392,8 @@ class TensorClient(Client):
 
 
 class TensorDownlink(Client):
-    """The server as a sender, with an instance of its own and, with error feedback, errors. The
-    clients' twins are all alike: one stands for them."""
+    """The server as a sender, with an instance of the method and, with error feedback, errors. The
+    instances at the clients that decode its messages are all alike, so that one stands for them."""
 
     def __init__(self, known: Known):
         errors_D = torch.zeros(known.dimension) if known.scheme.keeps_errors else None
@@ -394,11 +408,11 @@ class TensorDownlink(Client):
             return Message.dense_of(update_D.clone(), SERVER, known.round)
         intended_D = update_D if self.errors_D is None else self.errors_D + update_D
         payload = self.side.compress(intended_D, known.round)
-        said_D = self.twin.decompress(payload, known.round)
+        sent_D = self.twin.decompress(payload, known.round)
         if self.errors_D is not None:
-            self.errors_D = intended_D - said_D
+            self.errors_D = intended_D - sent_D
         none_K = known.shared_K[:0]
-        return TensorMessage(said_D, none_K, SERVER, known.round, payload=payload)
+        return TensorMessage(sent_D, none_K, SERVER, known.round, payload=payload)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"method": [self.side.state(), self.twin.state()]}
@@ -415,7 +429,7 @@ class TensorDownlink(Client):
 
 
 class TensorServer(Server):
-    """A server with a twin of every client's instance, which sees what that client has sent."""
+    """A server that decodes the messages of each client with an instance of the method for that client."""
 
     def __init__(self, known: Known, weights: list[float] | None = None):
         super().__init__(known, weights)
@@ -452,8 +466,9 @@ class TensorServer(Server):
 
 def _check_method_state(part: Any) -> None:
     if not isinstance(part, Tensor) or part.dtype != torch.uint8 or part.dim() != 1:
-        raise ValueError("state: method: got none, allowed: what the adapter saved, as bytes")
+        got = "none" if part is None else f"a {type(part).__name__}"
+        raise ValueError(f"state: method: got {got}, allowed: the uint8 tensor that was saved")
     try:
         unpack(part.cpu().numpy().tobytes())
     except Exception as error:  # bytes that were not made here: struct and torch raise many kinds
-        raise ValueError(f"state: method: {error}") from None
+        raise ValueError(f"state: method: got bytes that cannot be read ({error})") from None

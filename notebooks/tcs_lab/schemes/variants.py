@@ -1,6 +1,6 @@
-"""Variants beyond the paper: suffixes of scheme names, and what the fields that they set do.
+"""Variants beyond the paper: suffixes of scheme names, and the code behind the fields that they set.
 
-    -Random     control: the shared mask is drawn anew each round, from a seed that all sides know
+    -Random     control: the shared mask is drawn anew each round, from a seed that everybody knows
     -Stale      control: the shared mask follows the update of ten rounds ago, not the last one
     -GE         errors in units of gradients, as in the authors' published code
     -WLF -WPLF  the fair shared mask from the weights, as in the authors' published code
@@ -10,7 +10,7 @@
     -NW -W<n>   no warm-up; a sparse warm-up with masks n times as large
     + ++        shorter codes (shorter_codes.py); + with -D2 and (but for -W) -NW
 
-All of it is registered at the doors of the core that anybody has.
+All of it is registered with the same functions of the core that users have.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _smaller(fields: Fields, number: int) -> Fields:
 
 @register_suffix("-D<q>", r"d([1-9]\d?)", "a compressed downlink")
 def _downlink(fields: Fields, bits: int) -> Fields:
-    """Few bits a value leave room for more positions of the server's own than one client has: with
-    0.4 of phi_global and 2-bit values, a message is about as long as TCS-Q5's uplink."""
+    """Compress the downlink. With few bits per value there is room for more positions than one client
+    sends: with 0.4 of phi_global and 2-bit values, a message is about as long as one of TCS-Q5."""
     shared, own = shares_of(fields)
     phi_down = 0.4 * shared if shared and own else own
     return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
@@ -102,10 +102,10 @@ def _shorter(fields: Fields, _: int) -> Fields:
     return {"code": "entropy"}
 
 
-@register_suffix("++", r"\+\+", "+, -D2 and (but for -W) -NW")
+@register_suffix("++", r"\+\+", "+ and -D2; without -W also -NW")
 def _shortest(fields: Fields, _: int) -> Fields:
-    found = {"code": "entropy", **_downlink(fields, 2)}
-    return found if fields.get("warmup_masks") else found | {"dense_warmup": False}
+    chosen = {"code": "entropy", **_downlink(fields, 2)}
+    return chosen if fields.get("warmup_masks") else chosen | {"dense_warmup": False}
 
 
 # Rules ────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,7 +162,8 @@ class FromOlderUpdate(TCS):
 
 
 class FromWeights(TCS):
-    """The shared mask is S_top of the weights, once there was an update: the published code's."""
+    """As in the authors' published code, the shared mask is S_top of the weights once there was an
+    update."""
 
     _theta_D: Tensor | None = None
 
@@ -171,11 +172,13 @@ class FromWeights(TCS):
         self._theta_D = theta_D
 
     def shared_mask(self) -> Tensor | None:
-        found = super().shared_mask()
-        if found is None:
+        if super().shared_mask() is None:
             return None
         if self._theta_D is None:
-            raise ValueError(f"{self.scheme.name}: its mask is of a federation's model")
+            raise ValueError(
+                f"{self.scheme.name}: got no weights to take the shared mask from, allowed: rounds of a "
+                "Federation, or known.begin(theta_D=...) before each round"
+            )
         fair = self.scheme.phi_min_global
         return self.select(self._theta_D, self.k_global, fair, None, "weights")
 
@@ -188,12 +191,14 @@ SHARED_FROM.update(random=FromSeed, stale=FromOlderUpdate, weights=FromWeights)
 
 @register_quantizer("M", "lloyd")
 def lloyd_max_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Lloyd's and Max's quantizer of the magnitudes: codes and means as of `fractional_quantize`.
+    """Quantize the magnitudes by Lloyd's and Max's method. Codes and means are as those of
+    `fractional_quantize`.
 
-    Beyond the paper: its intervals hang on the smallest magnitude, so that with few bits most
-    values share one of them; these are placed for a small squared error: an edge goes halfway
-    between two means and a mean to the middle of its values, a fixed number of times (S. Lloyd,
-    1982; J. Max, 1960). One value or more, all finite; the host looks at none.
+    This is beyond the paper, whose intervals depend on the smallest magnitude, so that with few bits
+    most values share one interval. Here the intervals are placed for a small squared error: a fixed
+    number of times, each edge moves halfway between two means and each mean to the average of its
+    values (S. Lloyd, 1982; J. Max, 1960). Needs at least one value, and finite ones. A GPU is not
+    waited for.
     """
     magnitudes_K, count = values_K.abs().double(), len(values_K)
     if intervals == 1:

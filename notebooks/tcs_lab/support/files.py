@@ -18,23 +18,27 @@ from tqdm import tqdm
 
 
 def cache_folder() -> Path:
-    """Where decoded data and checkpoints live: $TCS_CACHE, or tcs-core in the user's cache.
+    """Return the folder of decoded data and checkpoints: $TCS_CACHE, or tcs-core in the user's cache.
 
-    ValueError that names the variable, for a file or where there is no home folder."""
+    Raises ValueError, which names the variable, if that is a file or if there is no home folder.
+    """
     name = next((key for key in ("TCS_CACHE", "XDG_CACHE_HOME") if os.environ.get(key)), None)
     try:
         folder = Path(os.environ[name]).expanduser() if name else Path.home() / ".cache"
     except RuntimeError as error:  # no home folder
-        raise ValueError(f"the cache folder: {error} Set $TCS_CACHE to a folder") from error
+        raise ValueError(
+            f"the cache folder: got none ({error}); set $TCS_CACHE to a folder"
+        ) from error
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"${name}: got {folder}, which is a file, allowed: a folder")
     return folder if name == "TCS_CACHE" else folder / "tcs-core"
 
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
-    """The file appears complete under its name, or not at all, also if the process is killed.
+    """Write a file so that it appears complete or not at all, also if the process is killed.
 
-    What killed processes left in the folder an hour ago or earlier is removed.
+    `write` gets the open file. Partial files that killed processes left in the folder at least an
+    hour ago are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f".*-{'[0-9a-f]' * 8}.part"):
@@ -49,45 +53,46 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what could not be written is what people should read
+        with contextlib.suppress(OSError):  # the first error is the one that people should read
             part.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
 
 
-_unsaved: list[Path] = []  # of this process, in their order
+_unsaved: list[Path] = []  # the files that this process could not write, in order
 
 
 def write_if_possible(path: Path, write: Callable[[Any], Any]) -> bool:
-    """`write_whole` of something that a notebook shows as well: False where it can't be written.
+    """Write a file that a notebook shows as well. Return False if it cannot be written.
 
-    The first time, one line says so; what is shown is complete all the same.
+    The first time that this happens, one line says so; the notebook goes on.
     """
     try:
         write_whole(path, write)
     except OSError as error:
         if not _unsaved:
             said = f"{error.strerror or error}: {error.filename or path}"
-            print(f"Nothing is saved, but all is shown ({said}).", flush=True)
+            print(f"Nothing can be saved here ({said}), but everything is shown.", flush=True)
         _unsaved.append(path)
         return False
     return True
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`write_whole` of JSON that people can read, too."""
+    """Write a value as indented JSON; the file appears complete or not at all."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 @contextlib.contextmanager
 def hold_lock(path: Path, wait_for: str | None = None) -> Iterator[bool]:
-    """One process at a time has the lock that belongs to `path`: True, or False if it is taken.
+    """Hold the lock of `path` in a `with` block, unless another process holds it.
 
-    With `wait_for`, which says what the lock is about, waits for the other process instead. The
-    lock is the operating system's: it ends with its process, however that ends. Processes with
-    different cache folders do not see each other's.
+    Yields True if this process holds the lock, else False. With `wait_for`, a few words on what the
+    lock is about, it waits for the other process instead. The operating system releases the lock when
+    its process ends, however that happens. Processes with different cache folders do not see each
+    other's locks.
     """
     mark = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]
     name = cache_folder() / "locks" / f"{path.stem[:80]}-{mark}.lock"
@@ -98,8 +103,8 @@ def hold_lock(path: Path, wait_for: str | None = None) -> Iterator[bool]:
             lock.acquire(blocking=False)
     except OSError as error:
         got = f"got {cache_folder()} ({error.strerror or error})"
-        way = "a folder that can be written, which $TCS_CACHE names"
-        raise ValueError(f"the cache folder: {got}, allowed: {way}") from error
+        what_to_do = "a folder that can be written to; set $TCS_CACHE to one"
+        raise ValueError(f"the cache folder: {got}, allowed: {what_to_do}") from error
     if wait_for and not lock.is_locked:
         say_waiting(wait_for)
         lock.acquire()
@@ -110,6 +115,6 @@ def hold_lock(path: Path, wait_for: str | None = None) -> Iterator[bool]:
 
 
 def say_waiting(what: str) -> None:
-    """On stderr, above a progress bar if there is one."""
+    """Say on stderr what this process waits for, above a progress bar if there is one."""
     tqdm.write(f"waiting for another process, which works on {what}", file=sys.stderr)
     sys.stderr.flush()

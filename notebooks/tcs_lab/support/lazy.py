@@ -1,5 +1,4 @@
-"""Lazy names: a package that offers the names of its modules and imports a module when it is asked
-for one of them."""
+"""Lazy names: a package offers names of its modules, and imports a module when one is asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from typing import Any
 def lazily(
     package: str, names: dict[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package: `names` lists, module by module, what it offers.
+    """Return `__getattr__` and `__dir__` of a package. `names` lists, for each module, what it offers.
 
-    Nothing is kept: a name is always the one that its module has now.
+    Nothing is stored: a name always stands for what its module has under that name now.
     """
     module_of = {name: module for module, offered in names.items() for name in offered.split()}
     parts = {module.split(".")[0] for module in names}

@@ -1,4 +1,4 @@
-"""Places: where the project's own files lie."""
+"""Paths of the project: its root, and the lab's own folder."""
 
 from __future__ import annotations
 
@@ -6,5 +6,7 @@ from pathlib import Path
 
 _CODE = Path(__file__).resolve().parents[3]
 IS_CLONE = (_CODE / "tcs_core.py").is_file() and (_CODE / "params").is_dir()
-ROOT = _CODE if IS_CLONE else Path.cwd()  # of params and results; installed: where it is called
-LAB = Path(__file__).parents[1]  # as Python names its files
+ROOT = (
+    _CODE if IS_CLONE else Path.cwd()
+)  # params/ and results/ are here; if installed, the folder in which it is called
+LAB = Path(__file__).parents[1]  # as it stands in the file names of tracebacks

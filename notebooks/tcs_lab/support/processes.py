@@ -1,4 +1,4 @@
-"""Processes: a command within a time limit, and torchrun on one machine."""
+"""Processes: run a command within a time limit, and start torchrun on one machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-_LAST_LINES = 30  # of the output, in an error
+_LAST_LINES = 30  # of the output, which an error shows
 _GRACE = 10.0  # seconds between asking a process to end and killing it
 
 
 def torchrun_command(ranks: int, *words: str) -> list[str]:
-    """The command that starts so many ranks of a script on this machine.
+    """Return the command that starts so many ranks of a script on this machine.
 
     torchrun gives its ranks this machine's name to meet at. Where that name does not resolve, they
     would wait for each other until they time out; the local address always works.
@@ -30,11 +30,11 @@ def run_within(
     seconds: float, command: Sequence[str], show: bool = False, cwd: Path | None = None,
     **variables: str,
 ) -> None:  # fmt: skip
-    """Runs a command to its end, with environment variables beside those of this process. `show`
-    prints its output as it comes.
+    """Run a command to its end. `show` prints its output as it comes.
 
-    TimeoutError if it takes longer: it is then ended, with all processes of its group. RuntimeError
-    if it fails. Both have the last lines of its output.
+    `variables` are environment variables beside those of this process. Raises TimeoutError if the
+    command takes longer than `seconds`; it is then ended with all processes of its group. Raises
+    RuntimeError if it fails. Both errors contain the last lines of its output.
     """
     process = subprocess.Popen(
         command, cwd=cwd, env=os.environ | variables, stdin=subprocess.DEVNULL,
@@ -58,18 +58,20 @@ def run_within(
         _end(process)
         reader.join(_GRACE)
         raise TimeoutError(
-            _describe_failure(f"was not done in {seconds:g} s", command, lines)
+            _describe_failure(f"did not finish within {seconds:g} s", command, lines)
         ) from error
     except BaseException:  # Ctrl-C
         _end(process)
         raise
     reader.join(_GRACE)  # a process that it left behind may keep the output open
     if process.returncode:
-        raise RuntimeError(_describe_failure(f"ended with {process.returncode}", command, lines))
+        raise RuntimeError(
+            _describe_failure(f"ended with exit status {process.returncode}", command, lines)
+        )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Asks a process and its group to end, as torchrun then does with its ranks; kills what is left."""
+    """Ask a process and its group to end, and kill what is left of them after a while."""
     for by in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, by)

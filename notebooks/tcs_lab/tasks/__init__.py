@@ -1,6 +1,6 @@
-"""What is trained: images (data sets, their cut, partition and batches) and text (a corpus, a GPT).
+"""What is trained: images (data sets, their partition, and batches) and text (a corpus and a GPT).
 
-Here belongs a new data set. A task knows nothing of runs and of how they are configured.
+A new data set belongs here. This room knows nothing of runs and of how they are configured.
 """
 
 from tcs_lab.support.lazy import lazily

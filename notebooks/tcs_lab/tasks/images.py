@@ -1,4 +1,4 @@
-"""Data: synthetic images, CIFAR-10, class folders; partitions; batches on the device."""
+"""Images: the data sets (synthetic, CIFAR-10, class folders), partitions, and batches on the device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from tqdm import tqdm
 from tcs_lab.support.errors import format_value, one_line, shorten, to_python
 from tcs_lab.support.files import cache_folder, hold_lock, write_whole
 
-# Images stay uint8, on the device that trains; crop, flip and normalization are tensor operations on
-# a batch. Three sources: synthetic (no download), cifar10 (torchvision), folder (or a tar).
+# Images stay uint8 on the device that trains. Cropping, flipping and normalizing are tensor operations
+# on a batch. There are three sources: synthetic (no download), cifar10 (torchvision), folder (or tar).
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images (n, h, w, 3) uint8 and labels (n,) int64 on the CPU; `fingerprint` is the sha256 of
-    all of them, also of those that `first` leaves out; of resized images, of what is left.
-    `unused_...` are training images that no client has, where they are kept for the last test."""
+    """Images (n, h, w, 3) uint8 and labels (n,) int64, on the CPU.
+
+    `fingerprint` is the sha256 of all of them, also of those that `first` leaves out; after `resize`
+    it is that of the images that were left. `unused_images` and `unused_labels` are training images
+    that no client has, where they are kept for the test after the last epoch.
+    """
 
     label: str
     train_images: Tensor
@@ -45,20 +48,26 @@ class Dataset:
     unused_labels: Tensor | None = None
 
     def first(self, train: int | None, test: int | None, keep_unused: bool = False) -> Dataset:
-        """Only the first so many samples; with `keep_unused`, the other training images are kept
-        apart. ValueError if there are fewer, or if none are left to be kept."""
+        """Return the first samples only. With `keep_unused`, the other training images are kept apart.
+
+        None stands for all samples. Raises ValueError if there are fewer than asked for, or if no
+        training images are left to be kept.
+        """
         counts = {
             "train_samples": (train, self.train_labels),
             "test_samples": (test, self.test_labels),
         }
         for key, (want, labels) in counts.items():
             if want is not None and want > len(labels):
-                most = f"at most {len(labels)} ({self.label})"
+                most = f"at most {len(labels)}, as many as there are ({self.label})"
                 raise ValueError(f"{key}: got {want}, allowed: {most}")
         unused: dict[str, Any] = {}
         if keep_unused:
             if train is None or train == len(self.train_labels):
-                raise ValueError(f"test_unused: no training image of {self.label} is left unused")
+                raise ValueError(
+                    f"test_unused: got True, allowed: False while train_samples takes all "
+                    f"{len(self.train_labels)} training images ({self.label})"
+                )
             unused = {
                 "unused_images": self.train_images[train:],
                 "unused_labels": self.train_labels[train:],
@@ -69,13 +78,18 @@ class Dataset:
         )  # fmt: skip
 
     def resize(self, size: int | None) -> Dataset:
-        """Images of size x size pixels, each the mean of an area; None: as they are. Training takes
-        that much less arithmetic. ValueError for more pixels than there are."""
+        """Return images of size x size pixels, each the mean of an area, or the same ones for None.
+
+        Training on smaller images takes less arithmetic. Raises ValueError for more pixels than there
+        are.
+        """
         size, side = to_python(size), min(self.train_images.shape[1:3])
         if size is None or (size, size) == self.train_images.shape[1:3]:
             return self
         if type(size) is not int or not 1 <= size <= side:
-            raise ValueError(f"image_size: got {size!r}, allowed: 1 to {side} ({self.label})")
+            raise ValueError(
+                f"image_size: got {size!r}, allowed: 1 to {side} pixels ({self.label})"
+            )
         label = f"{self.label}, {size} x {size}"
         arrays = [_shrink(self.train_images, size), self.train_labels]
         arrays += [_shrink(self.test_images, size), self.test_labels]
@@ -85,7 +99,7 @@ class Dataset:
 
 
 def _shrink(images: Tensor, size: int) -> Tensor:
-    """(n, h, w, 3) to (n, size, size, 3) uint8, each pixel the mean of the area it stands for."""
+    """Shrink images (n, h, w, 3) to (n, size, size, 3) uint8: each pixel is the mean of an area."""
     pieces = [i.permute(0, 3, 1, 2).float() for i in images.split(1000)]
     means = [F.adaptive_avg_pool2d(piece, size).round().byte() for piece in pieces]
     return torch.cat(means).permute(0, 2, 3, 1).contiguous()
@@ -114,8 +128,9 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     """A data set by name: "synthetic", "synthetic-compare", "cifar10" or "folder".
 
     `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or
-    tar of train/<class>/* and test/<class>/*. `label` is its name in tables. Loaded once a process.
-    Raises ValueError or FileNotFoundError that say what is wrong and what to do.
+    tar of train/<class>/* and test/<class>/*. `label` is the data set's name in tables. A data set is
+    loaded once per process. Raises ValueError or FileNotFoundError, which say what is wrong and what
+    to do.
     """
     if name == "synthetic":
         return synthetic_dataset()
@@ -134,7 +149,9 @@ def _user_path(root: str | Path) -> Path:
     try:
         return Path(root).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"data_root: {format_value(str(root))}: {error}") from error
+        raise ValueError(
+            f"data_root: got {format_value(str(root))} ({error}), allowed: a path"
+        ) from error
 
 
 # The images of the track on which methods are compared (params/compare.yaml).
@@ -150,10 +167,10 @@ def synthetic_dataset(
 ) -> Dataset:  # fmt: skip
     """Ten classes of 32x32 RGB images, made from a seed.
 
-    A class has so many `kinds` of images, and each kind is a smooth pattern. An image is one of its
-    class's patterns, shifted by up to 4 pixels and perhaps mirrored, over a fainter pattern of any
-    class, with noise. `other` and `noise` are the strengths of these two beside its own pattern.
-    With more kinds a network needs more images of each class before it knows the class.
+    A class has several `kinds` of images, and each kind is a smooth pattern. An image is one of the
+    patterns of its class, shifted by up to 4 pixels and perhaps mirrored, over a fainter pattern of
+    any class, with noise. `other` and `noise` are the strengths of these two relative to the image's
+    pattern. With more kinds, a network needs more images of each class to learn it.
     """
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randn(10 * kinds, 3, 6, 6, generator=generator)
@@ -169,10 +186,12 @@ def synthetic_dataset(
 def _draw_images(
     patterns: Tensor, which: Tensor, generator: torch.Generator, other: float, noise: float
 ) -> Tensor:
-    """(n, 32, 32, 3) uint8 images of these patterns, of all patterns (10 kinds, 32, 32, 3)."""
+    """Draw images (n, 32, 32, 3) uint8. `which` (n,) says which of all `patterns` (10 kinds, 32, 32, 3)
+    each of them has.
+    """
     count = len(which)
 
-    def shifted(chosen: Tensor) -> Tensor:
+    def shift(chosen: Tensor) -> Tensor:
         offset = torch.randint(-4, 5, (count, 2, 1), generator=generator)
         rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
         mirror = torch.rand(count, 1, generator=generator) < 0.5
@@ -182,7 +201,7 @@ def _draw_images(
 
     others = torch.randint(0, len(patterns), (count,), generator=generator)
     grain = torch.randn(count, 32, 32, 3, generator=generator)
-    mixed = shifted(which).add_(shifted(others).mul_(other))
+    mixed = shift(which).add_(shift(others).mul_(other))
     mixed.add_(grain.mul_(noise))
     return mixed.mul_(32).add_(128).round_().clamp_(0, 255).byte()
 
@@ -191,13 +210,12 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
     from torchvision.datasets import CIFAR10
 
     try:
-        with hold_lock(
-            root, f"the download into {root}"
-        ):  # two downloads into one folder spoil each other
+        # two downloads into one folder would spoil each other
+        with hold_lock(root, f"the download into {root}"):
             parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
     except Exception as error:  # torchvision raises what urllib, tarfile and pickle raise
         raise ValueError(
-            f"dataset cifar10: {root} holds no whole CIFAR-10 and the download failed ({error}). "
+            f"dataset cifar10: {root} has no complete CIFAR-10, and the download failed ({error}). "
             f"Delete a partial file there and try again with a network; or put "
             f"{CIFAR10.filename} (md5 {CIFAR10.tgz_md5}) there; or use dataset: synthetic"
         ) from error
@@ -205,23 +223,33 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
     return _make_dataset(label or "CIFAR-10", *arrays)
 
 
-MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # of one file, and in pixels
-MAX_DATASET_BYTES = 4 << 30  # of all images, decoded
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")  # Pillow knows others that start programs
+MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # bytes of one file, and pixels
+MAX_DATASET_BYTES = 4 << 30  # of all images when decoded
+IMAGE_FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "BMP",
+    "PPM",
+)  # for some of the others, Pillow starts programs
 PARTS = ("train", "test")
 LAYOUT = "train/<class>/<image> and test/<class>/<image>"
-# What computers put beside images; nothing with a dot in front is looked at, either.
+# What operating systems put beside images. Names that begin with a dot are ignored, too.
 LITTER = {"__MACOSX", "Thumbs.db", "desktop.ini", "Icon\r", "@eaDir"}
 
 
 def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
-    """Class folders, or a tar of them, decoded once into the cache. They may stand in a single
-    folder inside, as archives often have it."""
+    """Load class folders, or a tar of them. They are decoded once, into the cache.
+
+    train/ and test/ may also lie in a single folder inside, as archives often have it.
+    """
     if root is None:
-        raise ValueError(f"data_root: got None, allowed: a folder or tar of {LAYOUT}")
+        raise ValueError(f"data_root: got None, allowed: a folder or a tar of {LAYOUT}")
     path = _user_path(root)
     if not path.exists():
-        raise FileNotFoundError(f"data_root: {path} does not exist")
+        raise FileNotFoundError(
+            f"data_root: {path} does not exist; allowed: a folder or a tar of {LAYOUT}"
+        )
     named = path.resolve().name
     path = _find_parts(path) if path.is_dir() else path
     cached = cache_folder() / "datasets" / f"{_hash_source(path)}.npz"
@@ -240,8 +268,10 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
 
 
 def _find_parts(root: Path) -> Path:
-    """The folder that holds train/ and test/: the root, or the one folder inside that does.
-    ValueError says what is there instead."""
+    """Find the folder that has train/ and test/ in it: the root, or the one folder inside that does.
+
+    Raises ValueError, which says what is there instead.
+    """
     if any((root / part).is_dir() for part in PARTS):
         return root
     folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not _is_litter(f.name)]
@@ -249,13 +279,15 @@ def _find_parts(root: Path) -> Path:
     if len(inside) == 1:
         return inside[0]
     names = format_value([folder.name for folder in inside or folders])
-    what = "several folders with a train/ in them" if inside else "no train/ and no test/, but"
-    way_out = "the folder above it" if root.resolve().name in PARTS else f"a folder of {LAYOUT}"
-    raise ValueError(f"data_root: {root} has {what} {names}; allowed: {way_out}")
+    what = (
+        "several folders with a train/ in them" if inside else "no train/ and no test/ in it, but"
+    )
+    allowed = "the folder above it" if root.resolve().name in PARTS else f"a folder of {LAYOUT}"
+    raise ValueError(f"data_root: {root} has {what} {names}; allowed: {allowed}")
 
 
 def _is_litter(name: str) -> bool:
-    """Whether a file or folder belongs to somebody's computer, not to a data set."""
+    """Return whether a file or folder was made by an operating system and is not part of a data set."""
     return name.startswith(".") or name in LITTER
 
 
@@ -263,7 +295,7 @@ _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def _read_cached(path: Path, label: str) -> Dataset | None:
-    """The decoded data set, or None if there is no file, or not the one that was written."""
+    """Return the decoded data set, or None if there is no such file or if it has been changed."""
     try:
         with np.load(path, allow_pickle=False) as z:
             dataset = _make_dataset(label, *(z[k] for k in _ARRAYS), classes=int(z["classes"]))
@@ -273,7 +305,7 @@ def _read_cached(path: Path, label: str) -> Dataset | None:
 
 
 def _hash_source(path: Path) -> str:
-    """Changes when the source does: a tar's content; a folder's names, sizes and times."""
+    """Hash what changes when the source does: a tar's content, or a folder's names, sizes and times."""
     if path.is_file():
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()[:32]
@@ -282,8 +314,8 @@ def _hash_source(path: Path) -> str:
         if not file.exists() or not file.resolve().is_relative_to(inside):
             where = file.relative_to(path).as_posix()
             raise ValueError(
-                f"{path}: {where!r} is a link that leads nowhere, or outside; put the file there, "
-                "or a tar made with --dereference"
+                f"{path}: {where!r} is a link to nothing, or to a file outside of the folder; put the "
+                "file itself there, or give a tar that was made with --dereference"
             )
         status = file.stat()
         sha.update(os.fsencode(file.relative_to(path)))
@@ -292,9 +324,9 @@ def _hash_source(path: Path) -> str:
 
 
 def _list_files(root: Path, pattern: str) -> list[Path]:
-    """What is in train/ and test/, but for litter and what is in it; sorted."""
-    found = sorted(file for part in PARTS for file in (root / part).glob(pattern))
-    return [f for f in found if not any(map(_is_litter, f.relative_to(root).parts))]
+    """List what is in train/ and test/, sorted, without what operating systems put there."""
+    files = sorted(file for part in PARTS for file in (root / part).glob(pattern))
+    return [f for f in files if not any(map(_is_litter, f.relative_to(root).parts))]
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -305,7 +337,7 @@ def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class _Member(tarfile.TarInfo):
-    """Of any member, also one that only holds a long name, the declared size is checked first."""
+    """A member whose declared size is checked first, also if it only holds a long name."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Any:
@@ -315,9 +347,9 @@ class _Member(tarfile.TarInfo):
 
 
 def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Regular files of an archive, any compression; nothing is unpacked to disk."""
+    """Yield the regular files of an archive with any compression. Nothing is unpacked to disk."""
     if zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: is a zip archive, allowed: a folder (unpack it), or a tar")
+        raise ValueError(f"{path}: got a zip archive, allowed: a folder or a tar; unpack it first")
     try:
         with tarfile.open(path, tarinfo=_Member) as archive:
             seen = set()
@@ -325,11 +357,13 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if member.isdir():
                     continue
                 if (name := member.name.removeprefix("./")) in seen:
-                    raise ValueError(f"{name!r} stands in it twice")
+                    raise ValueError(f"{name!r} is in it twice")
                 seen.add(name)
                 if not member.isreg() or ".." in Path(member.name).parts or member.name[0] == "/":
-                    raise ValueError(f"{member.name!r} is a link or points outside")
-                _check_size(member.name, member.size)  # what an extended header says of it
+                    raise ValueError(
+                        f"{member.name!r} is a link, or its path leads out of the archive"
+                    )
+                _check_size(member.name, member.size)  # the size in an extended header
                 file = cast(IO[bytes], archive.extractfile(member))  # it is a regular one
                 yield name, file.read()
             archive.fileobj.seek(archive.offset)
@@ -338,66 +372,78 @@ def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
                 raise EOFError("no end-of-archive mark")
     except Exception as error:  # tarfile, zlib, lzma and bz2 raise many kinds
         why = shorten(one_line(error))
-        raise ValueError(f"{path}: not a whole tar archive of images ({why})") from error
+        raise ValueError(
+            f"{path}: got a file that is not a complete tar of images ({why}), allowed: a tar of {LAYOUT}"
+        ) from error
 
 
 def _check_size(name: str, size: int) -> None:
     if size > MAX_IMAGE_BYTES:
-        raise ValueError(f"{name}: {size} bytes, allowed: at most {MAX_IMAGE_BYTES}")
+        raise ValueError(f"{name}: got {size} bytes, allowed: at most {MAX_IMAGE_BYTES}")
 
 
 def _decode_files(files: Iterable[tuple[str, bytes]], source: Path, label: str) -> Dataset:
-    """train/<class>/* and test/<class>/* as arrays; classes in alphabetical order, samples in a
-    fixed random one, so that the first n are of all classes."""
-    found = list(_decode_all(files, source))
-    classes = _list_classes(found, source)
+    """Decode the files of train/<class>/ and test/<class>/ into a data set.
+
+    Classes are in alphabetical order. Samples are in a random order that is always the same, so that
+    the first n are of all classes.
+    """
+    entries = list(_decode_all(files, source))
+    classes = _list_classes(entries, source)
     arrays: list[np.ndarray] = []
     for part in PARTS:
-        own = sorted((e for e in found if e[0] == part), key=lambda entry: entry[1:3])
-        order = torch.randperm(len(own), generator=torch.Generator().manual_seed(0))
-        own = [own[i] for i in order.tolist()]
-        arrays.append(np.stack([pixels for *_, pixels in own]))
-        arrays.append(np.array([classes.index(c) for _, c, _, _ in own], np.int64))
+        in_part = sorted((e for e in entries if e[0] == part), key=lambda entry: entry[1:3])
+        order = torch.randperm(len(in_part), generator=torch.Generator().manual_seed(0))
+        in_part = [in_part[i] for i in order.tolist()]
+        arrays.append(np.stack([pixels for *_, pixels in in_part]))
+        arrays.append(np.array([classes.index(c) for _, c, _, _ in in_part], np.int64))
     return _make_dataset(label, *arrays, classes=len(classes))
 
 
 def _decode_all(
     files: Iterable[tuple[str, bytes]], source: Path
 ) -> Iterator[tuple[str, str, str, np.ndarray]]:
-    """(train or test, class, file name, pixels) of every image; all of one size. A class is its
-    name, however its accents are spelled in Unicode."""
-    shape, size, places, others = None, 0, set[str](), list[str]()
+    """Yield (train or test, class, file name, pixels) for every image. All images have one size.
+
+    Names of classes are normalized, since Unicode has several spellings for accents.
+    """
+    shape, size, parents, others = None, 0, set[str](), list[str]()
     bar = {"desc": f"decoding {source.name}", "unit": " images", "leave": False}
     for name, content in tqdm(files, **bar, disable=not sys.stderr.isatty()):
-        place, words = _split_path(name)
+        parent, words = _split_path(name)
         if len(words) < 3 or any(map(_is_litter, words)):
             others.append(name)
             continue
         part, kind, *rest = words
         if len(rest) > 1:
-            raise ValueError(f"{source}: {name}: allowed: {part}/<class>/<image>, no deeper")
-        places.add(place)
-        if len(places) > 1:
-            found = format_value([f"{where}{PARTS[0]}/" for where in sorted(places)])
-            raise ValueError(f"{source}: images in several places, {found}; allowed: one")
+            raise ValueError(
+                f"{source}: got {name}, allowed: {part}/<class>/<image>, no deeper folder"
+            )
+        parents.add(parent)
+        if len(parents) > 1:
+            got = format_value([f"{where}{PARTS[0]}/" for where in sorted(parents)])
+            raise ValueError(
+                f"{source}: got images in several folders, {got}, allowed: in one of them"
+            )
         pixels = _decode_image(f"{source}: {name}", content)
         shape = shape or pixels.shape
         if pixels.shape != shape:
-            got = f"size {pixels.shape}, allowed: {shape}, as the first"
+            got = f"got an image of shape {pixels.shape}, allowed: {shape}, that of the first image"
             raise ValueError(f"{source}: {name}: {got}")
         size += pixels.nbytes
         if size > MAX_DATASET_BYTES:
-            raise ValueError(f"{source}: allowed: at most {MAX_DATASET_BYTES} bytes, decoded")
+            raise ValueError(
+                f"{source}: got too many images, allowed: {MAX_DATASET_BYTES} bytes, decoded"
+            )
         yield part, unicodedata.normalize("NFC", kind), rest[0], pixels
-    if not places:
-        raise ValueError(
-            f"{source}: no {LAYOUT} in it, but {format_value(others) if others else 'nothing'}"
-        )
+    if not parents:
+        got = format_value(others) if others else "nothing"
+        raise ValueError(f"{source}: got {got} in it, allowed: {LAYOUT}")
 
 
 def _split_path(name: str) -> tuple[str, list[str]]:
-    """Where train/ and test/ are, "" or "folder/", and the words of a file's name from there on:
-    none if it is in neither."""
+    """Return the folder of train/ and test/, "" or "folder/", and the parts of a file's path from there
+    on: none if it is in neither."""
     words = name.split("/")
     if words[0] in PARTS:
         return "", words
@@ -406,17 +452,17 @@ def _split_path(name: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def _list_classes(found: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
-    """The names of the classes, which train and test must share; ValueError says what is there."""
-    train, test = ({c for p, c, *_ in found if p == part} for part in PARTS)
+def _list_classes(entries: list[tuple[str, str, str, np.ndarray]], source: Path) -> list[str]:
+    """Return the names of the classes. Raises ValueError if train and test have not the same ones."""
+    train, test = ({c for p, c, *_ in entries if p == part} for part in PARTS)
     lonely = {"train": train - test, "test": test - train}
     for part, names in lonely.items():
         if names:
-            what = f"classes without an image in the other part: {format_value(sorted(names))} in {part}/"
-            raise ValueError(f"{source}: {what}; allowed: the same two or more, as {LAYOUT}")
+            got = f"classes in {part}/ alone: {format_value(sorted(names))}"
+            raise ValueError(f"{source}: got {got}; allowed: the same classes in both, as {LAYOUT}")
     if len(train) < 2:
         raise ValueError(
-            f"{source}: images of {len(train)} classes {sorted(train)}, allowed: two or more, "
+            f"{source}: got images of {len(train)} classes {sorted(train)}, allowed: two or more, "
             f"as {LAYOUT}"
         )
     return sorted(train)
@@ -428,16 +474,18 @@ def _decode_image(name: str, content: bytes) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
             if max(image.size) > MAX_IMAGE_SIDE:
-                raise ValueError(f"{image.size} pixels, allowed: {MAX_IMAGE_SIDE} a side at most")
+                raise ValueError(f"{image.size} pixels, allowed: at most {MAX_IMAGE_SIDE} per side")
             if image.mode != "RGB":
                 raise ValueError(f"mode {image.mode}, allowed: RGB")
             return np.asarray(image, np.uint8)
-    except UnidentifiedImageError:  # its own words show an object's address
+    except UnidentifiedImageError:  # Pillow's message shows the address of an object
         kinds = ", ".join(IMAGE_FORMATS)
-        raise ValueError(f"{name}: is no image, allowed: {kinds}; move it elsewhere") from None
+        raise ValueError(
+            f"{name}: got a file that is no image, allowed: {kinds}; move it elsewhere"
+        ) from None
     except Exception as error:  # Pillow's decoders raise many kinds
         raise ValueError(
-            f"{name}: not a readable RGB image ({shorten(one_line(error))})"
+            f"{name}: got no readable RGB image ({shorten(one_line(error))})"
         ) from error
 
 
@@ -447,15 +495,16 @@ def _decode_image(name: str, content: bytes) -> np.ndarray:
 def partition(
     labels: Tensor, clients: int, alpha: float | None, generator: torch.Generator
 ) -> Tensor:
-    """Disjoint, equally many samples for every client: (N, floor(n / N)) int64.
+    """Give every client equally many samples, none of them twice: (N, floor(n / N)) int64.
 
-    `alpha` None deals them out at random (IID). Otherwise a client's classes follow its own draw
-    from a Dirichlet distribution with that alpha, as far as samples of the class are left.
+    If `alpha` is None, they are dealt out at random (IID). Otherwise the shares of the classes are
+    drawn for each client from a Dirichlet distribution with that alpha, and followed as far as samples
+    of a class are left.
     """
-    own = len(labels) // clients
+    each = len(labels) // clients
     order = torch.randperm(len(labels), generator=generator)
     if alpha is None:
-        return order[: own * clients].view(clients, own)
+        return order[: each * clients].view(clients, each)
     seed = int(torch.randint(2**62, (1,), generator=generator))
     rng, shuffled = np.random.default_rng(seed), labels[order].numpy()
     classes = int(labels.max()) + 1
@@ -465,16 +514,17 @@ def partition(
     rows = []
     for _ in range(clients):
         share = rng.dirichlet(np.full(classes, alpha))
-        counts = _class_counts(share, sizes - used, own, rng)
+        counts = _draw_counts(share, sizes - used, each, rng)
         rows.append(torch.cat([p[u : u + c] for p, u, c in zip(pools, used, counts, strict=True)]))
         used += counts
     return torch.stack(rows)
 
 
-def _class_counts(
+def _draw_counts(
     share: np.ndarray, left: np.ndarray, need: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """How many of each class: drawn by `share`, redrawn over the rest where a class runs out."""
+    """Draw how many samples a client has of each class, by its `share` of them. Where a class runs out,
+    the missing ones are drawn from the other classes."""
     counts = np.zeros_like(left)
     while (missing := need - counts.sum()) > 0:
         open_share = np.where(left > counts, share + 1e-12, 0.0)
@@ -488,8 +538,8 @@ def _class_counts(
 
 @dataclass(frozen=True)
 class Draws:
-    """A client's samples (M,), in order, each with its crop offset (2,) and its flip; or those of
-    several clients (N, M)."""
+    """The samples of a client (M,), in order, each with its crop offset (2,) and its flip. Those of
+    several clients are (N, M)."""
 
     samples: Tensor
     crops: Tensor
@@ -497,19 +547,19 @@ class Draws:
 
     @staticmethod
     def of(samples_M: Tensor, need: int, generator: torch.Generator, padding: int = 4) -> Draws:
-        """`need` draws without replacement from a client's samples."""
+        """Draw `need` of a client's samples without replacement."""
         order = torch.randperm(len(samples_M), generator=generator)[:need]
         crops = torch.randint(0, 2 * padding + 1, (need, 2), generator=generator)
         return Draws(samples_M[order], crops, torch.rand(need, generator=generator) < 0.5)
 
     @staticmethod
     def stack(several: list[Draws]) -> Draws:
-        """Those of several clients, in memory of their own."""
+        """Stack the draws of several clients, in new memory."""
         parts = zip(*(vars(draws).values() for draws in several), strict=True)
         return Draws(*(torch.stack(part) for part in parts))
 
     def flatten(self) -> Draws:
-        """Of several clients, one after another."""
+        """Return the draws of several clients one after another."""
         return Draws(*(tensor.flatten(0, 1) for tensor in vars(self).values()))
 
     def __getitem__(self, which: Any) -> Draws:
@@ -520,8 +570,10 @@ class Draws:
 
 
 class Batches:
-    """A data set on the training device: augmented training batches, plain test batches. Training
-    images that no client has, where they are kept, stand behind the test images."""
+    """A data set on the device that trains: augmented batches for training, plain ones for the test.
+
+    Training images that no client has, where they are kept, stand behind the test images.
+    """
 
     def __init__(self, data: Dataset, device: torch.device, padding: int = 4):
         pixels = data.train_images.numpy().reshape(-1, 3)
@@ -542,20 +594,20 @@ class Batches:
 
     @staticmethod
     def _spread_colours(colours: np.ndarray, data: Dataset, device: torch.device) -> Tensor:
-        """A number a colour as (h, w, 3): broadcasting three at a time takes six times as long."""
+        """Repeat a number per colour as (h, w, 3), since broadcasting three numbers takes six times as long."""
         numbers = torch.tensor(colours, dtype=torch.float32, device=device)
         return numbers.expand(data.train_images.shape[1:]).contiguous()
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """(B, h, w, 3) uint8 to (B, 3, h, w) float32, channels last in memory."""
+        """Normalize (B, h, w, 3) uint8 to (B, 3, h, w) float32, with channels last in memory."""
         return pixels.float().sub_(self.mean).mul_(self.scale).permute(0, 3, 1, 2)
 
     def augment(self, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
+        """Return cropped and flipped images (B, 3, h, w) float32 and labels (B,) of the draws."""
         count, height, width, colours = self.padded.shape
-        around = 2 * self.padding
-        lines, pixels = height - around, width - around
-        most = ((count - 1) * height + around) * width + around  # a crop starts there
+        border = 2 * self.padding
+        lines, pixels = height - border, width - border
+        most = ((count - 1) * height + border) * width + border  # the last crop may start there
         crops = self.padded.as_strided(
             (most + 1, lines, pixels * colours), (colours, width * colours, 1)
         )
@@ -569,7 +621,8 @@ class Batches:
 
 
 def _mirror(images: Tensor, flips_B: Tensor) -> Tensor:
-    """(B, h, w, 3) uint8, those with a flip from right to left; chosen in words, not in bytes."""
+    """Mirror those of the images (B, h, w, 3) uint8 that have a flip. Where possible, eight bytes at a
+    time are chosen."""
     plain, mirrored = images.flatten(1), images.flip(2).flatten(1)
     word = torch.int64 if plain.shape[1] % 8 == 0 else torch.uint8
     chosen = torch.where(flips_B.view(-1, 1), mirrored.view(word), plain.view(word))
@@ -577,6 +630,6 @@ def _mirror(images: Tensor, flips_B: Tensor) -> Tensor:
 
 
 def generator_for(seed: int, *path: int) -> torch.Generator:
-    """The CPU generator of one purpose: the same numbers for the same (seed, path), everywhere."""
+    """Make a CPU generator for one purpose: the same (seed, path) gives the same numbers everywhere."""
     state = np.random.SeedSequence(to_python([seed, *path])).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))

@@ -1,4 +1,4 @@
-"""Text: what comes with every Python as a data set, a small GPT for it, and its clients' batches."""
+"""Text: the help topics that come with every Python, as a data set, and a small GPT."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from tcs_lab.support.errors import to_python
 
-_HELD_OUT = 10  # the last tenth of every topic is the test
+_HELD_OUT = 10  # the last tenth of every topic is for the test
 
 
 @dataclass(frozen=True)
 class Text:
-    """Topics as numbers of characters: `train` and `test`, (characters,) int64, one a topic.
+    """Topics whose characters are numbers: `train` and `test` have a tensor (characters,) int64 per topic.
 
-    `alphabet` are the characters, sorted; `fingerprint` is the sha256 of all text.
+    `alphabet` has the characters, sorted; `fingerprint` is the sha256 of all text.
     """
 
     label: str
@@ -30,17 +30,17 @@ class Text:
 
     @property
     def classes(self) -> int:
-        """What can come next."""
+        """The number of characters that can come next."""
         return len(self.alphabet)
 
     def read(self, numbers: Tensor) -> str:
-        """(n,) numbers as text."""
+        """Return numbers (n,) as text."""
         return "".join(self.alphabet[i] for i in numbers.tolist())
 
 
 @cache
 def load_text() -> Text:
-    """The help topics of this Python, `pydoc_data.topics`: another Python has other ones."""
+    """Load the help topics of this Python, `pydoc_data.topics`. Another Python may have other ones."""
     alphabet = "".join(sorted(set("".join(topics.values()))))
     numbers = {character: i for i, character in enumerate(alphabet)}
     texts = [torch.tensor([numbers[c] for c in topics[name]]) for name in sorted(topics)]
@@ -53,7 +53,7 @@ def load_text() -> Text:
 
 
 class _Block(nn.Module):
-    """Causal self-attention and a perceptron, each behind a layer norm and beside a shortcut."""
+    """Causal self-attention and a perceptron, each behind a layer norm and with a shortcut around it."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -69,7 +69,7 @@ class _Block(nn.Module):
         return x + self.think(self.other_norm(x))
 
     def _attention(self, mixed: Tensor) -> Tensor:
-        """Queries, keys and values side by side (B, T, 3 width) to (B, T, width)."""
+        """Attend: queries, keys and values side by side (B, T, 3 width) become (B, T, width)."""
         heads = mixed.unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-3, -2)
         query, key, value = heads  # (B, heads, T, width / heads)
         scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -79,10 +79,10 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT: (B, T) characters to the scores (B, T, classes) of the next one each.
+    """A small GPT: from characters (B, T) to scores (B, T, classes) for the next character of each.
 
-    Two blocks of `width` channels in width // 16 heads, or one; T is at most `context`. Raises
-    ValueError for a width that its heads can't share.
+    It has two blocks of `width` channels in width // 16 heads, at least one; T is at most `context`.
+    Raises ValueError for a width that is no multiple of the number of heads.
     """
 
     def __init__(self, classes: int, width: int, context: int):
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         classes, width, context = to_python((classes, width, context))
         if width % (heads := max(1, width // 16)):
             raise ValueError(
-                f"width: got {width}, allowed of a gpt: a multiple of its {heads} heads"
+                f"width: got {width}, allowed for a gpt of about this width: a multiple of its {heads} heads"
             )
         self.characters = nn.Embedding(classes, width)
         self.places = nn.Embedding(context, width)

@@ -1,8 +1,9 @@
-"""One training: its configuration, the federation made of it, and the ways to run it.
+"""One training: its configuration, the federation made of it, and the different ways to run it.
 
-`configuration` has the fields of a run, `training` makes a federation of them. Each further module
-is one way to run it: clients in threads, streams or side by side, passes compiled or in a CUDA
-graph. Here belongs a new way, or a new setting of a run. Files and records belong to `runs`.
+`configuration` has the fields of a run, and `training` makes a federation of them. `text_feed` has
+the batches of a text, and `watching` counts how masks change. Each further module is one way to run a
+training: clients in threads, streams or side by side, passes compiled or in a CUDA graph. A new way to
+run, or a new setting of a run, belongs here. Files and records belong to `runs`.
 """
 
 from tcs_lab.support.lazy import lazily

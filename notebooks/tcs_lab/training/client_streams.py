@@ -1,7 +1,7 @@
-"""A client a stream: on a GPU clients train at the same time, in static rounds.
+"""One stream per client: on a GPU the clients of a static round train at the same time.
 
-A small batch leaves most of a large GPU idle. In a CUDA graph the clients' passes become branches,
-which share it.
+A small batch leaves most of a large GPU idle. In a CUDA graph, the clients' passes become branches
+that share the GPU.
 """
 
 from __future__ import annotations
@@ -15,45 +15,48 @@ from tcs_core import LocalTrainer
 from tcs_lab.training.client_threads import copy_trainer
 from tcs_lab.training.configuration import RunConfig
 
-MOST_CLIENTS = 16  # each has a model and gradients of its own
-STREAMS = 5  # so many train at a time; meanwhile those before them are compressed
+MOST_CLIENTS = 16  # each of them needs a model and gradients
+STREAMS = 5  # so many clients train at a time, while those before them are compressed
 
 
 def uses_client_streams(config: RunConfig) -> bool:
-    """On a GPU, in rounds that are static, where they do not train side by side; few clients, since
-    each has a model of its own."""
+    """Return whether clients train on streams: on a GPU, if they are several and few enough, since each
+    needs a model. The caller has checked that rounds are static and clients not side by side."""
     return config.torch_device.type == "cuda" and 1 < config.client_count <= MOST_CLIENTS
 
 
 class ClientStreams(LocalTrainer):
-    """Trains all clients of a round at the same time, on streams of a GPU. Differences are compressed
-    in the clients' order, on the stream that plays the round. No optimizers of the clients' own.
+    """Train all clients of a round at the same time, on streams of a GPU.
 
-    Memory: a model and gradients (D,) of every client, activations of those that train.
+    Differences are compressed in the clients' order, on the stream that plays the round. Clients
+    cannot have optimizers. Memory: a model and gradients (D,) per client, and the activations of those
+    that train at a time.
     """
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         if self.local_optimizer is not None:
-            raise ValueError("local_optimizer: got one, allowed with a client a stream: none")
-        self.seats = {n: copy_trainer(self) for n in range(self.feed.clients)}
+            raise ValueError(
+                "local_optimizer: got one, allowed: none with ClientStreams; use LocalTrainer"
+            )
+        self.trainers = {n: copy_trainer(self) for n in range(self.feed.clients)}
         self.streams = [torch.cuda.Stream(self.theta_D.device) for _ in range(STREAMS)]
         self.trained: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
-        """All of them train; meanwhile `local_training` is asked for the first."""
+        """Start the training of all clients. `local_training` waits for them one by one."""
         now = torch.cuda.current_stream(self.theta_D.device)
         for stream in self.streams:
             stream.wait_stream(now)
         for n in chosen:
             stream = self.streams[n % STREAMS]
             with torch.cuda.stream(stream):
-                self.seats[n].put_theta()
-                gradient_D = self.seats[n].local_training(n, t, eta)
+                self.trainers[n].put_theta()
+                gradient_D = self.trainers[n].local_training(n, t, eta)
                 self.trained[n] = gradient_D, stream.record_event()
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Client n's summed gradients, once they are there."""
+        """Return client n's summed gradients, once they are computed."""
         gradient_D, done = self.trained.pop(n)
         torch.cuda.current_stream(self.theta_D.device).wait_event(done)
         return gradient_D

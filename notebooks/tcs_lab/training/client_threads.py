@@ -1,7 +1,7 @@
-"""A client a core: every thread trains one client at a time and has no more threads in a pass.
+"""One core per client: each thread trains one client at a time, and runs its passes on one core.
 
-For larger nets. A pass on one core rounds the same on any machine of its kind, so that a record
-does not depend on the number of threads, bit for bit.
+This is for larger nets. A pass on one core rounds in the same way on any machine of the same kind, so
+that the bits of a record do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tcs_lab.training.configuration import RunConfig
 
 
 def uses_client_threads(config: RunConfig) -> bool:
-    """As configured, on a CPU; a single client has all threads to itself."""
+    """Return whether clients train in threads: if that is configured, on a CPU, with several clients."""
     cpu = config.torch_device.type == "cpu"
     return config.client_threads and cpu and config.client_count > 1
 
 
 @contextlib.contextmanager
 def _one_core() -> Iterator[None]:
-    """What this thread does meanwhile, it does on one core."""
+    """In a `with` block, let torch use one core for the work of this thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -38,7 +38,7 @@ def _one_core() -> Iterator[None]:
 
 
 class _FetchedBatches:
-    """The feed of one client in one round: batches that are there already."""
+    """The feed of one client in one round, of batches that were fetched before."""
 
     def __init__(self, batches: list[Any]):
         self.batches = batches
@@ -48,34 +48,35 @@ class _FetchedBatches:
 
 
 def copy_trainer(trainer: LocalTrainer) -> LocalTrainer:
-    """A trainer of one client at a time, beside others: it has a model and gradients of its own, and
-    shares theta, statistics and losses with `trainer`."""
-    seat = LocalTrainer.__new__(LocalTrainer)
-    vars(seat).update(vars(trainer))
-    seat.use(copy.deepcopy(trainer.model).train())
-    seat.make_views()
-    return seat
+    """Make a trainer that trains one client while others train too. It gets another model and other
+    gradients, and shares theta, statistics and losses with `trainer`."""
+    made = LocalTrainer.__new__(LocalTrainer)
+    vars(made).update(vars(trainer))
+    made.use(copy.deepcopy(trainer.model).train())
+    made.make_views()
+    return made
 
 
 class ClientThreads(LocalTrainer):
-    """Trains clients on as many threads as torch has when it is made.
+    """Train clients on as many threads as torch has when this object is made.
 
-    Differences are compressed in the clients' order, by the thread that plays the round, which also
-    fetches all batches: rules, links and feeds need not know of threads. Nothing depends on which
-    client is done first, but for nets that draw random numbers (dropout).
+    The thread that plays the round fetches all batches, and compresses the differences in the clients'
+    order, so that rules, links and feeds need not know of threads. Nothing depends on which client is
+    done first, except in nets that draw random numbers (dropout).
 
-    Memory: activations, and (D,) gradients, of every thread and one more; with local steps
-    parameters too.
+    Memory: gradients (D,) and activations for each thread and for one client more; with several local
+    steps parameters, too.
     """
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         threads = torch.get_num_threads()
-        seats = [copy_trainer(self) for _ in range(threads + 1)]  # one may wait to be compressed
-        self.free, self.later = seats[:1], seats[1:]  # the very first pass may be compiled: alone
+        trainers = [copy_trainer(self) for _ in range(threads + 1)]  # one may wait to be compressed
+        # the very first pass runs alone, since it may be compiled
+        self.free, self.later = trainers[:1], trainers[1:]
         self.waiting = deque[int]()
         self.training: dict[int, tuple[LocalTrainer, Future[Tensor]]] = {}
-        # its threads end when it is forgotten
+        # the threads end with this object
         self.pool = ThreadPoolExecutor(threads, "client", torch.set_num_threads, (1,))
 
     @contextlib.contextmanager
@@ -90,37 +91,40 @@ class ClientThreads(LocalTrainer):
         self.waiting.extend(chosen)
 
     def _end(self) -> None:
-        """Nothing is trained any more. Only where a round went wrong is there something left."""
+        """End all training. Only if a round failed is there something left to end."""
         self.waiting.clear()
         for _, task in self.training.values():
             task.cancel()
         wait(task for _, task in self.training.values())
-        self.free += [seat for seat, _ in self.training.values()]
+        self.free += [trainer for trainer, _ in self.training.values()]
         self.training.clear()
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Client n's summed gradients. Meanwhile every free seat trains one of those after it."""
+        """Return client n's summed gradients. Meanwhile the free trainers train the clients after it."""
         while self.waiting and self.free:
             self._start(self.waiting.popleft(), t, eta)
-        seat, task = self.training[n]
+        trainer, task = self.training[n]
         gradient_D = task.result()
         del self.training[n]
-        self.free += [seat, *self.later]  # at the next call: by then the difference is compressed
+        self.free += [
+            trainer,
+            *self.later,
+        ]  # used at the next call, after this difference is compressed
         self.later.clear()
         return gradient_D
 
     def _start(self, n: int, t: int | Tensor, eta: float | Tensor) -> None:
         batches = [self.feed.batch(n, t, tau) for tau in range(self.scheme.local_steps)]
-        seat = self.free.pop()
-        seat.feed = _FetchedBatches(batches)
-        self.training[n] = seat, self.pool.submit(self._train, seat, n, t, eta)
+        trainer = self.free.pop()
+        trainer.feed = _FetchedBatches(batches)
+        self.training[n] = trainer, self.pool.submit(self._train, trainer, n, t, eta)
 
     @staticmethod
-    def _train(seat: LocalTrainer, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """On a thread of the pool."""
-        seat.put_theta()
-        return seat.local_training(n, t, eta)
+    def _train(trainer: LocalTrainer, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+        """Train client n, on a thread of the pool."""
+        trainer.put_theta()
+        return trainer.local_training(n, t, eta)
 
     def each(self, work: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
-        """`work` of all parts, in their order, on the threads."""
+        """Do `work` for all parts on the threads. Return the results in the order of the parts."""
         return list(self.pool.map(work, parts))

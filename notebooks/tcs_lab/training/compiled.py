@@ -1,6 +1,6 @@
-"""Compiled passes (torch.compile): for nets whose training takes longer than minutes of compiling.
+"""Compiled passes (torch.compile), for nets whose training takes longer than the minutes of compiling.
 
-In bf16 several operations become one, which rounds once. Evaluations are not compiled.
+In bf16, several operations become one, which rounds only once. Evaluations are not compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _forward(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def _compiler() -> str:
-    """The C++ compiler that torch.compile calls."""
+    """Return the C++ compiler that torch.compile calls."""
     usual = "clang++" if sys.platform == "darwin" else "g++"
     given = os.environ.get("CXX", "")
     try:
@@ -33,20 +33,23 @@ def _compiler() -> str:
 
 
 def uses_compilation(config: RunConfig) -> bool:
-    """As configured, on a CPU with a C++ compiler."""
+    """Return whether passes are compiled: if that is configured, on a CPU with a C++ compiler."""
     cpu = config.torch_device.type == "cpu"
     return config.compiled and cpu and shutil.which(_compiler()) is not None
 
 
 def make_passes(config: RunConfig) -> Callable[..., Tensor]:
-    """A model's scores of images; compiled, if that is configured and can be done, with the passes
-    back. What was compiled for another training is forgotten: it would change how this one is."""
+    """Return the function that gives a model's scores of a batch.
+
+    It is compiled, with its backward pass, if that is configured and possible. What was compiled for
+    another training is forgotten, since it would change how this one is compiled.
+    """
     if uses_compilation(config):
         torch.compiler.reset()
         return torch.compile(_forward, dynamic=False)
     if config.compiled:
-        why = f"there is no C++ compiler {_compiler()} (CXX names another)"
+        why = f"since there is no C++ compiler {_compiler()}; the variable CXX names another"
         if config.torch_device.type != "cpu":
-            why = "only those on a CPU are"
+            why = "since only those on a CPU are"
         print(f"compiled: passes are not compiled, {why}", file=sys.stderr, flush=True)
     return _forward

@@ -1,4 +1,4 @@
-"""A run's configuration: what is trained, on what, for how long; what makes two runs the same."""
+"""The configuration of a run: what is trained, on what and for how long, and when two runs are the same."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import tcs_lab.schemes  # noqa: F401  (registers what records name)
 from tcs_core import QUANTIZERS, STAGES, Scheme, kept, rule_of
 from tcs_lab.support.errors import format_value, text_hint, to_python
 
-# Kinds of values. A new setting is one line in RunConfig; its check, and what an error says is
-# allowed, follow from its kind.
+# Kinds of values. A new setting is one line in RunConfig. Its check, and the words of an error about it,
+# follow from its kind.
 
 
 def _check_rising(shares: tuple[float, ...]) -> tuple[float, ...]:
@@ -28,7 +28,7 @@ def _check_rising(shares: tuple[float, ...]) -> tuple[float, ...]:
     return shares
 
 
-TEXT_MODEL = "gpt"  # the model of dataset text, and of no other
+TEXT_MODEL = "gpt"  # the only model for dataset text, and for no other data set
 MODELS = (*STAGES, TEXT_MODEL)
 
 
@@ -45,7 +45,9 @@ Positive = Annotated[float, Field(gt=0, le=1e6)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Drops = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
-    Field(strict=False, description="shares of the epochs in (0, 1), rising"),  # a list too
+    Field(
+        strict=False, description="fractions of the epochs, between 0 and 1, in rising order"
+    ),  # a list too
     AfterValidator(_check_rising),
 ]
 Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
@@ -56,17 +58,17 @@ DEVICE = {
     "description": "auto, cpu, cuda or cuda:<n>",
 }
 
-# Where and how fast a run is made; not part of what it is.
+# Settings of where and how fast a run is made. They are not part of its identity.
 WHERE_KEYS = {"profile", "data_root", "threads", "device", "graph", "side_by_side",
               "client_threads", "compiled", "errors_limit"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run: scheme, data, model, federation, schedule. Fields in the paper's units.
+    """The settings of one training run: scheme, data, model, federation and schedule.
 
-    A scheme may be given by its name. Raises ValueError naming the field, its value and what is
-    allowed.
+    Numbers are in the paper's units. A scheme may be given by its name. Raises ValueError, which names
+    the field, its value and what is allowed.
     """
 
     scheme: Scheme
@@ -132,19 +134,20 @@ class RunConfig:
             raise ValueError(f"warmup_epochs: got {self.warmup}, allowed: {allowed}")
         self._check_task()
         if self.bad_message != "stop" and not self.wire:
-            raise ValueError(f"bad_message: got {self.bad_message!r}, allowed without wire: 'stop'")
+            got = f"got {self.bad_message!r}, allowed: 'stop', or any value with wire: true"
+            raise ValueError(f"bad_message: {got}")
         if self.graph and self.client_threads:
-            raise ValueError("client_threads: got True, allowed with graph: False")
-        for way in ("client_threads", "compiled"):
-            if self.side_by_side and getattr(self, way):
-                raise ValueError(f"{way}: got True, allowed with side_by_side: False")
+            raise ValueError("client_threads: got True, allowed: false with graph: true")
+        for key in ("client_threads", "compiled"):
+            if self.side_by_side and getattr(self, key):
+                raise ValueError(f"{key}: got True, allowed: false with side_by_side: true")
 
     def _check_task(self) -> None:
-        """ValueError for a model, or a setting, that the data set does not go with."""
+        """Raise ValueError for a model, or a setting, that does not go with the data set."""
         text = self.dataset == "text"
         if self.data_root is not None and self.dataset not in ("cifar10", "folder"):
-            got = f"got {format_value(self.data_root)}, allowed with dataset {self.dataset}: none"
-            raise ValueError(f"data_root: {got} (dataset folder reads images from there)")
+            got = f"got {format_value(self.data_root)}, allowed with dataset {self.dataset}: null"
+            raise ValueError(f"data_root: {got}; only folder and cifar10 read files")
         if text != (self.model == TEXT_MODEL):
             allowed = TEXT_MODEL if text else " or ".join(STAGES)
             got = f"got {self.model!r}, allowed with dataset {self.dataset}: {allowed}"
@@ -153,35 +156,40 @@ class RunConfig:
         of_images += ["dirichlet_alpha", "graph"]
         for key in of_images if text else ():
             if value := getattr(self, key):
-                raise ValueError(f"{key}: got {value!r}, allowed with dataset text: none")
-        other = "crop_padding" if text else "context"  # has no meaning for this data
+                usual = json.dumps(getattr(RunConfig, key))
+                raise ValueError(f"{key}: got {value!r}, allowed with dataset text: {usual}")
+        other = "crop_padding" if text else "context"  # it has no effect with this data set
         if (value := getattr(self, other)) != (usual := getattr(RunConfig, other)):
-            allowed = f"allowed with dataset {self.dataset}: {usual}, which has no effect there"
+            allowed = f"allowed with dataset {self.dataset}, which does not use it: {usual}"
             raise ValueError(f"{other}: got {value!r}, {allowed}")
 
-    # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and
-    # no warm-up, whatever the federated settings beside it say (Sec. III-B).
+    # Derived numbers. Centralized training is one client with twice the batch, eta = 0.1 at 128 and no
+    # warm-up, whatever the settings of the federation are (Sec. III-B).
 
     @property
     def client_count(self) -> int:
+        """The number of clients: one in centralized training."""
         return 1 if self.scheme.centralized else self.clients
 
     @property
     def batch(self) -> int:
-        """Samples of one client's local step."""
+        """The number of samples in one local step of a client."""
         return 2 * self.batch_size if self.scheme.centralized else self.batch_size
 
     @property
     def participants(self) -> int:
-        """Clients that take part in a round."""
+        """The number of clients that take part in a round."""
         share = 1.0 if self.scheme.centralized else self.participation
         return kept(share, self.client_count)
 
     @property
     def warmup(self) -> int:
-        """Epochs at the start that are dense, with a rising learning rate, or sparse with larger
-        masks, without: errors that pile up are a soft start too. As configured, or the paper's 5 of
-        300 in proportion. None where the scheme is as sparse as ever from the first round."""
+        """The number of epochs of warm-up.
+
+        They are dense, with a rising learning rate, or sparse with larger masks and the full rate
+        (errors that pile up make a soft start, too). Their number is the configured one, or the paper's
+        5 of 300 in proportion. It is 0 for a scheme that is equally sparse from the first round.
+        """
         sparse_start = not self.scheme.dense_warmup and self.scheme.warmup_masks == 1
         if self.scheme.centralized or sparse_start:
             return 0
@@ -191,10 +199,12 @@ class RunConfig:
 
     @property
     def scale(self) -> float:
-        """Linear scaling: cumulative batch over the batch at which the learning rate holds.
+        """The factor of linear scaling: the cumulative batch divided by the batch at which the learning
+        rate holds.
 
         Centralized training has a fifth of the federated rate at a fifth of the batch, 0.1 at 128
-        beside 0.5 at 640 (Sec. III-B): one rule for both."""
+        where federated training has 0.5 at 640 (Sec. III-B), so that one rule serves both.
+        """
         if self.reference_batch is None:
             return 1.0
         reference = self.reference_batch / 5 if self.scheme.centralized else self.reference_batch
@@ -202,12 +212,12 @@ class RunConfig:
 
     @property
     def eta(self) -> float:
-        """The table's learning rate; centralized training has one of its own (the paper's 0.1)."""
+        """The learning rate as in the paper's tables. Centralized training has another one (0.1)."""
         centralized = self.scheme.centralized
         return self.centralized_learning_rate if centralized else self.learning_rate
 
     def learning_rate_at(self, epoch: float) -> float:
-        """eta_t at a fractional epoch, counted from 0: linear warm-up, then steps down by 10."""
+        """Return eta_t at a fractional epoch, counted from 0: a linear warm-up, then divisions by 10."""
         if epoch < self.warmup and self.scheme.dense_warmup:
             start = self.warmup_learning_rate
             return self.scale * (start + (self.eta - start) * epoch / self.warmup)
@@ -215,10 +225,10 @@ class RunConfig:
         return self.scale * self.eta * 0.1**passed
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs the same run: JSON types only. Where and how fast is left out."""
+        """Return what makes two runs the same run, in types of JSON. Where and how fast is left out."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # "learning_rate" is the one that this run has, centralized or not: a second key would say
-        # the same, or nothing
+        # "learning_rate" is the rate of this run, centralized or not: a second key would repeat it or
+        # have no effect
         left_out = {"scheme", "centralized_learning_rate", *WHERE_KEYS}
         values = {k: v for k, v in fields.items() if k not in left_out}
         values |= {
@@ -238,31 +248,39 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
+        """The ten hex digits that name this run."""
         return digest_of(self.identity())
 
     @property
     def record_name(self) -> str:
+        """The name of the file of this run's record."""
         return name_record_file({"config": self.identity(), "digest": self.digest})
 
     @property
     def torch_device(self) -> torch.device:
+        """The device on which this run is made. Raises ValueError if this machine has no such device."""
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(auto if self.device == "auto" else self.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            there = torch.cuda.device_count()
-            raise ValueError(f"device: got {self.device!r}, allowed here: cpu and {there} GPUs")
+            count = torch.cuda.device_count()
+            gpus = f"cpu, cuda:0 to cuda:{count - 1}" if count else "cpu, as torch sees no GPU"
+            raise ValueError(f"device: got {self.device!r}, allowed on this machine: {gpus}")
         return device
 
 
 def name_record_file(record: dict[str, Any]) -> str:
+    """Return the name of a record's file."""
     config = record["config"]
     safe = re.sub(r"[^\w.+-]+", "_", config["scheme"]["name"])
     return f"{safe}-{config['learning_rate']:g}-{config['seed']}-{record['digest']}.json"
 
 
 def digest_of(identity: dict[str, Any]) -> str:
-    """Ten hex digits that name a run. Fields at their default do not enter, so that a field added
-    later, with a default that means "as before", leaves the names of older records alone."""
+    """Return ten hex digits that name a run.
+
+    Fields that have their default do not enter, so that a field that is added later, with a default
+    that changes nothing, leaves the names of older records as they are.
+    """
 
     def changed(values: dict[str, Any], cls: type) -> dict[str, Any]:
         defaults = _defaults(cls)
@@ -273,7 +291,7 @@ def digest_of(identity: dict[str, Any]) -> str:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """A dataclass's defaults as a record holds them: lists for tuples."""
+    """Return the defaults of a dataclass as a record has them, with lists for tuples."""
     values = {f.name: f.default for f in dataclasses.fields(cls)}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -283,8 +301,8 @@ _OUR_ROOM = "tcs_lab.schemes."
 
 
 def list_outside_parts(scheme: Scheme) -> list[Any]:
-    """Classes of the scheme's rule and its own sides, and quantizers, that are neither the core's
-    nor the lab's: workers do not know them."""
+    """List the classes of a scheme's rule, its client and server types, and its quantizers that belong
+    neither to the core nor to the lab. Worker processes do not know them."""
     rule = rule_of(scheme)
     types = [kind for kind in (rule.client_type, rule.server_type) if kind]
     sides = [base for kind in types for base in kind.__mro__]
@@ -295,23 +313,25 @@ def list_outside_parts(scheme: Scheme) -> list[Any]:
 
 
 def _hash_outside_parts(scheme: Scheme) -> dict[str, str]:
-    """What comes from outside the core is part of a run's identity: changed, it is a new run."""
-    found = list_outside_parts(scheme)
-    outside = [part for part in found if inspect.isclass(part)]
-    parts = sorted(_read_source("", part) for part in found if part not in outside)
-    if not found:
+    """Hash the code of a scheme that comes from outside. It is part of a run's identity, so that changed
+    code makes a new run."""
+    outside = list_outside_parts(scheme)
+    if not outside:
         return {}
-    members = [item for cls in outside for item in sorted(vars(cls).items())]
-    own = [(n, v) for n, v in members if inspect.isfunction(v) or not n.startswith("__")]
-    parts = [_read_source(name, value) for name, value in own] + parts
+    classes = [part for part in outside if inspect.isclass(part)]
+    parts = sorted(_read_source("", part) for part in outside if part not in classes)
+    members = [item for cls in classes for item in sorted(vars(cls).items())]
+    written = [(n, v) for n, v in members if inspect.isfunction(v) or not n.startswith("__")]
+    parts = [_read_source(name, value) for name, value in written] + parts
     return {"rule_sha256": hashlib.sha256("\n".join(parts).encode()).hexdigest()}
 
 
-_text_of = cache(inspect.getsource)  # as it was at first: the file may be edited
+_text_of = cache(inspect.getsource)  # as it was when first read, since the file may be edited
 
 
 def _read_source(name: str, value: Any) -> str:
-    """A method as its source (a class in a notebook has none as a whole), anything else as text."""
+    """Return a method as its source, and anything else as text. (A class that was defined in a notebook
+    has no source as a whole.)"""
     if isinstance(value, property | staticmethod | classmethod | cached_property):
         parts = (getattr(value, key, None) for key in ("fget", "fset", "__func__", "func"))
         return "\n".join(_read_source(name, part) for part in parts if part)
@@ -322,17 +342,17 @@ def _read_source(name: str, value: Any) -> str:
     except OSError:
         code = value.__code__
         text = f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}"
-    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where a thing lies differs from run to run
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # addresses in memory differ from run to run
 
 
 # Kinds, checked ────────────────────────────────────────────────────────────────────────────────────
 
 RUN_KEYS = {f.name for f in dataclasses.fields(RunConfig)} - {"scheme", "seed"}
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # true is no 1, and "3" no 3
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # true is not 1, and "3" is not 3
 
 
 def make_check(kind: Any) -> TypeAdapter:
-    """What `check_value` checks a value of this kind by."""
+    """Make the check of a kind of value, for `check_value`."""
     return TypeAdapter(kind, config=_STRICT)
 
 
@@ -341,9 +361,9 @@ RUN_CHECKS = {key: make_check(_KINDS[key]) for key in RUN_KEYS | {"seed"}}
 
 
 def check_value(key: str, value: Any, check: TypeAdapter) -> Any:
-    """`value` as its kind: a whole number becomes a float where one is meant.
+    """Return `value` as its kind: a whole number becomes a float where a float is meant.
 
-    Raises ValueError naming the key, the value and what is allowed.
+    Raises ValueError, which names the key, the value and what is allowed.
     """
     value = to_python(value)
     try:
@@ -363,7 +383,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 def _describe_kind(schema: dict[str, Any]) -> str:
-    """A kind of value in words, from its JSON schema."""
+    """Describe a kind of value in words, by its JSON schema."""
     if "description" in schema:
         return schema["description"]
     if "anyOf" in schema:

@@ -1,7 +1,7 @@
-"""Rounds that never wait for a GPU: a whole round, sparse or dense, as one CUDA graph.
+"""Static rounds, which never wait for a GPU: a whole round, sparse or dense, as one CUDA graph.
 
-No shape of such a round depends on a value, and the host looks at none until the last is made.
-`Federation.round` is the reference: the same masks, the same numbers to rounding.
+In such a round no shape depends on a value, and the host looks at no value before the last round has
+been played. `Federation.round` is the reference: masks are the same, and numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tcs_lab.training.watching import MaskWatch, UpdateWatch
 
 
 def is_suitable(scheme: Scheme, link: Link) -> bool:
-    """Whether a graph can stand in for this scheme's rounds of all clients, after its warm-up."""
+    """Return whether static rounds of all clients can replace this scheme's rounds after its warm-up."""
     fair = scheme.phi_min_global is not None or scheme.phi_min_local is not None
     plain = scheme.code == "block" and not scheme.compresses_downlink and not fair
     usual = (scheme.error_unit, scheme.shared_from) == ("difference", "update")
@@ -41,15 +41,15 @@ def is_suitable(scheme: Scheme, link: Link) -> bool:
 
 
 def uses_static_rounds(config: RunConfig, link: Link) -> bool:
-    """As configured, where all clients take part and the scheme is suitable."""
+    """Return whether rounds are static: if that is configured, with all clients and a suitable scheme."""
     everyone = config.participants == config.client_count
     return config.graph and everyone and is_suitable(config.scheme, link)
 
 
 class DeferredLink(Link):
-    """The link of a static round. Nobody looks at a value: how many entries clients sent on their
-    own stays a tensor, and so do the flags of what was not finite, until `GraphRounds` reads both
-    after the last round."""
+    """The link of a static round, which looks at no value. How many entries the clients chose themselves
+    remains a tensor, and so do the flags of what was not finite. `GraphRounds` reads both after the
+    last round."""
 
     def __init__(self, known: Known):
         super().__init__()
@@ -64,12 +64,12 @@ class DeferredLink(Link):
 
 
 class GraphRounds:
-    """Rounds of a federation without host synchronization, up to `most` of them at once.
+    """Plays rounds of a federation without waiting for the GPU, up to `most` of them at once.
 
-    In place of a round's number the feed gets a tensor, which counts from the first of the rounds
-    it was last told to `hold`: it keeps what they need in tensors that stay where they are.
-    What `watch` counts in each round, two numbers, is in `watched_T2`; it sees trial rounds too, so
-    that what it says of the first round after a capture means nothing.
+    In place of a round's number, the feed gets a tensor. It counts from the first of the rounds that
+    the feed was last told to `hold`, whose samples are in tensors that keep their memory. `watched_T2`
+    has the two numbers that `watch` counts in each round. It also sees the trial rounds before a
+    capture, so that its numbers for the first round after one mean nothing.
 
     Raises ValueError for a federation with an optimizer, whose state a capture would change.
     """
@@ -83,9 +83,10 @@ class GraphRounds:
         }
         for name, optimizer in used.items():
             if optimizer is not None:
-                raise ValueError(f"{name}: allowed in static rounds: none")
+                got = type(optimizer).__name__
+                raise ValueError(f"{name}: got {got}, allowed: none in static rounds (graph: True)")
         device = federation.theta_D.device
-        self.federation = weakref.proxy(federation)  # which may hold this
+        self.federation = weakref.proxy(federation)  # which may hold this object
         self.index = torch.zeros((), dtype=torch.int64, device=device)
         self.eta = torch.zeros((), device=device)
         self.explored_T = torch.zeros(most, dtype=torch.int64, device=device)
@@ -95,23 +96,25 @@ class GraphRounds:
         self.link = DeferredLink(federation.compressor.known)
         self.watched_T2 = torch.zeros(most, 2, dtype=torch.float64, device=device)
         self.graph: Any = None
-        self.addresses: list[int] = []  # in memory, of what the graph was captured with
+        self.addresses: list[
+            int
+        ] = []  # in memory, of the tensors with which the graph was captured
 
     def is_ready(self, rounds: range) -> bool:
-        """Whether these rounds, judged by the first, are of a dense scheme, or sparse ones that have
-        a mask to start with."""
+        """Return whether these rounds can be static: rounds of a dense scheme, or sparse ones with a
+        mask to start from. The first of them decides."""
         if self.federation.scheme.always_dense:
             return True
         rule, first = self.federation.compressor.rule, self.federation.schedule(rounds.start)
-        rule.begin(mask_factor=first.mask_factor)  # masks of a warm-up end with it
+        rule.begin(mask_factor=first.mask_factor)  # the larger masks of a warm-up end with it
         mask = None if first.dense else rule.shared_mask()
         return mask is not None and len(mask) == rule.k_global and first.mask_factor == 1
 
     def play(self, rounds: range) -> list[Traffic]:
-        """Makes these rounds; what each of them sent.
+        """Play these rounds. Return the traffic of each.
 
-        Raises NotFiniteError, with the round as `error.round`, after the last: what was made is void, and
-        the federation refuses all calls until a state is loaded.
+        Raises NotFiniteError, with the round as `error.round`, after the last round. What was computed
+        is then void, and the federation refuses all calls until a state is loaded.
         """
         federation, known = self.federation, self.federation.compressor.known
         before = known.round
@@ -119,7 +122,7 @@ class GraphRounds:
         trainer.read_module()
         federation.feed.hold(rounds)
         with trainer.lent():
-            federation.is_whole = False  # until all rounds are made, and good
+            federation.is_whole = False  # until all rounds are played, and finite
             for index, t in enumerate(rounds):
                 self._play(index, federation.schedule(t).eta)
             weights = federation.compressor.server.weights
@@ -134,7 +137,7 @@ class GraphRounds:
         return [self._traffic(explored) for explored in self.explored_T[: len(rounds)].tolist()]
 
     def _traffic(self, explored: int) -> Traffic:
-        """Of a round in which so many entries were sent by some clients only."""
+        """Return the traffic of a round in which clients chose so many entries themselves."""
         clients, known = self.federation.clients, self.federation.compressor.known
         rule, everyone = known.rule, tuple(range(clients))
         if self.federation.scheme.always_dense:
@@ -175,31 +178,36 @@ class GraphRounds:
         if before_K is not None:
             if isinstance(self.watch, MaskWatch):
                 watched = self.watch.compare(before_K, rule.positions)
-            rule.positions = before_K.copy_(rule.positions)  # where the next round looks for it
+            rule.positions = before_K.copy_(
+                rule.positions
+            )  # in the memory where the next round looks for it
         if watched is not None:
             self.watched_T2.index_copy_(0, now, watched.view(1, 2))
         finite = {n: torch.ones((), dtype=torch.bool, device=now.device) for n in everyone}
         finite[SERVER] = finite[0]
-        for sender, flag in self.link.flags:  # a CPU has none: there, what is not finite raises
+        for (
+            sender,
+            flag,
+        ) in self.link.flags:  # on a CPU there are none, since what is not finite raises there
             finite[sender] = finite[sender] & flag
         self.finite_TN.index_copy_(0, now, torch.stack([*finite.values()]).view(1, -1))
         self.explored_T.index_copy_(0, now, self.link.explored.view(1))
 
     def _addresses(self) -> list[int]:
-        """Where there is what the graph reads and writes: an owner, an ordinary round or a
-        checkpoint may have put something else in its place."""
+        """Return the addresses of what the graph reads and writes. The user, an ordinary round or a
+        checkpoint may have replaced some of it."""
         federation = self.federation
         tensors = [federation.theta_D, *federation.flat.parameters, *self._masks()]
         return [tensor.data_ptr() for tensor in tensors]
 
     def _masks(self) -> list[Tensor]:
-        """Tensors that an ordinary round or a checkpoint replaces."""
+        """Return the tensors that an ordinary round or a checkpoint replaces."""
         rule = self.federation.compressor.rule
-        found = [getattr(rule, "positions", None)]
-        return [tensor for tensor in found if tensor is not None]
+        positions = getattr(rule, "positions", None)
+        return [] if positions is None else [positions]
 
     def _capture(self) -> Any:
-        """The round as a CUDA graph. What the trial rounds before it change is put back."""
+        """Capture a round as a CUDA graph. What the trial rounds before it change is put back."""
         federation = self.federation
         state = [federation.theta_D, federation.statistics_NS, federation.losses_N]
         state += [federation.compressor.errors_ND, self.explored_T, self.finite_TN, *self._masks()]
@@ -212,7 +220,9 @@ class GraphRounds:
                 self._round()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):  # the default one is of the first device used
+        with torch.cuda.graph(
+            graph, stream=side
+        ):  # the default stream is that of the first device used
             self._round()
         for tensor, value in before:
             tensor.copy_(value)

@@ -1,7 +1,8 @@
-"""Clients side by side: all clients' local steps in one pass, for small nets.
+"""Clients side by side: the local steps of all clients in one pass, for small nets.
 
-The same masks and the same numbers to rounding as one client after another. A small net's pass is
-mostly calls, of which ten clients then share one; a large one is slower so.
+Masks are the same as those of one client after another, and numbers are the same up to rounding. The
+pass of a small net takes mostly the time of its calls, which all clients then share. Large nets are
+slower in this way.
 """
 
 from __future__ import annotations
@@ -17,34 +18,35 @@ from torch.func import functional_call, grad_and_value, vmap
 from tcs_core import LocalTrainer
 from tcs_lab.training.configuration import RunConfig
 
-# Channels x samples x pixels of a first layer's output. Measured on a CPU alone, one core, ten
-# clients: 7.2 times as fast at 4 x 4 x 8^2, 4.1 at 8 x 8 x 8^2, 1.7 at 16 x 16 x 16^2, 1.2 at
-# 32 x 16 x 16^2; slower at 16 x 64 x 32^2.
-MOST = 131_072
-# Channels x samples x characters: 2.3 times as fast at 64 x 2 x 32, 2.0 at 96 x 2 x 32.
-MOST_OF_TEXT = 8192
+# Channels x samples x pixels of the first layer's output up to which clients train side by side.
+# Measured on one core of a CPU with ten clients, it is 7.2 times as fast at 4 x 4 x 8^2, 4.1 times at
+# 8 x 8 x 8^2, 1.7 times at 16 x 16 x 16^2, 1.2 times at 32 x 16 x 16^2, and slower at 16 x 64 x 32^2.
+MOST_PIXELS = 131_072
+# Channels x samples x characters. It is 2.3 times as fast at 64 x 2 x 32, and 2.0 times at 96 x 2 x 32.
+MOST_CHARACTERS = 8192
 
-# Of all clients' models, the same or each its own, (N, D), and a batch of each:
-# gradients (N, D), losses (N,), and the batch norms' means and variances (N, S).
+# From the model of all clients (D,), or a model of each (N, D), and a batch of each client, passes give
+# gradients (N, D), losses (N,), and the means and variances of the batch norms (N, S).
 Passes = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 
 
 def uses_side_by_side(config: RunConfig) -> bool:
-    """As configured; else by the sizes of net, batch and images (never by a timing: records must
-    repeat). Not where threads or compiled passes take client by client."""
+    """Return whether clients train side by side: as configured, or else by the sizes of net, batch and
+    images (never by a timing, since records must be repeatable). Threads and compiled passes take one
+    client at a time."""
     if config.client_threads or config.compiled or config.client_count == 1:
         return False
     if config.side_by_side is not None:
         return config.side_by_side
     channels = config.width * config.batch
     if config.dataset == "text":
-        return channels * config.context <= MOST_OF_TEXT
-    return channels * (config.image_size or 32) ** 2 <= MOST
+        return channels * config.context <= MOST_CHARACTERS
+    return channels * (config.image_size or 32) ** 2 <= MOST_PIXELS
 
 
 class GroupedPasses:
-    """The passes of a net of images (B, 3, h, w): the clients' channels lie side by side, (B, N C,
-    h, w), and each client's are a group of every convolution, so that norms keep them apart."""
+    """The passes of a net for images (B, 3, h, w). The clients' channels lie side by side, (B, N C, h, w),
+    and those of a client are a group of every convolution; norms treat each channel apart anyway."""
 
     def __init__(self, trainer: LocalTrainer):
         self.trainer, self.clients = trainer, 0
@@ -59,11 +61,11 @@ class GroupedPasses:
             if p.requires_grad
         ]
         for module, name, _ in self.places:
-            delattr(module, name)  # every pass puts a tensor there, of all clients
+            delattr(module, name)  # every pass puts a tensor of all clients there
         self.convolutions = [m for m in self.net.modules() if isinstance(m, nn.Conv2d)]
-        self.seen: list[Tensor] = []  # of a pass, norm by norm, a mean and 1 / deviation
-        self.counts: list[int] = []  # and how many values a channel had
-        self.known: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by these counts
+        self.seen: list[Tensor] = []  # in a pass, norm by norm: a mean and 1 / deviation
+        self.counts: list[int] = []  # in a pass, norm by norm: how many values a channel had
+        self.corrections: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by these counts
         for module in self.net.modules():
             if isinstance(module, nn.BatchNorm2d):
                 vars(module)["forward"] = self._norm(module)
@@ -92,8 +94,8 @@ class GroupedPasses:
         return gradients_ND, losses_N.detach(), self._statistics()
 
     def _parts(self, theta: Tensor) -> list[Tensor]:
-        """Each of the parameters, (N P,): all clients', one after another. `theta` is one model for
-        all, (D,), or each one's own, (N, D)."""
+        """Return the parameters, each (N P,): those of all clients, one after another. `theta` is one
+        model for all clients, (D,), or one for each, (N, D)."""
         sizes, clients = self.trainer.flat.layer_sizes, range(self.clients)
         rows = 1 if theta.dim() == 1 else self.clients
         pieces = theta.detach().reshape(-1).split(sizes * rows)
@@ -102,35 +104,36 @@ class GroupedPasses:
         return [part.requires_grad_() for part in parts]
 
     def _norm(self, norm: Any) -> Callable[[Tensor], Tensor]:
-        """A batch norm's forward pass that keeps what `_statistics` needs."""
+        """Make the forward pass of a batch norm, which also notes what `_statistics` needs."""
 
         def forward(x: Tensor) -> Tensor:
-            found, mean, inverse = torch.native_batch_norm(
-                x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
-            )
             count = x.numel() // x.shape[1]
             if count < 2:
                 raise ValueError(
-                    "batch_size, image_size: got 1 value a channel, allowed: 2 or more"
+                    "batch_size, image_size: got 1 value per channel for a batch norm, allowed: 2 or "
+                    "more; with a DataLoader, drop_last=True leaves out a last batch of one sample"
                 )
+            normed, mean, inverse = torch.native_batch_norm(
+                x, norm.weight, norm.bias, None, None, True, 0.0, norm.eps
+            )
             self.seen.extend([mean.detach(), inverse.detach()])
             self.counts.append(count)
-            return found
+            return normed
 
         return forward
 
     def _statistics(self) -> Tensor:
-        """The batch's means and variances, norm by norm, (N, S): those of all norms at once."""
+        """Return the means and variances of the batch, norm by norm, (N, S)."""
         seen_NS = torch.cat([s.view(self.clients, -1) for s in self.seen], 1)
         counts = tuple(self.counts)
-        if counts not in self.known:
-            self.known[counts] = self._of_variances(seen_NS.device)
-        is_mean_S, eps_S, unbiased_S = self.known[counts]
+        if counts not in self.corrections:
+            self.corrections[counts] = self._make_corrections(seen_NS.device)
+        is_mean_S, eps_S, unbiased_S = self.corrections[counts]
         variances_NS = (seen_NS.pow(-2) - eps_S) * unbiased_S
         return torch.where(is_mean_S, seen_NS, variances_NS)
 
-    def _of_variances(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Where `seen` has means, and what makes variances of the rest: eps, n / (n - 1)."""
+    def _make_corrections(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return where `seen` has means, and what turns the rest into variances: eps, n / (n - 1)."""
         norms, columns = self.trainer.flat.norms, list[tuple[bool, float, float]]()
         for norm, count in zip(norms, self.counts, strict=True):
             columns += [(True, 0.0, 1.0)] * norm.num_features
@@ -138,7 +141,7 @@ class GroupedPasses:
         return tuple(torch.tensor(column, device=device) for column in zip(*columns, strict=True))
 
     def _linear(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-        """A linear layer's forward pass, (B, N inputs) to (B, N outputs)."""
+        """Make the forward pass of a linear layer, (B, N inputs) to (B, N outputs)."""
 
         def forward(x: Tensor) -> Tensor:
             x_NBI = x.unflatten(1, (self.clients, -1)).transpose(0, 1)
@@ -150,7 +153,8 @@ class GroupedPasses:
 
 
 def _stack_parameter(part: Tensor, shape: torch.Size) -> Tensor:
-    """A parameter of all clients, (N P,), along its first dimension; convolutions channels last."""
+    """Stack a parameter of all clients, (N P,), along its first dimension. Convolutions have channels
+    last in memory."""
     if len(shape) != 4:
         return part.view(-1, *shape[1:])
     _, inputs, height, width = shape
@@ -158,7 +162,7 @@ def _stack_parameter(part: Tensor, shape: torch.Size) -> Tensor:
 
 
 def make_vmapped_passes(trainer: LocalTrainer) -> Passes:
-    """The passes of any model without batch norms (torch.func.vmap)."""
+    """Make the passes of any model without batch norms, by torch.func.vmap."""
     model = copy.deepcopy(trainer.model).train()
     names = [name for name, p in model.named_parameters() if p.requires_grad]
 
@@ -167,32 +171,36 @@ def make_vmapped_passes(trainer: LocalTrainer) -> Passes:
         called = cast(nn.Module, lambda x: functional_call(model, parameters, (x,)))
         return trainer.loss(called, batch)
 
-    losses = grad_and_value(loss_of)
-    ways = vmap(losses, in_dims=(None, 0)), vmap(losses, in_dims=(0, 0))
+    with_gradient = grad_and_value(loss_of)
+    one_model = vmap(with_gradient, in_dims=(None, 0))
+    models = vmap(with_gradient, in_dims=(0, 0))
 
     def passes(theta: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        gradients_ND, losses_N = ways[theta.dim() - 1](theta, batch)
+        gradients_ND, losses_N = (one_model if theta.dim() == 1 else models)(theta, batch)
         return gradients_ND, losses_N.detach(), theta.new_empty(len(losses_N), 0)
 
     return passes
 
 
 class SideBySide(LocalTrainer):
-    """Trains all clients of a round side by side. No optimizers of the clients' own.
+    """Train all clients of a round side by side. Clients cannot have optimizers.
 
     A feed whose class defines `batches_of_all(t, tau)` gives all clients' batches of a static round at
-    once, stacked. Memory: three times the differences (N, D) of a round, five times with local steps.
+    once, stacked. Memory: three times the differences (N, D) of a round, and five times with several
+    local steps.
     """
 
     def __init__(self, *settings: Any, **more: Any):
         super().__init__(*settings, **more)
         if self.local_optimizer is not None:
-            raise ValueError("local_optimizer: got one, allowed with clients side by side: none")
+            raise ValueError(
+                "local_optimizer: got one, allowed: none with SideBySide; use LocalTrainer"
+            )
         self._passes = GroupedPasses(self) if self.flat.norms else make_vmapped_passes(self)
         self._rows: dict[int, Tensor] = {}
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
-        """All of them train."""
+        """Train all of these clients."""
         sums_ND = self._train(chosen, t, eta)
         self._rows = dict(zip(chosen, sums_ND, strict=True))
 
@@ -200,14 +208,21 @@ class SideBySide(LocalTrainer):
         return self._rows[n]
 
     def _batches(self, chosen: list[int], t: int | Tensor, tau: int) -> tuple[Tensor, ...]:
-        """Those of all these clients, stacked."""
+        """Return the batches of all these clients, stacked."""
         if isinstance(t, Tensor) and "batches_of_all" in vars(type(self.feed)):
             return cast(Any, self.feed).batches_of_all(t, tau)
         batches = [self.feed.batch(n, t, tau) for n in chosen]
+        sizes = [len(batch[0]) for batch in batches]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"batch: got batches of {sizes} samples in one round, allowed: equally many for all "
+                "clients that train side by side; give their DataLoaders drop_last=True and one batch "
+                "size, or use LocalTrainer"
+            )
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
 
     def _train(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Alg. 1, l. 3 to 6, of all these clients: their summed gradients, (N, D)."""
+        """Do lines 3 to 6 of Alg. 1 for all these clients. Return their summed gradients, (N, D)."""
         rows = slice(None) if chosen == list(range(self.feed.clients)) else chosen
         theta, decay = self.theta_D, self.weight_decay
         sums_ND = theta[:0]

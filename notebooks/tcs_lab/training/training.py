@@ -1,4 +1,4 @@
-"""A training: a RunConfig and a data set made into a federation, epoch by epoch."""
+"""A training: a federation made of a RunConfig and a data set, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from tcs_lab.training.watching import MaskWatch, Row, UpdateWatch
 
 Data = Dataset | Text
 
-# Purposes of random numbers; with seed, epoch, client they name one independent stream each, so
-# that no draw depends on the order of work, the number of processes or where a run was resumed.
+# Purposes of random numbers. With seed, epoch and client they name independent streams, so that no draw
+# depends on the order of work, on the number of processes or on where a run was resumed.
 _INIT, _PARTITION, _SAMPLING, _PARTICIPANTS, _MASKS = range(5)
-_STAGED_SAMPLES = 4096  # augmented ahead, of all clients together
+_STAGED_SAMPLES = 4096  # augmented ahead, for all clients together
 _EVALUATED_AT_ONCE = 500  # test samples whose losses are summed at once
-_CACHED_IMAGES = 100  # evaluated at once on a CPU, for the sake of its cache
+_CACHED_IMAGES = 100  # evaluated at once on a CPU, so that they fit its cache
 
 
 def load_data(config: RunConfig) -> Data:
-    """The data set of a configuration, cut to its samples and pixels."""
+    """Load the data set of a configuration, with its number of samples and of pixels."""
     if config.dataset == "text":
         return load_text()
     data = load_dataset(config.dataset, config.data_root, config.data_label)
@@ -58,9 +58,11 @@ def load_data(config: RunConfig) -> Data:
 
 
 class ImageFeed:
-    """Batches of augmented images for the core's federation: every client passes over its own
-    samples (N, M) without replacement, in an order of its own in every epoch. What an epoch's last
-    round has no full batches for is left out."""
+    """Batches of augmented images for the core's federation.
+
+    In every epoch, each client passes over its samples (N, M) in a new order, without replacement.
+    Samples that do not fill the batches of one more round are left out.
+    """
 
     weights = None  # clients have equally many samples
 
@@ -68,43 +70,45 @@ class ImageFeed:
         self.batches, self.samples_NM, self.config = batches, samples_NM, config
         self.clients, self.size = config.client_count, config.batch
         self.steps = config.scheme.local_steps
-        self.rounds = samples_NM.shape[1] // self.size // self.steps  # an epoch
+        self.rounds = samples_NM.shape[1] // self.size // self.steps  # per epoch
         self.offsets = torch.arange(self.size, device=batches.padded.device)
         self._epoch, self._draws = -1, dict[int, Draws]()
-        self._held: Draws | None = None  # of GraphRounds: tensors that stay where they are
+        self._held: Draws | None = None  # for GraphRounds: tensors that keep their memory
         self._ahead: dict[int, tuple[Draws, dict[int, tuple[Tensor, Tensor]]]] = {}
 
     @staticmethod
     def of(config: RunConfig, data: Dataset) -> ImageFeed:
-        """The feed of a configuration."""
+        """Make the feed of a configuration."""
         batches = Batches(data, config.torch_device, config.crop_padding)
         return ImageFeed(batches, _deal_samples(config, data), config)
 
     def test_count(self, last: bool) -> int:
-        """How many images are tested after an epoch; after the last one, those unused too."""
+        """Return how many images are tested after an epoch. After the last one, unused images are tested, too."""
         return len(self.batches.test_labels) if last else self.batches.test_count
 
     def test(self, part: slice) -> tuple[Tensor, Tensor]:
         return self.batches.test(part)
 
     def draws(self, epoch: int) -> list[Draws]:
-        """Every client's order of samples, crops and flips for one epoch."""
+        """Return every client's order of samples, crops and flips for one epoch."""
         return [self._draws_of(n, epoch) for n in range(self.clients)]
 
     def _draws_of(self, n: int, epoch: int) -> Draws:
-        """One client's: those who take no part cost nothing."""
+        """Return those of one client. Clients that take no part cost nothing."""
         if epoch != self._epoch:
             self._epoch, self._draws = epoch, {}
         if n not in self._draws:
             need = self.rounds * self.steps * self.size
             generator = generator_for(self.config.seed, _SAMPLING, epoch, n)
-            found = Draws.of(self.samples_NM[n], need, generator, self.batches.padding)
-            self._draws[n] = found.to(self.offsets.device)
+            drawn = Draws.of(self.samples_NM[n], need, generator, self.batches.padding)
+            self._draws[n] = drawn.to(self.offsets.device)
         return self._draws[n]
 
     def hold(self, rounds: range) -> None:
-        """From here on a tensor in the place of a round counts from the first of these, an epoch's.
-        Their samples are kept in the same tensors every time."""
+        """Hold the samples of these rounds, an epoch's, in tensors that keep their memory.
+
+        From now on, a tensor in place of a round's number counts from the first of these rounds.
+        """
         draws = Draws.stack(self.draws(rounds.start // self.rounds))
         if self._held is None:
             self._held = draws
@@ -113,7 +117,7 @@ class ImageFeed:
             kept.copy_(new)
 
     def batch(self, n: int, round: int | Tensor, tau: int) -> tuple[Tensor, Tensor]:
-        """Images (B, 3, h, w) float32 and labels (B,) of client n's local step tau."""
+        """Return images (B, 3, h, w) float32 and labels (B,) for client n's local step tau."""
         if isinstance(round, Tensor):
             first = (round * self.steps + tau) * self.size
             return self.batches.augment(cast(Draws, self._held)[n][first + self.offsets])
@@ -123,29 +127,34 @@ class ImageFeed:
         )
 
     def batches_of_all(self, round: Tensor, tau: int) -> tuple[Tensor, Tensor]:
-        """All clients' batches of a static round, augmented at once: (N, B, 3, h, w) and (N, B)."""
+        """Return all clients' batches of a static round, augmented at once: (N, B, 3, h, w) and (N, B)."""
         first = (round * self.steps + tau) * self.size
         draws = cast(Draws, self._held)[:, first + self.offsets]
         images, labels = self.batches.augment(draws.flatten())
         return images.unflatten(0, draws.flips.shape), labels.view(draws.flips.shape)
 
     def _augment_ahead(self, n: int, draws: Draws, first: int) -> tuple[Tensor, Tensor]:
-        """The batch from `first` on; many of them are augmented at a time."""
-        known, found = self._ahead.get(n, (None, {}))
-        if known is not draws or first not in found:
+        """Return the batch that begins at `first`. Several batches are augmented at a time."""
+        of_draws, ready = self._ahead.get(n, (None, {}))
+        if of_draws is not draws or first not in ready:
             ahead = max(1, _STAGED_SAMPLES // len(self.samples_NM) // self.size) * self.size
             images, labels = self.batches.augment(draws[first : first + ahead])
             pairs = zip(images.split(self.size), labels.split(self.size), strict=True)
-            found = dict(zip(range(first, first + len(labels), self.size), pairs, strict=True))
-            self._ahead[n] = (draws, found)
-        return found[first]
+            ready = dict(zip(range(first, first + len(labels), self.size), pairs, strict=True))
+            self._ahead[n] = (draws, ready)
+        return ready[first]
+
+    def forget_augmented(self) -> None:
+        """Forget the batches that were augmented ahead: they are made anew."""
+        self._ahead.clear()
 
 
 class Training:
-    """The federation that a RunConfig describes, on a data set, `epoch` by `epoch`.
+    """The federation that a RunConfig describes, on a data set. `epoch` trains one epoch.
 
-    With `keep_deltas`, `deltas_ND` holds the last round's model differences; `link` is one of your
-    own. Raises ValueError if the data can't feed the configured clients, batches or local steps.
+    With `keep_deltas`, `deltas_ND` holds the last round's model differences. `link` replaces the link
+    of the configuration. Raises ValueError if the data has too few samples for the configured
+    clients, batches or local steps.
     """
 
     def __init__(
@@ -171,11 +180,13 @@ class Training:
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
             trainer=self._choose_trainer(static),
         )  # fmt: skip
-        if hasattr(self.compressor.rule, "set_model"):  # of a method that compresses by parameter
+        if hasattr(
+            self.compressor.rule, "set_model"
+        ):  # a method that compresses each parameter apart
             self.compressor.rule.set_model(self.flat)
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             move_errors_to_file(self.compressor)
-        # dense schemes' updates say which entries are important
+        # in dense schemes, the updates show which entries are important
         self.watch: UpdateWatch | MaskWatch = (
             UpdateWatch(self.flat.layer_sizes, device=self.device)
             if scheme.always_dense
@@ -190,7 +201,7 @@ class Training:
             self.federation.on_delta = self._keep_delta
 
     def _choose_trainer(self, static: bool) -> type[LocalTrainer]:
-        """How clients train: one after another, or several at a time."""
+        """Choose how clients train: one after another, or several at a time."""
         if uses_client_threads(self.config):
             return ClientThreads
         if uses_side_by_side(self.config):
@@ -200,7 +211,7 @@ class Training:
     def _keep_delta(self, n: int, delta_D: Tensor) -> None:
         self.deltas_ND[n] = delta_D
 
-    # What the federation has, by the names that notebooks use.
+    # Parts of the federation, under the names that notebooks use.
     theta_D = property(lambda self: self.federation.theta_D)
     statistics_NS = property(lambda self: self.federation.statistics_NS)
     momentum_D = property(lambda self: self.federation.momentum_D)
@@ -212,14 +223,14 @@ class Training:
 
     @property
     def loss_sum(self) -> Tensor:
-        """All local steps' losses in this epoch so far: the clients' own sums, added up."""
+        """The sum of the losses of all clients' local steps in this epoch so far."""
         return self.federation.losses_N.sum()
 
     def rounds(self, epoch: int) -> Iterator[Tensor]:
-        """The rounds of one epoch (counted from 0), each as the update_D (D,) that it sent to all.
+        """Play the rounds of one epoch (counted from 0), and yield the update_D (D,) of each.
 
-        Between two of them, `theta_D` and `compressor` may be looked at. Raises NotFiniteError, or
-        MessageError, with the round in its text; theta_D is as after the last good round.
+        Between two rounds, `theta_D` and `compressor` may be looked at. Raises NotFiniteError or
+        MessageError, which name the round; theta_D is then that of the last good round.
         """
         self.federation.losses_N.zero_()
         first = self.federation.t = epoch * self.rounds_per_epoch
@@ -227,33 +238,34 @@ class Training:
             try:
                 yield self.federation.round(self._participants(epoch, index))
             except ClientError as error:
-                raise self._split_path(error, first + index) from None
+                raise self._locate(error, first + index) from None
 
-    def _split_path(self, error: ClientError, t: int) -> ClientError:
+    def _locate(self, error: ClientError, t: int) -> ClientError:
+        """Add epoch and round to the message of an error."""
         epoch, index = divmod(t, self.rounds_per_epoch)
         where = f"epoch {epoch + 1}, round {index + 1} of {self.rounds_per_epoch}"
         error.args = (f"{error.args[0]}; {where}",)
         return error
 
     def _play_rounds(self, graph: GraphRounds, rounds: range) -> list[Traffic]:
-        """All of them at once; what each sent."""
+        """Play all of these rounds at once. Return the traffic of each."""
         self.federation.losses_N.zero_()
         try:
             played = graph.play(rounds)
         except ClientError as error:
             first_bad = rounds.start if error.round is None else error.round
-            raise self._split_path(error, first_bad) from None
-        self.watch.found += list(graph.watched_T2[: len(rounds)])
+            raise self._locate(error, first_bad) from None
+        self.watch.counts += list(graph.watched_T2[: len(rounds)])
         return played
 
     def _traffic(self, epoch: int) -> Iterator[Traffic]:
-        """The same, each as what it sent."""
+        """Play the rounds of one epoch, and yield the traffic of each."""
         for update_D in self.rounds(epoch):
             self.watch.observe(update_D)
             yield self.compressor.traffic
 
     def epoch(self, epoch: int) -> Row:
-        """All rounds of one epoch; its row of the record, without the evaluation."""
+        """Play all rounds of one epoch. Return its row of the record, without the evaluation."""
         count, compressor, scheme = self.rounds_per_epoch, self.compressor, self.config.scheme
         span = range(epoch * count, (epoch + 1) * count)
         row = {"epoch": epoch + 1, "rounds": count, "dense_rounds": 0}
@@ -267,7 +279,7 @@ class Training:
             for key in counted:
                 row[key] += getattr(traffic, key)
             row["dense_rounds"] += compressor.known.dense
-            if self.config.bad_message == "skip":  # messages left out
+            if self.config.bad_message == "skip":  # count the messages that were left out
                 row["refused"] = row.get("refused", 0) + len(traffic.refused)
         steps = count * scheme.local_steps * self.config.participants
         row |= {"learning_rate": self.federation.schedule(span[-1]).eta}
@@ -283,24 +295,27 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, last: bool = False) -> Row:
-        """Accuracy (0..1) and mean loss on the test samples (of a text, their characters); the
-        clients' statistics averaged. After the `last` epoch with `test_unused`: on the unused training
-        images too, and "right" says which of all these were right (`pack_flags`)."""
+        """Return accuracy (0..1) and mean loss on the test samples, or on the characters of a test text.
+
+        The statistics of the clients are averaged for it. After the `last` epoch, with `test_unused`,
+        the unused training images are tested too, and "right" has a flag for each image that says
+        whether it was classified right (see `pack_flags`).
+        """
         average_S = self.statistics_NS[self.active].mean(0)
         starts = range(0, self.feed.test_count(last), _EVALUATED_AT_ONCE)
         parts = [slice(start, start + _EVALUATED_AT_ONCE) for start in starts]
         trainer = self.federation.trainer
         each = trainer.each if isinstance(trainer, ClientThreads) else map
         with self.federation.evaluated(average_S):
-            found = list(each(self._evaluate_part, parts))
-        right = torch.cat([right for _, right in found]).cpu()
-        loss = sum(loss for loss, _ in found) / len(right)
+            evaluated = list(each(self._evaluate_part, parts))
+        right = torch.cat([right for _, right in evaluated]).cpu()
+        loss = sum(loss for loss, _ in evaluated) / len(right)
         row = {"accuracy": int(right.sum()) / len(right), "loss": loss}
         return row | ({"right": pack_flags(right)} if last and self.config.test_unused else {})
 
     @torch.no_grad()
     def _evaluate_part(self, part: slice) -> tuple[float, Tensor]:
-        """Of a part of the test samples: the summed loss, and which are right, bool."""
+        """Return the summed loss of a part of the test samples, and for each whether it is right, bool."""
         inputs, labels = self.feed.test(part)
         pieces = inputs.split(len(inputs) if self.device.type == "cuda" else _CACHED_IMAGES)
         with _make_autocast(self.config)():
@@ -317,49 +332,54 @@ class Training:
 
 
 def pack_flags(right: Tensor) -> str:
-    """(M,) bool as text: eight to a byte, the first the highest, in base64."""
+    """Return (M,) bool as text in base64: eight flags per byte, the first in the highest bit."""
     return base64.b64encode(np.packbits(right.numpy()).tobytes()).decode()
 
 
 def unpack_flags(text: str) -> np.ndarray:
-    """The inverse of `pack_flags`: bool, with the bits that fill up the last byte."""
+    """Return the flags that `pack_flags` packed, bool, with the bits that fill the last byte."""
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8)).astype(bool)
 
 
 def read_outcomes(record: dict[str, Any]) -> np.ndarray | None:
-    """Which of the images tested after the last epoch were right, (images,) bool; None if the record
-    did not keep it. ValueError if that is not what its accuracy says."""
+    """Return which of the images tested after the last epoch were classified right, (images,) bool.
+
+    Returns None if the record did not keep it. Raises ValueError if it contradicts the accuracy.
+    """
     last = record["rows"][-1] if record["rows"] else {}
     if "right" not in last:
         return None
     padded = unpack_flags(last["right"])
     count = round(padded.sum() / last["accuracy"]) if last["accuracy"] else len(padded)
-    short = len(padded) - count  # the last byte may be filled up
+    short = len(padded) - count  # the last byte may be filled with zeros
     if not 0 <= short < 8 or padded[count:].any() or padded.sum() / count != last["accuracy"]:
-        raise ValueError(f"right: got {padded.sum()} of {len(padded)}, allowed: as accuracy says")
+        raise ValueError(
+            f"right: got {padded.sum()} of {len(padded)} images, allowed: the share that the record's "
+            f"accuracy gives, {last['accuracy']}"
+        )
     return padded[:count]
 
 
-Spans = list[tuple[int, int]]  # of tested images: the first, and the one behind the last
+Spans = list[tuple[int, int]]  # of tested images: the first one, and the one after the last
 
 
 def measure_accuracy(record: dict[str, Any], spans: Spans) -> float:
-    """Final accuracy, 0..1, on a part of the images that a record was tested on.
+    """Return the final accuracy, 0..1, on a part of the images that a run was tested on.
 
-    The tested images are the test images, then the training images that nobody trained on.
-    ValueError if the record did not keep which of them were right, or has fewer.
+    The tested images are the test images, followed by the training images that nobody trained on.
+    Raises ValueError if the record did not keep which of them were right, or has fewer of them.
     """
     right = read_outcomes(record)
     last = max(end for _, end in spans)
     if right is None or last > len(right):
-        there = "none were kept" if right is None else f"{len(right)} were tested"
+        there = "it does not say which were right" if right is None else f"{len(right)} were tested"
         name = f"record {record['digest']}"
         raise ValueError(f"{name}: tested images up to {last} are asked for, but {there}")
     return float(np.concatenate([right[start:end] for start, end in spans]).mean())
 
 
 def _phase(config: RunConfig, rounds: int, t: int) -> Phase:
-    """The schedule: a round's rate, whether it is dense, how much larger its masks are."""
+    """Return the phase of round t: its rate, whether it is dense, and how much larger its masks are."""
     epoch, index = divmod(t, rounds)
     eta, warm = config.learning_rate_at(epoch + index / rounds), config.warmup
     dense = epoch < warm and config.scheme.dense_warmup
@@ -372,7 +392,7 @@ def _make_autocast(config: RunConfig) -> Callable[[], contextlib.AbstractContext
 
 
 class CrossEntropy:
-    """A federation's loss: mean cross entropy, the passes in the configured precision."""
+    """The loss of a federation: mean cross entropy, with passes in the configured precision."""
 
     def __init__(self, config: RunConfig):
         self.autocast, self.forward = _make_autocast(config), make_passes(config)
@@ -387,52 +407,56 @@ class CrossEntropy:
 
     @staticmethod
     def each(scores_NBK: Tensor, labels_NB: Tensor) -> Tensor:
-        """Each client's loss, (N,), where `__call__` gives one."""
+        """Return each client's loss, (N,), where `__call__` returns a single one."""
         losses = F.cross_entropy(scores_NBK.flatten(0, 1), labels_NB.flatten(), reduction="none")
         return losses.view_as(labels_NB).mean(1)
 
 
 def make_run_model(config: RunConfig, classes: int) -> nn.Module:
+    """Make the model of a configuration."""
     if config.dataset == "text":
         return GPT(classes, config.width, config.context)
     return tcs_core.build_model(config.model, config.width, classes)
 
 
 def move_errors_to_file(compressor: Compressor) -> None:
-    """Before the first round: the clients' errors live in a file of the cache folder, mapped into
-    memory, of which the system keeps as much there as fits. The file ends with the process.
+    """Move the clients' errors to a file, before the first round.
 
-    Raises ValueError on a GPU, OSError if the disk has no room.
+    The file is in the cache folder and mapped into memory; the system holds as much of it in memory as
+    fits. It is gone when the process ends. Raises ValueError for errors on a GPU, and OSError if the
+    disk has no room.
     """
     errors_ND = compressor.errors_ND
     if errors_ND.device.type != "cpu":
-        raise ValueError(f"errors_limit: allowed on a CPU, got errors on {errors_ND.device}")
+        raise ValueError(
+            f"errors_limit: got errors on {errors_ND.device}, allowed: on a CPU; on a GPU leave it out"
+        )
     if not errors_ND.numel():
         return
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="errors-") as file:
-        if hasattr(os, "posix_fallocate"):  # else a full disk would end the process much later
+        if hasattr(os, "posix_fallocate"):  # else a full disk would end the process later
             os.posix_fallocate(file.fileno(), 0, errors_ND.nbytes)
         mapped = torch.from_file(file.name, shared=True, size=errors_ND.numel())
     compressor.keep_errors_in(mapped.view_as(errors_ND))
 
 
 def _deal_samples(config: RunConfig, data: Dataset) -> Tensor:
-    """Which training samples each client has, (N, M); ValueError if they are too few."""
+    """Deal out the training samples to the clients, (N, M). Raises ValueError if they are too few."""
     total, clients = len(data.train_labels), config.client_count
     if clients > total:
         raise ValueError(f"clients: got {clients}, allowed: at most the {total} training samples")
-    own = total // clients
-    if config.batch > own:
+    each = total // clients
+    if config.batch > each:
         raise ValueError(
             f"batch_size: got {config.batch_size} (a step of {config.batch} samples), "
-            f"allowed: at most the {own} samples of a client"
+            f"allowed: at most the {each} samples of a client"
         )
-    if config.scheme.local_steps > own // config.batch:
+    if config.scheme.local_steps > each // config.batch:
         raise ValueError(
             f"local_steps: got {config.scheme.local_steps} ({config.scheme.name}), allowed: at "
-            f"most {own // config.batch}, the batches of {config.batch} in a client's {own} samples"
+            f"most {each // config.batch}, the batches of {config.batch} in a client's {each} samples"
         )
     alpha = None if config.scheme.centralized else config.dirichlet_alpha
     generator = generator_for(config.seed, _PARTITION)
