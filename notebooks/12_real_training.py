@@ -100,7 +100,7 @@ for way in links.SHARES:
     nats = lab.with_interval(cost.value, cost.low, cost.high)
     answer.append(f"""- **{way}** needs less time per step than plain DDP and than the bf16 hook on links of up to {rate:,.0f} Mbit/s. It changes the test loss
   of AdamW by {nats} nats per character. By the rule that is explained under *What it costs an optimizer*, the verdict is **{costs.judge(cost)}**.""")
-found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.WAYS[1:]}
+found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.EXCHANGES[1:]}
          for D_net, net in nets.items()}  # fmt: skip
 lines = [{"Seconds per step at 1,000 Mbit/s": f"{D_net:,} parameters"}
          | {way: f"{row['seconds']:.3g}" for way, row in ways.items() if row}

@@ -321,22 +321,25 @@ def compare_optimizers(arguments: argparse.Namespace) -> int:
 
 
 def measure_links(arguments: argparse.Namespace) -> int:
-    """A record of steps on links, measured in processes of their own."""
+    """Measure steps on links in separate processes, and write the record."""
     from tcs_lab.studies import links
 
     for name in ("ranks", "layers", "width"):
         _whole(name.upper(), getattr(arguments, name))
-    ways = tuple(word for word in arguments.rates if word in links.WAYS)
-    rates = [word for word in arguments.rates if word not in links.WAYS]
+    exchanges = tuple(word for word in arguments.rates if word in links.EXCHANGES)
+    rates = [word for word in arguments.rates if word not in links.EXCHANGES]
     for word in rates:
         if word != "none" and not _is_positive(word):
-            allowed = f"a number of Mbit/s, none, or a way: {', '.join(links.WAYS)}"
+            allowed = f"a number of Mbit/s, none, or an exchange: {', '.join(links.EXCHANGES)}"
             raise ValueError(f"RATE: got {format_value(word)}, allowed: {allowed}")
     if not rates:
-        raise ValueError("RATE: got ways alone, allowed: at least one number of Mbit/s, or none")
+        raise ValueError(
+            "RATE: got exchanges alone, allowed: at least one number of Mbit/s, or none"
+        )
     size = (arguments.ranks, arguments.layers, arguments.width)
     mbit = tuple(None if word == "none" else float(word) for word in rates)
-    record = make_anew(links.LinkMeasurement(*size, mbit, ways or links.WAYS), arguments.results)
+    job = links.LinkMeasurement(*size, mbit, exchanges or links.EXCHANGES)
+    record = make_anew(job, arguments.results)
     print(plain_markdown(pd.DataFrame(record["rows"])))
     return 0
 

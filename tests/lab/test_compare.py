@@ -416,7 +416,7 @@ WRONG = {
     "it exits": ("import sys\nsys.exit(0)\n", "mine.py, line 4: got an error when it was executed"),
     "it needs arguments": (
         SIGNS.replace("class Signs:", "class Signs:\n    def __init__(self, share): pass\n"),
-        "Signs: Signs.__init__() missing 1 required positional argument: 'share'",
+        "Signs.__init__() missing 1 required positional argument: 'share'",
     ),
 }  # fmt: skip
 
@@ -517,5 +517,7 @@ def test_what_is_neither_file_nor_method_is_refused(folder, capsys):
     assert "nowhere.py does not exist" in error_of(folder, capsys, folder / "nowhere.py")
     assert "scheme 'Unknown' is unknown" in error_of(folder, capsys, "Unknown")
     path = written(folder, SIGNS)
-    assert "got Other, allowed: what is in it, Signs" in error_of(folder, capsys, f"{path}:Other")
+    assert "got Other, allowed: the methods in it, Signs" in error_of(
+        folder, capsys, f"{path}:Other"
+    )
     assert "which has one density" in error_of(folder, capsys, path, "--densities")

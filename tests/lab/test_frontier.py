@@ -100,8 +100,8 @@ def test_no_text_is_in_two_of_the_three_parts():
     tuning, scoring = (
         job.make_windows()
         for job in (
-            SMALL.tuning_job(optimizers.Setup(SGD, "dense"), 0.1),
-            SMALL.scoring_job(optimizers.Setup(SGD, "dense"), 1, 0.1),
+            SMALL.make_tuning_job(optimizers.Setup(SGD, "dense"), 0.1),
+            SMALL.make_scoring_job(optimizers.Setup(SGD, "dense"), 1, 0.1),
         )
     )
     assert torch.equal(tuning.train, torch.cat(train))
@@ -114,7 +114,7 @@ def test_no_text_is_in_two_of_the_three_parts():
 def test_a_training_is_a_record_and_one_that_diverges_says_so(tmp_path, scheme):
     tiny = {"width": 8, "dense_steps": 1, "sparse_steps": 3, "test_every": 2}
     stage = SMALL.model_copy(update=tiny)
-    job = stage.scoring_job(optimizers.Setup(SGD, scheme), 5, 0.1)
+    job = stage.make_scoring_job(optimizers.Setup(SGD, scheme), 5, 0.1)
     record = make_job(job, tmp_path)
     assert [step for step, _ in record["losses"]] == [2, 4] and not record["diverged"]
     assert record["tested_on"] == "test"
@@ -203,9 +203,9 @@ def test_every_training_of_the_plan_has_a_record_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "old, new, match",
     [
-        ("seeds: [21, 22, 23]", "seeds: [20, 22]", "seeds: got 20, which tunes, allowed: other"),
-        ("chosen_from: small\n  minutes: 3.0", "minutes: 3.0", "either schemes or chosen_from"),
-        ("chosen_from: small", "chosen_from: big", "chosen_from: got big, allowed: a stage with"),
+        ("seeds: [21, 22, 23]", "seeds: [20, 22]", "seeds: got 20, .*allowed: other"),
+        ("chosen_from: small\n  minutes: 3.0", "minutes: 3.0", "schemes, chosen_from: got neither"),
+        ("chosen_from: small", "chosen_from: big", "chosen_from: got big, allowed: a stage"),
         ("momentum: [0.05, 0.1, 0.2]", "SGD: [0.1]", "rates: got none for momentum, allowed"),
         ("top-K 0.25 %, top-K 0.5 %,", "dense,", "corrected: got dense, allowed: a scheme with"),
     ],

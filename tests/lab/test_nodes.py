@@ -174,7 +174,7 @@ def test_what_it_cannot_do_is_refused_at_once():
         Participant(dataclasses.replace(job(), model=lambda: nn.Sequential(nn.BatchNorm1d(3))))
     with pytest.raises(ValueError, match=r"momentum 0\.9 is a federation's"):
         Participant(job("TCS-Global Momentum"))
-    with pytest.raises(ValueError, match="scheme: got TCS-W10, allowed: none with a sparse warm"):
+    with pytest.raises(ValueError, match=r"scheme: got TCS-W10, allowed: .* sparse warm"):
         Participant(job("TCS-W10"))
     with pytest.raises(ValueError, match="client: got 2, allowed: 0 to 1"):
         ServerRounds(job()).take(1, {"client": 2, "round": 0, "checksum": 0})
@@ -185,5 +185,5 @@ def test_two_nodes_that_say_they_are_one_client(tmp_path):
     sides.rounds.begin()
     sides.ask(0)
     answer = sides.node(0).answer(b"another message") | sides.rounds.here._asdict()
-    with pytest.raises(ValueError, match=r"^client 0: two nodes say that they are it"):
+    with pytest.raises(ValueError, match=r"^client 0: got messages of two nodes"):
         sides.rounds.take(7, answer)

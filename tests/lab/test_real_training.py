@@ -164,7 +164,7 @@ def counted(ranks, folder, way):
         handed["gather"] += tensor.nbytes
         return originals[1](tensors, tensor, *rest, **more)
 
-    model = links._model(way, 3, 100)
+    model = links._make_model(way, 3, 100)
     for step in range(4):
         if step == 3:
             torch.distributed.all_reduce, torch.distributed.all_gather = reduced, gathered

@@ -1,6 +1,6 @@
-"""Anybody's method in a fair table: methods from a file, their tuning and score on one track.
+"""Any method in a fair table: methods from a file, tuned and scored on the same track as the others.
 
-Here belongs what `tcs compare` does: the track, a method's file, its row, the table and the picture.
+What `tcs compare` does belongs here: the track, a method's file, its row, the table and the picture.
 The classes that a per-tensor method becomes are in `tcs_lab.schemes.tensors`.
 """
 

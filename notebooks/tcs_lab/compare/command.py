@@ -8,23 +8,33 @@ from typing import Any
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
-    """The words of the command, by its parser's `add_argument`; imports nothing heavy."""
+    """Add the arguments of the command by its parser's `add_argument`. This imports nothing heavy."""
     add(
         "method", nargs="?", metavar="METHOD",
         help="a Python file, FILE:NAME, or the name of a stored method. A file is executed: compare "
         "only files that you trust",
     )  # fmt: skip
-    add("--densities", action="store_true", help="two further densities, too")
-    add("--dry-run", action="store_true", help="say how many hours it would take")
+    add(
+        "--densities",
+        action="store_true",
+        help="also tune and score two further densities of the method",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="only say how many runs are missing and how long they would take",
+    )
     add("--list", action="store_true", help="show the stored rows")
-    add("--jobs", type=int, help="processes side by side (default: 2)")
+    add("--jobs", type=int, help="number of processes (default: 2)")
     add("--plan", metavar="FILE", help="the track (default: params/compare_plan.yaml)")
     add("--results", help="results folder (default: results/ beside notebooks/)")
 
 
 def compare_command(arguments: argparse.Namespace) -> int:
-    """The command; 0 if all went well, 1 if the method diverged at every rate. ValueError, or
-    FileNotFoundError, in one line for what cannot be compared."""
+    """Compare a method. Return 0 if all went well, and 1 if the method diverged at every rate.
+
+    Raises ValueError or FileNotFoundError, in one line, for what cannot be compared.
+    """
     from tcs_lab.compare.methods import find_method
     from tcs_lab.compare.rows import make_rows, print_row, print_stored
     from tcs_lab.compare.track import read_track
@@ -34,7 +44,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
         print_stored(track)
         return 0
     if arguments.method is None:
-        raise ValueError("METHOD: got none, allowed: a Python file, or a stored method (--list)")
+        raise ValueError(
+            "METHOD: got none, allowed: a Python file, or the name of a stored method (see --list)"
+        )
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"--jobs: got {arguments.jobs}, allowed: a whole number >= 1")
     method = find_method(arguments.method)
@@ -42,7 +54,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
     names = tuple(listed.get(method.name, method.names))
     names = names if arguments.densities else names[:1]
     if arguments.densities and len(names) == 1:
-        raise ValueError(f"--densities: got {method.label}, which has one density, allowed: none")
+        raise ValueError(
+            f"--densities: got {method.label}, which has one density only; leave --densities out"
+        )
     jobs = arguments.jobs or 2
     if arguments.dry_run:
         print(describe_hours(track, method, names, jobs))
@@ -52,7 +66,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 
 def describe_hours(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> str:
-    """How many runs are missing, and how long they should take."""
+    """Say how many runs are missing, and how long they should take."""
     from tcs_lab.compare.track import count_runs_left
 
     left = count_runs_left(track.tuned(name, method) for name in names)

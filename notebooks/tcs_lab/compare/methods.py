@@ -1,8 +1,8 @@
-"""Methods: what can be compared by a name, and what a file has in it.
+"""Methods to compare: those that have a name, and those in a file.
 
-A method is a scheme. A file registers it itself, as a mask rule or with a client and a server of its
-own (`tcs_core.register_scheme`), or it has a class with `compress` and `decompress`, of which a scheme
-is made here (tensors.py).
+A method is a scheme. Either the file registers it, as a mask rule or with its client and server classes
+(`tcs_core.register_scheme`), or the file has a class with `compress` and `decompress`, which
+`tcs_lab.schemes.tensors` makes a scheme.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SMALLER = ("-K4", "-K16")  # suffixes of the further densities of a method with 
 
 @dataclass(frozen=True)
 class Method:
-    """Something to compare: `names` are its schemes, the usual density first. One from a `file` has
-    the `source` that was executed."""
+    """A method to compare. `names` are its schemes, that with the usual density first. A method from a
+    `file` has the `source` that was executed."""
 
     name: str
     names: tuple[str, ...]
@@ -46,21 +46,26 @@ class Method:
 
     @property
     def sha256(self) -> str | None:
+        """The hash of the source; None for a method without a file."""
         return None if self.file is None else hashlib.sha256(self.source).hexdigest()
 
     @property
     def folder(self) -> str:
-        """Under results/compare/."""
+        """The name of its folder under results/compare/."""
         return re.sub(r"[^\w-]+", "_", self.name)[:64]
 
     @property
     def label(self) -> str:
+        """What it is called in messages."""
         return self.name if self.file is None else f"{self.file.name}: {self.name}"
 
 
 def find_method(given: str) -> Method:
-    """FILE, FILE:NAME or the name of a stored method. A file is executed: it can do whatever its
-    author likes. ValueError or FileNotFoundError in one line."""
+    """Find a method by FILE, FILE:NAME or the name of a stored method.
+
+    A file is executed, so that it can do whatever its author likes. Raises ValueError or
+    FileNotFoundError in one line.
+    """
     path, colon, name = given.rpartition(":") if ".py:" in given else (given, "", "")
     if not path.endswith(".py") and not Path(path).is_file():
         return find_stored_method(given)
@@ -73,56 +78,59 @@ _STORED = "the name of a stored method (tcs compare --list)"
 
 
 def find_stored_method(name: str) -> Method:
-    """One of the core's and the lab's own, with the densities that it has by its suffixes."""
+    """Find a method of the core or of the lab, with the densities that its suffixes give."""
     try:
         usual = Scheme.named(name).name
     except ValueError as error:
-        raise ValueError(f"{error}; or allowed: a file, or {_STORED}") from None
+        raise ValueError(f"METHOD: {error}; allowed: a Python file, or {_STORED}") from None
     return Method(usual, list_densities(usual))
 
 
 def list_densities(name: str) -> tuple[str, ...]:
-    """A scheme and its two further densities: other ranks of a class, or smaller masks."""
+    """List a scheme and its two further densities, which are other ranks of a class, or smaller masks."""
     scheme = Scheme.named(name)
     rule = RULES[scheme.rule]
     others = getattr(rule, "densities", ())
     if name in others:
         return (name, *(other for other in others if other != name))
-    found = [name]
+    names = [name]
     for suffix in SMALLER:
         with contextlib.suppress(ValueError):
-            found.append(Scheme.named(name + suffix).name)
-    return tuple(found)
+            names.append(Scheme.named(name + suffix).name)
+    return tuple(names)
 
 
 # A file ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_method_file(path: Path, name: str = "", source: bytes | None = None) -> Method:
-    """The method of a file: the only one in it, or the one with this name, which may have suffixes
-    (Mine-L4). `source` is what the file said when it was read. ValueError names the file and says
-    what is in it."""
+    """Read the method of a file: the only one in it, or that of this name, which may have suffixes
+    (Mine-L4).
+
+    `source` is the content of the file if it was read before. Raises ValueError, which names the file
+    and says what is in it.
+    """
     source = path.read_bytes() if source is None else source
     families = _execute(path, source)
     if not families:
         raise ValueError(f"{path}: got no method in it, allowed: {FORMS}")
     if not name and len(families) > 1:
-        way = " or ".join(f"{path}:{family}" for family in families)
-        raise ValueError(f"{path}: got several methods in it, allowed: {way}")
+        names = " or ".join(f"{path}:{family}" for family in families)
+        raise ValueError(f"{path}: got {len(families)} methods in it, allowed: one; give {names}")
     wanted = name or next(iter(families))
     if not any(wanted == family or wanted.startswith(f"{family}-") for family in families):
-        raise ValueError(f"{path}: got {wanted}, allowed: what is in it, {', '.join(families)}")
+        raise ValueError(f"{path}: got {wanted}, allowed: the methods in it, {', '.join(families)}")
     try:
-        found = Scheme.named(wanted).name
+        usual = Scheme.named(wanted).name
     except ValueError as error:
         raise ValueError(f"{path}: {wanted}: {families.get(wanted, error)}") from None
-    return Method(found, list_densities(found), path, source)
+    return Method(usual, list_densities(usual), path, source)
 
 
 @cache
 def _execute(path: Path, source: bytes) -> dict[str, str]:
-    """Runs a file's source once; the families of schemes that it adds, each with what is wrong with
-    it, or "". What it registered is taken out again if something is wrong with all of it."""
+    """Execute the source of a file, once. Return the families of schemes that it adds, each with what is
+    wrong with it, or "". If the file fails, what it registered is removed again."""
     before = dict(FAMILIES), dict(RULES)
     try:
         sha256 = hashlib.sha256(source).hexdigest()
@@ -140,7 +148,7 @@ _PREFIX = "compared_"  # of the names of modules that are made of files
 
 
 def _make_module(path: Path, source: bytes) -> types.ModuleType:
-    """What an import of the file gives, made of just these bytes."""
+    """Make the module that an import of the file would give, from these bytes."""
     module = types.ModuleType(_PREFIX + hashlib.sha256(source).hexdigest()[:16])
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -150,7 +158,7 @@ def _make_module(path: Path, source: bytes) -> types.ModuleType:
         exec(compile(text, str(path), "exec"), vars(module))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a file does, SystemExit too
+    except BaseException as error:  # a file can raise anything, also SystemExit
         what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
         line = _line_in(path, error)
         raise ValueError(f"{path}{line}: got an error when it was executed ({what})") from error
@@ -160,25 +168,27 @@ def _make_module(path: Path, source: bytes) -> types.ModuleType:
 def _register_families(
     path: Path, module: types.ModuleType, before: dict[str, dict[str, Any]], sha256: str
 ) -> dict[str, str]:
-    """The families that a file has registered, and those made of its classes: a class that cannot be
-    made is no reason to refuse another one."""
-    found = [family for family, fields in FAMILIES.items() if before.get(family) is not fields]
+    """Register the classes of a file, and return its families, those that it registered itself included.
+    A class that cannot be made is no reason to refuse another one."""
+    added = [family for family, fields in FAMILIES.items() if before.get(family) is not fields]
     classes = {
         str(getattr(kind, "name", None) or kind.__name__): kind
         for kind in vars(module).values()
         if inspect.isclass(kind) and kind.__module__ == module.__name__ and _is_per_tensor(kind)
     }
-    for name in [*found, *classes]:
-        if name == "runs":  # the folder of the stored rows' records
-            raise ValueError(f"{path}: got {name}, allowed: another name")
+    for name in [*added, *classes]:
+        if name == "runs":
+            raise ValueError(
+                f"{path}: got {name}, the name of the folder of records; choose another one"
+            )
         built_in = next((one for one in before if one.lower() == name.lower()), None)
         if built_in is not None and not _is_of_a_file(before[built_in]):
-            raise ValueError(f"{path}: got {name}, a built-in's name, allowed: another name")
-    for family in found:
+            raise ValueError(f"{path}: got {name}, a built-in's name; choose another name")
+    for family in added:
         rule: Any = RULES[FAMILIES[family]["rule"]]
         if rule.__module__ == module.__name__:
-            rule.file_sha256 = sha256  # a part of its runs' identity
-    wrong = dict.fromkeys([*found, *classes], "")
+            rule.file_sha256 = sha256  # it is a part of the identity of its runs
+    wrong = dict.fromkeys([*added, *classes], "")
     for name, kind in classes.items():
         try:
             register_tensors(kind, name, file_sha256=sha256)
@@ -189,7 +199,7 @@ def _register_families(
 
 
 def _is_of_a_file(fields: dict[str, Any]) -> bool:
-    """Whether a family is from a file that was executed before: perhaps the same one, edited."""
+    """Return whether a family is from a file that was executed before, perhaps from an older version."""
     rule = RULES.get(fields.get("rule", "TCS"))
     return rule is not None and rule.__module__.startswith(_PREFIX)
 
@@ -200,15 +210,15 @@ def _is_per_tensor(kind: type) -> bool:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Like ", line 12": the last line of the file on the way to an error; "" if there is none."""
+    """Return text like ", line 12" with the last line of the file in a traceback, or "" if there is none."""
     if isinstance(error, SyntaxError):
         return f", line {error.lineno}"
-    found, trace = "", error.__traceback__
+    line, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):
-            found = f", line {trace.tb_lineno}"
+            line = f", line {trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 # A run of a method from a file ────────────────────────────────────────────────────────────────────
@@ -216,18 +226,17 @@ def _line_in(path: Path, error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class MethodFile:
-    """Stands around every run of a method from a file, in this process or in a worker: brings the
-    file with it, and says in one line what goes wrong in it, and in which run and round."""
+    """The file of a method, for its runs in this process or in a worker. A run is made in a `with` block
+    of `guard`, so that the file is known there, and an error in it is told in one line, with its run and
+    round."""
 
     path: Path
     name: str
     source: bytes
 
-    def __call__(self, config: RunConfig) -> contextlib.AbstractContextManager[None]:
-        return self._named(config)
-
     @contextlib.contextmanager
-    def _named(self, config: RunConfig) -> Iterator[None]:
+    def guard(self, config: RunConfig) -> Iterator[None]:
+        """Read the file, and name it in errors of the run in this block."""
         read_method_file(self.path, self.name, self.source)
         try:
             yield
@@ -242,8 +251,8 @@ class MethodFile:
 
 
 def _round_of(error: BaseException) -> str:
-    """Like "client 2, round 17"; what the compressor has noted of the round that failed."""
+    """Return text like "client 2, round 17", which the compressor has noted on the error."""
     for note in getattr(error, "__notes__", ()):
-        if found := re.match(r"(client \d+, )?round \d+", note):
-            return found[0]
+        if match := re.match(r"(client \d+, )?round \d+", note):
+            return match[0]
     return "before its first round"

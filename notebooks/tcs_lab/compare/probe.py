@@ -1,5 +1,5 @@
-"""A few rounds of a method beside TCS, in one process: how long one takes, what a shorter code makes
-of its bytes, and whether its messages can be decoded."""
+"""Probes: a few rounds of a method beside TCS in one process. They show how long a round takes, how much
+shorter a better code makes its bytes, and whether its messages can be decoded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tcs_lab.training.training import Data, Training
 
 @dataclass(frozen=True)
 class Probe:
-    """`seconds` of a round on this machine; as many times that of TCS is `beside_tcs`. `recoded` is
-    the share of bytes that is left in a shorter code, 1 where nothing was tried. `decodes` says
-    whether messages that became bytes gave the same update."""
+    """What a probe found. `seconds` is the time of a round on this machine, and `beside_tcs` its ratio to
+    that of TCS. `recoded` is the share of the bytes that a shorter code leaves, and 1 where none was
+    tried. `decodes` says whether messages that became bytes gave the same update."""
 
     seconds: float
     beside_tcs: float
@@ -31,8 +31,8 @@ class Probe:
 
 
 def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15) -> Probe:
-    """A probe of a method's run, beside one of TCS. Rounds take turns, and time is the process's own;
-    the ratio is the median over the turns."""
+    """Probe a method's run beside one of TCS. Rounds take turns, and the time is the processor's time of
+    this process. The ratio is the median over the turns."""
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or threads)
     try:
@@ -55,7 +55,7 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
 
 
 def _skip_start(training: Training, config: RunConfig) -> Any:
-    """Rounds as they are after the start, of which the first three are over."""
+    """Return the rounds after the start of a training, the first three of them played."""
     rounds = _repeat_epoch(training, min(config.warmup, config.epochs - 1))
     for _ in range(3):
         next(rounds)
@@ -63,12 +63,13 @@ def _skip_start(training: Training, config: RunConfig) -> Any:
 
 
 def _repeat_epoch(training: Training, epoch: int) -> Any:
+    """Yield the rounds of an epoch again and again."""
     while True:
         yield from training.rounds(epoch)
 
 
 def _measure_recoding(config: RunConfig, data: Data, rounds: int = 3) -> float:
-    """The share of bytes that is left of a per-tensor method's messages."""
+    """Return the share of the bytes of a per-tensor method's messages that a shorter code leaves."""
     training = Training(config, data)
     clients = [c for c in training.compressor.clients.values() if isinstance(c, TensorClient)]
     if not clients:
@@ -83,7 +84,7 @@ def _measure_recoding(config: RunConfig, data: Data, rounds: int = 3) -> float:
 
 
 class _RecodingCounter:
-    """A method's instance that counts what it sends."""
+    """A method's instance that counts the bytes that it sends, also in a shorter code."""
 
     def __init__(self, instance: Any):
         self.instance, self.sent, self.recoded = instance, 0, 0
@@ -100,8 +101,8 @@ class _RecodingCounter:
 
 
 def _check_decoding(config: RunConfig, data: Data, rounds: int = 4) -> bool:
-    """Whether messages as bytes give the same updates. What a per-tensor method sends becomes bytes
-    in every run."""
+    """Return whether messages as bytes give the same updates. The messages of a per-tensor method become
+    bytes in every run anyway."""
     plain = Training(config, data)
     if any(isinstance(c, TensorClient) for c in plain.compressor.clients.values()):
         return True

@@ -1,4 +1,4 @@
-"""A method's row: its runs are made, the row is written to a file, and it is printed."""
+"""The row of a method: make its runs, write the row to a file, and print it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW = "row.json"
 
 @dataclass(frozen=True)
 class MethodRun(Run):
-    """A run of a method: one from a file brings its file with it, also into a worker."""
+    """A run of a method. That of a method from a file takes the file with it, also into a worker."""
 
     around: MethodFile | None = None
 
@@ -43,20 +43,20 @@ class MethodRun(Run):
         return _rebuild_run, (self.config, self.minutes, self.around)
 
     def make(self, tell: Tell = None) -> Record:
-        with self.around(self.config) if self.around else contextlib.nullcontext():
+        with self.around.guard(self.config) if self.around else contextlib.nullcontext():
             return super().make(tell)
 
 
 def _rebuild_run(config: RunConfig, minutes: float | None, around: MethodFile | None) -> MethodRun:
-    """The run in a worker, to which the method's file is known from now on."""
+    """Rebuild a run in a worker, which knows the method's file from now on."""
     if around is not None:
         read_method_file(around.path, around.name, around.source)
     return MethodRun(config, minutes, around)
 
 
 def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> None:
-    """Makes what is missing of a method's runs, and keeps its row. Runs that are made stay, whatever
-    happens; the same call goes on."""
+    """Make the missing runs of a method, and save its row. If this is interrupted, the runs that are made
+    remain, and the same call goes on."""
     tuned = [track.tuned(name, method) for name in names]
     around = None
     if method.file is not None:
@@ -76,8 +76,8 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
 def _save_row(
     track: Track, method: Method, names: Sequence[str], around: MethodFile | None
 ) -> None:
-    """results/compare/<method>/: its row, and its file. What is kept of the same file stays; points
-    that are there already, of the same runs, leave the row as it is."""
+    """Save a method's row and its file in results/compare/<method>/. The points of an older row of the
+    same file remain in it. The row is left as it is if it has all points already."""
     folder, kept = track.folder / method.folder, read_row(track.folder / method.folder)
     if kept.get("sha256") != method.sha256:
         kept = {}
@@ -96,7 +96,7 @@ def _save_row(
     chosen = usual.config(usual.chosen or 1.0, track.seeds[0])
     if points and not chosen.scheme.centralized:
         beside = track.tuned("TCS").search.config(1.0, track.seeds[0])
-        with around(chosen) if around else contextlib.nullcontext():
+        with around.guard(chosen) if around else contextlib.nullcontext():
             row |= asdict(probe_method(chosen, beside, load_data(chosen)))
     if method.file is not None:
         write_whole(folder / "method.py", lambda file: file.write(method.source))
@@ -104,20 +104,20 @@ def _save_row(
 
 
 def _point_fields(point: Point) -> dict[str, Any]:
-    """A point without its interval, which is that of all rows together."""
+    """Return the fields of a point without its interval, which depends on all rows."""
     return {
         key: value for key, value in json.loads(json.dumps(asdict(point))).items() if key != "half"
     }
 
 
 def _list_tried(tuned: Any) -> dict[str, float | None]:
-    """Validation accuracy in percent by factor; None where the run diverged."""
+    """Return the validation accuracy in percent by factor; it is None where the run diverged."""
     tried = tuned.search.tried().items()
     return {f"{factor:g}": 100 * a if a is not None and a >= 0 else None for factor, a in tried}
 
 
 def read_row(folder: Path) -> dict[str, Any]:
-    """What is kept of a method; {} if nothing is, or nothing that can be read."""
+    """Read the row of a method; {} if there is none, or none that can be read."""
     try:
         read = json.loads((folder / ROW).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -129,37 +129,42 @@ def read_row(folder: Path) -> dict[str, Any]:
 
 
 def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
-    """The method's points first, then the stored rows, then both at equal bytes; the picture's file.
-    1 if none of its points could be made, since it diverged."""
+    """Print the method's points and the stored rows, then both at equal bytes, and save the picture.
+
+    Returns 0, or 1 if the method diverged so that it has no points.
+    """
     tuned = [track.tuned(name, method) for name in names]
     scores = Scores(track, tuned)
     for one in tuned:
         if one.diverged:
             reasons = "; ".join(dict.fromkeys(_find_reasons(one)))
             print(f"diverged: {method.label}: {one.name}: {reasons}", file=sys.stderr)
-    own = [(method.name, point) for point in scores.points]
-    print(plain_markdown(rows_table(own + _list_stored(scores, names), _read_rows(track, method))))
+    points = [(method.name, point) for point in scores.points]
+    print(
+        plain_markdown(rows_table(points + _list_stored(scores, names), _read_rows(track, method)))
+    )
     print("\n" + NOTE.format(scores.confidence))
     for point in scores.points:
-        beside = scores.beside(point, _find_stored_name(scores, point)) if point.both > 0 else []
-        if beside:
-            print("\n" + plain_markdown(comparison_table(beside, point)))
-    if not own:
+        if point.both == 0:
+            continue
+        if compared := scores.compare(point, _find_stored_name(scores, point)):
+            print("\n" + plain_markdown(comparison_table(compared, point)))
+    if not points:
         return 1
     path = track.folder / method.folder / "comparison"
     save_figure(comparison_figure(scores, method.name), path)
-    print(f"\nThe row: {path.parent / ROW}. The picture: {path}.png")
+    print(f"\nThe row is in {path.parent / ROW}, and the picture in {path}.png.")
     return 0
 
 
 def print_stored(track: Track) -> None:
-    """The stored rows, and how many runs are behind them."""
+    """Print the stored rows, and how many of them are made."""
     scores = Scores(track)
     stored = track.stored()
     whole = sum(one.is_whole for group in stored.values() for one in group)
     planned = sum(len(group) for group in stored.values())
-    if found := _list_stored(scores, ()):
-        print(plain_markdown(rows_table(found, _read_rows(track, None))) + "\n")
+    if points := _list_stored(scores, ()):
+        print(plain_markdown(rows_table(points, _read_rows(track, None))) + "\n")
         print(NOTE.format(scores.confidence) + "\n")
     print(f"{whole} of {planned} stored rows are made: {', '.join(stored)}")
 
@@ -170,22 +175,22 @@ def _list_stored(scores: Scores, without: Sequence[str]) -> list[tuple[str, Poin
 
 
 def _find_stored_name(scores: Scores, point: Point) -> str:
-    """The stored method that a point belongs to; "" for a point of a method of one's own."""
-    found = (
-        name for name, points in scores.stored.items() if point.scheme in [p.scheme for p in points]
-    )
-    return next(found, "")
+    """Return the stored method that a point belongs to, or "" for a point of another method."""
+    for name, points in scores.stored.items():
+        if point.scheme in [p.scheme for p in points]:
+            return name
+    return ""
 
 
 def _read_rows(track: Track, method: Method | None) -> dict[str, dict[str, Any]]:
-    """What is kept of each method, by name."""
+    """Read the rows of all methods, by name."""
     names = [*track.analysis.methods, *([method.name] if method else [])]
     folders = {name: Method(name, (name,)).folder for name in names}
     return {name: read_row(track.folder / folder) for name, folder in folders.items()}
 
 
 def _find_reasons(tuned: Any) -> list[str]:
-    """Why runs of a scheme diverged."""
+    """Say why runs of a scheme diverged."""
     from tcs_lab.runs.records import read_record, record_path
 
     seeds = [(f, tuned.search.tuning.seed) for f in tuned.tried]

@@ -1,4 +1,4 @@
-"""Scores: what a method reached, what it sent, and what others reach with as many bytes."""
+"""Scores: what a method reached, what it sent, and what other methods reach with as many bytes."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ from tcs_lab.tables.tables import traffic
 
 @dataclass(frozen=True)
 class Point:
-    """One scheme at its chosen rate: whole runs over all seeds. Accuracies are in percent on the
-    images that score, megabytes those of one client's whole run."""
+    """One scheme at its chosen rate, over the runs of all seeds. Accuracies are in percent, on the images
+    that score. Megabytes are those of one client in the whole run."""
 
     scheme: str
     rate: float
     accuracy: float
-    half: float  # of its interval
+    half: float  # half the width of its interval
     n: int
     up: float
     down: float
-    start: float  # of both, what the dense rounds at the start took
+    start: float  # the part of both that the dense rounds at the start took
     accuracies: tuple[float, ...] = ()
 
     @property
     def both(self) -> float:
-        """Megabytes both ways."""
+        """Megabytes up and down together."""
         return self.up + self.down
 
     def without_start(self) -> Point:
-        """The same point as if its dense start had cost nothing."""
+        """Return the same point as if its dense start had cost nothing."""
         share = 1 - self.start / self.both if self.both else 1.0
         return replace(self, up=self.up * share, down=self.down * share, start=0.0)
 
 
 def make_points(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> list[Point]:
-    """Those schemes of which all runs are made and none diverged, the one that sends least first."""
-    found = []
+    """Make the points of the schemes of which all runs are made and none diverged. The one that sends
+    least comes first."""
+    points = []
     for one in tuned:
         if not one.is_whole or one.diverged:
             continue
@@ -56,18 +57,20 @@ def make_points(tuned: Iterable[Tuned], model: Comparison, confidence: float) ->
         rate = one.search.config(one.chosen or math.nan, one.seeds[0]).identity()["learning_rate"]
         images = sum(end - first for first, end in one.search.tuning.score_on)
         half = compute_half_width(values, model, images, confidence)
-        found.append(
+        points.append(
             Point(one.name, rate, fmean(values), half, len(values), up, down, start, tuple(values))
         )
-    return sorted(found, key=lambda point: point.both)
+    return sorted(points, key=lambda point: point.both)
 
 
 def compute_half_width(
     values: Sequence[float], model: Comparison, images: int, confidence: float
 ) -> float:
-    """Half of the interval of a mean accuracy, for other seeds and other images: the deviation of a
-    run is that of all methods in the model, pooled, and images are drawn. nan if no method has two
-    runs."""
+    """Return half the width of the interval of a mean accuracy, for other seeds and other images.
+
+    The deviation of a run is pooled over all methods in the model, and images are taken as drawn at
+    random. It is nan if no method has two runs.
+    """
     groups: dict[Any, list[float]] = {}
     for (cell, _), value in model.accuracies.items():
         groups.setdefault(cell, []).append(value)
@@ -85,8 +88,11 @@ def compute_half_width(
 
 
 def weigh_points(points: Sequence[Point], megabytes: float) -> dict[str, float] | None:
-    """The weights of a method's two points between which so many bytes lie, by scheme: on a line over
-    the logarithm of the bytes. None outside; nothing is extrapolated."""
+    """Return the weights of the two points of a method between which so many megabytes lie, by scheme.
+
+    They interpolate on a line over the logarithm of the bytes. Returns None outside of the points, since
+    nothing is extrapolated.
+    """
     for few, many in pairwise(points):
         if 0 < few.both <= megabytes <= many.both:
             if few.both == many.both:
@@ -97,8 +103,10 @@ def weigh_points(points: Sequence[Point], megabytes: float) -> dict[str, float] 
 
 
 def find_bytes(points: Sequence[Point], accuracy: float) -> float:
-    """The fewest megabytes with which a method reaches an accuracy, on the same lines; nan if none
-    of its points reaches it, or if the one that sends least already does."""
+    """Return the fewest megabytes with which a method reaches an accuracy, on the same lines.
+
+    It is nan if none of its points reaches it, or if already the one that sends least does.
+    """
     if not points or points[0].accuracy >= accuracy:
         return math.nan
     for few, many in pairwise(points):
@@ -109,7 +117,7 @@ def find_bytes(points: Sequence[Point], accuracy: float) -> float:
 
 
 def find_front(points: Iterable[Point]) -> list[Point]:
-    """The points that no other one beats: none sends less and reaches as much."""
+    """Return the points that no other point beats by sending less and reaching as much."""
     best, kept = -math.inf, []
     for point in sorted(points, key=lambda point: (point.both, -point.accuracy)):
         if point.accuracy > best:
@@ -123,40 +131,42 @@ def find_front(points: Iterable[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class PointComparison:
-    """One point of a method beside a stored method: `equal_bytes` is the difference in accuracy at
-    the point's own bytes, `later` the same with the dense start of both left out, and `megabytes`
-    what the stored method needs for the point's accuracy. Where one of them is not defined, `said`
-    says why."""
+    """One point of a method compared with a stored method.
+
+    `equal_bytes` is the difference in accuracy at the bytes of the point, and `without_start` the same
+    with the dense start of both left out. `megabytes` is what the stored method needs for the accuracy
+    of the point. Where one of them is not defined, `reason` says why.
+    """
 
     method: str
     equal_bytes: Estimate
-    later: Estimate
+    without_start: Estimate
     megabytes: float
-    said: str
+    reason: str
 
 
 class Scores:
-    """All points on a track: the stored methods', and those of a method that is looked at."""
+    """All points on a track: those of the stored methods, and those of the method that is compared."""
 
     def __init__(self, track: Track, tuned: Sequence[Tuned] = ()):
         stored, confidence = track.stored(), track.analysis.confidence
         known = {one.name for group in stored.values() for one in group}
         self.confidence = confidence
-        self.own = list(tuned)
         whole = [one for group in stored.values() for one in group if one.is_whole]
-        others = [one for one in self.own if one.is_whole and one.name not in known]
+        others = [one for one in tuned if one.is_whole and one.name not in known]
         self.model = fair_model([*whole, *others])
-        self.points = make_points(self.own, self.model, confidence)
+        self.points = make_points(tuned, self.model, confidence)
         self.stored: Mapping[str, list[Point]] = {
             name: make_points(group, self.model, confidence) for name, group in stored.items()
         }
 
-    def beside(self, point: Point, method: str) -> list[PointComparison]:
-        """A point beside each stored method but its own that sends something and has a point."""
+    def compare(self, point: Point, method: str) -> list[PointComparison]:
+        """Compare a point with each stored method that sends something and has a point, except with the
+        point's `method`."""
         others = {n: p for n, p in self.stored.items() if p and n != method and p[-1].both > 0}
-        return [self._beside(point, name, points) for name, points in others.items()]
+        return [self._compare_with(point, name, points) for name, points in others.items()]
 
-    def _beside(self, point: Point, name: str, points: list[Point]) -> PointComparison:
+    def _compare_with(self, point: Point, name: str, points: list[Point]) -> PointComparison:
         best = max(points, key=lambda p: p.accuracy)
         words = []
         if point.both > points[-1].both:
@@ -168,13 +178,13 @@ class Scores:
             words.append(f"reached with {points[0].both:.3g} MB or less")
         elif math.isnan(megabytes):
             words.append(f"not reached: best {best.accuracy:.1f} at {best.both:.3g} MB")
-        later = self._difference(point.without_start(), [p.without_start() for p in points])
-        return PointComparison(
-            name, self._difference(point, points), later, megabytes, "; ".join(words)
-        )
+        without = self._difference(point.without_start(), [p.without_start() for p in points])
+        equal = self._difference(point, points)
+        return PointComparison(name, equal, without, megabytes, "; ".join(words))
 
     def _difference(self, point: Point, points: list[Point]) -> Estimate:
-        """Of the accuracies at the point's bytes; nan where the method has no points around it."""
+        """Estimate the difference of the accuracies at the point's bytes; nan where the method has no points
+        on both sides of it."""
         weights = weigh_points(sorted(points, key=lambda p: p.both), point.both)
         if weights is None:
             return Estimate()

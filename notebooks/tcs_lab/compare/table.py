@@ -26,8 +26,8 @@ from tcs_lab.tables.tables import number, with_interval
 def rows_table(
     points: Iterable[tuple[str, Point]], rows: Mapping[str, Mapping[str, Any]]
 ) -> pd.DataFrame:
-    """One row for each point, as a person reads it; `rows` are what is kept of each method, with its
-    time and whether its messages are decoded or only counted. Those are of its usual density."""
+    """Make the table of points. `rows` are the saved rows of methods, with the time of a round and whether
+    messages are decoded or only counted, for the usual density of each."""
     lines = []
     for method, point in points:
         kept = rows.get(method, {}) if point.scheme == method else {}
@@ -38,30 +38,31 @@ def rows_table(
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
             "MB up": number(point.up), "MB down": number(point.down), "Dense start": start,
             "MB up, re-coded": number(point.up * kept.get("recoded", math.nan)),
-            "Round beside TCS": number(kept.get("beside_tcs", math.nan), 2),
+            "Round, relative to TCS": number(kept.get("beside_tcs", math.nan), 2),
         })  # fmt: skip
     return pd.DataFrame(lines)
 
 
 NOTE = (
     "Accuracy is the mean over n seeds with its {:.0%} interval, for other seeds and other images. MB are "
-    "one client's messages in the whole run; the dense start, of both ways, is in them. A round's time is "
-    "a multiple of that of TCS in the same process."
+    "those of one client's messages in the whole run, the dense start included. The time of a round is "
+    "relative to that of TCS in the same process."
 )
 
 
-def comparison_table(beside: Sequence[PointComparison], point: Point) -> pd.DataFrame:
-    """One point beside the stored methods."""
+def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.DataFrame:
+    """Make the table of one point compared with the stored methods."""
     lines = []
-    for one in beside:
-        e, later = one.equal_bytes, one.later
+    for one in compared:
+        e, without = one.equal_bytes, one.without_start
         lines.append({
             "Stored method": one.method,
             f"At {point.both:.3g} MB: {point.scheme} minus it, points": with_interval(
                 e.value, e.low, e.high),
-            "Without both dense starts": with_interval(later.value, later.low, later.high),
+            "Without both dense starts": with_interval(
+                without.value, without.low, without.high),
             f"MB it needs for {point.accuracy:.1f} %": number(one.megabytes),
-            "Where not": one.said or "–",
+            "If not, why": one.reason or "–",
         })  # fmt: skip
     return pd.DataFrame(lines)
 
@@ -70,8 +71,8 @@ def comparison_table(beside: Sequence[PointComparison], point: Point) -> pd.Data
 
 
 def comparison_figure(scores: Scores, method: str) -> Any:
-    """Final accuracy against one client's megabytes: the stored methods, each with a line through its
-    densities, the front of all of them as a grey band's edge, and the method that is looked at."""
+    """Plot final accuracy against the megabytes of one client. Each stored method has a line through its
+    densities, the best of them are a grey step line, and the compared method has stars."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -97,17 +98,17 @@ def comparison_figure(scores: Scores, method: str) -> Any:
         best = find_front(p for points in others.values() for p in points if p.both > 0)
         axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
                   linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
-        own = [point for point in scores.points if point.both > 0]
-        for point in own:
+        stars = [point for point in scores.points if point.both > 0]
+        for point in stars:
             axes.errorbar(point.both, point.accuracy, yerr=point.half, color="#000000", fmt="*",
                           markersize=13, capsize=4, zorder=5)  # fmt: skip
-        axes.set(xscale="log", xlabel="megabytes of one client, both ways, whole run (log)")
+        axes.set(xscale="log", xlabel="megabytes of one client, up and down, whole run (log)")
         axes.set(ylabel="final accuracy (%)")
         axes.margins(0.08, 0.12)
         plain_log(axes.xaxis)
         axes.grid(alpha=0.25)
         if ends:
             label_ends(axes, ends)
-        label_points(axes, [(p.scheme, p.both, p.accuracy, text_colour(COLOURS[0])) for p in own])
+        label_points(axes, [(p.scheme, p.both, p.accuracy, text_colour(COLOURS[0])) for p in stars])
         figure.suptitle(f"{method} (stars) beside the stored methods; grey: the best of those")
     return figure

@@ -1,8 +1,8 @@
 """The track: one training for all methods, and how each of them is tuned and scored.
 
 params/compare.yaml is the training. params/compare_plan.yaml says how a learning rate is chosen, with
-which seeds a method is scored, and which methods' rows are stored. It is a plan as any other: `tcs
-queue` makes the stored rows.
+which seeds a method is scored, and of which methods rows are stored. It is a plan like any other, so
+that `tcs queue` makes the stored rows.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PLAN = ROOT / "params" / "compare_plan.yaml"
 
 
 class CompareAnalysis(BaseModel, extra="forbid"):
-    """What params/compare_plan.yaml says under `analysis`."""
+    """The part `analysis` of params/compare_plan.yaml."""
 
     confidence: Annotated[float, Field(gt=0, lt=1)]
     minutes: Positive  # of a run on one core
-    # the stored methods, each with its schemes at all its densities, the usual one first
+    # the stored methods, each with its schemes at all densities, the usual density first
     methods: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Track:
-    """A plan with one tuned stage or more, whose seeds are the same, and its profile."""
+    """A plan whose tuned stages all have the same seeds, and its profile."""
 
     plan: Plan
     analysis: CompareAnalysis
@@ -46,20 +46,22 @@ class Track:
 
     @property
     def name(self) -> str:
+        """The name of the profile."""
         return self.profile["profile"]
 
     @property
     def folder(self) -> Path:
-        """Where the rows are kept."""
+        """The folder of the rows."""
         return results_folder(self.name, self.results)
 
     @property
     def seeds(self) -> list[int]:
+        """The seeds that score."""
         return self.plan.stages[0].seeds
 
     def tuned(self, scheme: str, method: Method | None = None) -> Tuned:
-        """One scheme on this track, as far as its records go. Those of a method from a file are kept
-        apart, in the method's own folder."""
+        """Return one scheme on this track, with the records that there are of it. Those of a method from
+        a file are in the folder of that method."""
         if method is None or method.file is None:
             profile, results = self.profile, self.results
         else:
@@ -70,7 +72,7 @@ class Track:
         )
 
     def stored(self) -> dict[str, list[Tuned]]:
-        """The stored methods, as far as their records go."""
+        """Return the stored methods, with the records that there are of them."""
         return {
             name: [self.tuned(scheme) for scheme in schemes]
             for name, schemes in self.analysis.methods.items()
@@ -78,14 +80,17 @@ class Track:
 
 
 def read_track(path: str | Path | None = None, results: str | Path | None = None) -> Track:
-    """The track of a plan; ValueError names the file and what is wrong with it."""
+    """Read the track of a plan. Raises ValueError, which names the file and what is wrong with it."""
     path = Path(path or PLAN)
     plan = read_plan(path)
     if plan.profile is None:
-        raise ValueError(f"{path}: profile: missing, allowed: the file of the track's training")
+        raise ValueError(
+            f"{path}: profile: got none, allowed: the file with the settings of the training"
+        )
     analysis = validate(CompareAnalysis, plan.analysis, f"{path}: analysis")
     if len({tuple(stage.seeds) for stage in plan.stages}) > 1 or plan.tuning is None:
-        raise ValueError(f"{path}: stages: allowed: tuned ones, all with the same seeds")
+        got = "no tuning" if plan.tuning is None else "stages with different seeds"
+        raise ValueError(f"{path}: stages: got {got}, allowed: tuned ones with the same seeds")
     planned = {name for stage in plan.stages for name in stage.tune or ()}
     listed = [scheme for schemes in analysis.methods.values() for scheme in schemes]
     reject_unknown(listed, planned, f"scheme of a stored method, in {path}")
@@ -93,8 +98,8 @@ def read_track(path: str | Path | None = None, results: str | Path | None = None
 
 
 def list_next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
-    """The runs that are missing and of which it is known by now that they are needed: at first those
-    that tune, then those that score."""
+    """List the missing runs of which it is known by now that they are needed: first those that tune, then
+    those that score."""
     configs = []
     for one in tuned:
         search = one.search
@@ -107,7 +112,7 @@ def list_next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
 
 
 def count_runs_left(tuned: Iterable[Tuned]) -> int:
-    """How many runs are missing if no rate beyond those tried from the start is needed."""
+    """Count the missing runs, if no rates beyond those of the plan will be needed."""
     left = 0
     for one in tuned:
         tried = one.search.tried()

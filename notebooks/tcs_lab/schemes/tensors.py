@@ -349,7 +349,7 @@ def _instance(kind: type, arguments: tuple[Any, ...]) -> Any:
         return kind(*arguments)
     except TypeError as error:
         allowed = "a class that can be made without arguments, or with one of its `densities`"
-        raise ValueError(f"{kind.__name__}: got an error ({error}), allowed: {allowed}") from error
+        raise ValueError(f"{kind.__name__}: got {error}; allowed: {allowed}") from error
 
 
 # Clients and server ───────────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,7 @@
-"""Measurements beside the runs: speed, the hook on real networks and optimizers, Flower.
+"""Experiments other than runs of a RunConfig: speed, the hook with real links and optimizers, Flower.
 
-Here belongs an experiment that is no run of a RunConfig. The commands `tcs bench`, `tcs optimizers` and
-`tcs links` make their measurements.
+A new experiment that is no run of a RunConfig belongs here. The commands `tcs bench`, `tcs optimizers`
+and `tcs links` make the measurements.
 """
 
 from tcs_lab.support.lazy import lazily

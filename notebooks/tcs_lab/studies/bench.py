@@ -1,5 +1,5 @@
-"""Benchmarks: what is compared runs in one process, in turns; medians with quartiles, and the
-provenance, go to results/bench/. Every case is a few lines below; `BENCHES` names them."""
+"""Benchmarks. What is compared takes turns in one process. Medians with quartiles, and the provenance,
+go to results/bench/. `BENCHES` lists the cases, each of which is a few lines of this module."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Timing = dict[str, Any]  # one row of a bench record
 def _time_in_turns(
     works: dict[str, Callable[[], Any]], repeat: int, device: Any
 ) -> dict[str, Timing]:
-    """Seconds of every work, called in turns after one warm-up each: median and quartiles."""
+    """Call the works in turns, after one warm-up each. Return the median and quartiles of their seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeat + 1):
         for name, work in works.items():
@@ -73,7 +73,7 @@ def _quartiles(values: list[float]) -> Timing:
 
 @dataclass
 class Bench:
-    """What all cases share. `rows` is what the record will hold."""
+    """The settings that all cases share, and the rows of the record."""
 
     repeat: int = 7
     device: str = "auto"
@@ -88,25 +88,29 @@ class Bench:
         self, part: str, case: str, works: dict[str, Callable[[], Any]], times: int = 1,
         turns: int = 1, **numbers: float,
     ) -> None:  # fmt: skip
-        """Every work does the same thing so many `times`; what is kept is the time of one. There
-        are `repeat` times `turns` turns."""
+        """Measure works that take turns, `repeat` times `turns` often.
+
+        A call of a work does the same thing `times` times; rows have the time of one of them.
+        """
         for name, timing in _time_in_turns(works, self.repeat * turns, self.torch_device).items():
             timing |= {key: timing[key] / times for key in ("median", "low", "high")}
             self.rows.append({"part": part, "case": case, "work": name, **timing, **numbers})
 
 
 def _bench_federation(
-    bench: Bench, scheme: str, model: str, width: int, batch: int, **way: Any
+    bench: Bench, scheme: str, model: str, width: int, batch: int, **settings: Any
 ) -> Training:
-    """Ten clients with samples for a few rounds, eight of a small batch, one of a large one (more on
-    a GPU); the first, dense round is made, and its differences kept. `way` is a setting of how it
-    is made."""
-    scheme_ = Scheme.named(scheme)
-    one = batch * scheme_.local_steps
-    each = max(one, min(8 * one, 512 if bench.torch_device.type == "cuda" else 128))
+    """Make a federation of ten clients whose first, dense round has been played.
+
+    Clients have samples for eight rounds of a small batch or one of a large batch (more on a GPU).
+    The differences of the first round are kept. `settings` are further fields of the RunConfig.
+    """
+    parsed = Scheme.named(scheme)
+    one_round = batch * parsed.local_steps
+    each = max(one_round, min(8 * one_round, 512 if bench.torch_device.type == "cuda" else 128))
     config = RunConfig(
-        scheme_, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
-        precision=cast(Any, bench.precision), device=bench.device, **way,
+        parsed, 1e-3, model=model, width=width, batch_size=batch, epochs=2, warmup_epochs=0,
+        precision=cast(Any, bench.precision), device=bench.device, **settings,
     )  # fmt: skip
     data = synthetic_dataset(train=10 * each, test=10).resize(config.image_size)
     training = Training(config, data, keep_deltas=True)
@@ -116,7 +120,7 @@ def _bench_federation(
 
 
 def _passes(training: Training) -> Callable[[], None]:
-    """An epoch's forward and backward passes, with no federation around them."""
+    """Return the forward and backward passes of an epoch, with no federation around them."""
     federation, feed = training.federation, training.feed
     ready = [feed.batches.augment(draws) for draws in feed.draws(0)]
 
@@ -131,12 +135,12 @@ def _passes(training: Training) -> Callable[[], None]:
 
 
 def _rounds(training: Training) -> Callable[[], None]:
-    """An epoch's rounds."""
+    """Return the rounds of an epoch."""
     federation, feed = training.federation, training.feed
 
     def work() -> None:
         federation.t = 0
-        feed._ahead.clear()  # augmented anew
+        feed.forget_augmented()
         for _ in range(feed.rounds):
             federation.round()
 
@@ -144,8 +148,9 @@ def _rounds(training: Training) -> Callable[[], None]:
 
 
 def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
-    """The same with top-K as one writes it without this package: clients in a loop, torch.topk of
-    all entries, errors kept; images as the model's weights lie. One local step a round."""
+    """Return the same with top-K as one would write it without this package: clients in a loop,
+    torch.topk of all entries, and errors. Images have the memory layout of the model's weights. There
+    is one local step per round."""
     federation, feed = training.federation, training.feed
     weights = next(p for p in model.parameters() if p.dim() == 4)
     ours = weights.is_contiguous(memory_format=torch.channels_last)
@@ -168,7 +173,7 @@ def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
             p.add_(part.view(p.shape))
 
     def work() -> None:
-        feed._ahead.clear()
+        feed.forget_augmented()
         for t in range(feed.rounds):
             update_D = torch.zeros_like(training.theta_D)
             for n in range(feed.clients):
@@ -183,7 +188,7 @@ def _plain_rounds(training: Training, model: nn.Module) -> Callable[[], None]:
 
 
 def _parts(training: Training) -> dict[str, Callable[[], Any]]:
-    """What an epoch's rounds do beside passes, by itself."""
+    """Return what an epoch's rounds do besides passes, each on its own."""
     feed = training.feed
 
     def compression() -> None:
@@ -201,15 +206,20 @@ def bench_round(
     bench: Bench, scheme: str, model: str, width: int, batch: int, threads: int | None = None,
     turns: int = 1, size: int = 32,
 ) -> None:  # fmt: skip
-    """An epoch's rounds over the same forward and backward passes with no federation around them,
-    beside plain top-K, also in torch's own layout, and, on a CPU, a client a thread or, if small,
-    all clients side by side; with so many CPU `threads`, where a profile sets them for this net."""
+    """Measure an epoch's rounds beside the same passes without a federation, and beside plain top-K.
+
+    Plain top-K is also measured in torch's usual memory layout. On a CPU, clients in threads or, for a
+    small net, side by side are measured, too; on a GPU, rounds in a CUDA graph. `threads` is the number
+    of CPU threads that a profile sets for this net.
+    """
     net = f"{model} width {width}" + (f", {size} x {size}" if size != 32 else "")
     net += f", threads {threads}" if threads else ""
     with _arithmetic(threads), _memory_kept():
 
-        def make_training(**way: Any) -> Training:
-            return _bench_federation(bench, scheme, model, width, batch, image_size=size, **way)
+        def make_training(**settings: Any) -> Training:
+            return _bench_federation(
+                bench, scheme, model, width, batch, image_size=size, **settings
+            )
 
         training = make_training(side_by_side=False)
         rounds, steps = training.feed.rounds, training.feed.steps
@@ -220,7 +230,7 @@ def bench_round(
             works["plain top-K"] = _plain_rounds(training, ours)
             works["plain top-K, torch's layout"] = _plain_rounds(training, torchs)
         if bench.torch_device.type == "cuda":
-            # kept by a name: its GraphRounds hold the federation weakly
+            # it needs a name, since its GraphRounds hold the federation weakly
             graphed = make_training(graph=True, side_by_side=False)
             works["graph"] = lambda: cast(Any, graphed.graph).play(range(rounds))
         elif uses_side_by_side(replace(training.config, side_by_side=None)):
@@ -234,18 +244,18 @@ def bench_round(
 
 
 def _one_pass(training: Training) -> Callable[[], None]:
-    """Forward and backward pass of one batch."""
+    """Return the forward and backward pass of one batch."""
     federation, batch = training.federation, training.feed.batch(0, 0, 0)
     return lambda: federation.trainer.loss(federation.model.train(), batch).backward()
 
 
 def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
-    """A pass by torch.compile over the same one as it is, where that can be done. Compiling takes
-    minutes."""
+    """Measure a pass by torch.compile beside the same pass without it, where that is possible.
+    Compiling takes minutes."""
     with _memory_kept():
         eager, compiled = (
-            _bench_federation(bench, "TCS", model, width, batch, compiled=way)
-            for way in (False, True)
+            _bench_federation(bench, "TCS", model, width, batch, compiled=is_compiled)
+            for is_compiled in (False, True)
         )
         works = {"pass": _one_pass(eager)}
         if uses_compilation(compiled.config):
@@ -256,7 +266,7 @@ def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
 def _textbook_round(
     deltas_ND: Tensor, errors: list[Tensor], mask_D: Tensor, k_global: int, k_local: int
 ) -> Tensor:
-    """TCS as one would write it down first: clone, topk, multiply by masks."""
+    """Do a round of TCS as one would write it first: clone, topk, and multiply by masks."""
     update_D = torch.zeros_like(deltas_ND[0])
     for n, delta_D in enumerate(deltas_ND):
         intended_D = delta_D.clone() + errors[n]
@@ -273,7 +283,7 @@ def _textbook_round(
 def _make_drifting_deltas(
     dimension: int, clients: int, device: Any
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Deltas (N, D) that change a little from call to call, as in training."""
+    """Make deltas (N, D) that change a little from call to call, as in a training."""
     generator = torch.Generator().manual_seed(0)
     base_ND = torch.randn(clients, dimension, generator=generator).pow_(3).to(device)
     state = {"call": 0}
@@ -286,7 +296,7 @@ def _make_drifting_deltas(
 
 
 def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True) -> None:
-    """`Compressor.step` of TCS for all clients, beside the textbook version and a plain copy."""
+    """Measure `Compressor.step` of TCS for all clients, beside a textbook version and a plain copy."""
     device, scheme = bench.torch_device, Scheme.named("TCS")
     before = memory_in_use(device)
     deltas_ND, change = _make_drifting_deltas(dimension, clients, device)
@@ -314,11 +324,12 @@ def bench_step(bench: Bench, dimension: int, clients: int, textbook: bool = True
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes in use now: of the device, or of this process (Linux)."""
+    """Return the bytes in use now, of the device or of this process; None where it is not known."""
     return _memory(device, "VmRSS", torch.cuda.memory_allocated)
 
 
 def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes in use since the last reset; None where it is not known."""
     return _memory(device, "VmHWM", torch.cuda.max_memory_allocated)
 
 
@@ -333,6 +344,7 @@ def _memory(device: torch.device, key: str, of_cuda: Callable[[Any], int]) -> in
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` count anew from now on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):
@@ -340,7 +352,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
-    """Positions and whole messages of one client, both ways, at the paper's size."""
+    """Measure encoding and decoding of positions and of whole messages, at the paper's size."""
     deltas_ND, _ = _make_drifting_deltas(dimension, 1, "cpu")
     sizes = [dimension // 2, dimension - dimension // 2]
     for name in ("TCS", "TCS-Q5", "TCS-Q5+"):
@@ -378,7 +390,7 @@ BENCHES: dict[str, list[Any]] = {
         lambda b: bench_round(b, "TCS", "resnet8", 8, 8, 1, turns=15, size=8),
         lambda b: bench_round(b, "TCS", "resnet8", 4, 4, 1, turns=15, size=8),
     ],
-    "paper": [  # for a GPU, if asked for
+    "paper": [  # for a GPU; only made if asked for
         lambda b: bench_round(b, "TCS", "resnet18", 64, 64),
         lambda b: bench_round(b, "TCS-L4", "resnet18", 64, 64),
         lambda b: bench_step(b, 11_173_962, 10),
@@ -391,12 +403,16 @@ BENCHES: dict[str, list[Any]] = {
 }
 
 
+# What is made if no part is named.
 USUAL_PARTS = [part for part in BENCHES if part != "paper"]
 
 
 @dataclass(frozen=True)
 class BenchRun(Job):
-    """Some parts of the bench. Its record is named after the device. ValueError for an unknown part."""
+    """Some parts of the benchmarks, as a job. Its record is named after the device.
+
+    Raises ValueError for an unknown part.
+    """
 
     pattern = "bench/*.json"
     parts: tuple[str, ...] = tuple(USUAL_PARTS)
@@ -445,17 +461,16 @@ class BenchRun(Job):
         return {"version": RECORD_VERSION, "rows": bench.rows, "provenance": made}
 
     def check(self, record: Record, path: Path) -> None:
-        """Its name says all."""
+        """Accept any record: its name has all that it depends on."""
 
 
 def run_benches(
     parts: Iterable[str] = tuple(USUAL_PARTS), repeat: int = 7, device: str = "auto",
     precision: str = "fp32", threads: int | None = None, results: str | Path | None = None,
 ) -> Record:  # fmt: skip
-    """Measure the named parts, also where there is a record of them; the record, also written to
-    results/bench/. Takes minutes.
+    """Measure the named parts, also if there is a record of them. This takes minutes.
 
-    Raises ValueError for an unknown part.
+    Returns the record, which is also written to results/bench/. Raises ValueError for an unknown part.
     """
     job = BenchRun(tuple(parts), repeat, device, precision, threads)
     with Progress([job]) as bar:
@@ -463,7 +478,7 @@ def run_benches(
 
 
 def bench_table(record: dict[str, Any]) -> pd.DataFrame:
-    """A bench record as a person reads it: milliseconds, and each work over the case's first."""
+    """Make the table of a bench record: milliseconds, and each work relative to the first of its case."""
     rows, first = [], dict[tuple, float]()
     for row in record["rows"]:
         if "median" not in row:
@@ -474,6 +489,6 @@ def bench_table(record: dict[str, Any]) -> pd.DataFrame:
         rows.append(
             {"Case": f"{row['part']}: {row['case']}", "Work": row["work"],
              "Median, ms": f"{1e3 * row['median']:,.4g}", "Quartiles": spread,
-             "Over the first": f"{row['median'] / base:.3f}", "n": str(row["n"])}
+             "Relative to first": f"{row['median'] / base:.3f}", "n": str(row["n"])}
         )  # fmt: skip
     return pd.DataFrame(rows)

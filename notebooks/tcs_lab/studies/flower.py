@@ -1,5 +1,5 @@
-"""TCS in Flower: `tcs_core.Client` in a ClientApp, `tcs_core.Server` in a ServerApp; what travels is
-the messages' bytes. It needs Flower (`uv run --extra flower`), so that `import tcs_lab` leaves it out.
+"""TCS in Flower: `tcs_core.Client` in a ClientApp and `tcs_core.Server` in a ServerApp, which exchange the
+bytes of messages. This module needs Flower (`uv run --extra flower`); `import tcs_lab` does without it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ MakeJob = Callable[[Mapping[str, Any]], FederatedJob]  # from Flower's run confi
 
 
 def to_record(fields: Mapping[str, Any]) -> RecordDict:
-    """Bytes as arrays of uint8, without numpy's header; all else as Flower's configuration."""
+    """Make a record of Flower: bytes become arrays of uint8, without numpy's header, and all other fields
+    become configuration."""
     data = {key: value for key, value in fields.items() if isinstance(value, bytes)}
     arrays = {key: Array("uint8", (len(value),), "tcs", value) for key, value in data.items()}
-    said = {key: value for key, value in fields.items() if key not in data}
-    return RecordDict({"data": ArrayRecord(arrays), "said": ConfigRecord(said)})
+    others = {key: value for key, value in fields.items() if key not in data}
+    return RecordDict({"data": ArrayRecord(arrays), "others": ConfigRecord(others)})
 
 
 def from_record(record: RecordDict) -> dict[str, Any]:
-    return dict(record.config_records["said"]) | {
+    """Return the fields of a record that `to_record` made."""
+    return dict(record.config_records["others"]) | {
         key: array.data for key, array in record.array_records["data"].items()
     }
 
 
 def size_of(record: RecordDict) -> int:
-    """As Flower counts it."""
+    """Count the bytes of a record as Flower does."""
     return sum(part.count_bytes() for part in record.values())
 
 
 def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
-    """A node's app, with Flower's own mods around it (they must not change the message's bytes).
+    """Make the app of a node, with Flower's mods around it, which must not change the messages' bytes.
 
-    The node's file is partition-<id>.pt in the folder `tcs-folder` of the node's configuration,
-    or of the run's. Flower's `context.state` has its name and checksum."""
+    The node's file is partition-<id>.pt, in the folder `tcs-folder` of the node's configuration or of
+    the run's. Flower's `context.state` has its name and checksum.
+    """
 
-    def node_of(context: Context) -> Node:
+    def make_node(context: Context) -> Node:
         job = make_job(context.run_config)
         number, folder = read_partition(context, job.clients), read_folder(context)
         kept = context.state.config_records.get("tcs")
@@ -52,12 +55,12 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
         return Node(job, number, folder / f"partition-{number}.pt", context.run_id, mark)
 
     def answer(message: Message, context: Context, work: Any = None) -> Message:
-        node = node_of(context)
-        said = node.answer(work(node, from_record(message.content)) if work else None)
+        node = make_node(context)
+        fields = node.answer(work(node, from_record(message.content)) if work else None)
         if node.marks:
             kept = {"file": node.path.name, "checksum": node.marks[-1]}
             context.state["tcs"] = ConfigRecord({**kept})
-        return Message(to_record(said), reply_to=message)
+        return Message(to_record(fields), reply_to=message)
 
     app = ClientApp(mods=mods)
     app.query()(answer)
@@ -67,26 +70,29 @@ def client_app(make_job: MakeJob, mods: list[Any] | None = None) -> ClientApp:
 
 
 def read_partition(context: Context, clients: int) -> int:
-    """Which client a node is: `partition-id` of its configuration. ValueError that names it."""
+    """Read which client a node is: `partition-id` in its configuration. Raises ValueError that names it."""
     given = context.node_config.get("partition-id")
     text = str(given).strip()
     if isinstance(given, bool) or not text.isdecimal() or int(text) >= clients:
-        way = "flower-supernode --node-config 'partition-id=0', another number for each node"
-        raise ValueError(f"partition-id: got {given!r}, allowed: 0 to {clients - 1} ({way})")
+        call = "flower-supernode --node-config 'partition-id=0', with another number for each node"
+        raise ValueError(f"partition-id: got {given!r}, allowed: 0 to {clients - 1}; call {call}")
     return int(text)
 
 
 def read_folder(context: Context) -> Path:
-    """Where a node keeps its file: `tcs-folder` of its configuration, or of the run's. ValueError
-    that names both."""
+    """Read where a node keeps its file: `tcs-folder` in its configuration or in the run's.
+
+    Raises ValueError that names both.
+    """
     given = context.node_config.get("tcs-folder") or context.run_config.get("tcs-folder")
     if not isinstance(given, str) or (Path(given).exists() and not Path(given).is_dir()):
-        way = """flwr run --run-config 'tcs-folder="FOLDER"', or flower-supernode --node-config"""
-        raise ValueError(f"tcs-folder: got {given!r}, allowed: a folder ({way})")
+        calls = """flwr run --run-config 'tcs-folder="FOLDER"', or flower-supernode --node-config"""
+        raise ValueError(f"tcs-folder: got {given!r}, allowed: a folder; call {calls}")
     return Path(given)
 
 
 def server_app(make_job: MakeJob) -> ServerApp:
+    """Make the app of the server."""
     app = ServerApp()
 
     @app.main()
@@ -107,11 +113,12 @@ def server_app(make_job: MakeJob) -> ServerApp:
 
 
 def ask(grid: Grid, rounds: ServerRounds, kind: str) -> dict[str, int]:
-    """Orders to all nodes till enough have answered. One that joins or fails on the way is first
-    asked where it stands. Returns bytes: all messages', and what Flower counts both ways."""
+    """Send orders to all nodes until enough of them have answered. A node that joins or fails meanwhile
+    is first asked how far it is. Returns a row with the bytes of all messages, and with the bytes that
+    Flower counts up and down."""
     job, start = rounds.job, time.monotonic()
     row = {"round": rounds.here.round, "Flower up": 0, "Flower down": 0}
-    out: dict[str, int] = {}  # nodes that are asked, by message
+    out: dict[str, int] = {}  # by message: the node that is asked
     while len(rounds.answers) < job.clients:
         enough = len(rounds.answers) >= (job.least or job.clients)
         if enough and time.monotonic() - start > job.patience:

@@ -1,4 +1,4 @@
-"""Loss against bytes of the DDP hook's settings: the trainings of params/hook_plan.yaml.
+"""Loss and bytes of different settings of the DDP hook, by the trainings of params/hook_plan.yaml.
 
 Each setting is trained at a rate of its own, which is tuned on validation text. The trainings are
 those of `tcs_lab.studies.optimizers`, on a part of its text.
@@ -32,7 +32,7 @@ from tcs_lab.studies.power_sgd import count_entries
 from tcs_lab.tasks.text import load_text
 from tcs_lab.training.configuration import Positive, Seed
 
-_PARTS = 9  # the last one of what `load_text` has for training is the validation text
+_PARTS = 9  # the last part of the training text of `load_text` is the validation text
 _CHOSEN_TCS = 3
 _CHOSEN = 3 + _CHOSEN_TCS  # with dense, PowerSGD and top-K
 
@@ -40,8 +40,8 @@ Setting = HookScheme | PowerSGDScheme | None
 
 
 class RateTuning(BaseModel, extra="forbid", frozen=True):
-    """How the rate of each setup is found: all `rates` of its optimizer are tried with one seed. While
-    the best is the smallest or the largest, one more is tried there, a `factor` beyond it."""
+    """How the rate of each setup is found. All `rates` of its optimizer are tried with one seed. While
+    the best one is the smallest or the largest, another one is tried, a `factor` beyond it."""
 
     seed: Seed
     factor: Annotated[float, Field(gt=1)]
@@ -49,12 +49,12 @@ class RateTuning(BaseModel, extra="forbid", frozen=True):
 
 
 class FrontierStage(GPTSettings, Stage):
-    """Trainings of a GPT. The rate of every setup is tuned on validation text; with it, all `seeds` are
-    trained and tested on test text.
+    """Trainings of a GPT. The rate of every setup is tuned on validation text. With the best rate, all
+    `seeds` are trained and tested on test text.
 
-    Either the stage says its `schemes`, or it trains those that `choose_setups` chooses by the
-    records of an earlier stage, `chosen_from`, among the setups of this stage's optimizers. `minutes`
-    are what one training is expected to take alone.
+    A stage either lists its `schemes`, or it trains the setups that `choose_setups` chooses by the
+    records of an earlier stage, `chosen_from`, among those with this stage's optimizers. `minutes` is
+    the time that one training is expected to take if nothing else runs.
     """
 
     kind: str = "studies.frontier"
@@ -67,15 +67,20 @@ class FrontierStage(GPTSettings, Stage):
     @model_validator(mode="after")
     def _check_whole(self) -> FrontierStage:
         if bool(self.schemes) == bool(self.chosen_from):
-            raise ValueError("allowed: either schemes or chosen_from")
+            got = "both" if self.schemes else "neither"
+            raise ValueError(f"schemes, chosen_from: got {got}, allowed: exactly one of them")
         if self.tuning.seed in self.seeds:
-            got = f"got {self.tuning.seed}, which tunes"
+            got = f"got {self.tuning.seed}, the seed of the tuning"
             raise ValueError(f"seeds: {got}, allowed: other seeds")
         if missing := set(self.optimizers) - set(self.tuning.rates):
-            raise ValueError(f"tuning: rates: got none for {min(missing)}, allowed: a list of them")
+            raise ValueError(
+                f"tuning: rates: got none for {min(missing)}, allowed: a list for each optimizer"
+            )
         for name in (scheme for schemes in self.corrected.values() for scheme in schemes):
             if not isinstance(self.schemes.get(name), HookScheme):
-                raise ValueError(f"corrected: got {name}, allowed: a scheme with shares")
+                raise ValueError(
+                    f"corrected: got {name}, allowed: a scheme with phi_global and phi_local"
+                )
         return self
 
     def check(self, plan: Plan) -> None:
@@ -85,23 +90,24 @@ class FrontierStage(GPTSettings, Stage):
         kinds = {kind_of(setting) for setting in first.schemes.values()} if first else set()
         if first is None or not {"dense", "PowerSGD", "top-K", "TCS"} <= kinds:
             got = f"stage {self.stage}: chosen_from: got {self.chosen_from}"
-            raise ValueError(f"{got}, allowed: a stage with dense, PowerSGD, top-K and TCS")
+            raise ValueError(f"{got}, allowed: a stage that trains dense, PowerSGD, top-K and TCS")
 
     def _find_first(self, plan: Plan) -> FrontierStage | None:
         stages = (s for s in plan.stages if isinstance(s, FrontierStage))
         return next((s for s in stages if s.stage == self.chosen_from), None)
 
     def plan_jobs(self, planning: Planning) -> list[FrontierTraining]:
-        """Optimizer by optimizer: first what tunes, then what scores, seed by seed."""
+        """Return the trainings, optimizer by optimizer: first those that tune, then those that score, seed by
+        seed."""
         stage, setups = self._resolve(planning)
         jobs = []
         for optimizer in self.optimizers:
-            own = [setup for setup in setups if setup.optimizer == optimizer]
-            tried = {setup: stage.try_rates(setup, planning.results) for setup in own}
-            jobs += [stage.tuning_job(setup, rate) for setup in own for rate in tried[setup]]
-            chosen = {setup: _best_rate(tried[setup]) for setup in own}
+            group = [setup for setup in setups if setup.optimizer == optimizer]
+            tried = {setup: stage.try_rates(setup, planning.results) for setup in group}
+            jobs += [stage.make_tuning_job(setup, rate) for setup in group for rate in tried[setup]]
+            chosen = {setup: _best_rate(tried[setup]) for setup in group}
             jobs += [
-                stage.scoring_job(setup, seed, rate)
+                stage.make_scoring_job(setup, seed, rate)
                 for seed in self.seeds
                 for setup, rate in chosen.items()
                 if rate is not None
@@ -117,16 +123,16 @@ class FrontierStage(GPTSettings, Stage):
             unknown = [
                 Setup(self.optimizers[0], scheme) for scheme in list(stage.schemes)[:_CHOSEN]
             ]
-            tuned = [stage.tuning_job(s, r) for s in unknown for r in self._first_rates(s)]
+            tuned = [stage.make_tuning_job(s, r) for s in unknown for r in self._first_rates(s)]
         scored = [
-            stage.scoring_job(setup, seed, self._first_rates(setup)[0])
+            stage.make_scoring_job(setup, seed, self._first_rates(setup)[0])
             for seed in self.seeds
             for setup in unknown
         ]
         return tuned + scored
 
     def _resolve(self, planning: Planning) -> tuple[FrontierStage, list[Setup]]:
-        """This stage with its schemes, and its setups: none while they are not chosen yet."""
+        """Return this stage with its schemes, and its setups: none while they are not chosen yet."""
         first = self._find_first(planning.plan)
         if first is None:
             return self, self.setups
@@ -141,20 +147,22 @@ class FrontierStage(GPTSettings, Stage):
     def _first_rates(self, setup: Setup) -> list[float]:
         return self.tuning.rates[setup.optimizer]
 
-    def tuning_job(self, setup: Setup, rate: float) -> FrontierTraining:
+    def make_tuning_job(self, setup: Setup, rate: float) -> FrontierTraining:
         return FrontierTraining(self, setup, self.tuning.seed, rate, self.steps, is_sweep=True)
 
-    def scoring_job(self, setup: Setup, seed: int, rate: float) -> FrontierTraining:
+    def make_scoring_job(self, setup: Setup, seed: int, rate: float) -> FrontierTraining:
         return FrontierTraining(self, setup, seed, rate, self.steps)
 
     def try_rates(
         self, setup: Setup, results: str | Path | None = None
     ) -> dict[float, float | None]:
-        """The rates that are tried for a setup, each with minus its final loss on validation text:
-        None if that training is not made yet."""
+        """Return the rates that are tried for a setup, each with minus its final loss on validation text.
+
+        That is None if the training is not made yet.
+        """
 
         def score(rate: float) -> float | None:
-            job = self.tuning_job(setup, rate)
+            job = self.make_tuning_job(setup, rate)
             return -final_loss(job.read(results)) if job.is_made(results) else None
 
         def go_on(rate: float, side: int) -> float:
@@ -163,15 +171,15 @@ class FrontierStage(GPTSettings, Stage):
         return widen_search(self._first_rates(setup), score, go_on)
 
     def choose_rate(self, setup: Setup, results: str | Path | None = None) -> float | None:
-        """The best rate; None while a training that tunes it is missing."""
+        """Return the best rate, or None while a training that tunes it is missing."""
         return _best_rate(self.try_rates(setup, results))
 
     def mean_loss(self, setup: Setup, results: str | Path | None = None) -> float | None:
-        """Of all seeds, on test text: infinite if one diverged, None while one is missing."""
+        """Return the mean loss of all seeds on test text: infinite if one diverged, None while one is missing."""
         rate = self.choose_rate(setup, results)
         if rate is None:
             return None
-        jobs = [self.scoring_job(setup, seed, rate) for seed in self.seeds]
+        jobs = [self.make_scoring_job(setup, seed, rate) for seed in self.seeds]
         if not all(job.is_made(results) for job in jobs):
             return None
         return sum(final_loss(job.read(results)) for job in jobs) / len(jobs)
@@ -188,10 +196,10 @@ def _best_rate(tried: Mapping[float, float | None]) -> float | None:
 def choose_setups(
     losses: Mapping[Setup, float], schemes: Mapping[str, Setting], model: nn.Module
 ) -> list[Setup]:
-    """The setups that are trained with a larger `model`, by the mean losses of all setups of one
+    """Choose the setups that are trained with a larger `model`, by the mean losses of all setups of one
     optimizer in the first stage.
 
-    1. Of a scheme that was trained with and without momentum correction, the better one stands.
+    1. Of a scheme that was trained with and without momentum correction, the better one is taken.
     2. Dense, the best PowerSGD and the best top-K are taken.
     3. The three best of TCS are taken of those that hand at most as many bytes a step to collectives
        as the chosen PowerSGD does, counted for the larger model.
@@ -209,6 +217,7 @@ def choose_setups(
 
 
 def kind_of(setting: Setting) -> str:
+    """Return the kind of a setting: dense, PowerSGD, top-K or TCS."""
     if setting is None:
         return "dense"
     if isinstance(setting, PowerSGDScheme):
@@ -217,7 +226,7 @@ def kind_of(setting: Setting) -> str:
 
 
 def count_bytes(setting: Setting, model: nn.Module) -> int:
-    """What a rank hands to collectives in a step after the dense ones."""
+    """Count the bytes that a rank hands to collectives in a step after the dense ones."""
     if isinstance(setting, PowerSGDScheme):
         return 4 * sum(count_entries(p.shape, setting.rank) for p in model.parameters())
     return bytes_per_step(setting, layer_sizes(model))
@@ -228,7 +237,7 @@ def count_bytes(setting: Setting, model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class FrontierTraining(HookTraining):
-    """One training: tested on validation text if it looks for a rate (`is_sweep`), else on test text."""
+    """One training. It is tested on validation text if it tunes a rate (`is_sweep`), else on test text."""
 
     pattern = "hook/frontier/{stage}/*.json"
 
@@ -252,8 +261,8 @@ class FrontierTraining(HookTraining):
 
 
 def split_text() -> tuple[list[Tensor], list[Tensor]]:
-    """What trains and what chooses rates: the last ninth of what `load_text` has for training, topic
-    by topic. The test text is in neither."""
+    """Split the training text of `load_text` into text for training and text for validation, which is the
+    last ninth of every topic. The test text is in neither."""
     texts: Sequence[Tensor] = load_text().train
     cuts = [len(text) - len(text) // _PARTS for text in texts]
     train = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]

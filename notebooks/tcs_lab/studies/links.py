@@ -1,11 +1,11 @@
-"""Seconds and memory of a DDP step over links of a given speed: plain, and by four hooks.
+"""Seconds and memory of a DDP step over links of a given speed, with no hook and with four hooks.
 
-    uv run tcs queue params/links.yaml        what notebook 12 shows, as far as it is not measured yet
-    uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [ways …]
+    uv run tcs queue params/links.yaml        measures what notebook 12 shows and has no record yet
+    uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [exchanges …]
 
-measures in a network namespace of its own, which needs root on Linux: the loopback is limited, and
-all ranks' traffic, in both directions, shares its rate. A record for each net goes to results/hook/links;
-results/hook/links.json holds the rows of those that are older.
+It measures in another network namespace, which needs root on Linux. There the loopback is limited, and
+the traffic of all ranks, in both directions, shares its rate. A record for each net goes to
+results/hook/links; results/hook/links.json has the rows of older measurements.
 """
 
 from __future__ import annotations
@@ -43,86 +43,94 @@ from tcs_lab.support.processes import run_within, torchrun_command
 from tcs_lab.training.configuration import Positive, Whole
 
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
-# the first exchanges nothing
-WAYS = ("passes", "plain", "bf16", "PowerSGD", *SHARES)
+# How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
+EXCHANGES = ("passes", "plain", "bf16", "PowerSGD", *SHARES)
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
-_FRAME, _PAYLOAD = 1514, 1448  # bytes of a full packet, as the limit counts it
-_SOON = 60.0  # seconds, within which what should take none is over
+_FRAME, _PAYLOAD = (
+    1514,
+    1448,
+)  # bytes of a full packet, as the limit counts them, and of its content
+_SOON = 60.0  # seconds that are enough for what should take no time
 
 
 def count_parameters(layers: int, width: int) -> int:
+    """Count the parameters of a net of square linear layers."""
     return layers * (width * width + width)
 
 
 def choose_rank(layers: int, width: int, handed: float) -> int:
-    """PowerSGD's rank for about so many bytes a step: (n + m) r for a matrix, biases as they are."""
+    """Choose PowerSGD's rank so that it hands about so many bytes per step to collectives: (n + m) r
+    numbers for a matrix, and biases uncompressed."""
     return max(1, round((handed / 4 - layers * width) / (2 * width * layers)))
 
 
-def count_handed_bytes(way: str, layers: int, width: int) -> tuple[float, float]:
-    """Bytes that a rank hands to all_reduce and to all_gather in a step."""
+def count_handed_bytes(exchange: str, layers: int, width: int) -> tuple[float, float]:
+    """Count the bytes that a rank hands to all_reduce and to all_gather in a step."""
     dimension = count_parameters(layers, width)
-    if way in SHARES:
-        phi_global, phi_local = SHARES[way]
+    if exchange in SHARES:
+        phi_global, phi_local = SHARES[exchange]
         return 4 * phi_global * dimension, 8 * phi_local * dimension
-    if way == "PowerSGD":
+    if exchange == "PowerSGD":
         rank = choose_rank(layers, width, sum(count_handed_bytes("TCS 1 %", layers, width)))
         return 4 * (2 * width * rank + width) * layers, 0.0
-    return {"passes": 0.0, "plain": 4.0 * dimension, "bf16": 2.0 * dimension}[way], 0.0
+    return {"passes": 0.0, "plain": 4.0 * dimension, "bf16": 2.0 * dimension}[exchange], 0.0
 
 
-def count_wire_bytes(way: str, layers: int, width: int, ranks: int) -> float:
-    """Bytes that one rank sends in a step, by rings, with their packets' heads."""
-    summed, gathered = count_handed_bytes(way, layers, width)
+def count_wire_bytes(exchange: str, layers: int, width: int, ranks: int) -> float:
+    """Count the bytes that one rank sends in a step, in rings, with the headers of packets."""
+    summed, gathered = count_handed_bytes(exchange, layers, width)
     sent = 2 * (ranks - 1) / ranks * summed + (ranks - 1) * gathered
     return sent * _FRAME / _PAYLOAD
 
 
 def calculate_step(
-    way: str, layers: int, width: int, ranks: int, mbit: float, unlimited: float
+    exchange: str, layers: int, width: int, ranks: int, mbit: float, unlimited: float
 ) -> float:
-    """Seconds a step where all ranks share the link: what it takes without a limit, and the wire."""
-    return unlimited + 8 * ranks * count_wire_bytes(way, layers, width, ranks) / (1e6 * mbit)
+    """Calculate the seconds of a step where all ranks share the link: the time without a limit, plus the
+    time on the wire."""
+    return unlimited + 8 * ranks * count_wire_bytes(exchange, layers, width, ranks) / (1e6 * mbit)
 
 
 # A rank ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model(way: str, layers: int, width: int) -> DistributedDataParallel:
+def _make_model(exchange: str, layers: int, width: int) -> DistributedDataParallel:
     torch.manual_seed(0)
     parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
-    one_bucket = 10_000  # gloo crosses PowerSGD's collectives where there are several
-    cap = one_bucket if way == "PowerSGD" else 25
+    one_bucket = 10_000  # with several buckets, gloo mixes up PowerSGD's collectives
+    cap = one_bucket if exchange == "PowerSGD" else 25
     model = DistributedDataParallel(
         nn.Sequential(*parts), bucket_cap_mb=cap, gradient_as_bucket_view=True
     )
-    if way == "bf16":
+    if exchange == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    if way == "PowerSGD":
+    if exchange == "PowerSGD":
         rank = choose_rank(layers, width, sum(count_handed_bytes("TCS 1 %", layers, width)))
         settings = power_sgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
         model.register_comm_hook(settings, power_sgd.powerSGD_hook)
-    if way in SHARES:
-        model.register_comm_hook(TCSState(None, *SHARES[way], start_iter=2), tcs_hook)
+    if exchange in SHARES:
+        model.register_comm_hook(TCSState(None, *SHARES[exchange], start_iter=2), tcs_hook)
     return model
 
 
 def _limit(mbit: float | None) -> None:
-    """Of the loopback of this network namespace; None: none."""
+    """Limit the loopback of this network namespace, or remove the limit for None."""
     no_limit = ["tc", "qdisc", "del", "dev", "lo", "root"]
     subprocess.run(no_limit, capture_output=True, timeout=_SOON)
     if mbit is not None:
-        burst = f"{max(16, int(mbit / 2))}kb"  # what passes at once after a pause: little
+        burst = f"{max(16, int(mbit / 2))}kb"  # what may pass at once after a pause; it is little
         words = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst {burst} latency 100ms"
         run_within(_SOON, words.split())
 
 
-def _measure(way: str, layers: int, width: int, links: list[float | None]) -> list[dict[str, Any]]:
+def _measure(
+    exchange: str, layers: int, width: int, links: list[float | None]
+) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     gc.collect()
     reset_peak_memory(device)
     before = memory_in_use(device)
-    model = _model(way, layers, width)
+    model = _make_model(exchange, layers, width)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     batch, rank, ranks = torch.randn(BATCH, width), dist.get_rank(), dist.get_world_size()
 
@@ -130,7 +138,7 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
         dist.barrier()
         begun = time.perf_counter()
         optimizer.zero_grad(set_to_none=False)
-        if way == "passes":
+        if exchange == "passes":
             with model.no_sync():
                 model(batch).square().mean().backward()
         else:
@@ -145,11 +153,11 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
         if rank == 0:
             _limit(mbit)
         dist.barrier()
-        wire = calculate_step(way, layers, width, ranks, mbit, 0.0) if mbit else 0.0
+        wire = calculate_step(exchange, layers, width, ranks, mbit, 0.0) if mbit else 0.0
         most = 9 if count_parameters(layers, width) < 10**8 else 5
         times = sorted(step() for _ in range(max(1, min(most, int(SECONDS / max(wire, 0.1))))))
         rows.append(
-            {"way": way, "ranks": ranks, "layers": layers, "width": width, "mbit": mbit,
+            {"way": exchange, "ranks": ranks, "layers": layers, "width": width, "mbit": mbit,
              "seconds": times[len(times) // 2], "low": times[0], "high": times[-1], "n": len(times)}
         )  # fmt: skip
     if rank == 0:
@@ -161,14 +169,14 @@ def _measure(way: str, layers: int, width: int, links: list[float | None]) -> li
 
 
 def _measure_as_rank(
-    file: str, layers: int, width: int, links: list[float | None], ways: list[str]
+    file: str, layers: int, width: int, links: list[float | None], exchanges: list[str]
 ) -> None:
-    """One process of torchrun: measures, and adds a line for each row to the file."""
+    """Measure, as one process of torchrun. A line for each row is added to the file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # loads what no way shall count as its own
-    for way in ways:
-        rows = _measure(way, layers, width, links)
+    nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # loads what should count for none of them
+    for exchange in exchanges:
+        rows = _measure(exchange, layers, width, links)
         if dist.get_rank() == 0:
             with Path(file).open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(row) + "\n" for row in rows)
@@ -179,20 +187,20 @@ def _measure_as_rank(
 # Measurements as jobs ─────────────────────────────────────────────────────────────────────────────
 
 
-def _check_ways(ways: tuple[str, ...]) -> tuple[str, ...]:
-    reject_unknown(ways, WAYS, "way to exchange")
-    return ways
+def _check_exchanges(names: tuple[str, ...]) -> tuple[str, ...]:
+    reject_unknown(names, EXCHANGES, "exchange")
+    return names
 
 
 class LinkStage(Stage):
-    """Nets, each measured on all links and in all ways, one net after the other."""
+    """A net, measured on all links and with all exchanges (`ways`)."""
 
     kind: str = "studies.links"
     ranks: Whole
     layers: Whole
     width: Whole
-    mbit: Annotated[list[Positive | None], Field(min_length=1)]  # None: no limit
-    ways: Annotated[tuple[str, ...], AfterValidator(_check_ways)] = WAYS
+    mbit: Annotated[list[Positive | None], Field(min_length=1)]  # None stands for no limit
+    ways: Annotated[tuple[str, ...], AfterValidator(_check_exchanges)] = EXCHANGES
 
     def plan_jobs(self, planning: Planning | None = None) -> list[LinkMeasurement]:
         net = self.ranks, self.layers, self.width
@@ -201,14 +209,14 @@ class LinkStage(Stage):
 
 @dataclass(frozen=True)
 class LinkMeasurement(Job):
-    """Steps of one net on some links in some ways; its record has a row for each of both."""
+    """Measures steps of one net. Its record has a row for each link and each exchange (`ways`)."""
 
     pattern = "hook/links/*.json"
     ranks: int
     layers: int
     width: int
     mbit: tuple[float | None, ...]
-    ways: tuple[str, ...] = WAYS
+    ways: tuple[str, ...] = EXCHANGES
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -224,7 +232,7 @@ class LinkMeasurement(Job):
         return results_folder("hook", results) / "links" / name
 
     def is_made(self, results: str | Path | None = None) -> bool:
-        """All rows of older measurements count, too."""
+        """Return whether there is a record, or older rows for all cases."""
         return super().is_made(results) or all(self._find_old(results))
 
     def read(self, results: str | Path | None = None) -> Record:
@@ -235,16 +243,16 @@ class LinkMeasurement(Job):
     def _find_old(self, results: str | Path | None) -> list[dict[str, Any] | None]:
         old = Links(_read_old_rows(results))
         net = self.layers, self.width, self.ranks
-        return [old.row(way, *net, mbit) for way in self.ways for mbit in self.mbit]
+        return [old.row(exchange, *net, mbit) for exchange in self.ways for mbit in self.mbit]
 
     @property
     def limit(self) -> float:
-        """Seconds after which a measurement has certainly hung: ten times what it should take."""
+        """Seconds after which a measurement has certainly got stuck: ten times what it should take."""
         net, seconds = (self.layers, self.width, self.ranks), 0.0
-        for way in self.ways:
+        for exchange in self.ways:
             seconds += _SOON * (1 + count_parameters(self.layers, self.width) / 1e7)  # to warm up
             for mbit in self.mbit:
-                wire = calculate_step(way, *net, mbit, 0.0) if mbit else 0.0
+                wire = calculate_step(exchange, *net, mbit, 0.0) if mbit else 0.0
                 seconds += SECONDS + wire
         return 10 * seconds
 
@@ -260,7 +268,7 @@ class LinkMeasurement(Job):
             try:
                 run_within(self.limit, command, show=True, cwd=ROOT, OMP_NUM_THREADS="1")
             except RuntimeError as error:
-                raise ChildProcessError(f"{self.name} (needs root on Linux): {error}") from error
+                raise ChildProcessError(f"{self.name}: it needs root on Linux; {error}") from error
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         if tell:
             tell({"epoch": 1, "seconds": time.perf_counter() - began})
@@ -272,7 +280,7 @@ class LinkMeasurement(Job):
 
 
 def read_rows(results: str | Path | None = None) -> list[dict[str, Any]]:
-    """All rows, the older ones first; of one case only the newest."""
+    """Read all rows, the older ones first. Of rows for the same case, only the newest is kept."""
     records = find_records(LinkMeasurement, results).values()
     rows = {_case_of(row): row for row in _read_old_rows(results)}
     for record in sorted(records, key=lambda record: record["provenance"]["finished"]):
@@ -285,29 +293,28 @@ def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _read_old_rows(results: str | Path | None) -> list[dict[str, Any]]:
-    """Those that were measured before each net had a record of its own."""
+    """Read the rows that were measured before there was a record for each net."""
     path = results_folder("hook", results) / "links.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 class Links:
-    """The record of measurements, read."""
+    """Tables and sentences about the rows of measurements."""
 
     def __init__(self, rows: list[dict[str, Any]]):
         self.rows = rows
 
     def row(
-        self, way: str, layers: int, width: int, ranks: int = 2, mbit: float | None = None
+        self, exchange: str, layers: int, width: int, ranks: int = 2, mbit: float | None = None
     ) -> dict[str, Any] | None:
-        wanted = {"way": way, "layers": layers, "width": width, "ranks": ranks, "mbit": mbit}
-        found = [row for row in self.rows if wanted.items() <= row.items()]
-        return found[0] if found else None
+        wanted = {"way": exchange, "layers": layers, "width": width, "ranks": ranks, "mbit": mbit}
+        return next((row for row in self.rows if wanted.items() <= row.items()), None)
 
     def calculate(self, row: dict[str, Any]) -> float | None:
-        """Of a limited row, from the same without a limit; None where that was not measured.
+        """Calculate the seconds of a limited row from the same case without a limit.
 
-        An all-reduce of all gradients without a limit is as long as it takes to copy them; on a
-        link that is hidden behind the wire.
+        Returns None where that was not measured. Without a limit, an all-reduce of all gradients takes
+        as long as copying them; on a slow link, copying is hidden behind the wire.
         """
         case = row["layers"], row["width"], row["ranks"]
         free, passes = self.row(row["way"], *case), self.row("passes", *case)
@@ -319,7 +326,8 @@ class Links:
         return max(free["seconds"], wired)
 
     def unlimited(self) -> pd.DataFrame:
-        """Seconds a step, the share of it that is not passes and optimizer, memory of a rank."""
+        """Make the table of steps without a limit: their seconds, the fraction of them that is not passes and
+        optimizer, and the memory of a rank."""
         table = []
         for row in self.rows:
             passes = self.row("passes", row["layers"], row["width"], row["ranks"])
@@ -328,14 +336,15 @@ class Links:
             share = max(0.0, 1 - passes["seconds"] / row["seconds"])
             table.append(
                 {"Parameters": f"{count_parameters(row['layers'], row['width']):,}",
-                 "Ranks": row["ranks"], "Way": row["way"], "s a step": f"{row['seconds']:.3f}",
-                 "from – to": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
+                 "Ranks": row["ranks"], "Hook": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
+                 "Range": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
                  "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
             )  # fmt: skip
         return pd.DataFrame(table)
 
     def limited(self) -> pd.DataFrame:
-        """A line a link and net: measured seconds, measured over calculated, and n if it is small."""
+        """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
+        calculated ones, and n where it is small."""
         table = dict[tuple, dict[str, Any]]()
         for row in self.rows:
             if row["mbit"] is None or row["way"] == "passes":
@@ -352,7 +361,7 @@ class Links:
         return pd.DataFrame(lines).fillna("")
 
     def agreement(self, within: float) -> str:
-        """How many measurements are as calculated, and which are not."""
+        """Say how many measurements agree with the calculation, and which do not."""
         ratios = dict[str, float]()
         for row in self.rows:
             if row["mbit"] and row["way"] != "passes" and (wanted := self.calculate(row)):
@@ -363,30 +372,31 @@ class Links:
         return f"{len(ratios) - len(off)} of {len(ratios)} within {within:.0%}{rest}"
 
     def bytes_over_rate(self) -> str:
-        """What a limit really added to a step, over bytes divided by the rate; from measurements in
-        which that is longer than a step without a limit."""
+        """Say what a limit added to a step, relative to the bytes divided by the rate.
+
+        Only cases count in which that takes longer than a step without a limit.
+        """
         ratios = []
         for row in self.rows:
             case = row["layers"], row["width"], row["ranks"]
             free = self.row(row["way"], *case)
             if row["mbit"] is None or row["way"] == "passes" or free is None:
                 continue
-            wire = (
-                calculate_step(row["way"], *case, row["mbit"], 0.0) * _PAYLOAD / _FRAME
-            )  # no heads
+            with_headers = calculate_step(row["way"], *case, row["mbit"], 0.0)
+            wire = with_headers * _PAYLOAD / _FRAME
             if wire > free["seconds"]:
                 ratios.append((row["seconds"] - free["seconds"]) / wire)
         if not ratios:
             return "no link was measured here"
         return f"×{min(ratios):.2f} to ×{max(ratios):.2f} of that (n = {len(ratios)})"
 
-    def pays_to(self, way: str, other: str, layers: int, width: int, ranks: int = 2) -> float:
-        """The fastest measured link, Mbit/s, on which each step one way was shorter than each of
-        the other way's; 0 if there is none."""
+    def pays_to(self, exchange: str, other: str, layers: int, width: int, ranks: int = 2) -> float:
+        """Return the fastest measured link, in Mbit/s, on which every step with this exchange was shorter
+        than every step with the other one, or 0 if there is none."""
         rates = [0.0]
         for row in self.rows:
             case = row["layers"], row["width"], row["ranks"]
-            if row["way"] != way or row["mbit"] is None or case != (layers, width, ranks):
+            if row["way"] != exchange or row["mbit"] is None or case != (layers, width, ranks):
                 continue
             theirs = self.row(other, *case, row["mbit"])
             if theirs is not None and row["high"] < theirs["low"]:
@@ -396,7 +406,7 @@ class Links:
 
 if __name__ == "__main__":  # torchrun starts this module as each rank
     given = sys.argv[4:]
-    rates = [None if word == "none" else float(word) for word in given if word not in WAYS]
+    rates = [None if word == "none" else float(word) for word in given if word not in EXCHANGES]
     _measure_as_rank(
-        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), rates, [w for w in given if w in WAYS]
+        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), rates, [w for w in given if w in EXCHANGES]
     )

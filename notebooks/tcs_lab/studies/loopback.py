@@ -1,4 +1,4 @@
-"""Flower's own processes on one machine: a SuperLink, SuperNodes or simulated ones, and a run."""
+"""The processes of Flower on one machine: a SuperLink, real or simulated SuperNodes, and a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 
 def free_port() -> int:
-    """Below those that a system gives to connections by itself: such a port could be taken again
-    before anybody listens at it."""
+    """Find a free port below those that the system gives to connections, since such a port could be in
+    use again before anybody listens at it."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with contextlib.suppress(OSError), socket.socket() as listener:
@@ -46,7 +46,7 @@ tcs-folder = "."
 
 
 def app_folder(folder: Path, source: str) -> Path:
-    """A Flower app, written: `source` defines `client` and `server`."""
+    """Write a Flower app into a folder. `source` defines `client` and `server`."""
     (folder / "tcs_app").mkdir(parents=True, exist_ok=True)
     (folder / "tcs_app" / "__init__.py").touch()
     (folder / "tcs_app" / "apps.py").write_text(source, encoding="utf-8")
@@ -55,9 +55,10 @@ def app_folder(folder: Path, source: str) -> Path:
 
 
 class Loopback:
-    """A SuperLink and its SuperNodes on this machine, in `folder`, ended with the `with` block.
+    """A SuperLink and its SuperNodes on this machine, which end with the `with` block.
 
-    `simulated` nodes live in Flower's simulation (ray) instead. Each process has a log there.
+    With `simulated`, so many nodes run in Flower's simulation (ray) instead. Each process writes a log
+    into `folder`.
     """
 
     def __init__(self, folder: Path, simulated: int = 0):
@@ -68,7 +69,9 @@ class Loopback:
             "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
             "RAY_USAGE_STATS_ENABLED": "0",
         }  # fmt: skip
-        if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # else each message would compile torch
+        if os.environ.get(
+            "PYTHONDONTWRITEBYTECODE"
+        ):  # without bytecode, each message would compile torch's modules
             del self.environment["PYTHONDONTWRITEBYTECODE"]
             self.environment["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -103,7 +106,7 @@ class Loopback:
         return self.processes[name]
 
     def stop(self, name: str, with_signal: int = signal.SIGINT) -> None:
-        """Ends a process and those that it started: all are of one group."""
+        """End a process and those that it started, which are in the same group."""
         process = self.processes.pop(name)
         for ask_by in (with_signal, signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
@@ -113,14 +116,14 @@ class Loopback:
         process.wait()
 
     def node(self, partition: int, link_port: int | None = None) -> None:
-        """A SuperNode joins; `link_port` is where it finds the SuperLink, if not there."""
+        """Start a SuperNode. `link_port` is the port of the SuperLink, if it is not the usual one."""
         link = f"127.0.0.1:{link_port or self.port}"
         words = ["--insecure", "--superlink", link, "--port", str(free_port())]
         config = ["--node-config", f"partition-id={partition}"]
         self.start(f"node{partition}", "flower-supernode", *words, *config)
 
     def run(self, app: Path, **config: str | int) -> subprocess.Popen[bytes]:
-        """`flwr run`, begun: it ends when the run has; its exit status is 0 if the run failed, too."""
+        """Start `flwr run`. It ends with the run; its exit status is 0 even if the run failed."""
         given = " ".join(f"{key.replace('_', '-')}={value!r}" for key, value in config.items())
         words = [str(app), "here", "--stream", *(["--run-config", given] if given else [])]
         if self.simulated:
@@ -134,11 +137,12 @@ class Loopback:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return
             time.sleep(0.2)
-        raise TimeoutError(f"no SuperLink on port {self.port}: see {self.folder / 'link.log'}")
+        log = self.folder / "link.log"
+        raise TimeoutError(f"no SuperLink listens on port {self.port} after 60 s; see {log}")
 
 
 class Relay:
-    """Counts the bytes that pass to a port of this machine and back: `up` and `down`."""
+    """Passes bytes on to a port of this machine and back, and counts them as `up` and `down`."""
 
     def __init__(self, port: int):
         self.to_port, self.port, self.up, self.down = port, free_port(), 0, 0
@@ -165,11 +169,11 @@ class Relay:
         await asyncio.gather(self._pass(near, onward, "up"), self._pass(far, back, "down"))
 
     async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
-                setattr(self, way, getattr(self, way) + len(data))
+                setattr(self, direction, getattr(self, direction) + len(data))
                 writer.write(data)
                 await writer.drain()
         writer.close()

@@ -1,5 +1,7 @@
-"""A federation's two sides, each in a process of its own, whatever carries bytes between them: a
-client that is a file between two messages, and the server. `tcs_lab.studies.flower` is one carrier."""
+"""Clients and server of a federation as separate processes, whatever carries the bytes between them.
+
+A client is a file between two messages. `tcs_lab.studies.flower` is one way to carry the bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from tcs_lab.support.files import write_whole
 
 @dataclass(frozen=True)
 class FederatedJob:
-    """What server and nodes are told before the first message, the same on all of them.
+    """What server and nodes know before the first message. It is the same for all of them.
 
-    `model()` is a float32 module on the CPU, with the same numbers on every side; `train(model, n,
-    t)` is client n's local training in round t, in place. The first `warmup` rounds are dense.
-    `least` clients end a round once `patience` seconds are over; all of them end it at once.
-    `done(model, rows)` is called on the server at the end: a row a round, with its bytes.
+    `model()` makes a float32 module on the CPU, with the same numbers everywhere. `train(model, n, t)`
+    is client n's local training in round t, in place. The first `warmup` rounds are dense. A round ends
+    when all clients have answered, or after `patience` seconds when at least `least` of them have.
+    `done(model, rows)` is called on the server at the end; it gets a row with the bytes of each round.
     """
 
     scheme: str
@@ -46,48 +48,52 @@ class FederatedJob:
 
 
 class Standing(NamedTuple):
-    """Where a side stands: the round that is next for it, and the checksum of its theta."""
+    """How far the server or a node is: its next round, and the checksum of its theta."""
 
     round: int
     checksum: int
 
 
 def state_to_bytes(state: dict[str, Any]) -> bytes:
+    """Return a state as bytes."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def state_from_bytes(data: bytes) -> dict[str, Any]:
+    """Return the state that `state_to_bytes` made bytes of."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def checksum(vector_D: Tensor | None) -> int:
+    """Return the CRC-32 of a vector's bytes, and 0 for None."""
     return 0 if vector_D is None else zlib.crc32(vector_D.numpy().data)
 
 
 class Participant:
-    """What both sides have: theta, and what is known without a word."""
+    """What the server and a node have in common: the model theta, and what everybody knows."""
 
     def __init__(self, job: FederatedJob):
         self.job, self.model = job, job.model()
         self.flat = tcs.FlatView(self.model)
         if self.flat.norms:
-            advice = "running statistics are not sent: take GroupNorm or LayerNorm"
-            raise ValueError(f"model: got a batch norm, allowed: none ({advice})")
+            advice = "its running statistics are not sent; use GroupNorm or LayerNorm"
+            raise ValueError(f"model: got a batch norm, allowed: none, since {advice}")
         order = self.flat.order
         self.known = tcs.Known(job.scheme, self.flat.layer_sizes, job.seed, order=order)
         if self.known.scheme.warmup_masks != 1:
-            raise ValueError(f"scheme: got {job.scheme}, allowed: none with a sparse warm-up")
+            raise ValueError(f"scheme: got {job.scheme}, allowed: schemes without a sparse warm-up")
         self.theta_D = torch.empty(self.flat.dimension)
         self.flat.read_(self.flat.views(self.theta_D))
 
     @property
     def stand(self) -> Standing:
+        """How far this server or node is."""
         return Standing(self.known.round, checksum(self.theta_D))
 
     def difference(self, n: int, t: int) -> Tensor:
-        """Client n's model difference in round t, (D,): Alg. 2, line 7."""
+        """Return client n's model difference in round t, (D,) (Alg. 2, line 7)."""
         self.flat.put(self.flat.views(self.theta_D))
         self.job.train(self.model, n, t)
         delta_D = torch.empty_like(self.theta_D)
@@ -96,11 +102,12 @@ class Participant:
 
 
 class Node(Participant):
-    """A client between two messages is a file: theta, errors, what is known, its last message.
+    """A client, which between two messages is a file with theta, errors, what is known and the last message.
 
-    The file is read memory-mapped and replaced whole, so that whoever is killed goes on with the
-    old one or the new one. That of another run begins anew. `mark` is the checksum of the file that
-    the node remembers, "" if it was restarted: ValueError if the file is not that one or a later.
+    The file is read memory-mapped and replaced whole, so that a node that was killed goes on with the
+    old one or with the new one. With the file of another run, it begins anew. `mark` is the checksum of
+    the file that the node remembers, "" if it was restarted. Raises ValueError if the file is neither
+    that one nor a later one.
     """
 
     def __init__(self, job: FederatedJob, number: int, path: Path, run: int = 0, mark: str = ""):
@@ -108,27 +115,32 @@ class Node(Participant):
         self.path, self.run, self.message = path, run, b""
         self.marks: list[str] = []  # of the last files, the newest at the end
         state = torch.load(path, mmap=True, weights_only=True) if path.exists() else {}
-        found = state.get("run") == run
-        errors_D = state["client"]["errors_D"] if found else None  # mapped, and copied on write
+        goes_on = state.get("run") == run
+        errors_D = state["client"]["errors_D"] if goes_on else None  # mapped, and copied on write
         client_type = self.known.rule.client_type or tcs.Client
         self.client = client_type(self.known, number, errors_D)
-        if found:
-            self._take(state, mark)
+        if goes_on:
+            self._load(state, mark)
 
-    def _take(self, state: dict[str, Any], mark: str) -> None:
+    def _load(self, state: dict[str, Any], mark: str) -> None:
         self.theta_D, self.marks = state["theta_D"], state["marks"]
         if self.mark != self.marks[-1] or (mark and mark not in self.marks):
-            allowed = f"{self.marks[-1]}, and known here {mark}"
-            raise ValueError(f"{self.path}: checksum: got {self.mark}, allowed: {allowed}")
+            allowed = f"{self.marks[-1]}, as it was saved, and not older than {mark or 'that'}"
+            what_to_do = "put the right file back, or delete it to begin this client anew"
+            raise ValueError(
+                f"{self.path}: checksum: got {self.mark}, allowed: {allowed}; {what_to_do}"
+            )
         self.known.load_state_dict(state["known"])
         self.client.load_state_dict(state["client"])
         self.message = state["message"].numpy().tobytes()
 
     @property
     def mark(self) -> str:
+        """The checksum of theta and errors, which names the file."""
         return f"{checksum(self.theta_D):08x}{checksum(self.client.errors_D):08x}"
 
     def save(self) -> None:
+        """Write the file."""
         self.marks = [*self.marks[-7:], self.mark]
         message = torch.frombuffer(bytearray(self.message), dtype=torch.uint8)
         state = {
@@ -138,8 +150,8 @@ class Node(Participant):
         write_whole(self.path, lambda file: torch.save(state, file))
 
     def follow(self, order: Mapping[str, Any]) -> bool:
-        """Comes to where the server stands, by its last message or by all that it knows. False if
-        that does not lead there: the server is to send more."""
+        """Catch up with the server, by its last message or by all that it knows. Return False if this
+        does not succeed, so that the server has to send more."""
         heard = self.client.sent_in(order["heard"])
         if "theta" in order:  # rounds were missed
             if heard:
@@ -147,15 +159,17 @@ class Node(Participant):
             self.theta_D = torch.frombuffer(bytearray(order["theta"]), dtype=torch.float32)
             self.known.load_state_dict(state_from_bytes(order["known"]))
         elif "reply" in order:
-            if self.known.status == tcs.CLOSED:  # this object was made after the message was sent
+            if (
+                self.known.status == tcs.CLOSED
+            ):  # this object was made after the client sent its message
                 self.known.begin(order["reply_dense"], self.theta_D)
             reply = self.known.from_bytes(order["reply"], tcs.SERVER)
             self.theta_D.add_(self.client.receive(reply, heard))
         return tuple(self.stand) == (order["round"], order["checksum"])
 
     def train(self, order: Mapping[str, Any]) -> bytes | None:
-        """The message of a round; None if rounds were missed. Asked again for the same round, the
-        same message."""
+        """Train, and return the message of a round, or None if rounds were missed. If the node is asked
+        again for the same round, it returns the same message."""
         if order["round"] == self.known.round and self.client.sent_in(order["round"]):
             return self.message
         if not self.follow(order):
@@ -167,32 +181,30 @@ class Node(Participant):
         return self.message
 
     def end(self, order: Mapping[str, Any]) -> bytes | None:
-        """After the last round: the server's last message, or all that it knows."""
+        """Catch up after the last round. Return b"", or None if rounds were missed."""
         if not self.follow(order):
             return None
         self.save()
         return b""
 
     def answer(self, message: bytes | None) -> dict[str, Any]:
-        """What it says to the server: the message, and where it stands now."""
+        """Return what it says to the server: the message, and how far it is."""
         stand = {"client": self.client.number} | self.stand._asdict()
         return stand if message is None else stand | {"message": message}
 
 
 class ServerRounds(Participant):
-    """The server: `begin`, an `order` to each node and `take` of its answer, `finish`."""
+    """The server. A round is `begin`, an `order` for each node and `take` for its answer, and `finish`."""
 
     def __init__(self, job: FederatedJob):
         super().__init__(job)
         server_type = self.known.rule.server_type or tcs.Server
         self.server = server_type(self.known, job.weights)
         self.here = self.stand
-        self.before = self.here  # in the round that `reply` ended
+        self.before = self.here  # before the round that `reply` ended
         self.reply, self.reply_dense = b"", False
-        self.stands: dict[
-            int, tuple[int, Standing]
-        ] = {}  # by node: its client, and where it stands
-        self.heard = [-1] * job.clients  # the round in which a client was heard last
+        self.stands: dict[int, tuple[int, Standing]] = {}  # by node: its client, and how far it is
+        self.heard = [-1] * job.clients  # by client: the last round in which it was heard
         self.answers: dict[int, bytes] = {}  # of this round, by client
 
     def begin(self) -> None:
@@ -200,11 +212,11 @@ class ServerRounds(Participant):
         self.known.begin(self.known.round < self.job.warmup, self.theta_D)
 
     def knows(self, node: int) -> bool:
-        """Whether there is an order for it. In round 0 all stand where the job says."""
+        """Return whether there is an order for a node. In round 0, all nodes are equally far."""
         return node in self.stands or self.here.round == 0
 
     def order(self, node: int) -> dict[str, Any]:
-        """What brings a node to where the server stands, and opens the round there."""
+        """Return what a node needs to catch up with the server and to open the round."""
         number, stand = self.stands.get(node, (None, self.here))
         order = self.here._asdict() | {"dense": self.known.dense}
         order["heard"] = -1 if number is None else self.heard[number]
@@ -216,22 +228,27 @@ class ServerRounds(Participant):
         return order
 
     def take(self, node: int, answer: Mapping[str, Any]) -> None:
-        """An answer: where the node stands and, if it came to this round, its message."""
+        """Accept an answer: how far the node is and, if it has reached this round, its message."""
         number, stand = answer["client"], Standing(answer["round"], answer["checksum"])
         if number not in range(self.job.clients):
-            raise ValueError(f"client: got {number}, allowed: 0 to {self.job.clients - 1}")
+            raise ValueError(
+                f"client: got {number} from a node, allowed: 0 to {self.job.clients - 1}"
+            )
         self.stands[node] = number, stand
         if "message" in answer and stand == self.here:
             first = self.answers.setdefault(number, answer["message"])
             if first != answer["message"]:
-                raise ValueError(f"client {number}: two nodes say that they are it, allowed: one")
+                raise ValueError(
+                    f"client {number}: got messages of two nodes, allowed: one node; give each node another number"
+                )
 
     def wants(self, node: int) -> bool:
+        """Return whether a node has yet to be asked in this round."""
         return node not in self.stands or self.stands[node][0] not in self.answers
 
     def finish(self) -> None:
-        """Alg. 2, lines 15 and 16, and line 6 of the next round. Clients in their order, so that
-        sums have the same bits, whoever was first."""
+        """End the round (Alg. 2, lines 15 and 16, and line 6 of the next round). Messages are added in the
+        clients' order, so that sums have the same bits, whoever was first."""
         known = self.known
         for number, data in sorted(self.answers.items()):
             self.server.add(number, known.from_bytes(data, number))

@@ -1,4 +1,4 @@
-"""What sparsification through the hook costs each optimizer: params/optimizers.yaml, run and read.
+"""What sparsification through the hook costs each optimizer, by the trainings of params/optimizers.yaml.
 
 `uv run tcs optimizers` makes the trainings that are missing.
 """
@@ -38,7 +38,7 @@ _SETTINGS = ("ranks", "width", "context", "batch_size", "dense_steps", "weight_d
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared: an optimizer, a scheme of the plan, and where the momentum is."""
+    """What is compared: an optimizer and a scheme of the plan, with or without momentum correction."""
 
     optimizer: str
     scheme: str
@@ -52,20 +52,21 @@ class Setup:
 
 
 class HookScheme(BaseModel, extra="forbid", frozen=True):
-    """A scheme of the hook: the fractions of its two masks."""
+    """A scheme of the hook: the fractions of the entries that its two masks keep."""
 
     phi_global: Share | None
     phi_local: Share
 
 
 class PowerSGDScheme(BaseModel, extra="forbid", frozen=True):
-    """PowerSGD instead of a scheme of the hook: the rank of its approximation."""
+    """PowerSGD in place of a scheme of the hook, with the rank of its approximation."""
 
     rank: Whole
 
 
 class RateSweep(BaseModel, extra="forbid", frozen=True):
-    """How each optimizer's rate is found: these rates first, then beyond, by the final test loss."""
+    """How each optimizer's rate is found, by the final test loss: these rates first, then others beyond
+    them while the best one is the smallest or the largest."""
 
     seed: Seed
     steps: Whole
@@ -73,17 +74,17 @@ class RateSweep(BaseModel, extra="forbid", frozen=True):
 
 
 class GPTSettings(BaseModel):
-    """What trainings of a GPT by several optimizers and schemes have in common."""
+    """Settings that the trainings of a GPT with several optimizers and schemes have in common."""
 
     seeds: Annotated[list[Seed], Field(min_length=1)]
     ranks: Whole
     width: Whole
     context: Whole
-    batch_size: Whole  # windows of a rank's step
+    batch_size: Whole  # windows in one step of a rank
     dense_steps: Whole
     sparse_steps: Whole
     test_every: Whole
-    weight_decay: Annotated[float, Field(ge=0)]  # AdamW's alone
+    weight_decay: Annotated[float, Field(ge=0)]  # of AdamW alone
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta_2: Annotated[float, Field(ge=0, lt=1)]
     schemes: Mapping[str, HookScheme | PowerSGDScheme | None]
@@ -92,23 +93,24 @@ class GPTSettings(BaseModel):
 
     @property
     def steps(self) -> int:
+        """The number of steps of a training."""
         return self.dense_steps + self.sparse_steps
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a training depends on, beside its setup, seed, rate and length."""
+        """What a training depends on besides its setup, seed, rate and length."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
     @property
     def setups(self) -> list[Setup]:
-        """All setups, in the order in which a seed's trainings are made."""
+        """All setups, in the order in which the trainings of a seed are made."""
         plain = [Setup(o, scheme) for scheme in self.schemes for o in self.optimizers]
         return plain + [Setup(o, s, True) for o, schemes in self.corrected.items() for s in schemes]
 
 
 class HookStage(GPTSettings, Stage):
-    """Trainings of a small GPT. First comes a sweep for each optimizer's rate, then all trainings,
-    seed by seed."""
+    """Trainings of a small GPT: first a sweep for the rate of each optimizer, then all trainings, seed by
+    seed."""
 
     kind: str = "studies.optimizers"
     sweep: RateSweep
@@ -143,8 +145,11 @@ class HookStage(GPTSettings, Stage):
     def try_rates(
         self, optimizer: str, results: str | Path | None = None
     ) -> dict[float, float | None]:
-        """The rates that the sweep of one optimizer tries, each with minus its final test loss: None
-        if that training is not made yet. The list goes on until the best rate is inside."""
+        """Return the rates that the sweep of one optimizer tries, each with minus its final test loss.
+
+        That is None if the training is not made yet. The list is widened until the best rate is
+        neither the smallest nor the largest.
+        """
 
         def score(rate: float) -> float | None:
             job = self.sweep_job(optimizer, rate)
@@ -165,7 +170,7 @@ def _best_rate(tried: dict[float, Any]) -> float:
 
 @dataclass(frozen=True)
 class HookTraining(Job):
-    """One training: a row for each time that it is tested."""
+    """One training, with a row for each time that it is tested."""
 
     pattern = "hook/{stage}/*.json"
     stage: Any  # a HookStage, or another stage with GPTSettings
@@ -204,8 +209,8 @@ class HookTraining(Job):
         return results_folder("hook", results) / self.stage.stage / name
 
     def make(self, tell: Tell = None) -> Record:
-        """Test losses on the way, None once it diverged. On one thread."""
-        git_state()  # now: the code may be edited while this runs
+        """Train on one thread. The record has the test losses, which are None after a divergence."""
+        git_state()  # read now, since the code may be edited during the training
         windows, losses = self.make_windows(), list[list[Any]]()
         ends = [time.perf_counter()]
 
@@ -233,11 +238,11 @@ class HookTraining(Job):
         }  # fmt: skip
 
     def make_windows(self) -> Windows:
-        """What it reads, and what it is tested on."""
+        """Make the windows of the text that it trains on, and of the text that it is tested on."""
         return Windows(self.stage, self.seed)
 
     def seconds_alone(self, results: str | Path | None = None) -> float | None:
-        """By the pace of the trainings that are made."""
+        """Estimate the seconds of this training by those that are made."""
         there = find_records(HookTraining, results, stage=self.stage.stage).values()
         paces = [record["seconds"] / record["steps"] for record in there]
         return median(paces) * self.steps if paces else None
@@ -248,19 +253,19 @@ class HookTraining(Job):
 
     @classmethod
     def facts(cls, record: Record, path: Path) -> dict[str, Any]:
-        """Its setup, seed, rate, steps, and its stage, which is the name of the folder."""
+        """Return what a record is searched by: its own fields, and its stage, the name of the folder."""
         return record | {"stage": path.parent.name}
 
 
 def final_loss(record: Record) -> float:
-    """Infinite for a training that diverged."""
+    """Return the final test loss, which is infinite for a training that diverged."""
     if record["diverged"] or record["losses"][-1][1] is None:
         return math.inf
     return record["losses"][-1][1]
 
 
 def next_rate(rate: float, factor: float) -> float:
-    """About so many times a rate, with one digit: 1, 3, 10."""
+    """Multiply a rate by about a factor, so that it has one digit, as in 1, 3, 10."""
     return float(f"{rate * factor:.0e}")
 
 
@@ -268,7 +273,7 @@ def next_rate(rate: float, factor: float) -> float:
 
 
 class MomentumCorrection(Client):
-    """Its momentum is added up before compression, and forgotten where it was sent (DGC)."""
+    """A client that accumulates momentum before compression, and forgets it where it was sent (DGC)."""
 
     keeps = ("momentum_D",)
 
@@ -289,14 +294,14 @@ class MomentumCorrection(Client):
 
 
 class Averager:
-    """Gradients of all ranks (D,) to what every rank gets, as the hook does it."""
+    """Turns the gradients of all ranks, each (D,), into what every rank gets, as the hook does it."""
 
     def __init__(
         self, stage: GPTSettings, setup: Setup, shares: HookScheme | None, sizes: list[int]
     ):
         scheme = Scheme("through the hook", "TCS", **(shares.model_dump() if shares else {}))
         self.known, self.step = Known(scheme, sizes), 0
-        self.dense_steps = stage.dense_steps if shares else None  # None: always
+        self.dense_steps = stage.dense_steps if shares else None  # None: all steps are dense
         self.server = Server(self.known)
         ranks = range(stage.ranks)
         self.clients = [self._make_client(stage, setup, n) for n in ranks]
@@ -304,7 +309,7 @@ class Averager:
     def _make_client(self, stage: GPTSettings, setup: Setup, n: int) -> Client:
         if not setup.corrected:
             return Client(self.known, n)
-        # as the optimizer adds them up: g + 0.9 u of SGD, 0.1 g + 0.9 u of AdamW
+        # as the optimizers accumulate momentum: g + 0.9 u in SGD, 0.1 g + 0.9 u in AdamW
         share = 1.0 - stage.momentum if setup.optimizer == "AdamW" else 1.0
         return MomentumCorrection(self.known, n, stage.momentum, share)
 
@@ -323,7 +328,8 @@ class Averager:
 def make_averager(
     stage: GPTSettings, setup: Setup, model: nn.Module
 ) -> Callable[[list[Tensor]], Tensor]:
-    """What takes the gradients of all ranks, each (D,), and returns what every rank gets."""
+    """Make the function that takes the gradients of all ranks, each (D,), and returns what every rank
+    gets."""
     setting = stage.schemes[setup.scheme]
     if isinstance(setting, PowerSGDScheme):
         shapes = [p.shape for p in model.parameters()]
@@ -332,6 +338,7 @@ def make_averager(
 
 
 def make_model(stage: GPTSettings, seed: int) -> nn.Module:
+    """Make the GPT with its first weights."""
     with torch.random.fork_rng():
         torch.manual_seed(
             int(torch.randint(2**31, (), generator=generator_for(seed, _FIRST_WEIGHTS)))
@@ -340,6 +347,7 @@ def make_model(stage: GPTSettings, seed: int) -> nn.Module:
 
 
 def make_optimizer(stage: GPTSettings, setup: Setup, model: nn.Module, rate: float) -> Any:
+    """Make the optimizer of a setup. With momentum correction it has no momentum."""
     momentum = 0.0 if setup.corrected else stage.momentum
     if setup.optimizer == "AdamW":
         betas, decay = (momentum, stage.beta_2), stage.weight_decay
@@ -350,17 +358,17 @@ def make_optimizer(stage: GPTSettings, setup: Setup, model: nn.Module, rate: flo
 
 
 def rate_factor(step: int, dense_steps: int, steps: int) -> float:
-    """Of the rate: it rises over the dense steps, and falls to nothing."""
+    """Return the factor of the rate: it rises over the dense steps, and then falls to zero."""
     if step < dense_steps:
         return (step + 1) / dense_steps
     return (steps - step) / (steps - dense_steps)
 
 
 class Windows:
-    """What ranks read, and the test: characters (B, T) int64 and those that follow them.
+    """Windows of text (B, T + 1) int64 for training and for the test: T characters and the next one.
 
-    `train` and `test` are lists of texts, each (characters,) int64; without them they are those of
-    `load_text`.
+    `train` and `test` are lists of texts, each (characters,) int64; without them, those of
+    `load_text` are used.
     """
 
     def __init__(
@@ -387,7 +395,7 @@ class Windows:
 
 
 def measure_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Nats a character."""
+    """Return the loss in nats per character."""
     scores = model(windows[:, :-1])
     return nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -397,7 +405,10 @@ def train(
     watch: Callable[[int, nn.Module], None] = lambda step, model: None,
     windows: Windows | None = None,
 ) -> nn.Module:  # fmt: skip
-    """All ranks in one process; `watch` is called after every step. NotFiniteError if it diverges."""
+    """Train all ranks in one process. Return the model.
+
+    `watch` is called after every step. Raises NotFiniteError if the training diverges.
+    """
     model, windows = make_model(stage, seed), windows or Windows(stage, seed)
     parameters = list(model.parameters())
     sizes = layer_sizes(model)
@@ -418,11 +429,11 @@ def train(
     return model
 
 
-# Judgement, as the head of the plan says ───────────────────────────────────────────────────────────
+# Judgement, by the rules at the top of the plan ───────────────────────────────────────────────────────────
 
 
 def bytes_per_step(shares: HookScheme | None, sizes: list[int]) -> int:
-    """What a rank hands to collectives in a step after the dense ones, as the hook counts them."""
+    """Count the bytes that a rank hands to collectives in a step after the dense ones, as the hook does."""
     dimension = sum(sizes)
     if shares is None:
         return 4 * dimension
@@ -432,7 +443,7 @@ def bytes_per_step(shares: HookScheme | None, sizes: list[int]) -> int:
 
 
 class Costs:
-    """All trainings of the plan that are there, and what they come to."""
+    """The trainings of the plan that are made, and what sparsification costs in them."""
 
     def __init__(self, plan: str | Path = PLAN, results: str | Path | None = None):
         read = read_plan(plan)
@@ -450,7 +461,8 @@ class Costs:
         self.sizes = layer_sizes(make_model(stage, 0))
 
     def _find_records(self, results: str | Path | None) -> dict[tuple[Setup, int], Record]:
-        """In the order of the plan, whatever their rates; ValueError for one of other settings."""
+        """Find the records in the order of the plan, whatever their rates. Raises ValueError for one with
+        other settings."""
         stage, there = self.stage, dict[tuple[Setup, int], Record]()
         found = find_records(HookTraining, results, stage=stage.stage, steps=stage.steps)
         for path, record in found.items():
@@ -470,7 +482,7 @@ class Costs:
         return self.comparison.estimate(signs, 0.95)
 
     def cost(self, setup: Setup) -> Estimate:
-        """Against the same optimizer, dense."""
+        """Estimate the cost of a setup: its loss minus that of the same optimizer, dense."""
         return self.compare({setup: 1.0, Setup(setup.optimizer, "dense"): -1.0})
 
     def judge(self, cost: Estimate) -> str:
@@ -486,7 +498,7 @@ class Costs:
                 continue
             row = {"Optimizer": setup.optimizer + (", corrected" if setup.corrected else ""),
                    "Scheme": setup.scheme, "n": len(found),
-                   "Bytes a step": f"{bytes_per_step(self.stage.schemes[setup.scheme], self.sizes):,}",
+                   "Bytes per step": f"{bytes_per_step(self.stage.schemes[setup.scheme], self.sizes):,}",
                    "Test loss": f"{self.mean_loss(setup):.3f}", "Cost": "", "Verdict": ""}  # fmt: skip
             if setup.scheme != "dense" and str(setup) not in self.diverged:
                 cost = self.cost(setup)
@@ -495,17 +507,19 @@ class Costs:
         return pd.DataFrame(rows)
 
     def excess_over_sgd(self, optimizer: str) -> Estimate:
-        """What TCS at 1 % costs it beyond what it costs plain SGD."""
+        """Estimate by how much more TCS at 1 % costs this optimizer than plain SGD."""
         of = {Setup(optimizer, "TCS 1 %"): 1.0, Setup(optimizer, "dense"): -1.0}
         return self.compare(of | {Setup("SGD", "TCS 1 %"): -1.0, Setup("SGD", "dense"): 1.0})
 
     def effect_of_correction(self, setup: Setup) -> Estimate:
-        """What correction changes."""
+        """Estimate how momentum correction changes the loss."""
         return self.compare({setup: 1.0, Setup(setup.optimizer, setup.scheme): -1.0})
 
     def recommend(self, scheme: str, corrected: bool = True) -> tuple[Setup, Setup, Estimate]:
-        """The best setup of TCS at this share, the best dense one, and how far apart they are. The
-        hook has those that are not `corrected`."""
+        """Return the best setup with this scheme, the best dense one, and the difference of their losses.
+
+        Without `corrected`, setups with momentum correction are left out, which the hook does not have.
+        """
         there = [setup for setup in self.stage.setups if math.isfinite(self.mean_loss(setup))]
         asked = [c for c in there if c.scheme == scheme and (corrected or not c.corrected)]
         best = min(asked, key=self.mean_loss)

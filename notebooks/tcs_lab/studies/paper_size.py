@@ -1,4 +1,4 @@
-"""Messages at the paper's size: ResNet-18's layers, values drawn instead of trained."""
+"""Messages at the paper's size: the layers of ResNet-18, with random values instead of a training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tcs_core import (
 
 
 class PaperSize:
-    """What a round sends at 11.2 million parameters, without training them.
+    """The messages of a round with 11.2 million parameters, without training them.
 
-    Values are normal, times a log-normal factor for every entry (heavy tails) and one for every
-    layer: a new vector, and a correlated old one for the shared mask. A message's size in the
-    paper's code depends on the number of its values only; in the "+" code on their distribution too.
+    Values are normal, times a log-normal factor for every entry (heavy tails) and another one for every
+    layer. There is a new vector, and an old one that is correlated with it, for the shared mask. In the
+    paper's code, the size of a message depends only on the number of its values; in the "+" code, also
+    on their distribution.
     """
 
     def __init__(self, clients: int):
@@ -43,7 +44,7 @@ class PaperSize:
         return torch.randn(count, generator=self.generator)
 
     def _known(self, scheme: Scheme, first: bool, times: int) -> Known:
-        """What all sides know in a round whose masks are so many times as large."""
+        """Return what everybody knows in a round whose masks are `times` as large as usual."""
         known = Known(scheme, self.layer_sizes)
         known.begin(mask_factor=times)
         if not first:
@@ -52,15 +53,17 @@ class PaperSize:
         return known
 
     def message(
-        self, name: str, way: str = "up", first: bool = False, times: int = 1
+        self, name: str, direction: str = "up", first: bool = False, times: int = 1
     ) -> tuple[Message, Tensor | None]:
-        """A message and the shared mask's positions, None if it is dense. `first`: nothing was
-        received before it."""
+        """Return a message and the positions of the shared mask, or None for them if it is dense.
+
+        `direction` is "up" or "down". `first` means that nothing was received before this message.
+        """
         scheme = Scheme.named(name)
         known = self._known(scheme, first, times)
         if known.dense:
             return Message.dense_of(self.new_D), None
-        if way == "up":
+        if direction == "up":
             own_K = Client(known).own_positions(self.new_D)
             bits, quantizer = scheme.value_bits, scheme.quantizer
         else:
@@ -70,7 +73,8 @@ class PaperSize:
         return Message.of(values, own_K, bits, quantizer=quantizer), known.shared_K
 
     def _server_positions(self, known: Known) -> Tensor:
-        """A mask of its own, or that of all clients: no two of them have a place in common."""
+        """Return the positions that the server chooses or, without a compressed downlink, as many as all
+        clients choose if no two of them choose the same."""
         if known.scheme.phi_down is not None:
             return Downlink(known).own_positions(self.new_D)
         shared = len(known.shared_K)
@@ -79,37 +83,40 @@ class PaperSize:
         return known.rule.own_mask(self.new_D, known.shared_D, k)
 
     def bits(
-        self, name: str, made: tuple[Message, Tensor | None] | None = None, way: str = "up"
+        self, name: str, made: tuple[Message, Tensor | None] | None = None, direction: str = "up"
     ) -> float:
-        """Bits per parameter of one round's message, as sent and decoded again."""
-        message, known_K = made or self.message(name, way)
-        wire = getattr(Wire, way)(Scheme.named(name), self.layer_sizes)
+        """Count the bits per parameter of a round's message, which is encoded and decoded for it."""
+        message, known_K = made or self.message(name, direction)
+        wire = getattr(Wire, direction)(Scheme.named(name), self.layer_sizes)
         data = encode_message(message, wire)
         got = decode_message(data, wire, known_K)
         assert torch.equal(got.values, message.values)
         assert torch.equal(got.positions, message.positions)
         return 8 * len(data) / self.dimension
 
-    def _warmup_bits(self, name: str, way: str) -> tuple[float, float]:
-        """Bits per parameter of a warm-up's round, and how many more its first one takes."""
+    def _warmup_bits(self, name: str, direction: str) -> tuple[float, float]:
+        """Count the bits per parameter of a round of the warm-up, and how many more its first round takes."""
         scheme = Scheme.named(name)
         if scheme.dense_warmup:
             return 32 + 8 * OVERHEAD_BYTES / self.dimension, 0.0
-        made = [self.message(name, way, first, scheme.warmup_masks) for first in (False, True)]
-        early, first = (self.bits(name, one, way) for one in made)
+        made = [
+            self.message(name, direction, first, scheme.warmup_masks) for first in (False, True)
+        ]
+        early, first = (self.bits(name, one, direction) for one in made)
         return early, first - early
 
     def whole_run(self, name: str, epochs: int, warmup: int, steps: int) -> dict[str, float]:
-        """Bits per parameter and local iteration of a whole training, "up" and "down".
+        """Count the bits per parameter and local iteration of a whole training, "up" and "down".
 
-        `steps` local steps make an epoch. Where the server sends all that came up, it is counted
-        as if no two clients ever chose the same place: it is at most that much.
+        `steps` local steps make an epoch. Where the server sends all entries that clients sent, it is
+        assumed that no two clients choose the same entry. So the result is an upper bound.
         """
         local = Scheme.named(name).local_steps
         rounds, warm = (steps // local * count for count in (epochs, warmup))
         total = {}
-        for way in ("up", "down"):
-            early, once = self._warmup_bits(name, way)
-            bits = warm * early + (rounds - warm) * self.bits(name, way=way) + once
-            total[way] = bits / (rounds * local)
+        for direction in ("up", "down"):
+            early, once = self._warmup_bits(name, direction)
+            late = self.bits(name, direction=direction)
+            bits = warm * early + (rounds - warm) * late + once
+            total[direction] = bits / (rounds * local)
         return total

@@ -1,4 +1,4 @@
-"""PyTorch's PowerSGD hook in one process: what all ranks get from their gradients."""
+"""PyTorch's PowerSGD hook for all ranks in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_SAVING = 2  # PowerSGDState's own min_compression_rate
 
 
 class PowerSGD:
-    """Gradients of all ranks, each (D,), to what every rank gets from `powerSGD_hook`.
+    """Turns the gradients of all ranks, each (D,), into what every rank gets from `powerSGD_hook`.
 
     The hook's settings are PyTorch's defaults, with error feedback and warm start; the first
     `dense_steps` steps are averaged as they are. A rank's input is its gradient plus its error. The
@@ -56,7 +56,7 @@ class PowerSGD:
         return output_D
 
     def _approximate(self, number: int, part: Tensor) -> Tensor:
-        """One parameter's entries as they come out."""
+        """Return the entries of one parameter as the hook returns them."""
         shape = self.shapes[number]
         if count_entries(shape, self.rank) == len(part):  # 2.
             return part
@@ -71,14 +71,14 @@ class PowerSGD:
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    """Its columns made orthonormal, as the hook does it: in place."""
+    """Make the columns of a matrix orthonormal in place, by the function that the hook uses."""
     power_sgd._orthogonalize(matrix[None])
     return matrix
 
 
 def count_entries(shape: torch.Size, rank: int) -> int:
-    """How many numbers a rank hands to collectives in a step for a parameter of this shape: those of
-    P and Q, or all of them if that would not save enough."""
+    """Count the numbers that a rank hands to collectives in a step for a parameter of this shape: those
+    of P and Q, or all entries if P and Q would not save enough."""
     rows, columns = shape[0], math.prod(shape[1:])
     rank = min(rows, columns, rank)
     worth_it, everything, factors = power_sgd._should_compress(rows, columns, rank, _LEAST_SAVING)
