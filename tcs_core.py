@@ -346,7 +346,13 @@ def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
-_NEEDS = ("own", "shared", "masks", "S_top", "any scheme")
+_NEEDS = {  # of a suffix, and how an error names them
+    "own": "masks of the clients' own (phi_local)",
+    "shared": "a shared mask (phi_global)",
+    "masks": "masks",
+    "S_top": "masks of the largest entries",
+    "any scheme": "",
+}
 
 
 def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -> None:
@@ -359,9 +365,9 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
         "S_top": rule not in ("dense", "rand-K"),
         "any scheme": True,  # centralized training, too
     }
-    lacking = [need for need in suffix.needs if not has[need]]
+    lacking = [_NEEDS[need] for need in suffix.needs if not has[need]]
     if fields.get("centralized") and "any scheme" not in suffix.needs:
-        lacking = ["clients"]
+        lacking = ["clients that send something"]
     if lacking:
         what = f"{shorten(part)} makes no sense without {lacking[0]}"
         raise ValueError(f"scheme {shorten(name)}: {what}; {_known_schemes()}")
@@ -502,11 +508,11 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     others = [suffix for suffix in SUFFIXES if (suffix.form, suffix.says) != (form, says)]
     taken = any(re.fullmatch(suffix.pattern, f"{letter.lower()}5") for suffix in others)
     if taken or not letter.isalpha():
-        raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
+        raise ValueError(f"letter: got {letter!r}, allowed: letters that begin no other suffix")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
     if any(suffix.says == says and suffix.form != form for suffix in SUFFIXES):
-        raise ValueError(f"name: got {name!r}, which has another letter, allowed: a new name")
+        raise ValueError(f"name: got {name!r}, which another letter stands for: choose a new name")
 
     @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
@@ -825,12 +831,12 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
     if not numbers.size:
         return
     if not (numbers[1:] > numbers[:-1]).all():
-        raise ValueError("positions: not strictly ascending")
+        raise ValueError("positions: not strictly ascending, allowed: sorted, each position once")
     if numbers[0] < 0 or numbers[-1] >= dimension:
         got = f"{numbers[0]} to {numbers[-1]}"
         raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
     if taken_D is not None and taken_D.numpy()[numbers].any():
-        raise ValueError("own mask: entries of the shared mask, allowed: only others")
+        raise ValueError("own mask: got entries of the shared mask, allowed: only others")
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
@@ -842,7 +848,8 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     """
     dimension, block = _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
-        raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
+        got = f"{tuple(bits.shape)} {bits.dtype}"
+        raise ValueError(f"bits: got {got}, allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
     starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
     count = len(starts_K)
@@ -853,7 +860,8 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     inside = bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)].long()
     inside_K = (inside << torch.arange(width - 1, -1, -1, device=bits.device)).sum(1)
     if (inside_K >= block).any():
-        raise ValueError(f"bits: a position of {int(inside_K.max())} inside a block of {block}")
+        got = f"position {int(inside_K.max())} inside a block"
+        raise ValueError(f"bits: got {got}, allowed: 0 to {block - 1}")
     positions_K = block_index_K * block + inside_K
     check_positions(positions_K, dimension)
     return positions_K
@@ -867,7 +875,7 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
         starts.append(place)
         place = find(b"\x01", place + 1 + width)
     if starts and starts[-1] + width >= len(stream):
-        raise ValueError("bits: the stream ends inside an entry")
+        raise ValueError("bits: got a stream that ends inside an entry, allowed: whole entries")
     return np.fromiter(starts, np.int64, len(starts))
 
 
@@ -936,7 +944,8 @@ def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     """
     intervals = len(means_P)
     if len(codes_K) and not 0 <= int(codes_K.min()) <= int(codes_K.max()) < 2 * intervals:
-        raise ValueError(f"codes: allowed: 0 to {2 * intervals - 1}")
+        got = f"{int(codes_K.min())} to {int(codes_K.max())}"
+        raise ValueError(f"codes: got {got}, allowed: 0 to {2 * intervals - 1}")
     return _dequantize(codes_K, means_P)
 
 
@@ -1211,22 +1220,24 @@ def _check_values(message: Message, wire: Wire) -> None:
         got = f"{tuple(values.shape)} {values.dtype}"
         raise ValueError(f"values: got shape {got}, allowed: one dimension, torch.float32")
     if not values.isfinite().all():
-        raise ValueError("values: NaN or infinity can't be sent")
+        raise ValueError("values: got NaN or infinity, allowed: finite numbers")
     if message.dense:
         got = f"{len(values)} and {len(message.positions)} positions"
         if len(values) != wire.dimension or len(message.positions):
-            raise ValueError(f"values: got {got}, allowed in a dense message: {wire.dimension}, 0")
+            raise ValueError(
+                f"values: got {got}, allowed in a dense message: {wire.dimension} and 0"
+            )
         return
     if len(values) < len(message.positions):
         got = f"{len(values)} for {len(message.positions)} positions"
-        raise ValueError(f"values: got {got}, allowed: one or more for each")
+        raise ValueError(f"values: got {got}, allowed: at least one per position")
     if (codes is None or means is None) == bool(wire.intervals):
         got = "float32 values" if codes is None else "quantized values"
-        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits each")
+        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits a value")
     if codes is not None and means is not None:
         _check_quantized("of the message", (codes, means), len(values), wire.intervals)
         if not torch.equal(_dequantize(codes, means), values):
-            raise ValueError("values: got others than codes and means say, allowed: the same")
+            raise ValueError("values: got others than codes and means stand for, allowed: the same")
 
 
 def decode_message(
@@ -1254,23 +1265,26 @@ def decode_message(
     else:
         shared_K = shared_K.cpu()
         if own > wire.dimension - len(shared_K):
-            raise ValueError(f"message: {own} positions, allowed: those that are not shared")
+            most = wire.dimension - len(shared_K)
+            raise ValueError(f"message: got {own} own positions, allowed: 0 to {most}")
         reader = CODES["block" if kind == _PLAIN else wire.code]
         found = reader.decode(code, len(shared_K), own, wire)
         message = dataclasses.replace(found, sender=who, round=when)
         if torch.isin(message.positions, shared_K).any():
-            raise ValueError("message: positions of the shared mask, allowed: only others")
+            raise ValueError("message: got positions of the shared mask, allowed: only others")
     if not message.values.isfinite().all():
-        raise ValueError("message: a value is NaN or infinity")
+        raise ValueError("message: a value is NaN or infinity, allowed: finite values")
     return message
 
 
 def _check_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
-        raise ValueError(f"message: allowed: {OVERHEAD_BYTES} bytes or more")
+        is_long = isinstance(data, bytes | bytearray | memoryview)
+        got = f"{len(data)} bytes" if is_long else f"a {type(data).__name__}"
+        raise ValueError(f"message: got {got}, allowed: {OVERHEAD_BYTES} bytes or more")
     end = len(data) - _CHECKSUM.size
     if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
-        raise ValueError("message: wrong checksum")
+        raise ValueError("message: wrong checksum: these bytes are not as they were sent")
     version, kind, who, when, tag, own = _HEADER.unpack_from(data)
     _expect("version", version, MESSAGE_VERSION)
     if tag != wanted:
@@ -1301,7 +1315,8 @@ def means_of(data: memoryview, intervals: int) -> Tensor:
     means_P = floats_of(data[: 4 * intervals], intervals)
     if (means_P.isfinite() & (means_P >= 0)).all():
         return means_P
-    raise ValueError("message: means of intervals, allowed: finite numbers >= 0")
+    got = f"{means_P.min().item():g} to {means_P.max().item():g}"
+    raise ValueError(f"message: means: got {got}, allowed: finite numbers >= 0")
 
 
 def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
@@ -1389,7 +1404,9 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
     """The first `count` bits; ValueError unless `data` is just as long and ends in zeros."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if len(data) != -(-count // 8) or bits[count:].any():
-        raise ValueError(f"message: got {8 * len(data)} bits, allowed: {count}, filled with zeros")
+        raise ValueError(
+            f"message: got {8 * len(data)} bits, allowed: {count}, filled up with zeros"
+        )
     return bits[:count]
 
 
@@ -1676,7 +1693,7 @@ class Known:
         for field in ("momentum", "error_unit"):
             got = getattr(self.scheme, field)
             if got != getattr(Scheme, field):
-                what = f"{field} {got!r} is a federation's"
+                what = f"{field} {got!r} needs more than compression"
                 raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
         whole = all(type(size) is int and size >= 1 for size in self.layer_sizes)
         if not self.layer_sizes or not whole:
@@ -1712,7 +1729,8 @@ class Known:
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
-            raise ValueError(f"begin: {what}, allowed: after observe, or lose")
+            way = "after observe, which ends that round, or lose, which gives it up"
+            raise ValueError(f"begin: {what}, allowed: {way}")
         self.rule.round = self.round
         self.rule.begin(theta_D, mask_factor)
         dense = dense or self.scheme.always_dense
@@ -1755,7 +1773,7 @@ class Known:
         at the numbers.)"""
         if not isinstance(mask, Tensor):
             got = type(mask).__name__
-            raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
+            raise ValueError(f"mask: got a {got}, allowed: a tensor, either bool (D,) or positions")
         if mask.dtype == torch.bool:
             if tuple(mask.shape) != (self.dimension,):
                 shape = tuple(mask.shape)
@@ -1860,7 +1878,9 @@ class Known:
         if sender != SERVER and self.dense:
             return
         if not math.isfinite(values.sum().item()) and not values.isfinite().all():
-            raise MessageError(sender, "message: a value is NaN or infinity")
+            raise MessageError(
+                sender, "message: a value is NaN or infinity, allowed: finite values"
+            )
 
     @property
     def mask_tag(self) -> int:
@@ -1972,7 +1992,8 @@ class Client:
             got = f"round {known.round} is {known.status}"
             raise ValueError(f"{what}: {got}, allowed: after Known.begin")
         if self.number in known.senders or self.sent_in(known.round):
-            raise ValueError(f"{what}: has sent in round {known.round} already")
+            got = f"has sent in round {known.round} already"
+            raise ValueError(f"{what}: {got}, allowed: once per round")
         return self.message_of(self.check_difference(delta_D))
 
     def check_difference(self, delta_D: Tensor) -> Tensor:
@@ -2026,8 +2047,8 @@ class Client:
         )
         own_K = known.positions_of(mask, known.shared_D)
         if k is not None and len(own_K) != k:
-            advice = "own_count says so; let it return None if their number is open"
-            raise ValueError(f"own_mask: got {len(own_K)}, allowed: {k} ({advice})")
+            way = "as own_count has returned; let it return None if clients choose the number"
+            raise ValueError(f"own_mask: got {len(own_K)} entries, allowed: {k} ({way})")
         return own_K
 
     def arrived(self, received: Message | None = None) -> None:
@@ -2041,7 +2062,7 @@ class Client:
         what = f"client {self.number}: arrived"
         if self.in_flight is None:
             got = f"has sent nothing that could have arrived in round {self.known.round}"
-            raise ValueError(f"{what}: {got}, allowed: once after send")
+            raise ValueError(f"{what}: {got}, allowed: once after each send")
         _, positions_K, intended_K, values_K, dense = self.in_flight
         if received is not None:
             count = self.known.dimension if dense else len(values_K)
@@ -2077,7 +2098,7 @@ class Client:
         known.check_message(reply, SERVER)
         known.check_flags()
         if heard and not self.sent_in(known.round):
-            what = f"has sent nothing in round {known.round}"
+            what = f"has sent nothing in round {known.round}, allowed: heard=False"
             raise ValueError(f"client {self.number}: receive: heard: got True, but it {what}")
         update_D = known.expand_message(reply)
         known.observe(update_D)
@@ -2136,7 +2157,9 @@ class Client:
         flight = state.get("in_flight")
         check_same_state("state", state | ({} if flight is None else {"in_flight": None}), wanted)
         if state["number"] != self.number:
-            raise ValueError(f"state: client: got {state['number']}, allowed: {self.number}")
+            raise ValueError(
+                f"state: number of the client: got {state['number']}, allowed: {self.number}"
+            )
         if flight is None:
             return
         if not isinstance(flight, dict):
@@ -2242,13 +2265,17 @@ class Server:
         known, weights = self.known, self.weights
         limit = SERVER if weights is None else len(weights)
         if not 0 <= number < limit:
-            raise MessageError(number, f"add: has no weight, allowed: clients below {limit}")
+            raise MessageError(number, f"add: has no weight, allowed: clients 0 to {limit - 1}")
         known.check_message(message, number)
         if known.status == AVERAGED:
-            raise MessageError(number, f"add: round {known.round} has been averaged without it")
+            raise MessageError(
+                number, f"add: too late, round {known.round} has been averaged without it"
+            )
         is_first = self.senders is not known.senders  # of its round
         if number in self.heard and not is_first:
-            raise MessageError(number, f"add: a second message in round {known.round}")
+            raise MessageError(
+                number, f"add: a second message in round {known.round}, allowed: one"
+            )
         if is_first:
             self.drop()  # what came in a round that was never finished
             self.senders = known.senders
@@ -2264,7 +2291,7 @@ class Server:
         overflowed."""
         known = self.known
         if not self.heard or self.senders is not known.senders or known.status == CLOSED:
-            way = "allowed: finish after add"
+            way = "allowed: finish after add, or Known.lose, which gives the round up"
             raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
             shares = self.weights
@@ -2343,8 +2370,9 @@ class Server:
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
-            got = "none" if state["downlink"] is None else "one"
-            raise ValueError(f"state of Server: downlink: got {got}, allowed: as the scheme says")
+            got, allowed = ("none", "one") if state["downlink"] is None else ("one", "none")
+            why = f"as {self.known.scheme.name} has it"
+            raise ValueError(f"state of Server: downlink: got {got}, allowed: {allowed}, {why}")
         if self.downlink is not None:
             self.downlink.check_state(state["downlink"])
 
@@ -2599,7 +2627,8 @@ class Compressor:
             raise ValueError(f"Compressor: {got}; {_WAY_ON}")
         if begins and self.known.status != CLOSED:
             got = f"round {self.known.round} is {self.known.status}"
-            raise ValueError(f"Compressor: {got}, allowed: after Known.observe, or Known.lose")
+            way = "after Known.observe, which ends it, or Known.lose, which gives it up"
+            raise ValueError(f"Compressor: {got}, allowed: {way}")
 
     def check_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
@@ -2776,7 +2805,10 @@ class Federation:
         self.scheme, self._schedule = _scheme(scheme), schedule
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
         if not hasattr(self.feed, "clients"):
-            raise ValueError("feed: got one with no number of `clients`, allowed: as `Feed` has it")
+            allowed = "a list of one iterable per client, or an object with `clients` and `batch`"
+            raise ValueError(
+                f"feed: got a {type(feed).__name__} without `clients`, allowed: {allowed}"
+            )
         self.clients = self.feed.clients
         _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
@@ -2846,6 +2878,10 @@ class Federation:
         except BaseException as error:
             if isinstance(error, NotFiniteError):
                 self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
+            if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
+                error.add_note(
+                    "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
+                )
             if not self.is_whole:
                 error.add_note(f"round {t} is half done: load a state, or make a new Federation")
             raise
@@ -2902,12 +2938,12 @@ class Federation:
         """ValueError after an interrupted round and, but for what may be `shown`, inside of
         `evaluated`."""
         if not self.is_whole:
-            got = f"{what}: got called after round {self.t - 1} was interrupted while theta moved"
+            got = f"{what}: round {self.t - 1} was interrupted while theta moved, and is half done"
             raise ValueError(
                 f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
             )
         if self._is_shown and not shown:
-            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
+            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after its block")
 
     # Evaluation.
 
@@ -2973,7 +3009,9 @@ class Federation:
         """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
         that of another scheme, seed or model."""
         if self._is_shown:
-            raise ValueError("load_state_dict: got called inside `evaluated`, allowed: after it")
+            raise ValueError(
+                "load_state_dict: got called inside `evaluated`, allowed: after its block"
+            )
         self.flat.check_unchanged()
         made = self._check_state(state)
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
@@ -3019,8 +3057,9 @@ class Federation:
         self.compressor.check_state(state["compressor"])
         server = self.server_optimizer
         if (state["server_optimizer"] is not None) != (server is not None):
-            got = "none" if state["server_optimizer"] is None else "one"
-            raise ValueError(f"state: server_optimizer: got {got}, allowed: as this federation's")
+            got, allowed = ("one", "none") if server is None else ("none", "one")
+            why = "as this federation has it"
+            raise ValueError(f"state: server_optimizer: got {got}, allowed: {allowed}, {why}")
         if server is not None:
             _check_optimizer_state("state: server_optimizer", state["server_optimizer"], server)
         if not isinstance(state["optimizers"], dict):
@@ -3140,7 +3179,9 @@ class LocalTrainer:
             found = cast(Any, self.local_optimizer)(self.flat.parameters)
             _check_made("local_optimizer", found, self.flat.parameters)
             if any(found is other for other in made.values()):
-                raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+                raise ValueError(
+                    "local_optimizer: gave one optimizer twice, allowed: a new one per call"
+                )
             if self.first_eta is not None:
                 _check_rate(found, self.first_eta)
             made[n] = found
@@ -3306,7 +3347,7 @@ class FlatView:
         self.norms = _norms(model)
         for m in self.norms:
             if m.momentum is None:
-                raise ValueError("model: a norm's momentum: got None, allowed: a number")
+                raise ValueError("model: a norm's momentum: got None, allowed: a number, as 0.1")
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
@@ -3485,9 +3526,9 @@ class Feed:
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
         if not isinstance(sources, list | tuple):
             got = type(sources).__name__
-            raise ValueError(f"feed: got a {got}, allowed: a list of one iterable a client")
+            raise ValueError(f"feed: got a {got}, allowed: a list of one iterable per client")
         if not sources:
-            raise ValueError("feed: got an empty list, allowed: one iterable a client")
+            raise ValueError("feed: got an empty list, allowed: one iterable per client")
         workers = sum(getattr(source, "num_workers", 0) for source in sources)
         if workers > self.most_workers:
             got = f"got loaders with {workers} workers in all, which would all be open at once"
@@ -3495,7 +3536,9 @@ class Feed:
             raise ValueError(f"feed: {got}, allowed: {way}")
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
-                raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")
+                raise ValueError(
+                    f"feed: client {n}: got {shorten(source)}, allowed: an iterable of batches"
+                )
             one_pass = isinstance(source, Iterator) or getattr(source, "persistent_workers", False)
             if one_pass and any(source is other for other in sources[:n]):
                 what = "iterator" if isinstance(source, Iterator) else "persistent loader"
@@ -3661,9 +3704,11 @@ def _check_optimizers(
     if not isinstance(weight_decay, Real) or not 0 <= weight_decay < math.inf:
         _refuse("weight_decay", weight_decay, "a number >= 0")
     if local is None and schedule is None:
-        raise ValueError("schedule: got None, allowed: a learning rate, or a local_optimizer")
+        allowed = "a learning rate, a function of the round, or None beside a local_optimizer"
+        raise ValueError(f"schedule: got None, allowed: {allowed}")
     if local is not None and weight_decay:
-        raise ValueError(f"weight_decay: got {weight_decay}, allowed with local_optimizer: its own")
+        way = "0 beside a local_optimizer, which is given its decay itself"
+        raise ValueError(f"weight_decay: got {weight_decay}, allowed: {way}")
     for key, given in (("local_optimizer", local), ("server_optimizer", server)):
         if given is not None and (scheme.momentum or scheme.error_unit == "gradient"):
             what = "allowed: with neither global momentum nor errors in units of gradients"
@@ -3899,7 +3944,7 @@ class TCSState:
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("process_group: got one without this rank, allowed: one with it")
+            raise ValueError("process_group: got one without this rank, allowed: one that has it")
         self.process_group = process_group
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
@@ -3926,7 +3971,9 @@ class TCSState:
             got = type(model).__name__
             raise ValueError(f"model: got a {got}, allowed: a DistributedDataParallel")
         if process_group not in (None, model.process_group):
-            raise ValueError("process_group: got another one than the model's, allowed: none")
+            raise ValueError(
+                "process_group: got another one than the model's, allowed: the model's, or none"
+            )
         self.process_group = model.process_group
         for name, p in trained_parameters(model.module).items():
             if name not in model.parameters_to_ignore:
@@ -3947,7 +3994,7 @@ class TCSState:
         sizes = [p.numel() for p in parameters]
         if sum(sizes) != len(buffer):
             got = f"{len(buffer)} entries for parameters of {sum(sizes)}"
-            raise ValueError(f"gradients: got {got}, allowed: as many (real parameters)")
+            raise ValueError(f"gradients: got {got}, allowed: as many (no complex parameters)")
         if not self._agreed:
             if not self._by_name and any(p not in self._names for p in parameters):
                 self._names, self._came = {}, []  # a loaded state goes on in new objects
@@ -4034,8 +4081,10 @@ class TCSState:
         }
         saved_rank, saved_ranks = self._saved_by.values()
         zero = {  # if a loaded state is this rank's own
-            "rank of the saved state": 0 if saved_rank is None else saved_rank - rank,
-            "world size of the saved state": 0 if saved_ranks is None else saved_ranks - ranks,
+            "has loaded the state of another rank": 0 if saved_rank is None else saved_rank - rank,
+            "has loaded a state of another world size": 0
+            if saved_ranks is None
+            else saved_ranks - ranks,
         }
         numbers = torch.tensor([*alike.values(), *zero.values()], device=device)
         gathered = [torch.empty_like(numbers) for _ in range(ranks)]
@@ -4045,8 +4094,10 @@ class TCSState:
         for other in range(ranks):
             for name, got, allowed in zip([*alike, *zero], said[other], wanted, strict=True):
                 if got != allowed:
-                    what = "as rank 0" if name in alike else _OWN_STATE
-                    raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
+                    what = f"{name}, allowed: {_OWN_STATE}"
+                    if name in alike:
+                        what = f"begins with another {name} than rank 0, allowed: the same"
+                    raise ValueError(f"TCSState: rank {other} {what}")
         self._agreed = True
 
     def _names_of(self, parameters: list[Tensor], last: bool) -> tuple[Name, ...]:
@@ -4194,8 +4245,8 @@ class TCSState:
 Name = str | int  # of a parameter
 _LAYOUT = ("shape", "order")  # of a parameter in a state: by these it is known again
 _PER_PARAMETER = ("errors", "mask")  # and what is kept for it
-_OWN_STATE = ("its own state_dict (load_state_dict(state, errors=False) on all ranks keeps the "
-              "masks and gives up the errors)")  # fmt: skip
+_OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
+              "all ranks, which keeps the masks and gives up the errors")  # fmt: skip
 _THROWN_AWAY = (
     "TCSState: two backward passes with the same parameters. What the first of them did not send "
     "comes back in later steps, even if its gradients were thrown away. Run a pass whose gradients "
