@@ -364,7 +364,7 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     base = group("Baseline", 60, 70, 80, eta=0.1)
     runs = [one | {"digest": f"{n}"} for n, one in enumerate([*OURS, *THEIRS, *base])]
     read = claims(it=TOP_K | {"at_least": 0})
-    named = {lab.training.configuration.name_record_file(one): one for one in runs}
+    named = {lab.training.configuration.record_file_name(one): one for one in runs}
     monkeypatch.setattr(lab.evidence.claims, "planned_records", lambda profile: (read, named))
     gaps = lab.planned_gaps("evidence", [*runs[:3], *runs[6:]])
     row = lab.difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))

@@ -69,7 +69,7 @@ def describe_hours(track: Any, method: Any, names: tuple[str, ...], jobs: int) -
     """Say how many runs are missing, and how long they should take."""
     from tcs_lab.compare.track import count_runs_left
 
-    left = count_runs_left(track.tuned(name, method) for name in names)
+    left = count_runs_left(track.find_scheme(name, method) for name in names)
     hours = left * track.analysis.minutes / 60
     return (
         f"{method.label}: {left} runs of about {track.analysis.minutes:g} minutes on a core are missing, "

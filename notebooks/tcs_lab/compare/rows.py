@@ -57,7 +57,7 @@ def _rebuild_run(config: RunConfig, minutes: float | None, around: MethodFile | 
 def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> None:
     """Make the missing runs of a method, and save its row. If this is interrupted, the runs that are made
     remain, and the same call goes on."""
-    tuned = [track.tuned(name, method) for name in names]
+    tuned = [track.find_scheme(name, method) for name in names]
     around = None
     if method.file is not None:
         around = MethodFile(method.file, method.name, method.source)
@@ -69,7 +69,7 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
         )
         print(said, file=sys.stderr, flush=True)
         run_all([MethodRun(c, around=around) for c in configs], tuned[0].results, jobs)
-        tuned = [track.tuned(name, method) for name in names]
+        tuned = [track.find_scheme(name, method) for name in names]
     _save_row(track, method, names, around)
 
 
@@ -81,7 +81,7 @@ def _save_row(
     folder, kept = track.folder / method.folder, read_row(track.folder / method.folder)
     if kept.get("sha256") != method.sha256:
         kept = {}
-    tuned = {name: track.tuned(name, method) for name in names}
+    tuned = {name: track.find_scheme(name, method) for name in names}
     points = {p.scheme: _point_fields(p) for p in Scores(track, list(tuned.values())).points}
     diverged = {name: one.diverged for name, one in tuned.items() if one.diverged}
     before = kept.get("points", {})
@@ -95,7 +95,7 @@ def _save_row(
     usual = tuned[names[0]].search
     chosen = usual.config(usual.chosen or 1.0, track.seeds[0])
     if points and not chosen.scheme.centralized:
-        beside = track.tuned("TCS").search.config(1.0, track.seeds[0])
+        beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
         with around.guard(chosen) if around else contextlib.nullcontext():
             row |= asdict(probe_method(chosen, beside, load_data(chosen)))
     if method.file is not None:
@@ -133,7 +133,7 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
 
     Returns 0, or 1 if the method diverged so that it has no points.
     """
-    tuned = [track.tuned(name, method) for name in names]
+    tuned = [track.find_scheme(name, method) for name in names]
     scores = Scores(track, tuned)
     for one in tuned:
         if one.diverged:
@@ -160,7 +160,7 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
 def print_stored(track: Track) -> None:
     """Print the stored rows, and how many of them are made."""
     scores = Scores(track)
-    stored = track.stored()
+    stored = track.find_stored()
     whole = sum(one.is_whole for group in stored.values() for one in group)
     planned = sum(len(group) for group in stored.values())
     if points := _list_stored(scores, ()):

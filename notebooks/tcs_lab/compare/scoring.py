@@ -149,7 +149,7 @@ class Scores:
     """All points on a track: those of the stored methods, and those of the method that is compared."""
 
     def __init__(self, track: Track, tuned: Sequence[Tuned] = ()):
-        stored, confidence = track.stored(), track.analysis.confidence
+        stored, confidence = track.find_stored(), track.analysis.confidence
         known = {one.name for group in stored.values() for one in group}
         self.confidence = confidence
         whole = [one for group in stored.values() for one in group if one.is_whole]

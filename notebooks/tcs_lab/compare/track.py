@@ -21,7 +21,7 @@ from tcs_lab.runs.plans import Plan, Search, read_plan
 from tcs_lab.runs.records import record_path, results_folder
 from tcs_lab.support.errors import reject_unknown, validate
 from tcs_lab.support.paths import ROOT
-from tcs_lab.training.configuration import Positive, RunConfig
+from tcs_lab.training.configuration import PositiveNumber, RunConfig
 
 PLAN = ROOT / "params" / "compare_plan.yaml"
 
@@ -30,7 +30,7 @@ class CompareAnalysis(BaseModel, extra="forbid"):
     """The part `analysis` of params/compare_plan.yaml."""
 
     confidence: Annotated[float, Field(gt=0, lt=1)]
-    minutes: Positive  # of a run on one core
+    minutes: PositiveNumber  # of a run on one core
     # the stored methods, each with its schemes at all densities, the usual density first
     methods: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
@@ -59,7 +59,7 @@ class Track:
         """The seeds that score."""
         return self.plan.stages[0].seeds
 
-    def tuned(self, scheme: str, method: Method | None = None) -> Tuned:
+    def find_scheme(self, scheme: str, method: Method | None = None) -> Tuned:
         """Return one scheme on this track, with the records that there are of it. Those of a method from
         a file are in the folder of that method."""
         if method is None or method.file is None:
@@ -71,10 +71,10 @@ class Track:
             "compare", Search(scheme, self.plan.tuning, profile, results), self.seeds, results
         )
 
-    def stored(self) -> dict[str, list[Tuned]]:
+    def find_stored(self) -> dict[str, list[Tuned]]:
         """Return the stored methods, with the records that there are of them."""
         return {
-            name: [self.tuned(scheme) for scheme in schemes]
+            name: [self.find_scheme(scheme) for scheme in schemes]
             for name, schemes in self.analysis.methods.items()
         }
 

@@ -21,7 +21,7 @@ from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm, minus
 from tcs_lab.tables.tables import Record, bits_per_parameter, mean_interval, with_interval
 from tcs_lab.tables.verdicts import CONTRADICTED, NOT_MEASURED, OPEN, SUPPORTED
-from tcs_lab.training.configuration import RUN_KEYS, name_record_file
+from tcs_lab.training.configuration import RUN_KEYS, record_file_name
 from tcs_lab.training.training import read_outcomes
 
 BOUNDS = {"at_least": "≥", "at_most": "≤", "more_than": ">", "less_than": "<"}
@@ -204,7 +204,7 @@ def planned_gaps(profile: str, records: Iterable[Record]) -> dict[str, dict[str,
     if not found or not has_plan(profile):
         return None
     read, judged_records = planned_records(profile)
-    if not {name_record_file(record) for record in found} <= judged_records.keys():
+    if not {record_file_name(record) for record in found} <= judged_records.keys():
         return None
     if BASELINE not in (sides := sorted({_side(record) for record in found})):
         return {}  # a table without it has no differences to it

@@ -39,7 +39,7 @@ from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
 from tcs_lab.tables.tables import Record, number, traffic, with_interval
 from tcs_lab.tables.verdicts import NOT_MEASURED
-from tcs_lab.training.configuration import name_record_file
+from tcs_lab.training.configuration import record_file_name
 from tcs_lab.training.training import measure_accuracy, read_outcomes
 
 # Methods at tuned rates ───────────────────────────────────────────────────────────────────────────
@@ -109,7 +109,7 @@ class Method:
         """Scored runs that diverged, by their files; or that all rates did."""
         if self.is_tuned and self.chosen is None:
             return ["every rate that was tried"]
-        return [name_record_file(r) for r in self.scored.values() if r["status"] != "finished"]
+        return [record_file_name(r) for r in self.scored.values() if r["status"] != "finished"]
 
     @property
     def accuracies(self) -> dict[int, float]:

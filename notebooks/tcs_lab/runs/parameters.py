@@ -29,7 +29,7 @@ from tcs_lab.training.configuration import (
     RunConfig,
     Seed,
     Text,
-    Whole,
+    WholeNumber,
     check_value,
     make_check,
 )
@@ -42,8 +42,8 @@ _PaperRow = Annotated[list[_Number] | tuple[_Number, ...], Field(min_length=3, m
 _Names = Annotated[list[str] | tuple[str, ...], Field(min_length=1, max_length=1000)]
 _Seeds = Annotated[list[Seed] | tuple[Seed, ...], Field(min_length=1)]
 _TABLE = {
-    "table": Whole | None,
-    "figure": Whole | None,
+    "table": WholeNumber | None,
+    "figure": WholeNumber | None,
     "title": Annotated[Text, Field(max_length=1000)] | None,
     "paper": Annotated[dict[str, _PaperRow], Field(description=PAPER)] | None,
     "jobs": Annotated[int, Field(ge=1, le=256)],

@@ -22,7 +22,7 @@ from tcs_lab.runs.jobs import Job, read_jobs
 from tcs_lab.runs.parameters import plan, read_params
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.errors import format_value, shorten, validate
-from tcs_lab.training.configuration import Positive, RunConfig, Seed
+from tcs_lab.training.configuration import PositiveNumber, RunConfig, Seed
 from tcs_lab.training.training import measure_accuracy
 
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
@@ -40,7 +40,7 @@ def _span(span: tuple[int, int]) -> tuple[int, int]:
     return span
 
 
-Factors = Annotated[list[Positive], Field(min_length=1), AfterValidator(_rising)]
+Factors = Annotated[list[PositiveNumber], Field(min_length=1), AfterValidator(_rising)]
 ImageSpans = Annotated[list[Annotated[tuple[int, int], AfterValidator(_span)]], Field(min_length=1)]
 
 
@@ -53,10 +53,10 @@ class Tuning(BaseModel, extra="forbid"):
     """
 
     seed: Seed
-    learning_rate: Positive
-    centralized_learning_rate: Positive
+    learning_rate: PositiveNumber
+    centralized_learning_rate: PositiveNumber
     factors: Factors
-    further: list[Positive] = []
+    further: list[PositiveNumber] = []
     choose_on: ImageSpans  # of the tested images, those whose accuracy chooses
     score_on: ImageSpans  # and those that score; the two have no image in common
 
@@ -77,7 +77,7 @@ class Entry(BaseModel, extra="allow"):
     """What runs of a stage change of the profile, and for how many `minutes` one of them is expected
     to take if it has the machine that the plan is made for to itself."""
 
-    minutes: Positive | None = None
+    minutes: PositiveNumber | None = None
 
     @property
     def changes(self) -> dict[str, Any]:

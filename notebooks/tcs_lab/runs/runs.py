@@ -45,7 +45,7 @@ from tcs_lab.runs.records import (
     record_path,
     rounding,
 )
-from tcs_lab.tasks.images import _user_path
+from tcs_lab.tasks.images import user_path
 from tcs_lab.training.configuration import RunConfig, list_outside_parts
 from tcs_lab.training.training import Data, Row, Training, load_data
 
@@ -166,7 +166,7 @@ def _check_data(record: Record, config: RunConfig, path: Path) -> None:
     """ValueError if the images that are given, or the text that this Python brings, are not those
     that the record's run saw."""
     root = config.data_root
-    given = config.dataset == "folder" and root and _user_path(root).exists()
+    given = config.dataset == "folder" and root and user_path(root).exists()
     if not given and config.dataset != "text":
         return
     if load_data(config).fingerprint != record["provenance"]["fingerprint"]:

@@ -63,12 +63,11 @@ def _time_in_turns(
                 torch.cuda.synchronize(device)
             if turn:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: _quartiles(values) for name, values in seconds.items()}
-
-
-def _quartiles(values: list[float]) -> Timing:
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return {"median": float(median), "low": float(low), "high": float(high), "n": len(values)}
+    timings = {}
+    for name, values in seconds.items():
+        low, median, high = map(float, np.quantile(values, [0.25, 0.5, 0.75]))
+        timings[name] = {"median": median, "low": low, "high": high, "n": len(values)}
+    return timings
 
 
 @dataclass

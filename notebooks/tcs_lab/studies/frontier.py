@@ -30,7 +30,7 @@ from tcs_lab.studies.optimizers import (
 )
 from tcs_lab.studies.power_sgd import count_entries
 from tcs_lab.tasks.text import load_text
-from tcs_lab.training.configuration import Positive, Seed
+from tcs_lab.training.configuration import PositiveNumber, Seed
 
 _PARTS = 9  # the last part of the training text of `load_text` is the validation text
 _CHOSEN_TCS = 3
@@ -45,7 +45,7 @@ class RateTuning(BaseModel, extra="forbid", frozen=True):
 
     seed: Seed
     factor: Annotated[float, Field(gt=1)]
-    rates: dict[str, Annotated[list[Positive], Field(min_length=1)]]
+    rates: dict[str, Annotated[list[PositiveNumber], Field(min_length=1)]]
 
 
 class FrontierStage(GPTSettings, Stage):
@@ -58,7 +58,7 @@ class FrontierStage(GPTSettings, Stage):
     """
 
     kind: str = "studies.frontier"
-    minutes: Positive
+    minutes: PositiveNumber
     tuning: RateTuning
     chosen_from: str | None = None
     schemes: dict[str, HookScheme | PowerSGDScheme | None] = Field(default_factory=dict)

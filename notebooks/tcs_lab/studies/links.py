@@ -40,7 +40,7 @@ from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.support.paths import ROOT
 from tcs_lab.support.processes import run_within, torchrun_command
-from tcs_lab.training.configuration import Positive, Whole
+from tcs_lab.training.configuration import PositiveNumber, WholeNumber
 
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 # How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
@@ -196,10 +196,10 @@ class LinkStage(Stage):
     """A net, measured on all links and with all exchanges (`ways`)."""
 
     kind: str = "studies.links"
-    ranks: Whole
-    layers: Whole
-    width: Whole
-    mbit: Annotated[list[Positive | None], Field(min_length=1)]  # None stands for no limit
+    ranks: WholeNumber
+    layers: WholeNumber
+    width: WholeNumber
+    mbit: Annotated[list[PositiveNumber | None], Field(min_length=1)]  # None stands for no limit
     ways: Annotated[tuple[str, ...], AfterValidator(_check_exchanges)] = EXCHANGES
 
     def plan_jobs(self, planning: Planning | None = None) -> list[LinkMeasurement]:

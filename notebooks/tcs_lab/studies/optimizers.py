@@ -28,7 +28,7 @@ from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tasks.images import generator_for
 from tcs_lab.tasks.text import GPT, load_text
-from tcs_lab.training.configuration import Positive, Seed, Share, Whole
+from tcs_lab.training.configuration import Fraction, PositiveNumber, Seed, WholeNumber
 
 PLAN = ROOT / "params" / "optimizers.yaml"
 _FIRST_WEIGHTS, _WINDOWS = 0, 1  # purposes of random numbers
@@ -54,14 +54,14 @@ class Setup:
 class HookScheme(BaseModel, extra="forbid", frozen=True):
     """A scheme of the hook: the fractions of the entries that its two masks keep."""
 
-    phi_global: Share | None
-    phi_local: Share
+    phi_global: Fraction | None
+    phi_local: Fraction
 
 
 class PowerSGDScheme(BaseModel, extra="forbid", frozen=True):
     """PowerSGD in place of a scheme of the hook, with the rank of its approximation."""
 
-    rank: Whole
+    rank: WholeNumber
 
 
 class RateSweep(BaseModel, extra="forbid", frozen=True):
@@ -69,21 +69,21 @@ class RateSweep(BaseModel, extra="forbid", frozen=True):
     them while the best one is the smallest or the largest."""
 
     seed: Seed
-    steps: Whole
-    rates: dict[str, Annotated[list[Positive], Field(min_length=1)]]
+    steps: WholeNumber
+    rates: dict[str, Annotated[list[PositiveNumber], Field(min_length=1)]]
 
 
 class GPTSettings(BaseModel):
     """Settings that the trainings of a GPT with several optimizers and schemes have in common."""
 
     seeds: Annotated[list[Seed], Field(min_length=1)]
-    ranks: Whole
-    width: Whole
-    context: Whole
-    batch_size: Whole  # windows in one step of a rank
-    dense_steps: Whole
-    sparse_steps: Whole
-    test_every: Whole
+    ranks: WholeNumber
+    width: WholeNumber
+    context: WholeNumber
+    batch_size: WholeNumber  # windows in one step of a rank
+    dense_steps: WholeNumber
+    sparse_steps: WholeNumber
+    test_every: WholeNumber
     weight_decay: Annotated[float, Field(ge=0)]  # of AdamW alone
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta_2: Annotated[float, Field(ge=0, lt=1)]

@@ -14,7 +14,7 @@ from scipy.special import stdtrit  # Student's quantile; scipy.stats takes secon
 
 from tcs_core import OVERHEAD_BYTES, Scheme, bit_budget, kept
 from tcs_lab.support.files import write_if_possible
-from tcs_lab.training.configuration import RunConfig, name_record_file
+from tcs_lab.training.configuration import RunConfig, record_file_name
 from tcs_lab.training.training import Row
 
 Record = dict[str, Any]
@@ -186,7 +186,7 @@ def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         "train_loss": float(np.mean(losses)) if len(final) else math.nan,
         "formula_bits": bit_budget(Scheme(**config["scheme"])),
         **sent,
-        "records": " ".join(name_record_file(record) for record in records),
+        "records": " ".join(record_file_name(record) for record in records),
     }
 
 

@@ -108,16 +108,11 @@ def _shrink(images: Tensor, size: int) -> Tensor:
 def _make_dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -> Dataset:
     tensors = [torch.as_tensor(a) for a in arrays]
     train, labels, test, test_labels, *unused = tensors
-    sealed = _hash_tensors(tensors)
-    return Dataset(label, train, labels, test, test_labels, sealed, classes, *unused)
-
-
-def _hash_tensors(tensors: list[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         sha.update(tensor.contiguous().numpy().data)
-    return sha.hexdigest()
+    return Dataset(label, train, labels, test, test_labels, sha.hexdigest(), classes, *unused)
 
 
 # Sources ──────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +132,7 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     if name == "synthetic-compare":
         return synthetic_dataset(**SYNTHETIC_COMPARE)
     if name == "cifar10":
-        return _cifar10(_user_path(root) if root else cache_folder() / "cifar10", label)
+        return _cifar10(user_path(root) if root else cache_folder() / "cifar10", label)
     if name == "folder":
         return _folder_dataset(root, label)
     raise ValueError(
@@ -145,7 +140,8 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     )
 
 
-def _user_path(root: str | Path) -> Path:
+def user_path(root: str | Path) -> Path:
+    """Return a path with ~ replaced by the home folder. Raises ValueError if there is none."""
     try:
         return Path(root).expanduser()
     except RuntimeError as error:
@@ -192,6 +188,7 @@ def _draw_images(
     count = len(which)
 
     def shift(chosen: Tensor) -> Tensor:
+        """Shift patterns by up to 4 pixels, and mirror half of them."""
         offset = torch.randint(-4, 5, (count, 2, 1), generator=generator)
         rows, columns = ((torch.arange(32) + offset) % 32).unbind(1)
         mirror = torch.rand(count, 1, generator=generator) < 0.5
@@ -207,6 +204,7 @@ def _draw_images(
 
 
 def _cifar10(root: Path, label: str | None) -> Dataset:
+    """Load CIFAR-10, which is downloaded if it is not there."""
     from torchvision.datasets import CIFAR10
 
     try:
@@ -245,7 +243,7 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
     """
     if root is None:
         raise ValueError(f"data_root: got None, allowed: a folder or a tar of {LAYOUT}")
-    path = _user_path(root)
+    path = user_path(root)
     if not path.exists():
         raise FileNotFoundError(
             f"data_root: {path} does not exist; allowed: a folder or a tar of {LAYOUT}"
@@ -469,6 +467,7 @@ def _list_classes(entries: list[tuple[str, str, str, np.ndarray]], source: Path)
 
 
 def _decode_image(name: str, content: bytes) -> np.ndarray:
+    """Decode one image to (h, w, 3) uint8. Raises ValueError that names the file."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -39,10 +39,10 @@ def _check_model(name: str) -> str:
 
 
 MAX_COUNT = 10**9  # of anything counted
-Whole = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+WholeNumber = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Positive = Annotated[float, Field(gt=0, le=1e6)]
-Share = Annotated[float, Field(gt=0, le=1)]
+PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Drops = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
     Field(
@@ -72,53 +72,55 @@ class RunConfig:
     """
 
     scheme: Scheme
-    learning_rate: Positive = 0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
+    learning_rate: PositiveNumber = (
+        0.5  # eta at a batch of reference_batch (Tables 1 and 2: 0.5, 0.8)
+    )
     seed: Seed = 0  # of everything random
-    profile: Annotated[str, Field(**PROFILE)] = "ci"  # folder under results/
-    # what is learned
+    profile: Annotated[str, Field(**PROFILE)] = "ci"  # the folder under results/
+    # What is learned.
     dataset: Literal["synthetic", "synthetic-compare", "cifar10", "folder", "text"] = "synthetic"
-    # cifar10: download folder; folder: a folder or a tar
+    # of cifar10 the download folder; of folder a folder or a tar
     data_root: Annotated[Text, Field(max_length=4000)] | None = None
     data_label: Annotated[Text, Field(max_length=200)] | None = None  # its name in tables
-    train_samples: Whole | None = None  # null: all
-    test_samples: Whole | None = None
-    # after the last epoch the training images that are not used are tested on, too
+    train_samples: WholeNumber | None = None  # null: all
+    test_samples: WholeNumber | None = None
+    # after the last epoch, the unused training images are tested on, too
     test_unused: bool = False
-    image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels a side; null: as it is
+    image_size: Annotated[int, Field(ge=1, le=256)] | None = None  # pixels per side; null: as it is
     crop_padding: Annotated[int, Field(ge=0, le=32)] = 4  # pixels around an image, for random crops
-    context: Annotated[int, Field(ge=1, le=4096)] = 64  # characters a sample of a text
-    model: Model = "resnet18"  # depth, Sec. III-A; of a text: gpt
+    context: Annotated[int, Field(ge=1, le=4096)] = 64  # characters in a sample of a text
+    model: Model = "resnet18"  # Sec. III-A; for a text: gpt
     width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first stage, or of the gpt
-    clients: Whole = 10  # N, Sec. III-A
-    participation: Share = 1.0  # of the clients, drawn each round, Alg. 1
-    batch_size: Whole = 64  # B, samples a local step
+    clients: WholeNumber = 10  # N, Sec. III-A
+    participation: Fraction = 1.0  # share of the clients, drawn in each round, Alg. 1
+    batch_size: WholeNumber = 64  # B, samples per local step
     epochs: Annotated[int, Field(ge=1, le=10**6)] = 300  # passes over the data
     # dense epochs with a rising learning rate, Sec. III-B; null: 1/60 of the epochs
     warmup_epochs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    warmup_learning_rate: Positive = 0.1  # eta of the first round, scaled like eta
+    warmup_learning_rate: PositiveNumber = 0.1  # eta of the first round, scaled like eta
     drops: Drops = (0.5, 0.75)  # when eta is divided by 10, Sec. III-B
     # cumulative batch at which learning_rate holds (10 clients x 64); null: no linear scaling
-    reference_batch: Whole | None = 640
+    reference_batch: WholeNumber | None = 640
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 1e-4  # L2, in the local gradient
     # class skew among clients; null: IID
     dirichlet_alpha: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     precision: Literal["fp32", "bf16"] = "fp32"  # autocast of the passes
     wire: bool = False  # every message becomes bytes and is decoded; the same numbers, slower
-    # with wire: a client's message that can't be accepted ends the run, or is left out
+    # with wire: a client's message that cannot be accepted ends the run, or is left out
     bad_message: Literal["stop", "skip"] = "stop"
-    # rounds of static shapes, on a GPU one CUDA graph in which clients train at once; the same
-    # masks, numbers to rounding
+    # rounds with static shapes; on a GPU a CUDA graph in which clients train at once. Masks are the
+    # same, numbers up to rounding
     graph: bool = False
-    # all clients in one pass, for small nets; null: by their size; the same masks, to rounding
+    # all clients in one pass, for small nets; null: if the net is small. The same up to rounding
     side_by_side: bool | None = None
-    # every thread one client at a time, for larger nets; the same bits for any number of threads
+    # each thread trains one client at a time, for larger nets; the same bits for any number of them
     client_threads: bool = False
-    compiled: bool = False  # passes by torch.compile, after minutes; numbers to rounding (bf16's)
-    errors_limit: Positive | None = None  # MB of all clients' errors in memory; more: in a file
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU
+    compiled: bool = False  # torch.compile, which takes minutes; the same up to bf16's rounding
+    errors_limit: PositiveNumber | None = None  # MB of clients' errors in memory; more go to a file
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of the CPU; null: as torch has it
     device: Annotated[str, Field(**DEVICE)] = "auto"  # where it runs
     # eta of centralized training, at a fifth of reference_batch (Sec. III-B); of no other run
-    centralized_learning_rate: Positive = 0.1
+    centralized_learning_rate: PositiveNumber = 0.1
 
     def __post_init__(self) -> None:
         if isinstance(self.scheme, str):
@@ -254,7 +256,7 @@ class RunConfig:
     @property
     def record_name(self) -> str:
         """The name of the file of this run's record."""
-        return name_record_file({"config": self.identity(), "digest": self.digest})
+        return record_file_name({"config": self.identity(), "digest": self.digest})
 
     @property
     def torch_device(self) -> torch.device:
@@ -268,7 +270,7 @@ class RunConfig:
         return device
 
 
-def name_record_file(record: dict[str, Any]) -> str:
+def record_file_name(record: dict[str, Any]) -> str:
     """Return the name of a record's file."""
     config = record["config"]
     safe = re.sub(r"[^\w.+-]+", "_", config["scheme"]["name"])
