@@ -461,6 +461,7 @@ class Wrong:
 @pytest.mark.parametrize(
     "sent, said",
     [("[1.0], None", "payload: got a float, allowed: a list of tensors"),
+     ("[tensor] * 300, None", "payload: got 300 tensors, allowed: at most 255"),
      ("tensor", "got Tensor, allowed: (tensors, context)"),
      ("[tensor], object()", "got a object"),
      ("[tensor.to_sparse()], None", "got a tensor of layout torch.sparse_coo")],

@@ -1,7 +1,7 @@
 """Rivals of TCS: schemes that came before and after it, on the core's extension points.
 
     STC           sparse ternary compression, both ways (Sattler et al., 2019, arXiv:1903.02891)
-    EF-signSGD    one sign a parameter, with errors (Karimireddy et al., 2019, arXiv:1901.09847);
+    EF-signSGD    one sign per parameter, with errors (Karimireddy et al., 2019, arXiv:1901.09847);
                   with -D1 the downlink too (dist-EF-SGD, Zheng et al., 2019, arXiv:1905.10936)
     QSGD          dense, unbiased random rounding (Alistarh et al., 2017, arXiv:1610.02132);
                   with -L<H> it is FedPAQ (Reisizadeh et al., 2020, arXiv:1909.13014)
@@ -57,7 +57,7 @@ from tcs_core import (
 )
 
 # Families of the core's own rules ─────────────────────────────────────────────────────────────────
-#    One bit a value with quantizer "lloyd" is a sign and the mean magnitude: ||v||_1 / K sign(v).
+#    One bit per value with quantizer "lloyd" is a sign and the mean magnitude: ||v||_1 / K sign(v).
 
 _SIGNS = {"value_bits": 1, "quantizer": "lloyd"}
 FAMILIES["STC"] = {

@@ -120,7 +120,7 @@ def _make_dataset(label: str, *arrays: np.ndarray | Tensor, classes: int = 10) -
 
 @cache
 def load_dataset(name: str, root: str | Path | None = None, label: str | None = None) -> Dataset:
-    """A data set by name: "synthetic", "synthetic-compare", "cifar10" or "folder".
+    """Load a data set by name: "synthetic", "synthetic-compare", "cifar10" or "folder".
 
     `root` is cifar10's download folder (default: the cache folder) or, for "folder", a folder or
     tar of train/<class>/* and test/<class>/*. `label` is the data set's name in tables. A data set is
@@ -161,7 +161,7 @@ def synthetic_dataset(
     train: int = 8000, test: int = 2000, seed: int = 2021, kinds: int = 1, other: float = 0.8,
     noise: float = 1.5, label: str = "synthetic",
 ) -> Dataset:  # fmt: skip
-    """Ten classes of 32x32 RGB images, made from a seed.
+    """Make ten classes of 32x32 RGB images from a seed.
 
     A class has several `kinds` of images, and each kind is a smooth pattern. An image is one of the
     patterns of its class, shifted by up to 4 pixels and perhaps mirrored, over a fainter pattern of

@@ -38,7 +38,7 @@ def _check_model(name: str) -> str:
     return name
 
 
-MAX_COUNT = 10**9  # of anything counted
+MAX_COUNT = 10**9  # the largest number of anything
 WholeNumber = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
@@ -98,7 +98,7 @@ class RunConfig:
     # dense epochs with a rising learning rate, Sec. III-B; null: 1/60 of the epochs
     warmup_epochs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     warmup_learning_rate: PositiveNumber = 0.1  # eta of the first round, scaled like eta
-    drops: Drops = (0.5, 0.75)  # when eta is divided by 10, Sec. III-B
+    drops: Drops = (0.5, 0.75)  # fractions of the epochs at which eta is divided by 10, Sec. III-B
     # cumulative batch at which learning_rate holds (10 clients x 64); null: no linear scaling
     reference_batch: WholeNumber | None = 640
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 1e-4  # L2, in the local gradient
