@@ -21,7 +21,7 @@ from pathlib import Path
 from tcs_lab.support.lazy import lazily
 
 _NEEDED = ("torchvision", "pandas", "matplotlib", "yaml", "PIL", "tqdm", "scipy", "pydantic",
-           "filelock", "joblib")  # fmt: skip
+           "filelock")  # fmt: skip
 if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
     _line = f"tcs_lab needs {', '.join(_lacking)}: pip install 'tcs-core[lab]'"
     if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).stem == "tcs":  # the command line

@@ -27,6 +27,7 @@ __getattr__, __dir__ = lazily(
             "read_plan widen_search"
         ),
         "queue": "run_queue",
+        "workers": "Worker start_job stop_processes",
         "estimates": "Expected expect",
         "checkpoints": "checkpoint_path epochs_kept",
         "progress": "Progress followed",

@@ -18,8 +18,8 @@ import pandas as pd
 
 from tcs_lab.runs.jobs import Job, check_folder
 from tcs_lab.runs.progress import Progress, rows_shown
-from tcs_lab.runs.queue import start_job, stop_processes
 from tcs_lab.runs.records import Record, results_folder
+from tcs_lab.runs.workers import start_job, stop_processes
 from tcs_lab.support.files import write_whole
 
 _POLL_SECONDS = 0.1  # how often it looks whether a run has ended

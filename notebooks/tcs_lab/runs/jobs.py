@@ -35,6 +35,7 @@ class Job(ABC):
     pattern: ClassVar[str]
     minutes: float | None = None  # that it takes alone on the machine, if its plan says so
     length: int = 1  # parts
+    can_travel: bool = True  # whether it can be made in another process
 
     @property
     @abstractmethod

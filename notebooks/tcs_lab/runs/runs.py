@@ -6,21 +6,13 @@ import contextlib
 import ctypes
 import dataclasses
 import math
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, cast
 
-import joblib
 import torch
-from joblib.externals.loky import get_reusable_executor
-from joblib.parallel import get_active_backend
 
 from tcs_core import NotFiniteError
 from tcs_lab.runs.checkpoints import (
@@ -31,10 +23,9 @@ from tcs_lab.runs.checkpoints import (
     save_checkpoint,
 )
 from tcs_lab.runs.estimates import estimate_run
-from tcs_lab.runs.jobs import Job, Tell, make_job, missing_jobs, read_jobs
+from tcs_lab.runs.jobs import Job, Tell, make_job, missing_jobs
 from tcs_lab.runs.parameters import checked
-from tcs_lab.runs.progress import Progress, rows_shown
-from tcs_lab.runs.queue import end_with_parent, interrupts_held, tell_file
+from tcs_lab.runs.queue import run_queue
 from tcs_lab.runs.records import (
     Record,
     check_record,
@@ -99,8 +90,8 @@ class Run(Job):
             return _train(self.config, data, tell)
 
     @property
-    def can_travel(self) -> bool:
-        """Whether a worker can make it: what was registered in a notebook, a worker does not know."""
+    def can_travel(self) -> bool:  # type: ignore[override]
+        """Whether a worker can make it: a worker does not know what was registered in a notebook."""
         return not from_outside(self.config.scheme)
 
     def with_threads(self, threads: int) -> Run:
@@ -266,86 +257,26 @@ def _memory_kept() -> Iterator[None]:
 def run_all(
     configs: Iterable[RunConfig | Run], results: str | Path | None = None, jobs: int = 1,
     progress: bool = True,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Every configuration's record, in order; made once where it is asked for twice. A `Run` of a
-    subclass may stand for a configuration.
+) -> list[Record]:  # fmt: skip
+    """Every configuration's record, in order; a run that is asked for twice is made once. A `Run` of
+    a subclass may stand for a configuration.
 
-    `jobs` processes work side by side, or the workers of the backend that surrounds the call, as in
-    `with joblib.parallel_config(backend="dask"):`; those need this package and the same results
-    folder. (Rules that were registered elsewhere than in core and lab run in this process.) A run that a process
-    started elsewhere is making comes last, and its record is taken. The first run that fails ends
-    all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
-    left.
+    The runs go through the queue (see `run_queue`): with several `jobs`, so many processes work side
+    by side, each with its share of the threads. Runs of rules that were registered elsewhere than
+    in core and lab are made in this process. A run that a process started elsewhere is making comes
+    last, and its record is taken. The first run that fails ends all; the same call goes on. A bar
+    shows which run of how many it is, its epoch, accuracy, bits and the time left.
     """
     jobs = checked("jobs", jobs)
-    if jobs == 1:
-        backend, asked = get_active_backend()  # under parallel_config
-        jobs = asked or backend.default_n_jobs  # without it: 1
     wanted = [one if isinstance(one, Run) else Run(one) for one in configs]
-    todo = missing_jobs(wanted, results)
-    if todo:  # before hours of work: are those that are there of other data?
-        read_jobs({r.path(results): r for r in wanted if r.is_made(results)}.values(), results)
-    with Progress(todo, enabled=progress) as bar:
-        for wait in (False, True):
-            apart = [r for r in todo if jobs != 1 and r.can_travel]
-            here = [r for r in todo if r not in apart]
-            for made in [
-                *_run_apart(apart, results, jobs, wait, bar),
-                *_run_here(here, results, wait, bar),
-            ]:
-                todo.remove(made)
-    once = {r.path(results): r for r in wanted}
-    records = dict(zip(once, read_jobs(once.values(), results), strict=True))
-    return [records[r.path(results)] for r in wanted]
-
-
-def _run_here(runs: list[Run], results: str | Path | None, wait: bool, bar: Progress) -> list[Run]:
-    """The runs in this process, one by one, but for those that another process is making, unless
-    told to `wait`; those that were made."""
-    made = []
-    for job in runs:
-        if make_job(job, results, partial(bar.epoch, job.digest), wait):
-            bar.ended(job.digest)
-            made.append(job)
-    return made
-
-
-def _run_apart(
-    runs: list[Run], results: str | Path | None, jobs: int, wait: bool, bar: Progress
-) -> list[Run]:
-    """`_run_here` in workers, on this machine each with its share of the threads: the same however
-    many runs are left, so that a run that goes on has as many as before."""
-    if not runs:
-        return []
-    share = max(1, torch.get_num_threads() // joblib.effective_n_jobs(jobs))
-    own = [job.with_threads(share) for job in runs]
-    # the longest first, as most rounds are: else a core waits at the end
-    own.sort(key=lambda r: (not r.config.scheme.centralized, r.config.scheme.local_steps))
-    load_data(own[0].config)  # decode once
-    made, pool = set(), joblib.Parallel(min(jobs, len(own)), return_as="generator_unordered")
-    with rows_shown(bar) as told:
-        with interrupts_held():  # workers do not see Ctrl-C: it is for this process
-            ended = pool(joblib.delayed(_work)(r, results, wait, told, os.getpid()) for r in own)
-        try:
-            with contextlib.closing(ended):  # whatever is raised, kills the workers
-                for digest in filter(None, ended):
-                    bar.ended(digest)
-                    made.add(digest)
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                "a worker process was killed (out of memory?); the same command goes on"
-            ) from error
-    get_reusable_executor().shutdown()  # joblib would keep them for five minutes
-    return [job for job in runs if job.digest in made]
-
-
-_ONE_RUN = threading.Lock()  # a process: threads of a backend would share torch's random numbers
-
-
-def _work(job: Run, results: str | Path | None, wait: bool, told: Path, parent: int) -> str | None:
-    """In a worker: makes a run; its digest, or None if another process is making it."""
-    if current_process().name.startswith("LokyProcess"):
-        end_with_parent(parent)
-    with _ONE_RUN:
-        record = make_job(job, results, tell_file(told, job.digest), wait)
-    return job.digest if record else None
+    once = list({run.path(results): run for run in wanted}.values())
+    if jobs > 1:
+        # the longest first, as most rounds are: else a core waits at the end
+        once.sort(
+            key=lambda run: (not run.config.scheme.centralized, run.config.scheme.local_steps)
+        )
+        if missing := [run for run in missing_jobs(once, results) if run.can_travel]:
+            load_data(missing[0].config)  # decode the images once, not in every worker
+    made = run_queue(lambda: once, results, progress, jobs)
+    records = {run.path(results): record for run, record in zip(once, made, strict=True)}
+    return [records[run.path(results)] for run in wanted]
