@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazily(
         ),
         "queue": "run_queue",
         "workers": "Worker start_job stop_processes",
-        "estimates": "Expected expect",
+        "estimates": "Expected expect forecast",
         "checkpoints": "checkpoint_path epochs_kept",
         "progress": "Progress followed",
         "deadline": "Deadline",

@@ -35,7 +35,6 @@ class Job(ABC):
     pattern: ClassVar[str]
     minutes: float | None = None  # that it takes alone on the machine, if its plan says so
     length: int = 1  # parts
-    can_travel: bool = True  # whether it can be made in another process
 
     @property
     @abstractmethod
@@ -84,6 +83,11 @@ class Job(ABC):
     def lock(self, results: str | Path | None = None) -> Path:
         """Whoever makes the job holds the lock of this path."""
         return self.path(results)
+
+    @property
+    def can_travel(self) -> bool:
+        """Whether another process can make it."""
+        return True
 
     def with_threads(self, threads: int) -> Job:
         """The same job, on so many CPU threads where that is left open."""

@@ -114,7 +114,7 @@ def rounding(config: RunConfig) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         **({} if one_core else _threads(config)),
         "graph": not config.wire and goes_static(config, Link()),
         "side_by_side": goes_side_by_side(config),
@@ -164,6 +164,11 @@ def code_sha256(source: bytes) -> str:
         if isinstance(node, with_docstrings) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """What the processor or the GPU is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 @cache

@@ -90,7 +90,7 @@ class Run(Job):
             return _train(self.config, data, tell)
 
     @property
-    def can_travel(self) -> bool:  # type: ignore[override]
+    def can_travel(self) -> bool:
         """Whether a worker can make it: a worker does not know what was registered in a notebook."""
         return not from_outside(self.config.scheme)
 
