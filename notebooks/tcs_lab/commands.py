@@ -29,10 +29,10 @@ from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.runs.deadline import Deadline
 from tcs_lab.runs.estimates import Expected, expect
 from tcs_lab.runs.jobs import Job, make_anew, missing_jobs
-from tcs_lab.runs.parameters import checked, plan, read_params, read_yaml
+from tcs_lab.runs.parameters import check_parameter, plan, read_params, read_yaml
 from tcs_lab.runs.plans import count_made, jobs_to_follow, plan_jobs, read_plan
 from tcs_lab.runs.queue import run_queue
-from tcs_lab.runs.records import config_of, differences, read_record, record_path
+from tcs_lab.runs.records import compare_records, config_of, read_record, record_path
 from tcs_lab.runs.runs import Run, run_all
 from tcs_lab.studies.bench import USUAL, bench_table, run_benches
 from tcs_lab.support.errors import cut, one_line, reject_unknown, shown
@@ -112,7 +112,7 @@ def _make(
     table: Callable[[list[dict[str, Any]]], pd.DataFrame],
 ) -> int:  # fmt: skip
     """Makes runs, prints the table of their records and what diverged."""
-    jobs = checked("jobs", params.get("jobs", 1))
+    jobs = check_parameter("jobs", params.get("jobs", 1))
     if arguments.dry_run:
         count = len({config.digest for config in configs})
         left = expect(missing_jobs(map(Run, configs), arguments.results), arguments.results)
@@ -302,12 +302,12 @@ def repeat_record(arguments: argparse.Namespace) -> int:
         if (there := record_path(config, folder)).exists():
             raise ValueError(f"--results: {there} exists, allowed: a folder without this record")
         (made,) = run_all([config], folder)
-    found = differences(record, made)
+    differences = compare_records(record, made)
     data = {one["provenance"]["fingerprint"] for one in (record, made)}
     other = " (on other data)" if len(data) > 1 else ""
     same = f"the same in all {len(made['rows'])} epochs"
-    print(f"{Path(arguments.record).name}: {found[0] + other if found else same}")
-    return 1 if found else 0
+    print(f"{Path(arguments.record).name}: {differences[0] + other if differences else same}")
+    return 1 if differences else 0
 
 
 # Measurements ─────────────────────────────────────────────────────────────────────────────────────

@@ -58,7 +58,7 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
             again(dataclasses.replace(one, data_root=two.data_root))
     fewer = dataclasses.replace(two, train_samples=1)
     for other in (two, fewer):
-        with pytest.raises(ValueError, match="records of different data, allowed: a folder"):
+        with pytest.raises(ValueError, match="ci.*runs: got records of different data"):
             lab.run_all([one, other], tmp_path)
 
 
@@ -267,9 +267,9 @@ def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
     one = config(epochs=2)
     row = {"epoch": 2, "accuracy": 0.5, "bits_up": 10, "rounds": 1}
     with lab.Progress([Run(one)]) as bar:
-        bar.epoch(one.digest, row)
-        bar.ended(one.digest)
-        bar.epoch(one.digest, row)
+        bar.show_row(one.digest, row)
+        bar.end(one.digest)
+        bar.show_row(one.digest, row)
         assert bar.left == {} and bar.bar.total == 1
 
 
@@ -277,7 +277,9 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
     """As one does that crosses a page of its file; of a row whose worker was killed, nothing."""
     seen, failed = [], []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    with lab.runs.progress.rows_shown(SimpleNamespace(epoch=lambda *row: seen.append(row))) as told:
+    with lab.runs.progress.show_rows(
+        SimpleNamespace(show_row=lambda *row: seen.append(row))
+    ) as told:
         for part in '["a", {"epoch": 1', '}]\n["b", {"ep', '["c", {}]\n["d", {"epoch": 2}]\n':
             with told.open("a", encoding="utf-8") as file:
                 file.write(part)
@@ -286,8 +288,10 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
 
 
 def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, few):
-    seen, epoch = [], lab.Progress.epoch
-    monkeypatch.setattr(lab.Progress, "epoch", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a))
+    seen, epoch = [], lab.Progress.show_row
+    monkeypatch.setattr(
+        lab.Progress, "show_row", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a)
+    )
     wanted = configs("TCS", "top-K", epochs=3, **few)
     lab.run_all(wanted, tmp_path, jobs=2)
     assert sorted(seen) == sorted(3 * [c.digest for c in wanted])

@@ -21,7 +21,7 @@ SMALL = {
         "dirichlet_alpha": {"label": "skew", "values": {"IID": None, "1": 1}, "given": True},
     },
 }
-SWEPT = lab.evidence.sensitivity.Sweep.model_validate(SMALL)
+SWEPT = lab.evidence.sensitivity.SensitivitySweep.model_validate(SMALL)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def print_stored(track: Track) -> None:
     """The stored rows, and how many runs are behind them."""
     scores = Scores(track)
     stored = track.stored()
-    whole = sum(one.is_whole for group in stored.values() for one in group)
+    whole = sum(one.is_complete for group in stored.values() for one in group)
     planned = sum(len(group) for group in stored.values())
     if found := _stored(scores, ()):
         print(plain_markdown(rows_table(found, _rows(track, None))) + "\n")

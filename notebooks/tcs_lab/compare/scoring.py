@@ -12,7 +12,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from tcs_lab.compare.track import Track
-from tcs_lab.evidence.fair import Method as Tuned
+from tcs_lab.evidence.fair import TunedMethod as Tuned
 from tcs_lab.evidence.fair import fair_model
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tables.tables import traffic
@@ -48,7 +48,7 @@ def points_of(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> l
     """Those schemes of which all runs are made and none diverged, the one that sends least first."""
     found = []
     for one in tuned:
-        if not one.is_whole or one.diverged:
+        if not one.is_complete or one.diverged:
             continue
         values = list(one.accuracies.values())
         flows = [traffic(record) for record in one.scored.values()]
@@ -141,8 +141,8 @@ class Scores:
         known = {one.name for group in stored.values() for one in group}
         self.confidence = confidence
         self.own = list(tuned)
-        whole = [one for group in stored.values() for one in group if one.is_whole]
-        others = [one for one in self.own if one.is_whole and one.name not in known]
+        whole = [one for group in stored.values() for one in group if one.is_complete]
+        others = [one for one in self.own if one.is_complete and one.name not in known]
         self.model = fair_model([*whole, *others])
         self.points = points_of(self.own, self.model, confidence)
         self.stored: Mapping[str, list[Point]] = {

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from tcs_lab.evidence.claims import planned_gaps
-from tcs_lab.tables.figures import accuracy_figure, save_figure
+from tcs_lab.evidence.planned_model import estimate_gaps
+from tcs_lab.tables.figures import draw_accuracy_figure, save_figure
 from tcs_lab.tables.tables import NOTE_PLANNED, save_table, summary
 from tcs_lab.training.configuration import RunConfig
 
@@ -34,7 +34,7 @@ def draw_table(
     needed = ("table", "figure", "title", "profile")
     if lacking := [key for key in needed if params.get(key) is None]:
         raise ValueError(f"{', '.join(lacking)}: missing, a table's or a profile's file says it")
-    gaps = planned_gaps(params["profile"], records)
+    gaps = estimate_gaps(params["profile"], records)
     table = summary(records, params.get("paper"), planned, gaps)
     setting, picture = f"profile {params['profile']}", b""
     if records:
@@ -44,7 +44,7 @@ def draw_table(
         if records[0]["config"].get("test_unused"):
             title += "; the last epoch is tested on more images"
         target = None if folder is None else folder / f"figure{params['figure']}"
-        picture = save_figure(accuracy_figure(records, title), target)
+        picture = save_figure(draw_accuracy_figure(records, title), target)
     note = NOTE_PLANNED if gaps else None
     target = None if folder is None else folder / f"table{params['table']}"
     text = save_table(table, target, f"{params['title']}: {setting}", note=note)

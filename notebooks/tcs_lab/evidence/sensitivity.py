@@ -15,7 +15,7 @@ from tcs_core import Scheme
 from tcs_lab.runs.parameters import SCHEME_KEYS, plan, read_params
 from tcs_lab.runs.records import load_records
 from tcs_lab.support.errors import shown, validated
-from tcs_lab.tables.tables import _digits, _ours, measured, summary
+from tcs_lab.tables.tables import format_accuracy, format_four_digits, keep_measured, summary
 from tcs_lab.training.configuration import RUN_KEYS, WHERE_KEYS, RunConfig
 
 
@@ -65,7 +65,7 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-class Sweep(BaseModel, extra="forbid"):
+class SensitivitySweep(BaseModel, extra="forbid"):
     """A file like params/sensitivity.yaml."""
 
     margin: Annotated[float, Field(ge=0, le=100)]
@@ -73,7 +73,7 @@ class Sweep(BaseModel, extra="forbid"):
     settings: Annotated[dict[str, Setting], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _can_be_planned(self) -> Sweep:
+    def _can_be_planned(self) -> SensitivitySweep:
         for name, setting in self.settings.items():
             schemes = {field.name for field in dataclasses.fields(Scheme)} - {"name"}
             allowed = schemes if setting.named else SCHEME_KEYS | RUN_KEYS - WHERE_KEYS
@@ -86,13 +86,13 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
 
-def read_sensitivity(path: str | Path) -> Sweep:
+def read_sensitivity(path: str | Path) -> SensitivitySweep:
     """A sweep's file; ValueError names the file, the setting, its value and what is allowed."""
-    return validated(Sweep, read_params([path]), path)
+    return validated(SensitivitySweep, read_params([path]), path)
 
 
 def sensitivity_plan(
-    sweep: Sweep, params: dict[str, Any], name: str
+    sweep: SensitivitySweep, params: dict[str, Any], name: str
 ) -> dict[tuple[str, str], list[RunConfig]]:
     """The runs of one setting: value as shown and scheme's name -> its runs, seed by seed.
 
@@ -115,7 +115,7 @@ def sensitivity_plan(
 
 
 def sensitivity_table(
-    sweep: Sweep, params: dict[str, Any], names: Iterable[str] | None = None,
+    sweep: SensitivitySweep, params: dict[str, Any], names: Iterable[str] | None = None,
     results: str | Path | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """One row a value (and scheme) of every setting, from the records that are there: those whose
@@ -171,10 +171,10 @@ def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a sensitivity table that are measured, as a person reads them; the files stay in
     the csv."""
     rows = [
-        {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": _ours(r),
-         "n": str(r.n), "MB up": _digits(r.megabytes_up), "MB down": _digits(r.megabytes_down),
-         "of both: warm-up": _digits(r.megabytes_warmup)}
-        for r in measured(table).itertuples()
+        {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": format_accuracy(r),
+         "n": str(r.n), "MB up": format_four_digits(r.megabytes_up), "MB down": format_four_digits(r.megabytes_down),
+         "of both: warm-up": format_four_digits(r.megabytes_warmup)}
+        for r in keep_measured(table).itertuples()
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=_COLUMNS)
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
-from tcs_lab.evidence.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged, other_by_bootstrap
+from tcs_lab.evidence.claims import Claim, Claims, SchemeAtRate
+from tcs_lab.evidence.judging import BY_CONSTRUCTION, differing_bootstrap_verdict, judge_claims
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.support.errors import reject_unknown, validated
 from tcs_lab.tables.tables import Record
@@ -21,11 +22,11 @@ OUT_OF_SCOPE = "out of scope"
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Beside(BaseModel, extra="forbid"):
+class ExtraDifference(BaseModel, extra="forbid"):
     """A difference of accuracies that params/claims.yaml does not have."""
 
-    first: Side
-    second: Side
+    first: SchemeAtRate
+    second: SchemeAtRate
     at_least: FiniteFloat | None = None
     more_than: FiniteFloat | None = None
 
@@ -39,7 +40,7 @@ class Sentence(BaseModel, extra="forbid"):
     where: str
     says: str
     claims: list[str] = []
-    judged: list[Beside] = []
+    judged: list[ExtraDifference] = []
     statements: dict[str, list[str]] = {}
     word: Literal["by construction", "contradicted", "out of scope", "open"] | None = None
     because: str = ""
@@ -71,7 +72,7 @@ def read_sentences(path: str | Path) -> list[Sentence]:
 # Their verdicts ───────────────────────────────────────────────────────────────────────────────────
 
 
-def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
+def extra_claims(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
     """The differences that the claims' file lacks, as claims named by sentence and number."""
     extra = {
         f"{s.where}, {s.says}, {number}": one.claim(s.says)
@@ -80,7 +81,7 @@ def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
     return Claims(confidence=read.confidence, claims=extra) if extra else None
 
 
-def together(words: Iterable[str]) -> str:
+def combine_verdicts(words: Iterable[str]) -> str:
     """Several verdicts as one: the word of all, or each word with how often it came."""
     found = list(words)
     drawn = [word for word in found if word != BY_CONSTRUCTION] or found  # counting decides nothing
@@ -94,14 +95,14 @@ def sentences_table(
 ) -> pd.DataFrame:
     """One row a sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
-    `claims` is what `judged` gives for the claims `read` and the `records`. Verdicts on statements
+    `claims` is what `judge_claims` gives for the claims `read` and the `records`. Verdicts on statements
     of notebooks are those that the notebooks have written (tcs_lab/tables/verdicts.py). `because` also
     names the differences for which the bootstrap's interval says another word.
     """
     sentences = list(sentences)
     found = claims.to_dict("records")
-    if (extra := beside(sentences, read)) is not None:
-        found += judged(extra, records).to_dict("records")
+    if (extra := extra_claims(sentences, read)) is not None:
+        found += judge_claims(extra, records).to_dict("records")
     word_of = {row["claim"]: _word(row) for row in found}
     flag_of = {row["claim"]: _flag(row) for row in found}
     rows = []
@@ -113,7 +114,7 @@ def sentences_table(
             words += [verdict_on(notebook, text) for text in texts]
         flags = [flag_of[name] for name in names if flag_of[name]]
         because = "; ".join([s.because.rstrip(".") if flags else s.because, *flags]).lstrip("; ")
-        rows.append({"where": s.where, "says": s.says, "verdict": s.word or together(words),
+        rows.append({"where": s.where, "says": s.says, "verdict": s.word or combine_verdicts(words),
                      "because": because, "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -127,7 +128,7 @@ def _word(row: Mapping[str, Any]) -> str:
 
 def _flag(row: Mapping[str, Any]) -> str:
     """What the bootstrap's interval says of a difference, if it is another word; else ""."""
-    other = other_by_bootstrap(row) if "bootstrap" in row else ""
+    other = differing_bootstrap_verdict(row) if "bootstrap" in row else ""
     difference = f"{row.get('first')} − {row.get('second')}"
     return f"for {difference} the bootstrap's interval says {other}" if other else ""
 

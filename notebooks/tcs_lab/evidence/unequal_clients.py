@@ -9,21 +9,23 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.evidence.claims import Claims, difference_said, unequal
-from tcs_lab.evidence.coincidence import coinciding
-from tcs_lab.tables.tables import Record, mean_interval, participants, with_interval
+from tcs_lab.evidence.claims import Claims
+from tcs_lab.evidence.judging import format_difference
+from tcs_lab.evidence.measures import measure_coincidence
+from tcs_lab.evidence.planned_model import compare_unequal_clients, scheme_of
+from tcs_lab.tables.tables import Record, format_interval, mean_interval, participants
 
 
 def unequal_costs(
     read: Claims, records: Mapping[str, Record], there: Mapping[str, Mapping[str, Record]]
 ) -> pd.DataFrame:
     """One row for each setting and pair of schemes that has runs: their difference in points there,
-    with equal clients, and the one minus the other. Arguments and intervals as in `unequal`."""
+    with equal clients, and the one minus the other. Arguments and intervals as in `compare_unequal_clients`."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for row in unequal(read, records, there).to_dict("records"):
+    for row in compare_unequal_clients(read, records, there).to_dict("records"):
         key = row["setting"], f"{row['first']} − {row['second']}"
         if not pd.isna(row["measured"]):
-            rows.setdefault(key, {})[row["where"]] = difference_said(row)
+            rows.setdefault(key, {})[row["where"]] = format_difference(row)
     named = ("clients", "difference, points")
     made = [dict(zip(named, key, strict=True)) | cells for key, cells in rows.items()]
     return pd.DataFrame([row for row in made if "there" in row]).fillna("–")
@@ -36,12 +38,11 @@ def unequal_by_seed(read: Claims, found: Mapping[str, Record], last: int = 10) -
     for record in found.values():
         config = record["config"]
         if record["status"] == "finished":
-            side = config["scheme"]["name"], config["learning_rate"]
             points = [100 * row["accuracy"] for row in record["rows"]]
-            curves.setdefault(side, {})[config["seed"]] = points
+            curves.setdefault(scheme_of(record), {})[config["seed"]] = points
     rows = []
     for pair in read.unequal.pairs if read.unequal else ():
-        first, second = (curves.get(side, {}) for side in pair)
+        first, second = (curves.get(scheme, {}) for scheme in pair)
         seeds = sorted(first.keys() & second.keys())
         row = {"difference, points, by seed": " − ".join(name for name, _ in pair)}
         for title, count in (("last epoch", 1), (f"mean of the last {last}", last)):
@@ -84,4 +85,4 @@ def _of_tcs(records: Mapping[str, Record], eta: float) -> dict[int, Record]:
 
 
 def _mean(key: str, runs: Any, form: str) -> str:
-    return with_interval(*mean_interval(coinciding(run)[key] for run in runs), form)
+    return format_interval(*mean_interval(measure_coincidence(run)[key] for run in runs), form)

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from tcs_lab.runs.jobs import Job, check_folder
-from tcs_lab.runs.progress import Progress, rows_shown
+from tcs_lab.runs.progress import Progress, show_rows
 from tcs_lab.runs.records import Record, results_folder
 from tcs_lab.runs.workers import start_job, stop_processes
 from tcs_lab.support.files import write_whole
@@ -102,9 +102,9 @@ class _Follower(Progress):
         super().__init__([attempt.job for attempt in attempts.values()], enabled)
         self.attempts, self.slowdown = attempts, 1.0
 
-    def epoch(self, digest: str, row: dict[str, Any]) -> None:
+    def show_row(self, digest: str, row: dict[str, Any]) -> None:
         self.attempts[digest].end_part(row, self.slowdown)
-        super().epoch(digest, row)
+        super().show_row(digest, row)
 
 
 # All of them ──────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +146,7 @@ class Deadline:
         then is told to end, and goes on from its last checkpoint the next time."""
         ends = time.monotonic() + 60 * minutes
         bar = _Follower({one.job.digest: one for one in self.waiting}, progress)
-        with bar, rows_shown(bar) as told:
+        with bar, show_rows(bar) as told:
             try:
                 while (left := ends - time.monotonic()) > 0:
                     self._collect(bar)
@@ -177,7 +177,7 @@ class Deadline:
         """Takes note of the jobs whose process has ended; `stopped` are those that were told to."""
         for one in [one for one in self.running if not one.process.is_alive()]:
             self.running.remove(one)
-            bar.ended(one.job.digest)
+            bar.end(one.job.digest)
             if one.job.is_made(self.results):
                 one.outcome = f"made in {(time.monotonic() - one.begun) / 60:.1f} minutes"
                 self.made.append(one)

@@ -55,7 +55,7 @@ _CHECKS = RUN_CHECKS | {key: check_of(kind) for key, kind in _TABLE.items()}
 _CHECKS |= dict.fromkeys(_PHIS, check_of(Annotated[float, Field(ge=1e-12, le=1)] | None))
 
 
-def checked(key: str, value: Any) -> Any:
+def check_parameter(key: str, value: Any) -> Any:
     """`value` as the kind of the parameter `key`: a whole number becomes a float where one is meant.
 
     Raises ValueError naming the key, the value and what is allowed.
@@ -114,7 +114,7 @@ def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[st
 
 
 def _check_default(key: str, params: dict[str, Any]) -> None:
-    if checked(key, params[key]) != getattr(RunConfig, key):
+    if check_parameter(key, params[key]) != getattr(RunConfig, key):
         raise ValueError(
             f"{key}: profile {params['profile']} does not set it, and the notebook's "
             f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
@@ -128,7 +128,7 @@ def given_notebook_params(namespace: dict[str, Any], own: Iterable[str] = ()) ->
     the reader has assigned in the cell of parameters, or in one between that and this."""
     params = notebook_params(namespace, complete=False)
     for cell in namespace.get("In", [])[-2::-1]:
-        if (assigned := literals(cell)) is None:
+        if (assigned := read_literals(cell)) is None:
             break
         reject_unknown(assigned, PARAMETERS | set(own), "parameter")
     injected, _ = _papermill_names(namespace)
@@ -158,7 +158,7 @@ def _assigned(cell: str) -> set[str]:
     return {t.id for t in targets if isinstance(t, ast.Name)}
 
 
-def literals(cell: str) -> dict[str, Any] | None:
+def read_literals(cell: str) -> dict[str, Any] | None:
     """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
     try:
         nodes: list[Any] = ast.parse(cell).body
@@ -180,16 +180,16 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     reject_unknown(params, PARAMETERS, "parameter")
     params = plain(params)
     for key in sorted(params.keys() - RUN_KEYS):
-        checked(key, params[key])
-    names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)
+        check_parameter(key, params[key])
+    names, seeds = check_parameter("schemes", params.get("schemes")), params.get("seeds", 1)
     fields = {k: v for k, v in params.items() if k in RUN_KEYS}
-    schemes = [named_with(name, params) for name in names]
+    schemes = [build_scheme(name, params) for name in names]
     each = range(seeds) if isinstance(seeds, int) else seeds
     runs = (RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in each)
     return list(dict.fromkeys(runs))  # what is named twice is one run
 
 
-def named_with(name: str, params: dict[str, Any]) -> Scheme:
+def build_scheme(name: str, params: dict[str, Any]) -> Scheme:
     """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
     scheme = Scheme.named(name)
     given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}

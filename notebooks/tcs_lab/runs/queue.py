@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from tcs_lab.runs.jobs import POLL_SECONDS, Job, make_job, missing_jobs, read_jobs
-from tcs_lab.runs.parameters import checked
-from tcs_lab.runs.progress import Progress, rows_shown
+from tcs_lab.runs.parameters import check_parameter
+from tcs_lab.runs.progress import Progress, show_rows
 from tcs_lab.runs.records import Record
 from tcs_lab.runs.workers import Worker, stop_processes, wait_for_any
 from tcs_lab.support.files import alone, say_waiting
@@ -36,7 +36,7 @@ def run_queue(
     to it, and this one takes the next. The first job that fails ends the queue; the same call goes
     on where it stopped.
     """
-    jobs = checked("jobs", jobs)
+    jobs = check_parameter("jobs", jobs)
     wanted = list(planned())
     missing = missing_jobs(wanted, results)
     if missing:  # before hours of work: are the records that exist of the same data?
@@ -45,7 +45,7 @@ def run_queue(
         make_some = _by_workers(results, jobs, bar) if jobs > 1 else _in_this_process(results, bar)
         with make_some as work:
             while missing:
-                bar.more(missing)
+                bar.add(missing)
                 work(missing)
                 wanted = list(planned())
                 missing = missing_jobs(wanted, results)
@@ -63,8 +63,8 @@ def _in_this_process(results: str | Path | None, bar: Progress) -> Iterator[Work
     def work(missing: list[Job]) -> None:
         nonlocal said
         for job in missing:
-            if make_job(job, results, partial(bar.epoch, job.digest), wait=False) is not None:
-                bar.ended(job.digest)
+            if make_job(job, results, partial(bar.show_row, job.digest), wait=False) is not None:
+                bar.end(job.digest)
                 return
         if not said:
             say_waiting(missing[0].path(results).stem)
@@ -106,10 +106,10 @@ def _by_workers(results: str | Path | None, jobs: int, bar: Progress) -> Iterato
             return
         for worker in wait_for_any(busy, None if len(busy) == jobs else _LOOK_SECONDS):
             if worker.job:
-                bar.ended(worker.job.digest)
+                bar.end(worker.job.digest)
             worker.finish()
 
-    with rows_shown(bar) as told, _in_this_process(results, bar) as work_here:
+    with show_rows(bar) as told, _in_this_process(results, bar) as work_here:
         try:
             yield work
         except BaseException:

@@ -24,19 +24,19 @@ from tcs_lab.runs.checkpoints import (
 )
 from tcs_lab.runs.estimates import estimate_run
 from tcs_lab.runs.jobs import Job, Tell, make_job, missing_jobs
-from tcs_lab.runs.parameters import checked
+from tcs_lab.runs.parameters import check_parameter
 from tcs_lab.runs.queue import run_queue
 from tcs_lab.runs.records import (
     Record,
     check_record,
+    check_same_data,
     data_source,
     git_state,
     make_record,
-    one_data,
     record_path,
     rounding,
 )
-from tcs_lab.tasks.images import _user_path
+from tcs_lab.tasks.images import user_path
 from tcs_lab.training.configuration import RunConfig, from_outside
 from tcs_lab.training.training import Data, Row, Training, load_data
 
@@ -86,7 +86,7 @@ class Run(Job):
 
     def make(self, tell: Tell = None) -> Record:
         data = load_data(self.config)
-        with _arithmetic(self.config.threads), _memory_kept():
+        with set_arithmetic(self.config.threads), keep_freed_memory():
             return _train(self.config, data, tell)
 
     @property
@@ -134,7 +134,7 @@ class Run(Job):
                 _check_data(record, job.config, job.path(results))
             seen.add(source)
             records.append(record)
-        one_data(records, [job.path(results) for job in jobs])
+        check_same_data(records, [job.path(results) for job in jobs])
         return records
 
     @classmethod
@@ -157,7 +157,7 @@ def _check_data(record: Record, config: RunConfig, path: Path) -> None:
     """ValueError if the images that are given, or the text that this Python brings, are not those
     that the record's run saw."""
     root = config.data_root
-    given = config.dataset == "folder" and root and _user_path(root).exists()
+    given = config.dataset == "folder" and root and user_path(root).exists()
     if not given and config.dataset != "text":
         return
     if load_data(config).fingerprint != record["provenance"]["fingerprint"]:
@@ -214,7 +214,7 @@ def _loss_problem(row: Row, epoch: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _arithmetic(threads: int | None) -> Iterator[None]:
+def set_arithmetic(threads: int | None) -> Iterator[None]:
     """So many CPU threads. On a GPU fp32 is fp32, too (convolutions would be in TF32), and cuDNN
     tries which of its convolutions is the fastest for each shape: a run has few shapes, and each of
     them comes thousands of times."""
@@ -230,7 +230,7 @@ def _arithmetic(threads: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory_kept() -> Iterator[None]:
+def keep_freed_memory() -> Iterator[None]:
     """What a step frees, the next one asks for again: meanwhile glibc keeps it.
 
     By default the kernel gets it back and clears every page anew, which is about a tenth of a round
@@ -267,7 +267,7 @@ def run_all(
     last, and its record is taken. The first run that fails ends all; the same call goes on. A bar
     shows which run of how many it is, its epoch, accuracy, bits and the time left.
     """
-    jobs = checked("jobs", jobs)
+    jobs = check_parameter("jobs", jobs)
     wanted = [one if isinstance(one, Run) else Run(one) for one in configs]
     once = list({run.path(results): run for run in wanted}.values())
     if jobs > 1:

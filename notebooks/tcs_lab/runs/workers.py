@@ -1,6 +1,6 @@
 """Workers: other processes of this machine that make jobs, and how they are started and stopped.
 
-A worker tells its rows through a file (see `progress.rows_shown`), and ends when the process that
+A worker tells its rows through a file (see `progress.show_rows`), and ends when the process that
 started it has ended, however that ended.
 """
 
@@ -164,7 +164,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _teller(told: Path, digest: str) -> Callable[[dict[str, Any]], None]:
-    """A function that appends each row of a job to the file that `progress.rows_shown` reads."""
+    """A function that appends each row of a job to the file that `progress.show_rows` reads."""
 
     def tell(row: dict[str, Any]) -> None:
         with contextlib.suppress(OSError), told.open("a", encoding="utf-8") as file:

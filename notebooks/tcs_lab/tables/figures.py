@@ -109,7 +109,7 @@ def text_colour(colour: str) -> str:
 # Curves ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
+def draw_accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
     """Test accuracy over epochs, one curve a scheme, and beside it the last points, enlarged: means
     over seeds; bands and bars are one standard deviation."""
     from matplotlib import rc_context
@@ -185,7 +185,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
         )  # fmt: skip
 
 
-def megabytes_figure(
+def draw_megabytes_figure(
     table: pd.DataFrame, title: str, names: Mapping[str, str] | None = None
 ) -> Any:
     """Final accuracy against what one client sent and received in the whole training.

@@ -14,7 +14,7 @@ from scipy.special import stdtrit  # Student's quantile; scipy.stats takes secon
 
 from tcs_core import OVERHEAD_BYTES, Scheme, bit_budget, kept
 from tcs_lab.support.files import write_shown
-from tcs_lab.training.configuration import RunConfig, _record_file
+from tcs_lab.training.configuration import RunConfig, record_file_name
 from tcs_lab.training.training import Row
 
 Record = dict[str, Any]
@@ -54,7 +54,7 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     return values
 
 
-def turns(record: Record) -> int:
+def count_sends(record: Record) -> int:
     """How often an entry gets to be sent: rounds x the share of the shared mask."""
     rounds = sum(row["rounds"] for row in record["rows"])
     return round(rounds * record["config"]["scheme"]["phi_global"])
@@ -143,7 +143,7 @@ def summary(
     `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
     where the paper has none). A scheme with a diverged seed has no mean: `diverged` counts them.
     Differences are paired by seed, over `difference_n` common seeds, with Student's interval, unless
-    `gaps` has them by scheme (what `claims.planned_gaps` gives); the paper's are Welch's.
+    `gaps` has them by scheme (what `evidence.estimate_gaps` gives); the paper's are Welch's.
     Raises ValueError for two runs of one scheme and seed: they are of different settings.
     """
     configs = {config.scheme.name: config.identity() for config in planned}
@@ -186,7 +186,7 @@ def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         "train_loss": float(np.mean(losses)) if len(final) else math.nan,
         "formula_bits": bit_budget(Scheme(**config["scheme"])),
         **sent,
-        "records": " ".join(_record_file(record) for record in records),
+        "records": " ".join(record_file_name(record) for record in records),
     }
 
 
@@ -259,40 +259,40 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
     Eight columns at most; those of the paper are left out where it says nothing.
     """
-    rows = [_readable_row(row) for row in measured(table).itertuples()]
+    rows = [_readable_row(row) for row in keep_measured(table).itertuples()]
     text = pd.DataFrame(rows, columns=COLUMNS)
     empty = [c for c in (OURS, "Paper: accuracy %", PAPERS) if (text[c] == "–").all()]
     return text.drop(columns=empty)
 
 
-def measured(table: pd.DataFrame) -> pd.DataFrame:
+def keep_measured(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a table that have a run, also if it diverged."""
     return table[(table["n"] > 0) | (table["diverged"] > 0)]
 
 
 def unmeasured(table: pd.DataFrame) -> str:
     """One line that lists the schemes without a run; "" if there are none."""
-    names = table.drop(measured(table).index)["scheme"]
+    names = table.drop(keep_measured(table).index)["scheme"]
     return f"Not measured yet: {', '.join(names)}." if len(names) else ""
 
 
 def _readable_row(r: Any) -> tuple[str, ...]:
-    gap = with_interval(*(100 * v for v in (r.difference, r.difference_low, r.difference_high)))
+    gap = format_interval(*(100 * v for v in (r.difference, r.difference_low, r.difference_high)))
     theirs = (r.paper_difference, r.paper_difference_low, r.paper_difference_high)
-    sent = f"{_digits(r.formula_bits)} / {_digits(r.uplink_bits)}"
+    sent = f"{format_four_digits(r.formula_bits)} / {format_four_digits(r.uplink_bits)}"
     return (
         r.scheme,
         str(r.n),
-        _ours(r),
+        format_accuracy(r),
         gap + (f", n = {r.difference_n}" if 0 < r.difference_n < r.n else ""),
         _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
-        with_interval(*(100 * v for v in theirs)),
+        format_interval(*(100 * v for v in theirs)),
         "–" if sent == "– / –" else sent,
-        _digits(r.megabytes_up + r.megabytes_down),
+        format_four_digits(r.megabytes_up + r.megabytes_down),
     )
 
 
-def _ours(row: Any) -> str:
+def format_accuracy(row: Any) -> str:
     """Accuracy over the seeds of one row of a table."""
     if row.diverged:
         return f"diverged ({row.diverged} of {row.n + row.diverged})"
@@ -306,11 +306,11 @@ def _percent(mean: float, deviation: float, form: str) -> str:
     return f"{100 * mean:{form}}{spread}"
 
 
-def _digits(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 9999.5 else number(value, 4)
+def format_four_digits(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 9999.5 else format_number(value, 4)
 
 
-def number(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """A number as a person writes it, of so many digits: 0.0123, 1,870, 4 × 10⁻⁷; – where is none."""
     if math.isnan(value):
         return "–"
@@ -327,7 +327,7 @@ def number(value: float, digits: int = 3) -> str:
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def times(ratio: float) -> str:
+def format_times(ratio: float) -> str:
     """How many times fewer: 8.8, 88, 1,910; three digits at most."""
     return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.3g}'):,.0f}"
 
@@ -338,7 +338,7 @@ def paper_factor(name: str) -> float:
     return 32 / bit_budget(name)
 
 
-def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
+def format_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
     """Like "+0.21 (−0.08 to +0.50)"; no interval where there is none, – where there is nothing."""
     if math.isnan(mean):
         return "–"
@@ -373,10 +373,10 @@ def plain_markdown(table: pd.DataFrame) -> str:
 
 def markdown(table: pd.DataFrame) -> str:
     """The same for a page: names and numbers stay on one line."""
-    return unbroken(plain_markdown(table))
+    return prevent_line_breaks(plain_markdown(table))
 
 
-def unbroken(text: str) -> str:
+def prevent_line_breaks(text: str) -> str:
     """A Markdown text in whose tables no scheme's name, "n = 5", interval or number with its unit
     is broken over two lines. (Hyphens stay hyphens, so that a name can be copied.)"""
     return "\n".join(

@@ -122,7 +122,7 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     if name == "synthetic-compare":
         return synthetic_dataset(**SYNTHETIC_COMPARE)
     if name == "cifar10":
-        return _cifar10(_user_path(root) if root else cache_folder() / "cifar10", label)
+        return _cifar10(user_path(root) if root else cache_folder() / "cifar10", label)
     if name == "folder":
         return _folder_dataset(root, label)
     raise ValueError(
@@ -130,7 +130,8 @@ def load_dataset(name: str, root: str | Path | None = None, label: str | None = 
     )
 
 
-def _user_path(root: str | Path) -> Path:
+def user_path(root: str | Path) -> Path:
+    """The path that a person means, with ~ for the home folder; ValueError where there is none."""
     try:
         return Path(root).expanduser()
     except RuntimeError as error:
@@ -219,7 +220,7 @@ def _folder_dataset(root: str | Path | None, label: str | None) -> Dataset:
     folder inside, as archives often have it."""
     if root is None:
         raise ValueError(f"data_root: got None, allowed: a folder or tar of {LAYOUT}")
-    path = _user_path(root)
+    path = user_path(root)
     if not path.exists():
         raise FileNotFoundError(f"data_root: {path} does not exist")
     named = path.resolve().name

@@ -10,8 +10,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "cells": (
-            "Count Listening Positive Share Statements bold check_values decided literals paired_gain "
-            "show_code"
+            "Count ListeningLink Positive Share Statements bold check_values judge_mean paired_gain "
+            "read_literals show_code"
         ),
         "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise judge_solution",
     },

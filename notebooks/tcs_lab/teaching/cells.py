@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
-from tcs_lab.runs.parameters import literals
+from tcs_lab.runs.parameters import read_literals
 from tcs_lab.support.errors import plain, text_hint, validated
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
 from tcs_lab.tables.verdicts import (
@@ -46,7 +46,7 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
             raise ValueError(f"{error}{text_hint(name, given, check)}") from None
 
 
-class Listening(tcs.Link):
+class ListeningLink(tcs.Link):
     """Keeps the clients' messages of a round."""
 
     def __init__(self, channel: Callable[[int, bytes], bytes] | None = None):
@@ -85,7 +85,7 @@ class Statements:
     """
 
     def __init__(self, namespace: dict[str, Any], notebook: str):
-        cells = (literals(cell) for cell in namespace.get("In", []))
+        cells = (read_literals(cell) for cell in namespace.get("In", []))
         names = next((list(values) for values in cells if values), [])
         self.notebook = notebook
         self.parameters = {name: namespace.get(name) for name in names}
@@ -133,7 +133,7 @@ class Statements:
             write_verdicts(self.notebook, self.parameters, self.words)
 
 
-def decided(mean: float, half: float, least: float = 0.0) -> str:
+def judge_mean(mean: float, half: float, least: float = 0.0) -> str:
     """Whether a mean, known to ± `half`, is above `least`: supported, contradicted or open."""
     if mean - half > least:
         return SUPPORTED

@@ -240,7 +240,7 @@ class RunConfig:
 
     @property
     def record_name(self) -> str:
-        return _record_file({"config": self.identity(), "digest": self.digest})
+        return record_file_name({"config": self.identity(), "digest": self.digest})
 
     @property
     def torch_device(self) -> torch.device:
@@ -252,7 +252,8 @@ class RunConfig:
         return device
 
 
-def _record_file(record: dict[str, Any]) -> str:
+def record_file_name(record: dict[str, Any]) -> str:
+    """The name of the file that holds a run's record."""
     config = record["config"]
     safe = re.sub(r"[^\w.+-]+", "_", config["scheme"]["name"])
     return f"{safe}-{config['learning_rate']:g}-{config['seed']}-{record['digest']}.json"
