@@ -252,7 +252,7 @@ def test_a_newer_measurement_of_a_link_takes_the_place_of_the_older_one(tmp_path
         ("kind: studies.optimizers", "kind: studies.nodes", "value 2: kind: got .*nodes"),
         ("ranks: 2", "ranks: 0", "value 2: stage: ranks: got 0"),
         ("ranks: 2", "rank: 2", "value 2: stage: .*rank"),
-        ("profile: tiny.yaml", "", "profile: stage fixed needs it"),
+        ("profile: tiny.yaml", "", "profile: missing.*fixed"),
     ],
 )
 def test_a_stage_is_checked_by_its_kind(plan, was, now, says):
@@ -263,5 +263,5 @@ def test_a_stage_is_checked_by_its_kind(plan, was, now, says):
 
 
 def test_a_plan_without_a_profile_takes_no_parameters_of_runs():
-    with pytest.raises(ValueError, match=r"width: allowed: no parameters beside .*links\.yaml"):
+    with pytest.raises(ValueError, match=r"^width: .*links\.yaml"):
         plan_jobs(lab.ROOT / "params" / "links.yaml", {"width": 3})

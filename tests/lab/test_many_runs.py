@@ -58,7 +58,7 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
             again(dataclasses.replace(one, data_root=two.data_root))
     fewer = dataclasses.replace(two, train_samples=1)
     for other in (two, fewer):
-        with pytest.raises(ValueError, match="ci.*runs: got records of different data"):
+        with pytest.raises(ValueError, match=r"ci.*runs: got records of different data"):
             lab.run_all([one, other], tmp_path)
 
 

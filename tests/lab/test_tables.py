@@ -239,7 +239,7 @@ def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypat
     table = lab.readable(lab.summary(lab.load_records(planned, tmp_path).values()))
     assert list(table["Ours: accuracy %"]) == ["diverged (1 of 2)"]
     made[planned[1]]["provenance"] = {"fingerprint": "others"}
-    with pytest.raises(ValueError, match="ci.*runs: got records of different data"):
+    with pytest.raises(ValueError, match=r"ci.*runs: got records of different data"):
         lab.load_records(planned, tmp_path)
 
 

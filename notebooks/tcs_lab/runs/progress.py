@@ -1,4 +1,4 @@
-"""Progress: one line that follows jobs, in this process and in workers."""
+"""Progress: a line that shows how far jobs are, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tcs_lab.runs.jobs import Job
 
 
 class Progress:
-    """One line that follows jobs: on a terminal, in a notebook, under papermill.
+    """A line that shows how far jobs are, on a terminal, in a notebook and under papermill.
 
     In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean.
     """

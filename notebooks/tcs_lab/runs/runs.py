@@ -1,4 +1,4 @@
-"""Runs: the training of a RunConfig as a job; one run, and many runs side by side."""
+"""Runs: the training of a RunConfig as a job. `run` makes one run, and `run_all` makes many."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tcs_lab.training.training import Data, Row, Training, load_data
 
 @dataclasses.dataclass(frozen=True)
 class Run(Job):
-    """The training of one configuration: a row for each epoch. A checkpoint that exists is used.
+    """The training of one configuration, with a row for each epoch. A checkpoint that exists is used.
 
     An update that is not finite ends the run: its record has status "diverged", says at which
     client and round, and holds the epochs before.
@@ -124,8 +124,8 @@ class Run(Job):
     def read_all(
         cls, jobs: Sequence[Run], results: str | Path | None = None, closely: bool = False
     ) -> list[Record]:
-        """All must be of one data set; if `closely`, of the data that is given now, too, which is
-        looked at once for each way of cutting its images."""
+        """Read the records of runs, which must all be of the same data; if `closely`, of the data that
+        is given now, too, which is loaded once for each way of cutting its images."""
         seen, records = set[tuple](), []
         for job in jobs:
             record = job.read(results)
@@ -154,16 +154,18 @@ class Run(Job):
 
 
 def _check_data(record: Record, config: RunConfig, path: Path) -> None:
-    """ValueError if the images that are given, or the text that this Python brings, are not those
-    that the record's run saw."""
+    """Raise ValueError if the images that are given, or the text that this Python brings, are not
+    those that the record's run saw."""
     root = config.data_root
     given = config.dataset == "folder" and root and user_path(root).exists()
     if not given and config.dataset != "text":
         return
     if load_data(config).fingerprint != record["provenance"]["fingerprint"]:
         got = f"data_root: got {root}" if given else f"dataset: got text of Python {sys.version}"
-        other = "allowed: its own, or another results folder or profile"
-        raise ValueError(f"{got}, other data than those of {path}; {other}")
+        raise ValueError(
+            f"{got}, which is other data than that of the record {path}; allowed: the data of that "
+            "record, or another results folder or profile for this data"
+        )
 
 
 def run(config: RunConfig, results: str | Path | None = None, on_epoch: Tell = None) -> Record:
@@ -180,7 +182,7 @@ def run(config: RunConfig, results: str | Path | None = None, on_epoch: Tell = N
 # One run ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _train(config: RunConfig, data: Data, on_epoch: Tell) -> dict[str, Any]:
+def _train(config: RunConfig, data: Data, on_epoch: Tell) -> Record:
     git_state()  # now: the code may be edited while this runs
     training = Training(config, data)
     rows, ways = load_checkpoint(config, training)
@@ -215,9 +217,9 @@ def _loss_problem(row: Row, epoch: int) -> str | None:
 
 @contextlib.contextmanager
 def set_arithmetic(threads: int | None) -> Iterator[None]:
-    """So many CPU threads. On a GPU fp32 is fp32, too (convolutions would be in TF32), and cuDNN
-    tries which of its convolutions is the fastest for each shape: a run has few shapes, and each of
-    them comes thousands of times."""
+    """Within the block, torch uses so many CPU threads and computes fp32 in fp32 on a GPU, too
+    (convolutions would be in TF32). cuDNN tries which of its convolutions is the fastest for each
+    shape, because a run has few shapes and each of them comes thousands of times."""
     cudnn = torch.backends.cudnn
     before = torch.get_num_threads(), cudnn.allow_tf32, cudnn.benchmark
     torch.set_num_threads(threads or before[0])
@@ -231,10 +233,10 @@ def set_arithmetic(threads: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """What a step frees, the next one asks for again: meanwhile glibc keeps it.
+    """Within the block, glibc keeps memory that was freed, because the next step asks for it again.
 
-    By default the kernel gets it back and clears every page anew, which is about a tenth of a round
-    of ResNet-18. Without glibc nothing changes.
+    By default the kernel gets the memory back and clears every page anew, which takes about a tenth
+    of a round of ResNet-18. Without glibc nothing changes.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "mallopt"):
