@@ -1,4 +1,4 @@
-"""The lab: what the notebooks share, in rooms. Each imports only from those on lower floors:
+"""The lab: the code that the notebooks share, in rooms. A room imports only from rooms on lower floors:
 
     6   compare
     5   evidence   studies   teaching
@@ -7,11 +7,13 @@
     2   tasks
     1   support   schemes
 
-A room's first line says what is in it. `from tcs_lab import tables` brings a room; the names that most
-notebooks need are here, too (`lab.RunConfig`). Each is imported when it is first asked for.
+The first line of a room says what is in it. `from tcs_lab import tables` imports a room, and the names
+that notebooks need most are here, too (`lab.RunConfig`). A name is imported when it is first used.
 
-Above the rooms is the command line, `tcs` or `python -m tcs_lab`: `__main__` reads its words, and
-`commands` carries them out. No room imports them.
+Some doors: a record is written in `runs/records.py`, and figures 3 to 5 are drawn in `tables/figures.py`.
+
+Above the rooms is the command line, `tcs` or `python -m tcs_lab`: `__main__` reads it, and `commands`
+carries it out. No room imports these two.
 """
 
 import importlib.util
@@ -22,8 +24,8 @@ from tcs_lab.support.lazy import lazily
 
 _NEEDED = ("torchvision", "pandas", "matplotlib", "yaml", "PIL", "tqdm", "scipy", "pydantic",
            "filelock")  # fmt: skip
-if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-    _line = f"tcs_lab needs {', '.join(_lacking)}: pip install 'tcs-core[lab]'"
+if _missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    _line = f"tcs_lab needs {', '.join(_missing)}: pip install 'tcs-core[lab]'"
     if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).stem == "tcs":  # the command line
         sys.exit(f"error: {_line}")
     raise ModuleNotFoundError(_line)

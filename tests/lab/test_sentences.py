@@ -128,11 +128,11 @@ def test_comparisons_beside_the_claims_are_none_of_them():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "allowed: a word, or claims, judged and statements that decide it"),
-        ({"word": "open", "claims": ["parity"]}, "allowed: a word, or claims"),
+        ({}, "got neither a word nor claims"),
+        ({"word": "open", "claims": ["parity"]}, "got both a word and claims"),
         ({"word": "supported", "because": "so"}, "word: got 'supported'"),
-        ({"word": "out of scope"}, "because: missing; allowed: why it is out of scope"),
-        ({"word": "contradicted"}, "because: missing; allowed: why it is contradicted"),
+        ({"word": "out of scope"}, "because: missing.* out of scope"),
+        ({"word": "contradicted"}, "because: missing.* contradicted"),
         ({"word": "by construction", "shown": []}, "shown: got none"),
         ({"claims": ["parity"], "judge": 1}, "judge: got 1"),
     ],

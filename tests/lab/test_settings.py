@@ -218,7 +218,7 @@ def test_a_plan_has_each_stage_once_and_what_is_given_beside_it_wins(tmp_path):
     with pytest.raises(ValueError, match=r"^unknown parameter: path"):
         lab.plan_runs(file, {"path": "x"})
     file.write_text(PLAN % "a", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"plan\.yaml.*two stages have one name"):
+    with pytest.raises(ValueError, match=r"plan\.yaml.*two stages.* a,"):
         lab.plan_runs(file)
 
 

@@ -1,8 +1,8 @@
-"""The answers of the later plans: methods at tuned rates, two controls, and a prediction.
+"""The answers to the later plans: methods at tuned rates, two controls, and a prediction.
 
 params/fair_plan.yaml, params/controls_plan.yaml and params/prediction.yaml say what was asked and how
 it is judged. All functions here work with the records that exist. None of them gives an estimate for
-a stage of a plan before all of its runs are made.
+a stage of a plan before all of its runs are made, so that nobody judges by what came first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from tcs_lab.training.training import accuracy_on, outcomes
 
 
 class Family(BaseModel, extra="forbid"):
-    """Methods that are compared with each of some references; Holm's correction is over all of it."""
+    """Methods that are compared with each of some references. Holm's correction is over all of these
+    comparisons."""
 
     schemes: Annotated[list[str], Field(min_length=1)]
     references: Annotated[list[str], Field(min_length=1)]
@@ -64,7 +65,7 @@ class FairAnalysis(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """One method of a tuned plan, as far as its runs are made."""
+    """A method of a tuned plan, with those of its runs that are made."""
 
     stage: str
     search: Search
@@ -77,7 +78,7 @@ class TunedMethod:
 
     @cached_property
     def tried(self) -> dict[float, float | None]:
-        """Validation accuracy by factor, 0..1: minus infinity if it diverged, None if not made."""
+        """Validation accuracy by factor, 0..1; minus infinity if the run diverged, None if it is not made."""
         return self.search.tried()
 
     @property
@@ -99,19 +100,19 @@ class TunedMethod:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its runs are made. If every rate diverged there is nothing to score."""
+        """Whether all of its runs are made. If every rate diverged, there is nothing to score."""
         return self.is_tuned and (self.chosen is None or len(self.scored) == len(self.seeds))
 
     @property
     def diverged(self) -> list[str]:
-        """Scored runs that diverged, by their files; or that all rates did."""
+        """The files of scored runs that diverged, or the remark that all rates did."""
         if self.is_tuned and self.chosen is None:
             return ["every rate that was tried"]
         return [record_file_name(r) for r in self.scored.values() if r["status"] != "finished"]
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """In percent on the images that score, by seed; none if a run diverged."""
+        """Accuracies by seed, in percent of the images that score; {} if a run diverged."""
         if self.diverged:
             return {}
         spans = self.search.tuning.score_on
@@ -119,7 +120,7 @@ class TunedMethod:
 
 
 def load_methods(path: str | Path, results: str | Path | None = None) -> list[TunedMethod]:
-    """The methods of all tuned stages of a plan, in its order."""
+    """Load the methods of all tuned stages of a plan, in its order."""
     seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
     return [
         TunedMethod(stage, search, seeds[stage], results)
@@ -129,9 +130,9 @@ def load_methods(path: str | Path, results: str | Path | None = None) -> list[Tu
 
 
 def fair_counts(path: str | Path, results: str | Path | None = None) -> dict[str, int]:
-    """How many runs of a tuned plan are planned and made, those that tune and those that score.
+    """Count how many runs of a tuned plan are planned and made, of those that tune and those that score.
 
-    The plan grows: a rate beyond the first ones is planned once the best is at the list's end."""
+    The plan grows: a rate beyond the first ones is planned when the best one is at the list's end."""
     methods = load_methods(path, results)
     tried = [accuracy for method in methods for accuracy in method.tried.values()]
     return {
@@ -143,7 +144,7 @@ def fair_counts(path: str | Path, results: str | Path | None = None) -> dict[str
 
 
 def fair_progress(path: str | Path, results: str | Path | None = None) -> str:
-    """The same as a sentence."""
+    """Say in a sentence how many runs of a tuned plan are planned and made."""
     n = fair_counts(path, results)
     return (
         f"{n['tuning made']} of {n['tuning planned']} tuning runs and {n['scoring made']} of "
@@ -152,7 +153,7 @@ def fair_progress(path: str | Path, results: str | Path | None = None) -> str:
 
 
 def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each method of a tuned plan.
+    """Make a table with a row for each method of a tuned plan.
 
     `tried` maps factors to validation accuracies in percent (nan: not made, minus infinity:
     diverged), `chosen` and `rate` are the best factor and its learning rate, `n` of `planned` scored
@@ -185,8 +186,8 @@ def _fair_row(method: TunedMethod) -> dict[str, Any]:
 
 
 def fair_model(methods: Iterable[TunedMethod]) -> Comparison:
-    """The pooled model of scored runs, by method and seed, with what each got right: all of it on
-    the images that score."""
+    """The pooled model of scored runs, by method and seed, with the images that each got right. Only the
+    images that score count."""
     accuracies, right = {}, {}
     for method in methods:
         for seed, accuracy in method.accuracies.items():
@@ -199,13 +200,13 @@ def fair_model(methods: Iterable[TunedMethod]) -> Comparison:
 
 
 def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each difference that a tuned plan asks for, as `analysis` there says.
+    """Estimate the differences that a tuned plan asks for under `analysis`, one row each.
 
     `measured`, `low`, `high` in percentage points, `p` of its difference from zero, `holm` corrected
     over all differences of its family, also those that are not measured yet, and `no_loss`:
     "supported", "contradicted", "open" or "not measured"; `no_loss_bootstrap` is what the bootstrap's
-    interval says. The model has the methods of all stages
-    that are whole. Where there is no estimate, `reason` says why.
+    interval says. The model has the methods of all stages of which all runs are made. Where there is
+    no estimate, `reason` says why.
     """
     read = read_plan(path)
     analysis = validated(FairAnalysis, read.analysis, f"{path}: analysis")
@@ -259,7 +260,7 @@ def _fair_difference(
 
 
 class Question(Claim, extra="forbid"):
-    """A question of params/controls_plan.yaml: a claim on accuracy, and the stage that answers it."""
+    """A question of params/controls_plan.yaml: a claim on accuracy, with the stage that answers it."""
 
     measure: Literal["accuracy"] = "accuracy"
     stage: str
@@ -273,12 +274,12 @@ class ControlAnalysis(BaseModel, extra="forbid"):
 
 
 def control_answers(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each question of a plan with controls, as `judge_claims` gives it: `measured` with its
-    interval, `bound`, `verdict`, the record files, and `question`, `stage`, `made` and `stage_planned`.
+    """Answer the questions of a plan with controls. Each has a row as `judge_claims` gives it: `measured`
+    with its interval, `bound`, `verdict`, the record files, and further `question`, `stage`, `made`
+    and `stage_planned`.
 
-    The model has the runs of the question's stage. Where a scheme of the question has no runs there,
-    as TCS has none beside its random mask, the judged records of the profile are in it, too. Before
-    a stage is whole nothing of it is estimated.
+    The model has the runs of the question's stage. If a scheme of the question has no runs there, as
+    TCS has none beside its random mask, the judged records of the profile are in the model, too.
     """
     read = read_plan(path)
     analysis = validated(ControlAnalysis, read.analysis, f"{path}: analysis")
@@ -305,7 +306,7 @@ def _add_judged_records(
     path: str | Path, read: Plan, question: Question, found: Mapping[str, Record],
     results: str | Path | None,
 ) -> dict[str, Record]:  # fmt: skip
-    """The records of a question's model."""
+    """The records of a stage, with the judged ones if a scheme of the question is not among them."""
     there = {r["config"]["scheme"]["name"] for r in found.values()}
     if {name for name, _ in question.schemes} <= there:
         return dict(found)
@@ -320,9 +321,11 @@ PAPER_RATE = 0.5  # Table 1's
 
 
 def compare_prediction(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each scheme of each version of a prediction: `points` with `low` and `high` of its
-    interval, `paper`, what the paper prints, and `measured`, the difference to the Baseline in runs of
-    the paper's size and length, over `n` seeds (nan and 0 as long as there are none).
+    """Compare a prediction with what was measured, in a row for each version and scheme.
+
+    `points` is the prediction, with `low` and `high` of its interval; `paper` is what the paper prints,
+    and `measured` the difference to the Baseline in runs of the paper's size and length, over `n`
+    seeds (nan and 0 as long as there are none).
     """
     read = read_params([path])
     ends = _full_length_accuracies(results)
@@ -396,7 +399,7 @@ def readable_fair_differences(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _word(row: Mapping[str, Any]) -> str:
-    """The verdict, and what the bootstrap's interval says if it is another word."""
+    """The verdict, and that of the bootstrap's interval if it is another one."""
     other = row["no_loss_bootstrap"]
     same = other in ("", row["no_loss"])
     return row["no_loss"] if same else f"{row['no_loss']} (the bootstrap's interval says {other})"

@@ -1,4 +1,8 @@
-"""The paper's tables and figures, drawn from records, with the differences that claims are judged by."""
+"""The paper's tables 1 to 3, each with its figure, put together and saved.
+
+The rows come from `tables.tables`, the figures 3 to 5 from `tables.figures`, and the differences to the
+Baseline from the planned model, by which claims are judged, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from tcs_lab.training.configuration import RunConfig
 
 
 class Drawn(NamedTuple):
-    """A table of the paper as rows and as Markdown, and its curves as a .png, b"" without records."""
+    """A table of the paper as rows and as Markdown, and its figure as a .png (b"" without records)."""
 
     table: pd.DataFrame
     text: str
@@ -26,14 +30,19 @@ def draw_table(
     params: dict[str, Any], records: Sequence[dict[str, Any]], planned: Iterable[RunConfig],
     folder: Path | None,
 ) -> Drawn:  # fmt: skip
-    """Draws a table of the paper and, if there are records, its curves. Saves them in the folder, if
-    one is given and can be written: table<n>.csv and .md, figure<m>.png and .svg. `params` is what
-    table and profile say. Where the profile has a planned model, differences are the model's.
+    """Draw a table of the paper and, if there are records, its figure, and save both in the folder, if
+    one is given and can be written: table<n>.csv and .md, figure<m>.png and .svg.
 
-    Raises ValueError if they lack the table's number, its figure's or its title."""
+    `params` is what the files of table and profile say together. If the profile has a planned model,
+    the differences are the model's. Raises ValueError if the number of the table or of its figure, or
+    its title, is missing.
+    """
     needed = ("table", "figure", "title", "profile")
-    if lacking := [key for key in needed if params.get(key) is None]:
-        raise ValueError(f"{', '.join(lacking)}: missing, a table's or a profile's file says it")
+    if missing := [key for key in needed if params.get(key) is None]:
+        raise ValueError(
+            f"{', '.join(missing)}: missing; a table's file such as params/table1.yaml says table, figure "
+            "and title, and a profile's file says profile"
+        )
     gaps = estimate_gaps(params["profile"], records)
     table = summary(records, params.get("paper"), planned, gaps)
     setting, picture = f"profile {params['profile']}", b""

@@ -1,4 +1,4 @@
-"""The paper's empirical sentences, each with a verdict that is found, not typed in, and its place."""
+"""The paper's empirical sentences, each with a verdict that is computed, and where it is shown."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ class Sentence(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _has_a_verdict(self) -> Sentence:
-        found = bool(self.claims or self.judged or self.statements)
-        if found == bool(self.word):
-            raise ValueError("allowed: a word, or claims, judged and statements that decide it")
+        is_judged = bool(self.claims or self.judged or self.statements)
+        if is_judged == bool(self.word):
+            given = "both a word and" if is_judged else "neither a word nor"
+            raise ValueError(
+                f"got {given} claims, judged or statements, allowed: one of the two, to give a verdict"
+            )
         if self.word not in (None, BY_CONSTRUCTION) and not self.because:
-            raise ValueError(f"because: missing; allowed: why it is {self.word}")
+            raise ValueError(f"because: missing, allowed: the reason why it is {self.word}")
         if self.word != OUT_OF_SCOPE and not self.shown:
-            raise ValueError("shown: got none, allowed: one notebook or more")
+            raise ValueError("shown: got none, allowed: one or more notebooks that show it")
         return self
 
 
@@ -65,7 +68,7 @@ class Sentences(BaseModel, extra="forbid"):
 
 
 def read_sentences(path: str | Path) -> list[Sentence]:
-    """The sentences of a file; ValueError names the place, the value and what is allowed."""
+    """Read the sentences of a file; ValueError names the place, the value and what is allowed."""
     return validated(Sentences, read_params([path]), path).sentences
 
 
@@ -73,7 +76,8 @@ def read_sentences(path: str | Path) -> list[Sentence]:
 
 
 def extra_claims(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
-    """The differences that the claims' file lacks, as claims named by sentence and number."""
+    """Make claims of the differences that the file of claims does not have, named by sentence and
+    number; None if there are none."""
     extra = {
         f"{s.where}, {s.says}, {number}": one.claim(s.says)
         for s in sentences for number, one in enumerate(s.judged)
@@ -82,9 +86,10 @@ def extra_claims(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
 
 
 def combine_verdicts(words: Iterable[str]) -> str:
-    """Several verdicts as one: the word of all, or each word with how often it came."""
-    found = list(words)
-    drawn = [word for word in found if word != BY_CONSTRUCTION] or found  # counting decides nothing
+    """Combine several verdicts: the word that all have, or each word with how often it occurs."""
+    words = list(words)
+    # what holds by construction decides nothing, unless there is nothing else
+    drawn = [word for word in words if word != BY_CONSTRUCTION] or words
     if len(set(drawn)) == 1:
         return drawn[0]
     return ", ".join(f"{word} ({drawn.count(word)})" for word in dict.fromkeys(drawn))
@@ -93,11 +98,11 @@ def combine_verdicts(words: Iterable[str]) -> str:
 def sentences_table(
     sentences: Iterable[Sentence], claims: pd.DataFrame, read: Claims, records: Mapping[str, Record]
 ) -> pd.DataFrame:
-    """One row a sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
+    """Make a table with a row for each sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
     `claims` is what `judge_claims` gives for the claims `read` and the `records`. Verdicts on statements
     of notebooks are those that the notebooks have written (tcs_lab/tables/verdicts.py). `because` also
-    names the differences for which the bootstrap's interval says another word.
+    names the differences for which the bootstrap's interval gives another verdict.
     """
     sentences = list(sentences)
     found = claims.to_dict("records")
@@ -120,21 +125,21 @@ def sentences_table(
 
 
 def _word(row: Mapping[str, Any]) -> str:
-    """A claim's verdict; of one by construction whether it keeps its bound counts."""
+    """A claim's verdict. A claim by construction that does not keep its bound is contradicted."""
     if row["verdict"] == BY_CONSTRUCTION and not row["kept"]:
         return "contradicted"
     return str(row["verdict"])
 
 
 def _flag(row: Mapping[str, Any]) -> str:
-    """What the bootstrap's interval says of a difference, if it is another word; else ""."""
+    """A note that the bootstrap's interval gives another verdict on a difference, or ""."""
     other = differing_bootstrap_verdict(row) if "bootstrap" in row else ""
     difference = f"{row.get('first')} − {row.get('second')}"
     return f"for {difference} the bootstrap's interval says {other}" if other else ""
 
 
 def link(place: str) -> str:
-    """`notebook#section`, as `shown` has it, as Markdown."""
+    """Make a Markdown link of `notebook#section`, which is the form that `shown` has."""
     notebook, _, section = place.partition("#")
     number = notebook.split("_")[0]
     return f"[{number}]({notebook}.ipynb)" + (f" {section}" if section else "")

@@ -1,8 +1,8 @@
-"""Records as numbers, tables and figures: what was sent, intervals, models of accuracy, Markdown.
+"""Numbers, tables and figures from records: what was sent, intervals, models of accuracy, Markdown.
 
-A new figure belongs here, and whatever computes a number from records. What a number means for a claim
-belongs to `evidence`. So do the paper's own tables and figures (`evidence.paper_tables`), since they
-show the differences by which claims are judged.
+Whatever computes a number from records belongs here, and so does a new figure: `figures` draws all
+figures that several pages share, figures 3 to 5 of the paper among them. What a number means for a
+claim belongs to `evidence`, where `paper_tables` puts the paper's tables together with their figures.
 """
 
 from tcs_lab.support.lazy import lazily

@@ -1,6 +1,6 @@
-"""What the notebooks' own cells are made of: parameters checked, claims said, exercises.
+"""What the cells of notebooks are made of: checks of parameters, statements with verdicts, exercises.
 
-To import this room is to register the exercises. Here belongs a new exercise.
+Importing this room registers the exercises. A new exercise belongs here, in `exercise_cases`.
 """
 
 import tcs_lab.teaching.exercise_cases  # noqa: F401  (registers the exercises)
