@@ -132,7 +132,7 @@ print(f"{len(drawn)} tables have been drawn.")
 
 # %%
 for table in drawn.values():
-    display(Markdown(lab.unbroken(table.text)))
+    display(Markdown(lab.prevent_line_breaks(table.text)))
     if table.picture:
         display(Image(table.picture, width=700))
 
@@ -161,7 +161,7 @@ if len(traffic):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
     picture = io.BytesIO()
-    lab.megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
+    lab.draw_megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
     display(Image(picture.getvalue(), width=700))
 
 # %% [markdown]
@@ -187,7 +187,7 @@ for record in diverged:
 for t, params in plans.items():
     rows = lab.summary(lab.load_records(lab.plan(params)).values(), planned=lab.plan(params))
     measured = f"{(rows['n'] > 0).sum()} of {len(rows)} schemes"
-    without = lab.lacking(lab.plan(asked[t]), records)
+    without = lab.list_missing(lab.plan(asked[t]), records)
     print(f"table {t}: {rows['n'].sum()} runs of {measured}; runs without a record: {without}")
 
 # %% [markdown]
@@ -195,4 +195,4 @@ for t, params in plans.items():
 # explain what each scheme does. Next: [01_fedavg](01_fedavg.ipynb).
 
 # %% jupyter={"source_hidden": true}
-print(f"core {lab.core_sha256()[:12]} · {lab.made_with(records)}")
+print(f"core {lab.core_sha256()[:12]} · {lab.describe_provenance(records)}")

@@ -182,7 +182,7 @@ def train(steps):
     return trained, curve
 
 
-runs = {steps: train(steps) for steps in lab.followed(local_steps, "runs")}
+runs = {steps: train(steps) for steps in lab.follow(local_steps, "runs")}
 for steps, (_, curve) in runs.items():
     rounds, accuracy = curve[-1]["rounds"], 100 * curve[-1]["accuracy"]
     print(f"H = {steps}: {rounds:2d} rounds per epoch, {32 / steps:4.1f} bits per parameter and iteration, "
@@ -249,7 +249,7 @@ with training.federation.trainer.lend_module():  # the core's round, at this rat
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
 training.flat.put(training.flat.views(average_D))  # below, from the round by hand
 print(
-    f"by hand and in the core: the results differ by {lab.number(gap_core, 1)} of the update's length"
+    f"by hand and in the core: the results differ by {lab.format_number(gap_core, 1)} of the update's length"
 )
 
 # %% [markdown]
@@ -270,12 +270,12 @@ differences_ND = models_ND - start_D
 moved_D = start_D + differences_ND.mean(0)
 gap_models = float((moved_D - average_D).abs().max() / average_D.abs().max())
 gap_deltas = float((differences_ND - training.deltas_ND).norm() / differences_ND.norm())
-gap = lab.number(gap_models, 1)
+gap = lab.format_number(gap_models, 1)
 print(
     f"theta plus the mean difference is within {gap} of the mean model (relative to its largest entry)"
 )
 print(
-    f"differences of models and the core's sums of gradients differ by {lab.number(gap_deltas, 1)}"
+    f"differences of models and the core's sums of gradients differ by {lab.format_number(gap_deltas, 1)}"
 )
 
 # %% [markdown]
@@ -345,7 +345,7 @@ for steps in [h for h in (1, 2, 4, 8) if h <= most]:
         fedavg_D, large_step([b for own in work for b in own], steps * eta)
     )
 for steps, gap in gap_fedsgd.items():
-    print(f"H = {steps}: they differ by {lab.number(gap, 2)} of the step")
+    print(f"H = {steps}: they differ by {lab.format_number(gap, 2)} of the step")
 
 # %% [markdown]
 # At H = 1 the two differ by rounding errors only. With more local steps they differ by a large part of the step. That is not a
@@ -464,7 +464,7 @@ for _ in often.rounds(epochs - 1):
     often.statistics_NS[:] = often.statistics_NS.mean(0)
 once_S, often_S = calm.statistics_NS.mean(0), often.statistics_NS.mean(0)
 gap_statistics = float((once_S - often_S).norm() / once_S.norm())
-print(f"averaged once or after every round: they differ by {lab.number(gap_statistics, 1)}; same theta: "
+print(f"averaged once or after every round: they differ by {lab.format_number(gap_statistics, 1)}; same theta: "
       f"{torch.equal(calm.theta_D, often.theta_D)}")  # fmt: skip
 
 # %% [markdown]
@@ -496,17 +496,17 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | only rounding, because it is arithmetic |
 
 # %%
-claim("models and differences average alike", gap_models < 1e-6, lab.number(gap_models, 1))
+claim("models and differences average alike", gap_models < 1e-6, lab.format_number(gap_models, 1))
 claim("a round by hand is the core's", max(gap_core, gap_deltas) < 0.05,
-      f"{lab.number(gap_core, 1)}, its differences {lab.number(gap_deltas, 1)}")  # fmt: skip
+      f"{lab.format_number(gap_core, 1)}, its differences {lab.format_number(gap_deltas, 1)}")  # fmt: skip
 half = 0.5 * gain["everything"]
 claim("the largest tenth of a difference does most of what the whole does",
       gain["largest tenth of the difference"] > half > 0)  # fmt: skip
 claim("the largest tenth of a model undoes it", gain["largest tenth of the model"] < 0)
-claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, lab.number(gap_fedsgd[1], 1))
+claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, lab.format_number(gap_fedsgd[1], 1))
 claim("at H = 2 it is not", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
 claim("running statistics leave theta alone", same_theta, "bit for bit")
-claim("averaging them can wait", gap_statistics < 1e-4, lab.number(gap_statistics, 1))
+claim("averaging them can wait", gap_statistics < 1e-4, lab.format_number(gap_statistics, 1))
 schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 150, 225)])
 claim(
     "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))

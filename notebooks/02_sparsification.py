@@ -124,7 +124,7 @@ def train(scheme):
     federation = lab.Training(dataclasses.replace(base, scheme=scheme), data, keep_deltas=True)
     accuracy, sent, before_ND = [], [], 0.0
     moved_D = torch.zeros(len(federation.theta_D), dtype=torch.bool)
-    for epoch in lab.followed(range(epochs), "epochs"):
+    for epoch in lab.follow(range(epochs), "epochs"):
         for update_D in federation.rounds(epoch):
             if epoch >= federation.config.warmup:
                 moved_D |= update_D != 0
@@ -288,7 +288,7 @@ def milliseconds(choose):
 taken = [{name: milliseconds(choose) for name, choose in choices.items()} for _ in range(9)]
 median = {name: statistics.median(turn[name] for turn in taken) for name in choices}
 ratios = [turn["top-K"] / turn["TCS"] for turn in taken]
-word = lab.decided(*lab.paired_gain(ratios, [1.0] * len(ratios)))
+word = lab.judge_mean(*lab.paired_gain(ratios, [1.0] * len(ratios)))
 print(
     ", ".join(f"{name} {ms:.0f} ms" for name, ms in median.items()),
     f"to choose among {selected_from:,} entries (medians)",
@@ -541,7 +541,7 @@ claim("arrived + waiting = meant", lost < 1e-5, f"up to {1e9 * lost:.0f} billion
 sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
 claim("a round of TCS keeps more of what was meant than one of rand-K", sends["TCS"] > sends["rand-K"],
       f"{sends['TCS']:.0%} against {sends['rand-K']:.1%}; top-K {sends['top-K']:.0%}")  # fmt: skip
-claim("in this run, keeping errors raises top-K's accuracy", lab.decided(rescued, noise),
+claim("in this run, keeping errors raises top-K's accuracy", lab.judge_mean(rescued, noise),
       f"by {rescued:.1f} points; two standard errors are {noise:.1f}")  # fmt: skip
 claim("the way down keeps its bound", over <= 1e-6)
 claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
@@ -623,7 +623,7 @@ helps = final["rand-K"] - final["rand-K, no errors kept"]
 behind = final["top-K"] - final["rand-K"]
 claim.judge(
     "rand-K ends below top-K",
-    lab.decided(behind, noise),
+    lab.judge_mean(behind, noise),
     "in one run of each, by more than two standard errors",
 )
 top, forgot, tcs_row = (down[name][-1] for name in down)

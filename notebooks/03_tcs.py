@@ -91,7 +91,7 @@ def follow(scheme):
     """Train, and record for every round where the update is not zero and where its K largest are."""
     federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
     seen = {"support": [], "mask": [], "loss": []}
-    for epoch in lab.followed(range(epochs), "epochs"):
+    for epoch in lab.follow(range(epochs), "epochs"):
         for update_D in federation.rounds(epoch):
             seen["support"].append(update_D != 0)
             seen["mask"].append(tcs.top_k_mask(update_D, k_global))
@@ -472,7 +472,7 @@ fewer, half = lab.paired_gain([0.5] * len(without), without)
 print(
     f"the differences alone would have chosen {torch.tensor(without).mean():.0%} of the explored entries"
 )
-claim.judge("most places are explored for what has piled up there", lab.decided(fewer, half))
+claim.judge("most places are explored for what has piled up there", lab.judge_mean(fewer, half))
 
 # %% [markdown]
 # The errors choose most of what is explored. At entries that are explored, a client's accumulated error is a few times as
@@ -518,7 +518,7 @@ def trained(number, mask_D=None):
 
 # %%
 rows = []
-for number in lab.followed(range(seed + 1, seed + 1 + ticket_seeds), "seeds"):
+for number in lab.follow(range(seed + 1, seed + 1 + ticket_seeds), "seeds"):
     loss, farthest_D, last_D = trained(number)
     drawn = torch.rand(dimension, generator=lab.generator_for(number, 100))
     masks_D = {"its last mask": last_D, "where θ moved farthest": farthest_D,
@@ -532,7 +532,7 @@ ends = [f"{mean:.2f}" for mean in rows.mean()]
 table = {"mask": list(rows), "training loss": ends, "above TCS (95 %)": above}
 print(f"each mask is kept for the whole training; n = {len(rows)} seeds")
 best = "where θ moved farthest"
-as_well = lab.decided(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
+as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
 print(f"that one good mask ({best}) does as well as TCS: {as_well}")
 display(Markdown(lab.markdown(pd.DataFrame(table))))
 

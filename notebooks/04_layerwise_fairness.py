@@ -243,7 +243,7 @@ MASK, EXPLORED = 0, 1  # what `watch` counts in every sparse round, second axis 
 def watch(federation):
     counts, mask_D = [], torch.zeros(dimension, dtype=torch.bool)
     start_D = federation.theta_D.clone()
-    for epoch in lab.followed(range(epochs), "epochs"):
+    for epoch in lab.follow(range(epochs), "epochs"):
         for update_D in federation.rounds(epoch):
             counts.append(per_layer(torch.stack([mask_D, (update_D != 0) & ~mask_D])))
             mask_D = tcs.positions_to_mask(federation.compressor.rule.positions, dimension)
@@ -329,7 +329,7 @@ dense = f"FedAvg-L{steps}" if steps > 1 else "FedAvg"
 def dense_moves(eta, seed):
     federation = federation_of(dense, eta, seed)
     start_D = federation.theta_D.clone()
-    for epoch in lab.followed(range(epochs), "epochs"):
+    for epoch in lab.follow(range(epochs), "epochs"):
         for _ in federation.rounds(epoch):
             pass
     return moves(start_D, federation.theta_D)
@@ -529,7 +529,7 @@ assert lab.teaching.judge_solution("fair_top_k", fair_top_k) == "right"
 def said(name, eta):
     points, half = gain(name, eta)
     layer, layer_half = change(name, eta)
-    word = lab.decided(layer, layer_half)
+    word = lab.judge_mean(layer, layer_half)
     theirs = f"{paper[name, eta] - paper[schemes[0], eta]:+.2f}".replace("-", "−")
     return f"""{name} at η = {eta:g}: compared with {schemes[0]}, the layer's distance changes by {with_half(layer, layer_half)} percentage points.
       That the minimum helps this layer is **{word}**. Accuracy changes by {with_half(points, half, 1)} points (in the paper {theirs})."""
@@ -563,7 +563,7 @@ for says, ok in {
 for name, eta in compared:
     claim.judge(
         f"{name} moves the starved layer farther than {schemes[0]} at η = {eta:g}",
-        lab.decided(*change(name, eta)),
+        lab.judge_mean(*change(name, eta)),
     )
 evener = kept_errors < min(forgot, at_ends["dense updates"])
 often = len(seen[schemes[0]]) * k_global / dimension
@@ -583,7 +583,7 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 """))  # fmt: skip
 moved = {n: 100 * float(relative[n, learning_rates[0]][:, starved].mean()) for n in schemes}
 left_out = float((seen[schemes[-1]][:, MASK] == 0).float().mean())
-words = {n: lab.decided(*change(n, learning_rates[0])) for n in schemes[1:]}
+words = {n: lab.judge_mean(*change(n, learning_rates[0])) for n in schemes[1:]}
 answer.update(Markdown(f"""**In short.** The input layers and the last layer have {table.loc["head + input", "parameters"]:.1%} of the parameters, but get
 {table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. In an average round, {empty:.0%} of the layers have no entry in the shared mask of
 {schemes[0]}; with {schemes[-1]} it is {left_out:.0%}. We then looked at the layer that gets least, and at how far training moves it compared with

@@ -156,7 +156,7 @@ for _ in range(steps):
 
 # %% tags=["nbval-check-output"]
 for name, path in paths.items():
-    steps_shown = [f"  step {t}: {lab.number(path[t]):>9s}" for t in (1, 2, 10, 30, 60)]
+    steps_shown = [f"  step {t}: {lab.format_number(path[t]):>9s}" for t in (1, 2, 10, 30, 60)]
     print(f"{name:25s}{''.join(steps_shown)}")
 
 # %% jupyter={"source_hidden": true}
@@ -201,10 +201,10 @@ def gap_to_torch(config):
 # %%
 one = tcs.Scheme.named("FedSGD", momentum=momentum)
 dense_gap, rounds = gap_to_torch(dataclasses.replace(config, scheme=one, clients=1))
-largest = lab.number(dense_gap, 1)
+largest = lab.format_number(dense_gap, 1)
 print(f"nothing compressed, 1 client:  largest difference {largest} in {rounds} rounds")
 sparse_gap, rounds = gap_to_torch(config)
-largest = lab.number(sparse_gap, 1)
+largest = lab.format_number(sparse_gap, 1)
 print(f"TCS, {clients} clients:              largest difference {largest} in {rounds} rounds")
 
 # %% [markdown]
@@ -304,7 +304,7 @@ wanted |= {"TCS": ("TCS", 1), "TCS-Global Momentum": ("TCS-Global Momentum", 1)}
 wanted |= {short: ("TCS-Global Momentum", 1 - momentum)}
 runs = {label: [] for label in wanted}
 every = [(label, seed) for label in wanted for seed in trials]
-for label, seed in lab.followed(every, "runs"):
+for label, seed in lab.follow(every, "runs"):
     runs[label].append(train(*wanted[label], seed))
 print(f"{sum(map(len, runs.values()))} runs, {len(trials)} of each kind")
 
@@ -381,12 +381,16 @@ off = {}
 for name in rules:
     off[name] = max(abs(a - b) for a, b in zip(paths[name], torch_path, strict=True))
 misprints = [name for name in rules if name != "put right"]
-claim("the rule put right is PyTorch's", off["put right"] < 1e-12, lab.number(off["put right"], 1))
+claim(
+    "the rule put right is PyTorch's",
+    off["put right"] < 1e-12,
+    lab.format_number(off["put right"], 1),
+)
 for name in misprints:
     far = off[name] > 0.1 if momentum >= 0.1 else None
-    claim(f"{name}: is not", far, f"{lab.number(off[name], 2)} away")
+    claim(f"{name}: is not", far, f"{lab.format_number(off[name], 2)} away")
 claim("the federation's weights are torch.optim.SGD's", max(dense_gap, sparse_gap) < 1e-6,
-      f"to {lab.number(dense_gap, 1)} dense, {lab.number(sparse_gap, 1)} compressed")  # fmt: skip
+      f"to {lab.format_number(dense_gap, 1)} dense, {lab.format_number(sparse_gap, 1)} compressed")  # fmt: skip
 sizes = {run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}
 claim("a message is as long as without momentum", len(sizes) == 1,
       f"{sizes.pop():,} bits")  # fmt: skip

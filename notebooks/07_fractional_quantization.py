@@ -115,7 +115,7 @@ for epoch in range(epochs):
 u = all_sent[-clients]  # client 0, last round: the example from here on
 K, D = len(u), len(server_D)
 print(f"{len(all_sent)} messages of {K} values; the model has {D:,} parameters")
-least, most = (lab.number(float(end), 2) for end in u.abs().aminmax())
+least, most = (lab.format_number(float(end), 2) for end in u.abs().aminmax())
 print(f"magnitudes from {least} to {most} in the example")
 
 # %% [markdown]
@@ -182,8 +182,8 @@ plt.show()
 pick = torch.linspace(0, K - 1, 6).long()
 lines = zip(u[pick].tolist(), codes[pick].tolist(), received[pick].tolist(), strict=True)
 table = [
-    {"value": lab.number(value), "interval": str(code % P + 1), "bits": f"{code:0{value_bits}b}",
-     "received": lab.number(got), "off by": f"{got / value - 1:+.0%}".replace("-", "−")}
+    {"value": lab.format_number(value), "interval": str(code % P + 1), "bits": f"{code:0{value_bits}b}",
+     "received": lab.format_number(got), "off by": f"{got / value - 1:+.0%}".replace("-", "−")}
     for value, code, got in lines
 ]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(table))))
@@ -387,14 +387,14 @@ nan = float("nan")
 cases = {"zeros only": [0, 0, 0], "a zero": [0, 4, -1], "equal": [3, -3, 3], "one": [-5], "none": [],
          "33 decades": [1e18, -1e-15], "a NaN": [1, nan]}  # fmt: skip
 for name, values in cases.items():
-    given = ", ".join("NaN" if math.isnan(x) else lab.number(x) for x in values)
+    given = ", ".join("NaN" if math.isnan(x) else lab.format_number(x) for x in values)
     try:
         got = quantized(torch.tensor(values, dtype=torch.float32), 16)
-        print(f"{name:12s}{given} -> {', '.join(map(lab.number, got.tolist()))}")
+        print(f"{name:12s}{given} -> {', '.join(map(lab.format_number, got.tolist()))}")
     except ValueError as error:
         print(f"{name:12s}{given} -> ValueError: {error}")
 one = quantized(torch.tensor([1.0, 2.0, -6.0]), 1)
-print(f"{'P = 1':12s}1, 2, −6 -> {', '.join(map(lab.number, one.tolist()))}")
+print(f"{'P = 1':12s}1, 2, −6 -> {', '.join(map(lab.format_number, one.tolist()))}")
 
 # %% [markdown]
 # A zero arrives as the mean of the interval with the smallest values, because zero has no code of its own.
@@ -419,7 +419,7 @@ for n, (intended_D, where) in enumerate(messages):
     exact.append(bool((rest_D == 0).all()))
     average_D += sent_D / clients
 print(f"sent + errors = intended, bit for bit, for {sum(exact)} of {clients} clients")
-off_by = lab.number(float((average_D - server_D).abs().max()), 1)
+off_by = lab.format_number(float((average_D - server_D).abs().max()), 1)
 print(f"the server's update differs from the average of what was sent by at most {off_by}")
 
 # %% [markdown]
@@ -446,7 +446,7 @@ together = pd.Series([relative_error(values) for values in all_sent])
 apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
 print(f"mean relative error {together.mean():.1%} together and {apart.mean():.1%} apart; "
       f"apart it is smaller in {(apart < together).mean():.0%} of the {len(apart)} messages of this run")  # fmt: skip
-smaller = lab.decided(*lab.paired_gain(together, apart))
+smaller = lab.judge_mean(*lab.paired_gain(together, apart))
 claim.judge("quantized apart the values have a smaller error", smaller)
 
 # %% [markdown]

@@ -121,7 +121,7 @@ else:
     records = list(lab.load_records(every_seed).values())
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
-print(f"{len(records)} records found; runs without a record: {lab.lacking(configs, records)}")
+print(f"{len(records)} records found; runs without a record: {lab.list_missing(configs, records)}")
 folder = lab.results_folder(params["profile"])
 if changed or (lacking and not (folder / f"table{table}.md").exists()):
     folder = None  # what is drawn is shown, and not saved
@@ -150,7 +150,7 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 
 # %%
 summary, text, picture = lab.draw_table(params, records, configs, folder)
-display(Markdown(lab.unbroken(text)))
+display(Markdown(lab.prevent_line_breaks(text)))
 
 # %% [markdown]
 # There is one row per scheme, in the paper's order, and n is the number of trials. The last column is the traffic of one client in the whole run, in both
@@ -205,9 +205,11 @@ print("(by the formula, relative to dense training):")
 for row in summary.itertuples():
     level = f"{100 * row.accuracy:6.2f} %" if row.n else "not measured"
     numbers = (row.difference, row.difference_low, row.difference_high)
-    gap = lab.with_interval(*(100 * number for number in numbers))
+    gap = lab.format_interval(*(100 * number for number in numbers))
     bits = (
-        "" if row.scheme.startswith("Baseline") else f", bits 1/{lab.times(32 / row.formula_bits)}"
+        ""
+        if row.scheme.startswith("Baseline")
+        else f", bits 1/{lab.format_times(32 / row.formula_bits)}"
     )
     print(f"{row.scheme:20s} {level}, difference {gap}{bits}")
 
@@ -223,4 +225,4 @@ for row in summary.itertuples():
 # scheme of your own to this table.
 
 # %% jupyter={"source_hidden": true}
-print(f"core {lab.core_sha256()[:12]} · {lab.made_with(records)}")
+print(f"core {lab.core_sha256()[:12]} · {lab.describe_provenance(records)}")

@@ -302,7 +302,7 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% jupyter={"source_hidden": true}
 label = records[0]["provenance"]["dataset"]
-drawn = lab.accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
+drawn = lab.draw_accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
 display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700))
 
 # %% [markdown]

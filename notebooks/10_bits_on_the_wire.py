@@ -97,14 +97,14 @@ print(
 # ## One message, taken apart
 #
 # We run a small TCS-Q5 training up to its last round. The compressor is given a *link*, an object that decides how messages are
-# transported. The link `lab.Listening` also stores the messages of each round.
+# transported. The link `lab.ListeningLink` also stores the messages of each round.
 
 # %%
 scheme = tcs.Scheme.named("TCS-Q5")
 config = dataclasses.replace(
     configs[0], scheme=scheme, width=message_width, participation=1.0, wire=False
 )
-federation = lab.Training(config, data, link=lab.Listening())
+federation = lab.Training(config, data, link=lab.ListeningLink())
 compressor = federation.compressor
 for epoch in range(config.epochs):
     *_, server_D = federation.rounds(epoch)  # the last round's update
@@ -322,8 +322,8 @@ def average(b: float, steps: int, warmup: float) -> float:
 # %% tags=["nbval-check-output"]
 claimed = lab.paper_factor("TCS-L4-Q5")
 with_warmup = 32 / average(tcs.bit_budget("TCS-L4-Q5"), 4, paper_warmup)
-few = lab.times(with_warmup)
-print(f"TCS-L4-Q5, uplink: ×{lab.times(claimed)} by the formula, ×{few} with the warm-up")
+few = lab.format_times(with_warmup)
+print(f"TCS-L4-Q5, uplink: ×{lab.format_times(claimed)} by the formula, ×{few} with the warm-up")
 
 # %% jupyter={"source_hidden": true}
 fig, ax = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
@@ -358,13 +358,17 @@ whole, rows = {}, []
 for name in ("top-K", "TCS", "TCS-L4", "TCS-L4-Q5"):
     whole[name] = large.whole_run(name, paper_epochs, paper_warmup, paper_steps)
     both, steps = sum(whole[name].values()), tcs.Scheme.named(name).local_steps
-    row = {"scheme": name, "uplink by the formula": f"×{lab.times(lab.paper_factor(name))}"}
+    row = {"scheme": name, "uplink by the formula": f"×{lab.format_times(lab.paper_factor(name))}"}
     row |= {
-        f"whole run, {way}link": f"×{lab.times(32 / sums)}" for way, sums in whole[name].items()
+        f"whole run, {way}link": f"×{lab.format_times(32 / sums)}"
+        for way, sums in whole[name].items()
     }
-    row["whole run, both directions"] = f"×{lab.times(64 / both)}"
+    row["whole run, both directions"] = f"×{lab.format_times(64 / both)}"
     rows.append(
-        row | {"both, against dense training with the same H": f"×{lab.times(64 / steps / both)}"}
+        row
+        | {
+            "both, against dense training with the same H": f"×{lab.format_times(64 / steps / both)}"
+        }
     )
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
@@ -416,8 +420,8 @@ both = sum(whole["TCS-L4-Q5"].values())
 print(claim.summary())
 print(f"the bits in the paper's budget are {tcs.bit_budget('TCS-L4-Q5') / both:.0%} of the whole traffic "
       "of TCS-L4-Q5 at the paper's size")  # fmt: skip
-print(f"with the warm-up the factor ×{lab.times(claimed)} becomes ×{few}, "
-      f"and with the downlink as well ×{lab.times(64 / both)}")  # fmt: skip
+print(f"with the warm-up the factor ×{lab.format_times(claimed)} becomes ×{few}, "
+      f"and with the downlink as well ×{lab.format_times(64 / both)}")  # fmt: skip
 print(
     f"what surprised us: a corrected checksum hides {1 - sum(forged) / len(forged):.0%} of all single flipped bits"
 )

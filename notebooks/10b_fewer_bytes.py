@@ -103,7 +103,7 @@ print(f"{clients} clients train {scheme.name} for {epochs} epochs on {data.label
 # mask that the server and all clients shared.
 
 # %%
-compressor.link, sent = lab.Listening(), []
+compressor.link, sent = lab.ListeningLink(), []
 for epoch in range(epochs):
     for _ in federation.rounds(epoch):
         if not compressor.known.dense:
@@ -356,11 +356,12 @@ whole = {name: large.whole_run(name, paper_epochs, paper_warmup, paper_steps) fo
 rows = []
 for name, sums in whole.items():
     both, steps = sum(sums.values()), tcs.Scheme.named(name).local_steps
-    row = {"scheme": name, "formula, up": f"×{lab.times(lab.paper_factor(name))}"}
-    row |= {f"whole run, {way}": f"×{lab.times(32 / sums[way])}" for way in sums}
-    row["whole run, both ways"] = f"×{lab.times(64 / both)}"
+    row = {"scheme": name, "formula, up": f"×{lab.format_times(lab.paper_factor(name))}"}
+    row |= {f"whole run, {way}": f"×{lab.format_times(32 / sums[way])}" for way in sums}
+    row["whole run, both ways"] = f"×{lab.format_times(64 / both)}"
     rows.append(
-        row | {"both ways, against dense with the same H": f"×{lab.times(64 / steps / both)}"}
+        row
+        | {"both ways, against dense with the same H": f"×{lab.format_times(64 / steps / both)}"}
     )
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
@@ -489,8 +490,8 @@ def against(name: str, other: str) -> dict[str, float | str]:
     mean, half = lab.paired_gain(
         *(accuracies(n, pairs) for n in (name, other)) if pairs else ([], [])
     )
-    said = lab.with_interval(mean, mean - half, mean + half)
-    word = lab.decided(mean, half, -no_loss)
+    said = lab.format_interval(mean, mean - half, mean + half)
+    word = lab.judge_mean(mean, half, -no_loss)
     return {"n": len(pairs), "mean": mean, "half": half, "points": said, "no worse": word}
 
 
@@ -510,12 +511,12 @@ for name, gap in gaps.items():
     row |= {
         "difference from FedAvg": "–" if name == "FedAvg" else against(name, "FedAvg")["points"]
     }
-    ratio = lab.number(dense_bytes / last["bytes"])
+    ratio = lab.format_number(dense_bytes / last["bytes"])
     row |= {
-        "MB both ways (times fewer than FedAvg-L4)": f"{lab.number(last['bytes'] / 1e6)} (×{ratio})"
+        "MB both ways (times fewer than FedAvg-L4)": f"{lab.format_number(last['bytes'] / 1e6)} (×{ratio})"
     }
-    row |= {f"MB to {target:.0%}": lab.number(goal / 1e6)}
-    rows.append(row | {on_links: " / ".join(lab.number(8 * goal / r / 1e6) for r in links)})
+    row |= {f"MB to {target:.0%}": lab.format_number(goal / 1e6)}
+    rows.append(row | {on_links: " / ".join(lab.format_number(8 * goal / r / 1e6) for r in links)})
 display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.DataFrame(rows))}"))
 
 # %% [markdown]
@@ -538,8 +539,8 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 # participating clients send a value at the same position, on average ("clients a place").
 
 # %%
-read, equal = lab.planned_records("evidence")
-there = lab.unequal_records(read, lab.read_params([lab.ROOT / "params/evidence.yaml"]))
+read, equal = lab.load_planned_records("evidence")
+there = lab.load_unequal_records(read, lab.read_params([lab.ROOT / "params/evidence.yaml"]))
 for table in (lab.unequal_costs(read, equal, there), lab.unequal_masks(equal, there)):
     display(
         Markdown(lab.markdown(table) if len(table) else "None of these runs has been made yet.")
@@ -583,7 +584,7 @@ claim("its positions are within 2 % of the entropy bound", above <= 1.02, f"{abo
 for name in ("TCS-L4-Q5++", "TCS-L4-M2-E3-W10++", "TCS-M2-E3-K4++"):
     factor = 64 / sum(whole[name].values())
     claim(f"{name}, all of it, sends less than TCS-L4-Q5 by the formula", factor > claimed,
-          f"×{lab.times(factor)} against ×{lab.times(claimed)}")  # fmt: skip
+          f"×{lab.format_times(factor)} against ×{lab.format_times(claimed)}")  # fmt: skip
 
 # %% [markdown]
 # ## What we saw
@@ -599,7 +600,7 @@ for name, gap in gaps.items():
         several, one = f"± {half:.2f} points, n = {gap['n']}", "points, one seed"
         known = several if math.isfinite(half) else one
         print(f"{lab.bold(gap['no worse'])}: {name} is no worse than {baseline_scheme} ({gap['mean']:+.2f} {known}), "
-              f"with 1/{lab.times(ratio)} of the bytes of FedAvg-L4")  # fmt: skip
+              f"with 1/{lab.format_times(ratio)} of the bytes of FedAvg-L4")  # fmt: skip
 
 # %% [markdown]
 # Next: [11_performance](11_performance.ipynb) measures how fast all of this is.

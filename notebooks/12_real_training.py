@@ -97,7 +97,7 @@ answer, most = [], list(links.SHARES)[-1]
 for way in links.SHARES:
     rate = min(measured.pays_to(way, o, *net) for net in nets.values() for o in ("plain", "bf16"))
     cost = costs.cost(optimizers.Setup("AdamW", way))
-    nats = lab.with_interval(cost.value, cost.low, cost.high)
+    nats = lab.format_interval(cost.value, cost.low, cost.high)
     answer.append(f"""- **{way}** needs less time per step than plain DDP and than the bf16 hook on links of up to {rate:,.0f} Mbit/s. It changes the test loss
   of AdamW by {nats} nats per character. By the rule that is explained under *What it costs an optimizer*, the verdict is **{costs.judge(cost)}**.""")
 found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.EXCHANGES[1:]}

@@ -51,11 +51,11 @@ def params_of(*names: str) -> dict:
     return lab.read_params([lab.ROOT / f"params/{name}.yaml" for name in names])
 
 
-read, records = lab.planned_records(evidence, results)
+read, records = lab.load_planned_records(evidence, results)
 profile = params_of(evidence)
 plan_file = lab.ROOT / f"params/{evidence}_plan.yaml"
 plans = lab.plan_runs(plan_file) if plan_file.is_file() else {}
-judged = lab.judged(read, records)
+judged = lab.judge_claims(read, records)
 made = lab.count_made(plans, results)
 
 # %% [markdown]
@@ -142,7 +142,7 @@ def draw(axes, at: int, row, keys: tuple[str, str, str], word: str, marker: str)
     word = "no interval yet" if pd.isna(low) else word
     axes.plot([low, high], [at - 0.12] * 2, color=colour, lw=3.5, solid_capstyle="butt")
     axes.plot(mean, at - 0.12, marker, color=colour, markersize=9)
-    said = f"{lab.numbers(row, *keys)} {word}"
+    said = f"{lab.format_estimate(row, *keys)} {word}"
     style = {"ha": "center", "va": "center", "weight": "bold"}
     axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, **style)
 
@@ -158,7 +158,7 @@ for at, row in main.iterrows():
     for axes in (ours, theirs):
         shade(axes, at, row, ends)
         axes.plot([0, 0], [at - 0.36, at + 0.12], color=lab.COLOURS[7], lw=0.8, ls=":")
-    flag = WEAK if lab.other_by_bootstrap(row) else ""
+    flag = WEAK if lab.differing_bootstrap_verdict(row) else ""
     draw(ours, at, row, keys["ours"], row["verdict"] + flag, "o")
     printed = row["paper_verdict"] or "the paper has no such row"
     draw(theirs, at, row, keys["paper"], printed, "D")
@@ -191,7 +191,7 @@ def width(row) -> dict[str, str]:
     p = "–" if pd.isna(row["holm"]) else f"{row['holm']:.3f}" if row["holm"] >= 0.001 else "< 0.001"
     parts = {"half-width": "half", "from seeds": "half_seeds", "from images": "half_images"}
     return {
-        "claim": row["says"].split(":")[0], "ours, points (interval)": lab.numbers(row),
+        "claim": row["says"].split(":")[0], "ours, points (interval)": lab.format_estimate(row),
         **{name: points(row, key) for name, key in parts.items()},
         "half-width by bootstrap": points(row, "bootstrap"), "Holm's p": p, "n": f"{row['n']} of {row['planned']}",
     }  # fmt: skip
@@ -202,12 +202,12 @@ rows = [width(row) for _, row in main[::-1].iterrows() if pd.notna(row["measured
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 ratio = (judged["bootstrap"] / judged["half"]).dropna()
 for row in judged.to_dict("records"):
-    word = lab.other_by_bootstrap(row)
+    word = lab.differing_bootstrap_verdict(row)
     others = [f"{word} by the interval of the bootstrap"] if word else []
     if row["verdict"] in lab.VERDICTS[:2] and row["holm"] >= 0.05:
         others.append("by Holm's p not significantly different from its bound")
     if others:
-        which = f"{row['says'].split(':')[0]} ({lab.numbers(row)})"
+        which = f"{row['says'].split(':')[0]} ({lab.format_estimate(row)})"
         print(f"{which}: {row['verdict']}, but {', '.join(others)}")
 if len(ratio):
     print(
@@ -228,10 +228,12 @@ if len(ratio):
 
 
 # %% jupyter={"source_hidden": true}
-split = lab.decomposed(read, records)
+split = lab.decompose(read, records)
 rows = []
 for _, parts in split.groupby("chain") if split["measured"].any() else ():
-    named = [(f"{r['first']} − {r['second']}", lab.difference_said(r)) for _, r in parts.iterrows()]
+    named = [
+        (f"{r['first']} − {r['second']}", lab.format_difference(r)) for _, r in parts.iterrows()
+    ]
     (whole, level), *steps = named
     rows.append({"difference, points": f"**{whole}**", "ours": f"**{level}**"})
     rows += [{"difference, points": f"{sign} ({name})", "ours": said}
@@ -247,7 +249,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 pairs = [(("TCS", 0.5), ("Baseline", 0.1)), (("TCS", 0.5), ("Baseline-Momentum", 0.1)),
          (("TCS-Global Momentum", 0.5), ("Baseline-Momentum", 0.1))]  # fmt: skip
 rows = [{"difference, points": f"{one[0]} − {other[0]}",
-         "ours": lab.difference_said(lab.difference(read, records, one, other))}
+         "ours": lab.format_difference(lab.estimate_difference(read, records, one, other))}
         for one, other in pairs]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
@@ -273,12 +275,12 @@ GATES = [
     lab.Gate(first=("FedAvg-L4", 0.5), second=("Baseline", 0.1), at_least=-0.5, claims=local),
 ]
 for gate in GATES:
-    gap = lab.difference(read, records, gate.first, gate.second)
+    gap = lab.estimate_difference(read, records, gate.first, gate.second)
     word = "no records yet" if math.isnan(gap["measured"]) else "passed"
     word = "failed" if gap["measured"] < gate.at_least else word
     print(f"Gate {gate.first[0]} − {gate.second[0]} ≥ {gate.at_least:g}".replace("-0", "−0")
-          + f": {lab.difference_said(gap)}, {word}")  # fmt: skip
-gated = lab.behind_gates(read, records, judged, GATES)
+          + f": {lab.format_difference(gap)}, {word}")  # fmt: skip
+gated = lab.apply_gates(read, records, judged, GATES)
 columns = {"says": "claim", "without": "without gates (the present rule)", "gated": "with gates",
            "because": "not testable because"}  # fmt: skip
 display(Markdown(lab.markdown(gated[list(columns)].rename(columns=columns).replace("", "–"))))
@@ -297,7 +299,7 @@ display(Markdown(lab.markdown(gated[list(columns)].rename(columns=columns).repla
 dense = [r for r in records.values() if r["config"]["scheme"]["name"] == "FedAvg"]
 part = judged.set_index("claim").loc["correlation"]
 if dense and pd.notna(part["measured"]):
-    shares = lab.recurring(dense)
+    shares = lab.measure_recurrence(dense)
     display(Markdown(
         f"Of the largest {shares['by_chance']:.0%} of an update's entries, **{shares['seen']:.1%}** are among "
         f"the largest of the next update, too (n = {part['n']}). Two masks that have as many entries in every "
@@ -329,7 +331,7 @@ for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
     for scheme in ("TCS", "top-K"):
         asked = params_of("table1", name) | {"schemes": [scheme], "seeds": 10}
         found = lab.load_records(lab.plan(asked), results if name == evidence else None).values()
-        each = pd.DataFrame([lab.coinciding(record) for record in found])
+        each = pd.DataFrame([lab.measure_coincidence(record) for record in found])
         of_tcs += [each] if scheme == "TCS" and len(each) else []
         rows += [{"training": name, "scheme": scheme, "of all values sent, at least": f"{each['all'].mean():.0%}",
                   "of values that a client chose itself, at least": f"{each['own'].mean():.0%}",
@@ -341,7 +343,7 @@ SAID = {"all": "most of what clients send is at places where others send, in TCS
         "stay": "half of TCS's mask stays for the next round"}  # fmt: skip
 for key, text in SAID.items() if of_tcs else ():
     low, high, count = pd.concat(of_tcs)[key].agg(["min", "max", "count"])
-    word = lab.decided((low + high) / 2, (high - low) / 2, 0.5)  # of every record
+    word = lab.judge_mean((low + high) / 2, (high - low) / 2, 0.5)  # of every record
     statements.judge(text, word, f"{low:.0%} to {high:.0%} in n = {count:.0f} records")
 statements.save()
 
@@ -496,7 +498,7 @@ display(Markdown(lab.markdown(shown).replace("---:", "---")))
 # would put it on its bound. `claims.csv` has more columns, among them the record files that each claim is judged from.
 
 # %% jupyter={"source_hidden": true}
-lacking = lab.not_measured(judged)
+lacking = lab.list_unmeasured(judged)
 if records:
     said = f"The paper's claims in profile {evidence}: {scale_of(records)}"
     target = lab.results_folder(evidence, results) / "claims"
@@ -531,7 +533,7 @@ for record in sorted(found, key=lambda record: record["rows"][-1]["accuracy"]):
     last = epochs.iloc[-1]
     rows.append({
         "scheme": name, "accuracy, %": f"{100 * last['accuracy']:.2f}",
-        "− Baseline, points": lab.with_interval(100 * gaps[name], float("nan"), float("nan")),
+        "− Baseline, points": lab.format_interval(100 * gaps[name], float("nan"), float("nan")),
         "training loss": f"{last['train_loss']:.3f}",
         "stays": "".join(f"{share:.0%}" for share in mean) or "–",
         "by chance": "".join(f"{share:.0%}" for share in chance) or "–",
@@ -554,8 +556,8 @@ if "FedAvg-L4" not in gaps:
 # on 10,000 images.
 
 # %% jupyter={"source_hidden": true}
-told = lab.predicted(lab.ROOT / "params/prediction.yaml", results)
-display(Markdown(lab.markdown(lab.readable_predicted(told))))
+told = lab.compare_prediction(lab.ROOT / "params/prediction.yaml", results)
+display(Markdown(lab.markdown(lab.readable_prediction(told))))
 if not told["n"].any():
     print("Not tested at the paper's length: there is no pair of runs of 300 epochs at this size.")
 
@@ -576,7 +578,9 @@ def gap(rows: pd.DataFrame, scheme: str) -> str:
     row = rows.loc[scheme]
     numbers = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
     return (
-        f"{lab.with_interval(*numbers)}, n = {row['difference_n']}" if row["difference_n"] else "–"
+        f"{lab.format_interval(*numbers)}, n = {row['difference_n']}"
+        if row["difference_n"]
+        else "–"
     )
 
 
@@ -584,7 +588,7 @@ def sends(found: list, scheme: str) -> str:
     """How often an entry gets to be sent: rounds × the share of the shared mask."""
     for record in found:
         if record["config"]["scheme"]["name"] == scheme:
-            return f"{lab.turns(record)}"
+            return f"{lab.count_sends(record)}"
     return "–"
 
 
@@ -606,7 +610,7 @@ def training(name: str, epochs: int, where: str | None = None) -> dict[str, str]
     change = {"epochs": epochs, "schemes": ["Baseline", "TCS", "TCS-L4"]}
     configs = lab.plan(lab.with_every_seed(params_of("table1", name)) | change)
     found = list(lab.load_records(configs, where).values())
-    gaps = lab.planned_gaps(name, found) if epochs == params_of(name)["epochs"] else None
+    gaps = lab.estimate_gaps(name, found) if epochs == params_of(name)["epochs"] else None
     rows = lab.summary(found, planned=configs, gaps=gaps).set_index("scheme")
     return {"training": f"{name}, {epochs} epochs", "net": net_of(found[0]),
             "TCS − Baseline": gap(rows, "TCS"), "TCS-L4 − Baseline": gap(rows, "TCS-L4"),
@@ -646,7 +650,7 @@ for epochs in sorted({config.epochs for config in shorter + whole}):
         }
         gaps = {n: end - ends["Baseline"] for n, end in ends.items() if n != "Baseline"}
         rows.append(
-            row | {n: lab.with_interval(gap, math.nan, math.nan) for n, gap in gaps.items()}
+            row | {n: lab.format_interval(gap, math.nan, math.nan) for n, gap in gaps.items()}
         )
 display(Markdown(lab.markdown(pd.DataFrame(rows).fillna("–")) if rows else nothing))
 
@@ -663,15 +667,15 @@ def against(name: str, first: str, second: str) -> tuple[float, str]:
     """Points of the first scheme minus the second in a profile, and the same with its interval."""
     if name == evidence:
         sides = [(one, 0.1 if one == "Baseline" else 0.5) for one in (first, second)]
-        row = lab.difference(read, records, *sides)
-        return row["measured"], lab.difference_said(row)
+        row = lab.estimate_difference(read, records, *sides)
+        return row["measured"], lab.format_difference(row)
     runs = [params_of("table1", name) | {"schemes": [one], "seeds": 3} for one in (first, second)]
     one, other = (
         [r["rows"][-1]["accuracy"] for r in lab.load_records(lab.plan(run)).values()]
         for run in runs
     )
     gap = lab.mean_interval(100 * (a - b) for a, b in zip(one, other, strict=True))
-    return gap[0], f"{lab.with_interval(*gap)}, n = {len(one)}"
+    return gap[0], f"{lab.format_interval(*gap)}, n = {len(one)}"
 
 
 rows = []
@@ -724,7 +728,7 @@ for name in (
     misses = {e: end - line_through(curve, math.log(e) + one) for e, end in lengths.items()}
     row = {"scheme": name, "one ρ": f"{math.exp(one):.2f}"}
     row |= {f"ρ at {e} epochs": f"{math.exp(ratio):.2f}" for e, ratio in ratios.items()}
-    far = ", ".join(lab.with_interval(miss, math.nan, math.nan) for miss in misses.values())
+    far = ", ".join(lab.format_interval(miss, math.nan, math.nan) for miss in misses.values())
     rows.append(row | {"measured − predicted, points": far})
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 for name, lengths in (("small", (150, 300)), ("cpu", (150, 300))):
@@ -801,9 +805,9 @@ def check(row) -> None:
     assert len({tuple(records[f]["config"]["seed"] for f in side) for side in names}) <= 1
     bound = row.bound, row.bound_value
     if row.verdict in lab.VERDICTS[:3]:
-        assert row.n > 1 and row.verdict == lab.verdict(row.low, row.high, *bound)
+        assert row.n > 1 and row.verdict == lab.judge_interval(row.low, row.high, *bound)
     if row.paper_verdict in lab.VERDICTS[:3]:
-        assert row.paper_verdict == lab.verdict(row.paper_low, row.paper_high, *bound)
+        assert row.paper_verdict == lab.judge_interval(row.paper_low, row.paper_high, *bound)
 
 
 for row in judged.itertuples():
@@ -820,7 +824,7 @@ print(f"{len(judged)} claims, {len(records)} records: every check passed")
 
 # %%
 for row in judged[judged["main"] & judged["measured"].notna()].to_dict("records"):
-    print(f"{row['says'].split(':')[0]}: {lab.said(row)}; {lab.numbers(row)}")
+    print(f"{row['says'].split(':')[0]}: {lab.format_verdict(row)}; {lab.format_estimate(row)}")
 for word, kept in (("met", True), ("not met", False)):
     names = judged[judged["kept"] == kept]["says"]
     print(f"by construction, bound {word}:", *names, sep="\n    ") if len(names) else None

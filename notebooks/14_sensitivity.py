@@ -88,7 +88,7 @@ for first in list(records.values())[:1]:
 title = f"Sensitivity: {scale}"
 table = lab.sensitivity_table(sweep, profile | {"seeds": 100})
 text = lab.save_table(table, folder / "sensitivity", title, lab.readable_sensitivity)
-display(Markdown(lab.unbroken(text)))
+display(Markdown(lab.prevent_line_breaks(text)))
 
 # %% [markdown]
 # Each row is one value of a setting. It shows the accuracy in percent, ± one standard deviation over n seeds (none with one seed), and the
@@ -294,7 +294,7 @@ for value, group in table[table["setting"] == "epochs"].groupby("value", sort=Fa
     for name in ("TCS", "TCS-L4-Q5"):
         gap = gaps.loc[name] if name in gaps.index else lab.tables.NO_GAP
         numbers = (100 * gap[end] for end in ("difference", "difference_low", "difference_high"))
-        cells[f"{name} − Baseline, points"] = lab.with_interval(*numbers)
+        cells[f"{name} − Baseline, points"] = lab.format_interval(*numbers)
         cells[f"n, {name}"] = str(gap["difference_n"])
     rows.append(cells)
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
@@ -334,7 +334,9 @@ def choice(name: str, scheme: str, curve: pd.DataFrame, chosen, best) -> dict[st
     """One line: the most accurate value, the chosen one (or the worst), and the differences."""
     setting = sweep.settings[name]
     chosen = curve.loc[curve["accuracy"].idxmin()] if setting.given else chosen
-    cost = [lab.number(row["megabytes_up"] + row["megabytes_down"]) for row in (chosen, best)]
+    cost = [
+        lab.format_number(row["megabytes_up"] + row["megabytes_down"]) for row in (chosen, best)
+    ]
     points = f"{100 * (chosen['accuracy'] - best['accuracy']):+.2f}".replace("-", "−")
     word = f"given; worst: {chosen['value']}" if setting.given else chosen["value"]
     return {"Setting": name, "Scheme": scheme,
@@ -393,7 +395,9 @@ for name in sweep.settings:
     for scheme, curve in curves_of(name).items():
         low, high = (100 * getattr(curve["accuracy"], end)() for end in ("min", "max"))
         sent = curve["megabytes_up"] + curve["megabytes_down"]
-        ratio = f", bytes ×{lab.number(sent.max() / sent.min())}" if sent.notna().all() else ""
+        ratio = (
+            f", bytes ×{lab.format_number(sent.max() / sent.min())}" if sent.notna().all() else ""
+        )
         print(f"{name}, {scheme}: {len(curve)} values, {low:.2f} to {high:.2f} %{ratio}")
 missing = table[table["n"] + table["diverged"] == 0].groupby("setting", sort=False)["value"]
 for name, values in missing:

@@ -161,7 +161,7 @@ def federation_of(
 def trained(federation: tcs.Federation) -> pd.DataFrame:
     """Its curve."""
     count, rows, megabytes = rounds // federation.scheme.local_steps, [], 0.0
-    for t in lab.followed(range(1, count + 1), "rounds"):
+    for t in lab.follow(range(1, count + 1), "rounds"):
         federation.round()
         sent = federation.compressor.traffic
         megabytes += (sent.bytes_up + len(own) * sent.bytes_down) / 1e6

@@ -63,7 +63,7 @@ params = lab.read_params(files)
 
 # %% jupyter={"source_hidden": true}
 read = lab.read_claims(lab.ROOT / "params/claims_text.yaml")
-records = lab.claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]))
+records = lab.load_claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]))
 
 
 def own_megabytes(record: dict) -> pd.Series:
@@ -104,7 +104,8 @@ def against(one: dict[int, float], other: dict[int, float]) -> str:
     seeds = sorted(one.keys() & other.keys())
     gap, half = lab.paired_gain([one[s] for s in seeds], [other[s] for s in seeds])
     return (
-        lab.with_interval(gap, gap - half, gap + half, "{:+.3f}") + f", n\u00a0=\u00a0{len(seeds)}"
+        lab.format_interval(gap, gap - half, gap + half, "{:+.3f}")
+        + f", n\u00a0=\u00a0{len(seeds)}"
     )
 
 
@@ -256,12 +257,12 @@ display(spread.map("{:.1%}".format).to_frame("of the last layer's part of the ma
 # well would make them wider.
 
 # %%
-judged = lab.judged(read, records)
+judged = lab.judge_claims(read, records)
 shown = lab.readable_claims(judged)
 if len(shown):
     shown = shown.drop(columns=["Where", "Paper (interval)", "Paper's verdict"])
     display(Markdown(lab.markdown(shown.rename(columns={"The paper says": "Claim"}))))
-print(lab.not_measured(judged))
+print(lab.list_unmeasured(judged))
 
 # %% [markdown]
 # ## In real processes, beside PowerSGD

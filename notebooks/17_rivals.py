@@ -291,7 +291,7 @@ def left_over(compressor: tcs.Compressor, before_ND: torch.Tensor) -> float:
 # %%
 def one_round(name: str) -> dict:
     """Bits of a sparse round's messages, by formula and as sent, and what is left over."""
-    compressor = compressor_of(name, lab.Listening(tcs.unchanged))
+    compressor = compressor_of(name, lab.ListeningLink(tcs.unchanged))
     compressor.step(deltas_ND)  # a first, dense one gives TCS its mask
     before_ND = compressor.errors_ND.clone()
     compressor.step(deltas_ND)
@@ -358,8 +358,8 @@ def rate_of(name: str) -> str:
 # %%
 lines = [
     {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
-     "n": r.n, "Accuracy %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
-     "− FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
+     "n": r.n, "Accuracy %": lab.format_interval(r.mean, r.low, r.high, "{:.2f}"),
+     "− FedAvg, points": lab.format_interval(r.gap, r.gap - r.half, r.gap + r.half),
      "MB up": f"{r.up:,.1f}", "MB both": f"{r.both:,.1f}",
      "× less than FedAvg": f"{dense / r.both:.1f}"}
     for r in table.itertuples()

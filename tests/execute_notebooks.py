@@ -24,7 +24,7 @@ from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
 from tcs_lab.support.files import write_json
 from tcs_lab.tables.verdicts import VERDICTS_FOLDER
-from tcs_lab.teaching.cells import literals
+from tcs_lab.teaching.cells import read_literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 
@@ -102,7 +102,7 @@ def begin_verdicts(name: str, notebook: nbformat.NotebookNode) -> None:
         (parameters,) = [
             c.source for c in notebook.cells if "parameters" in c.metadata.get("tags", [])
         ]
-        content = {"parameters": literals(parameters), "verdicts": {}}
+        content = {"parameters": read_literals(parameters), "verdicts": {}}
         write_json(VERDICTS_FOLDER / f"{name}.json", content)
 
 

@@ -135,7 +135,7 @@ def picture() -> Any:
         f"{config['data_label']} at {config['image_size']} × {config['image_size']} pixels, {net}, "
     )
     table = lab.summary([record for of in found.values() for record in of])
-    return lab.megabytes_figure(table, f"{title}{config['epochs']} epochs", NAMES)
+    return lab.draw_megabytes_figure(table, f"{title}{config['epochs']} epochs", NAMES)
 
 
 def picture_path() -> Path:
@@ -164,13 +164,15 @@ def outcome_block() -> str:
     """The answers on the first screen."""
     read, found = judged_records()
     tcs, short, dense = (
-        lab.difference(read, found, (name, 0.5), ("Baseline", 0.1))
+        lab.estimate_difference(read, found, (name, 0.5), ("Baseline", 0.1))
         for name in ("TCS", "TCS-L4-Q5", "FedAvg-L4")
     )
     times, times_short = whole_factors()
     config = drawn()["FedAvg"][0]["config"]
     assert (config["model"], config["width"]) == ("resnet18", 16)  # as the sentence says
-    shares = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
+    shares = lab.measure_recurrence(
+        r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg"
+    )
     tuned, controls = tuned_runs(), control_runs()
     return OUTCOME.format(
         clients=config["clients"], epochs=config["epochs"], pixels=config["image_size"], n=tcs["n"],
@@ -182,7 +184,7 @@ def outcome_block() -> str:
 
 
 def signed(value: float) -> str:
-    return lab.with_interval(value, math.nan, math.nan)
+    return lab.format_interval(value, math.nan, math.nan)
 
 
 def by_points(row: dict[str, Any], more: str = "") -> str:
@@ -222,13 +224,13 @@ def downlink_share(found: Iterable[Record]) -> str:
 @cache
 def judged_records() -> tuple[lab.evidence.claims.Claims, dict[str, Record]]:
     """The claims' file and the records that it judges."""
-    return lab.planned_records(PROFILE)
+    return lab.load_planned_records(PROFILE)
 
 
 @cache
 def judged_rows() -> dict[str, dict[str, Any]]:
     """The claims by name, by the analysis that was planned."""
-    return {row["claim"]: row for row in lab.judged(*judged_records()).to_dict("records")}
+    return {row["claim"]: row for row in lab.judge_claims(*judged_records()).to_dict("records")}
 
 
 def compared_table() -> str:
@@ -239,8 +241,8 @@ def compared_table() -> str:
         paper = params(table)["paper"] | paper
     rows = [list(TABLE), ["---"] * len(TABLE)]
     for name, words, other in COMPARED:
-        row = lab.difference(read, found, (name, 0.5), (other, 0.1))
-        word = lab.decided(row["measured"], row["half"], -0.5)
+        row = lab.estimate_difference(read, found, (name, 0.5), (other, 0.1))
+        word = lab.judge_mean(row["measured"], row["half"], -0.5)
         theirs = round(paper[name][0] - paper[other][0], 2) + 0.0  # no minus before a zero
         ours = f"{interval(row)}, n = {row['n']}"
         rows.append(
@@ -262,15 +264,17 @@ def verdicts_block() -> str:
     """The table of differences, and the answers to the paper's other main questions."""
     _, found = judged_records()
     rows, dense = judged_rows(), drawn()
-    words = {name: lab.said(row).partition(":")[0] for name, row in rows.items()}
+    words = {name: lab.format_verdict(row).partition(":")[0] for name, row in rows.items()}
     after = [lab.bits_per_parameter(dense[name][0]) for name in ("TCS", "TCS-L4-Q5")]
-    shares = lab.recurring(r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg")
+    shares = lab.measure_recurrence(
+        r for r in found.values() if r["config"]["scheme"]["name"] == "FedAvg"
+    )
     return VERDICTS.format(
         **words,
         table=compared_table(),
         level=fmean(final(dense["Baseline"]).values()),
-        up=[lab.times(32 / bits["uplink"]) for bits in after],
-        theirs=[lab.times(lab.paper_factor(name)) for name in ("TCS", "TCS-L4-Q5")],
+        up=[lab.format_times(32 / bits["uplink"]) for bits in after],
+        theirs=[lab.format_times(lab.paper_factor(name)) for name in ("TCS", "TCS-L4-Q5")],
         whole=whole_factors(),
         warm=dense_share(dense["TCS-L4-Q5"]),
         down=downlink_share(dense["TCS-L4-Q5"]),
@@ -285,7 +289,7 @@ def verdicts_block() -> str:
 
 
 def interval(row: dict[str, Any]) -> str:
-    return lab.with_interval(*(row[key] for key in ENDS))
+    return lab.format_interval(*(row[key] for key in ENDS))
 
 
 ENDS = ("measured", "low", "high")
@@ -310,8 +314,8 @@ def against_dense(found: dict[str, list[Record]], *names: str) -> list[str]:
     less, points = [], []
     for name in names:
         ratio = both_ways(dense) / both_ways(found[name])
-        less.append(f"{name} {lab.times(ratio)}")
-        points.append(f"{name} {lab.with_interval(*difference(found[name], dense))}")
+        less.append(f"{name} {lab.format_times(ratio)}")
+        points.append(f"{name} {lab.format_interval(*difference(found[name], dense))}")
     counts = {len(found[name]) for name in (*names, "FedAvg")}
     assert len(counts) == 1, f"{names}: got n = {counts}, allowed: one n"
     return [f"n = {counts.pop()}", "<br>".join(less), "<br>".join(points)]
@@ -321,8 +325,8 @@ def unequal_row() -> list[str]:
     """From the last part of 10b: classes by Dirichlet, with all clients, then with some of them. Named
     is what may be used: no difference is wholly below the half point that "no loss" allows."""
     (read, equal), schemes = judged_records(), ("TCS", "TCS-L4-Q5")
-    there = lab.unequal_records(read, params(PROFILE))
-    table = lab.unequal(read, equal, there)
+    there = lab.load_unequal_records(read, params(PROFILE))
+    table = lab.compare_unequal_clients(read, equal, there)
     table = table.query("where == 'there' and second == 'FedAvg'").set_index(["first", "setting"])
     skewed = [title for title, how in read.unequal.settings.items() if "dirichlet_alpha" in how]
     runs = [of_scheme(there[title].values()) for title in skewed]
@@ -333,8 +337,8 @@ def unequal_row() -> list[str]:
         ends = table.loc[[(name, title) for title in skewed], list(ENDS)]
         named += [name] if (ends["high"] >= -0.5).all() else []
         ratio = both_ways(runs[0]["FedAvg"]) / both_ways(runs[0][name])
-        less.append(f"{name} {lab.times(ratio)} (all)")
-        points.append(f"{name} {', '.join(lab.with_interval(*row) for row in ends.to_numpy())}")
+        less.append(f"{name} {lab.format_times(ratio)} (all)")
+        points.append(f"{name} {', '.join(lab.format_interval(*row) for row in ends.to_numpy())}")
     config = runs[-1]["FedAvg"][0]["config"]
     share = {0.5: "half"}[config["participation"]]
     dense = ", ".join(f"{fmean(final(by['FedAvg']).values()):.0f}" for by in runs)
@@ -369,9 +373,9 @@ def ddp_rows() -> list[list[str]]:
         sparse = optimizers.bytes_per_step(costs.stage.schemes[setup.scheme], costs.sizes)
         steps = costs.stage.dense_steps, costs.stage.sparse_steps
         ratio = dense * sum(steps) / (dense * steps[0] + sparse * steps[1])
-        less.append(f"{share}: {lab.times(ratio)}")
+        less.append(f"{share}: {lab.format_times(ratio)}")
         cost = costs.cost(setup)
-        losses.append(f"{share}: {lab.with_interval(cost.value, cost.low, cost.high)}")
+        losses.append(f"{share}: {lab.format_interval(cost.value, cost.low, cost.high)}")
         rates.update(measured.pays_to(f"TCS {share}", "bf16", *net) for net in nets)
     up_to, large = min(rates), nets[1]
     steps = [f"{share}: {over_bf16(measured, share, large)}" for share in SHARES]
@@ -379,7 +383,9 @@ def ddp_rows() -> list[list[str]]:
     loss = f"Test loss, nats (more is worse)<br>{'<br>'.join(losses)}"
     fast = f"12: {links.count_parameters(*large) // 10**6} million parameters, two CPU processes"
     time = f"Step time ÷ bf16 hook's at {FASTEST:,} Mbit/s<br>{'<br>'.join(steps)}"
-    a_step = [f"{share}: {lab.times(less_a_step(f'TCS {share}', large))}" for share in SHARES]
+    a_step = [
+        f"{share}: {lab.format_times(less_a_step(f'TCS {share}', large))}" for share in SHARES
+    ]
     dense_way = "**do not sparsify**: DDP's bf16 hook; on one machine, also plain DDP"
     return [
         [
@@ -416,7 +422,7 @@ def situations() -> list[list[str]]:
     images, text = at_best_rates("small"), at_best_rates("text")
     few = ("TCS", "TCS-L4-Q5")
     short = {name: records(name, "short", seeds=3) for name in ("FedAvg", *few)}
-    often = [lab.turns(short[name][0]) for name in few]
+    often = [lab.count_sends(short[name][0]) for name in few]
     epochs = {profile: params(profile)["epochs"] for profile in ("small", "text", "short")}
     pixels = {name: params(name).get("image_size") or 32 for name in ("small", "short")}
     inputs = {name: f"{size} × {size} pixels" for name, size in pixels.items()} | {"text": "a GPT"}
@@ -458,7 +464,7 @@ def less_and_points(found: dict[str, list[Record]], name: str) -> tuple[str, str
     """How many times fewer bytes than FedAvg a scheme needs, and its difference in accuracy."""
     dense = found["FedAvg"]
     ratio = both_ways(dense) / both_ways(found[name])
-    return lab.times(ratio), lab.with_interval(*difference(found[name], dense))
+    return lab.format_times(ratio), lab.format_interval(*difference(found[name], dense))
 
 
 def advice_block() -> str:
@@ -467,7 +473,7 @@ def advice_block() -> str:
     names = ("FedAvg", "TCS", "TCS-L4-Q5", "FedAvg-L4")
     short = {name: records(name, "short", seeds=3) for name in names}
     config = images["FedAvg"][0]["config"]
-    few = [lab.with_interval(*difference(short[name], short["FedAvg"])) for name in names[1:3]]
+    few = [lab.format_interval(*difference(short[name], short["FedAvg"])) for name in names[1:3]]
     few.append(signed(difference(short["FedAvg-L4"], short["FedAvg"])[0]))
     assert short["FedAvg"][0]["config"]["epochs"] == 15  # as the sentence says
     pixels, epochs = config["image_size"], config["epochs"]
@@ -479,7 +485,7 @@ def advice_block() -> str:
         text_n=len(text["DGC"]),
         dgc=less_and_points(text, "DGC"),
         tcs_q5=less_and_points(text, "TCS-Q5"),
-        often=[lab.turns(short[name][0]) for name in names[1:3]],
+        often=[lab.count_sends(short[name][0]) for name in names[1:3]],
         few=few,
         few_n=len(short["TCS"]),
         **unequal_numbers(),
@@ -490,8 +496,8 @@ def advice_block() -> str:
 def unequal_numbers() -> dict[str, Any]:
     """How TCS ends against FedAvg where clients have unequal classes."""
     read, equal = judged_records()
-    there = lab.unequal_records(read, params(PROFILE))
-    table = lab.unequal(read, equal, there).query(
+    there = lab.load_unequal_records(read, params(PROFILE))
+    table = lab.compare_unequal_clients(read, equal, there).query(
         "where == 'there' and second == 'FedAvg' and first == 'TCS'"
     )
     skewed = [title for title, how in read.unequal.settings.items() if "dirichlet_alpha" in how]
@@ -520,7 +526,7 @@ def ddp_numbers() -> dict[str, Any]:
         seconds = [measured.row(way, *net, mbit=mbit)["seconds"] for way in DDP_WAYS]
         lines.append([f"{mbit:,} Mbit/s", *(f"{s:.2f}" if s < 10 else f"{s:.0f}" for s in seconds)])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    said = {key: lab.with_interval(c.value, c.low, c.high) for key, c in losses.items()}
+    said = {key: lab.format_interval(c.value, c.low, c.high) for key, c in losses.items()}
     count = f"{round(links.count_parameters(*net) / 1e6)} million"
     return said | {"links": table, "parameters": count, "ddp_n": n}
 
@@ -602,7 +608,7 @@ def limits_block() -> str:
 
 def about_momentum() -> str:
     read, found = judged_records()
-    row = lab.difference(read, found, ("TCS", 0.5), ("Baseline-Momentum", 0.1))
+    row = lab.estimate_difference(read, found, ("TCS", 0.5), ("Baseline-Momentum", 0.1))
     helps = judged_rows()["momentum-baseline"]["measured"]
     return MOMENTUM.format(helps=f"{helps:.2f}", with_momentum=by_points(row, f"; n = {row['n']}"))
 
@@ -622,7 +628,7 @@ def gpu_gaps() -> dict[str, str]:
 def at_the_papers_size() -> str:
     """What was seen there, and whether there are runs of the paper's length."""
     share = params("paper")["epochs"] / params("gpu")["epochs"]
-    tested = lab.predicted(ROOT / "params/prediction.yaml")["n"].any()
+    tested = lab.compare_prediction(ROOT / "params/prediction.yaml")["n"].any()
     text = SIZE_TESTED if tested else SIZE
     return text.format(*gpu_gaps().values(), share={5.0: "a fifth"}[share])
 

@@ -1,4 +1,4 @@
-"""The lab: what the notebooks share, in rooms. Each imports only from those on lower floors:
+"""The lab: the code that the notebooks share, in rooms. A room imports only from rooms on lower floors:
 
     6   compare
     5   evidence   studies   teaching
@@ -7,11 +7,13 @@
     2   tasks
     1   support   schemes
 
-A room's first line says what is in it. `from tcs_lab import tables` brings a room; the names that most
-notebooks need are here, too (`lab.RunConfig`). Each is imported when it is first asked for.
+The first line of a room says what is in it. `from tcs_lab import tables` imports a room, and the names
+that notebooks need most are here, too (`lab.RunConfig`). A name is imported when it is first used.
 
-Above the rooms is the command line, `tcs` or `python -m tcs_lab`: `__main__` reads its words, and
-`commands` carries them out. No room imports them.
+Some doors: a record is written in `runs/records.py`, and figures 3 to 5 are drawn in `tables/figures.py`.
+
+Above the rooms is the command line, `tcs` or `python -m tcs_lab`: `__main__` reads it, and `commands`
+carries it out. No room imports these two.
 """
 
 import importlib.util
@@ -21,9 +23,9 @@ from pathlib import Path
 from tcs_lab.support.lazy import lazily
 
 _NEEDED = ("torchvision", "pandas", "matplotlib", "yaml", "PIL", "tqdm", "scipy", "pydantic",
-           "filelock", "joblib")  # fmt: skip
-if _lacking := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-    _line = f"tcs_lab needs {', '.join(_lacking)}: pip install 'tcs-core[lab]'"
+           "filelock")  # fmt: skip
+if _missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    _line = f"tcs_lab needs {', '.join(_missing)}: pip install 'tcs-core[lab]'"
     if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).stem == "tcs":  # the command line
         sys.exit(f"error: {_line}")
     raise ModuleNotFoundError(_line)
@@ -43,45 +45,51 @@ __getattr__, __dir__ = lazily(
             "PARAMETERS check_notebook_params given_notebook_params notebook_params params_file "
             "plan profile_params read_params"
         ),
-        "runs.forecast": "forecast",
+        "runs.estimates": "forecast",
         "runs.index": "find_records",
         "runs.plans": "count_made find_searches plan_runs",
-        "runs.progress": "Progress followed",
+        "runs.progress": "Progress follow",
         "runs.records": (
-            "config_of core_sha256 differences lacking load_records made_with read_record record_path "
-            "results_folder"
+            "compare_records config_of core_sha256 describe_provenance list_missing load_records "
+            "read_record record_path results_folder"
         ),
         "runs.runs": "run run_all",
         "tables.tables": (
-            "bits_per_parameter markdown mean_interval number paper_factor plain_markdown "
-            "readable save_table summary times traffic turns unbroken welch_interval "
-            "with_every_seed with_interval"
+            "bits_per_parameter count_sends format_interval format_number format_times markdown "
+            "mean_interval paper_factor plain_markdown prevent_line_breaks readable save_table summary "
+            "traffic welch_interval with_every_seed"
         ),
         "tables.figures": (
-            "COLOURS LOOK accuracy_figure curve_style label_ends megabytes_figure name_pair "
+            "COLOURS LOOK curve_style draw_accuracy_figure draw_megabytes_figure label_ends name_pair "
             "plain_log save_figure series_style text_colour"
         ),
         "tables.analysis": "Comparison Estimate holm",
         "evidence.claims": (
-            "CLAIM_UNITS Gate VERDICTS behind_gates claim_records decomposed difference "
-            "difference_said judged not_measured numbers other_by_bootstrap planned_gaps "
-            "planned_records read_claims readable_claims recurring said unequal unequal_records "
-            "verdict"
+            "load_claim_records load_planned_records load_unequal_records read_claims"
         ),
+        "evidence.planned_model": (
+            "compare_unequal_clients decompose estimate_difference estimate_gaps"
+        ),
+        "evidence.judging": (
+            "CLAIM_UNITS Gate VERDICTS apply_gates differing_bootstrap_verdict format_difference "
+            "format_estimate format_verdict judge_claims judge_interval list_unmeasured "
+            "readable_claims"
+        ),
+        "evidence.measures": "count_explored measure_coincidence measure_recurrence",
         "evidence.fair": (
-            "control_answers fair_counts fair_differences fair_progress fair_table predicted "
-            "readable_answers readable_fair readable_fair_differences readable_predicted"
+            "compare_prediction control_answers fair_counts fair_differences fair_progress fair_table "
+            "readable_answers readable_fair readable_fair_differences readable_prediction"
         ),
         "evidence.sensitivity": (
             "best_values read_sensitivity readable_sensitivity sensitivity_plan sensitivity_table"
         ),
         "evidence.sentences": "read_sentences sentences_table",
-        "evidence.coincidence": "coinciding explored_places",
         "evidence.unequal_clients": "unequal_by_seed unequal_costs unequal_masks",
         "evidence.paper_tables": "draw_table",
         "studies.bench": "bench_codecs bench_compiled bench_round bench_step bench_table run_benches",
         "teaching.cells": (
-            "Count Listening Positive Share Statements bold check_values decided paired_gain show_code"
+            "Count ListeningLink Positive Share Statements bold check_values judge_mean paired_gain "
+            "show_code"
         ),
         "teaching.exercises": "check_exercise",
         "compare": "",

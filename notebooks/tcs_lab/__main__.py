@@ -1,5 +1,8 @@
-"""The command line, `tcs` or python -m tcs_lab: what it takes. What it does is in `commands`, which is
-imported once a command is known to be wanted, so that help and mistakes are answered at once."""
+"""The command line, `tcs` or python -m tcs_lab: its commands, options and help.
+
+What the commands do is in `commands`. It is imported only when a command is carried out, so that help
+and mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ exit codes:
   1    a run diverged or failed, or a repeated run gave other numbers
   2    no command, or input that cannot be used: one line on stderr says what and why
   130  interrupted by Ctrl-C
-  141  nobody reads what is printed
-  143  terminated by SIGTERM; whatever is on disk is whole"""
+  141  nobody reads what is printed, as after `| head`
+  143  terminated by SIGTERM; all files on disk are whole"""
 
 BENCH_PARTS = ("round", "paper", "compiled", "step", "codecs", "growth")
-PLACES = ("client_threads", "compiled", "data_root", "device", "errors_limit", "graph",
+WHERE_OPTIONS = ("client_threads", "compiled", "data_root", "device", "errors_limit", "graph",
           "side_by_side", "threads")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Carries out a command line; returns its exit code. SystemExit for help and for words that are
-    no command line."""
+    """Carry out a command line, and return its exit code. SystemExit for help, and for words that are
+    not a command line."""
     words = sys.argv[1:] if argv is None else argv
     parser = command_line()
     if not words:
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _quiet_interrupt() -> Iterator[None]:
-    """Ctrl-C ends the process without a traceback, as long as there is nothing to put away."""
+    """Let Ctrl-C end the process without a traceback, as long as there is nothing to clean up."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
@@ -56,41 +59,41 @@ def _quiet_interrupt() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line."""
+    """A parser that says in one line what is wrong with a command line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only then."""
+    """An option that prints the version, which is looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
             print(f"tcs {version('tcs-core')}")
-        except PackageNotFoundError:  # the files alone, on a path of Python's
-            print("tcs, not installed: no version is known")
+        except PackageNotFoundError:  # only the files, on a path of Python's
+            print("tcs is not installed here, so that its version is not known")
         parser.exit(0)
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of all commands. What it reads has the command's name as `command`."""
+    """The parser of all commands. What it returns has the command's name as `command`."""
     parser = _Parser(
         prog="tcs", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXIT_CODES,
-        description="Time-Correlated Sparsification: make runs, look at plans, measure.",
+        description="Time-Correlated Sparsification: make runs, see how far plans are, measure speed.",
     )  # fmt: skip
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def command(name: str, does: str, *examples: str) -> Callable[..., Any]:
         shown = "\n".join(["examples:", *(f"  {line}" for line in examples), "", EXIT_CODES])
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=does, description=does[0].upper() + does[1:] + ".", epilog=shown,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        return own.add_argument
+        return subparser.add_argument
 
     _add_runs(command)
     _add_plans(command)
@@ -120,13 +123,35 @@ def _add_runs(command: Command) -> None:
         "    --set data_root=cifar10.tar",
     )  # fmt: skip
     for add in (run, vary):
-        add("--params", nargs="+", required=True, help="YAML files, later over earlier")
-        add("--scheme", action="append", help="only this scheme (may be repeated)")
-        add("--seed", action="append", type=int, help="only this seed (may be repeated)")
-        add("--jobs", type=int, help="how many runs at once (default: as the files say, or 1)")
-        _add_usual(add)
-    vary("--setting", action="append", help="only this setting (may be repeated)")
-    vary("--sweep", metavar="FILE", help="what is varied (default: params/sensitivity.yaml)")
+        add(
+            "--params",
+            nargs="+",
+            required=True,
+            help="YAML files of parameters; a later file wins over an earlier one",
+        )
+        add("--scheme", action="append", help="make only the runs of this scheme (may be repeated)")
+        add(
+            "--seed",
+            action="append",
+            type=int,
+            help="make only the runs with this seed (may be repeated)",
+        )
+        add(
+            "--jobs",
+            type=int,
+            help="how many runs are made at once (default: what the files say, or 1)",
+        )
+        _add_common(add)
+    vary(
+        "--setting",
+        action="append",
+        help="make only the runs that vary this setting (may be repeated)",
+    )
+    vary(
+        "--sweep",
+        metavar="FILE",
+        help="the file that says what is varied (default: params/sensitivity.yaml)",
+    )
 
 
 def _add_plans(command: Command) -> None:
@@ -134,87 +159,110 @@ def _add_plans(command: Command) -> None:
         "queue", "make the runs of plans, in their order",
         "tcs queue params/evidence_plan.yaml --jobs 2 --set data_root=FOLDER",
         "tcs queue params/fair_plan.yaml:main --dry-run",
-        "on a GPU that is there for 12 minutes:",
+        "on a GPU that is available for 12 minutes:",
         "tcs queue params/gpu_plan.yaml --minutes 12 --pack records.tar --set data_root=FOLDER",
     )  # fmt: skip
     status = command(
-        "status", "say of plans what is made, what is left, and how long that will take",
+        "status", "say how many runs of plans are made and left, and how long the rest will take",
         "tcs status params/evidence_plan.yaml params/fair_plan.yaml",
         "tcs status params/fair_plan.yaml:main --jobs 2",
     )  # fmt: skip
     for add in (queue, status):
         add("plan", metavar="PLAN", nargs="+",
-            help="files like params/evidence_plan.yaml, one after the other; FILE:STAGE is one stage")  # fmt: skip
-        add("--stage", action="append", help="only this stage (may be repeated)")
+            help="files like params/evidence_plan.yaml; FILE:STAGE names one stage of a file")  # fmt: skip
+        add("--stage", action="append", help="only this stage of the plans (may be repeated)")
     queue("--jobs", type=int,
-          help="how many runs at once, each in a process of its own (default: 1; with --minutes, as the plan says)")  # fmt: skip
-    status("--jobs", type=int, default=1, help="for the time that is left: how many runs at once")
+          help="how many runs are made at once, in so many processes (default: 1; with --minutes: what the plan says)")  # fmt: skip
+    status(
+        "--jobs",
+        type=int,
+        default=1,
+        help="how many runs are made at once, for the estimate of the time (default: 1)",
+    )
     queue("--minutes", type=float,
-          help="begin only runs that end within so many minutes, and stop what has not ended by then; "
-               "several run at once where the plan says that this is faster")  # fmt: skip
+          help="begin only runs that will end within so many minutes, and stop those that have not; "
+               "several runs are made at once if the plan says that this is faster")  # fmt: skip
     queue("--pack", metavar="FILE",
-          help="with --minutes: write a tar of the new records after each run")  # fmt: skip
-    _add_usual(queue)
-    _add_usual(status, trains=False)
+          help="with --minutes: write a tar file of the new records after each run")  # fmt: skip
+    _add_common(queue)
+    _add_common(status, trains=False)
 
 
 def _add_repeat(command: Command) -> None:
     again = command(
-        "again", "make a record's run again, and compare the two",
+        "again", "make the run of a record again, and compare the two records",
         "tcs again results/quick/runs/RECORD.json",
         "tcs again results/evidence/runs/RECORD.json --set data_root=FOLDER",
     )  # fmt: skip
     again("record", metavar="RECORD", help="a file in results/<profile>/runs/")
     again("--set", action="append", default=[], metavar="KEY=VALUE",
-          help=f"where and how it is made (may be repeated): {', '.join(PLACES)}")  # fmt: skip
-    again("--results", help="keep the new record in this results folder")
+          help=f"where and how the run is made (may be repeated); the keys are {', '.join(WHERE_OPTIONS)}")  # fmt: skip
+    again("--results", help="keep the new record in this results folder (default: it is not kept)")
     _add_dry_run(again)
 
 
 def _add_measurements(command: Command) -> None:
     optimizers = command(
-        "optimizers", "make the trainings of params/optimizers.yaml: what the DDP hook costs optimizers",
+        "optimizers", "make the trainings of params/optimizers.yaml, which compare optimizers with the DDP hook",
         "tcs optimizers --dry-run", "tcs optimizers --jobs 2",
     )  # fmt: skip
-    optimizers("--jobs", type=int, help="how many trainings at once (default: 1)")
-    optimizers("--results", help="results folder (default: results/ beside notebooks/)")
+    optimizers("--jobs", type=int, help="how many trainings are made at once (default: 1)")
+    optimizers("--results", help="the results folder (default: results/ beside notebooks/)")
     _add_dry_run(optimizers)
     links = command(
-        "links", "measure steps of DDP over links of given rates (Linux, as root); writes results/hook/links/",
-        "two ranks, 10 layers of 1000 x 1000, no limit and 1000 Mbit/s:",
+        "links", "measure steps of DDP over links of given rates (on Linux, as root), and write results/hook/links/",
+        "two ranks, 10 layers of 1000 x 1000 values, without a limit and with 1000 Mbit/s:",
         "tcs links 2 10 1000 none 1000",
         'tcs links 2 10 1000 100 plain "TCS 1 %"',
-        "what notebook 12 shows: tcs queue params/links.yaml",
+        "the measurements that notebook 12 shows:",
+        "tcs queue params/links.yaml",
     )  # fmt: skip
-    links("--results", help="results folder (default: results/ beside notebooks/)")
+    links("--results", help="the results folder (default: results/ beside notebooks/)")
     for name in ("ranks", "layers", "width"):
         links(name, metavar=name.upper(), type=int)
     links("rates", metavar="RATE", nargs="+",
-          help="Mbit/s, or none for no limit; then, if not all, the ways to exchange that are measured")  # fmt: skip
+          help="Mbit/s, or none for no limit; names of ways to exchange, such as plain, may follow "
+               "(default: all ways are measured)")  # fmt: skip
     bench = command(
         "bench", "measure speed and memory, and write results/bench/",
         "tcs bench --part round --threads 2",
         "tcs bench --part paper --device cuda --precision bf16",
     )  # fmt: skip
-    bench("--part", action="append", choices=BENCH_PARTS, help="only this part (may be repeated)")
-    bench("--repeat", type=int, default=7, help="turns of each measurement; short ones take more")
-    bench("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
-    bench("--precision", default="fp32", help="fp32 or bf16")
-    bench("--threads", type=int, help="CPU threads")
-    bench("--results", help="results folder (default: results/ beside notebooks/)")
+    bench(
+        "--part",
+        action="append",
+        choices=BENCH_PARTS,
+        help="measure only this part (may be repeated)",
+    )
+    bench(
+        "--repeat",
+        type=int,
+        default=7,
+        help="how often each measurement is repeated (default: 7; short ones are repeated more often)",
+    )
+    bench(
+        "--device",
+        default="auto",
+        help="where to measure: auto, cpu, cuda or cuda:<n> (default: auto)",
+    )
+    bench(
+        "--precision", default="fp32", help="precision of the passes, fp32 or bf16 (default: fp32)"
+    )
+    bench("--threads", type=int, help="how many CPU threads (default: what PyTorch chooses)")
+    bench("--results", help="the results folder (default: results/ beside notebooks/)")
 
 
-def _add_usual(add: Callable[..., Any], trains: bool = True) -> None:
+def _add_common(add: Callable[..., Any], trains: bool = True) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE",
-        help="one more parameter, its value read as YAML (may be repeated)")  # fmt: skip
-    add("--results", help="results folder (default: results/ beside notebooks/)")
+        help="a further parameter; the value is read as YAML (may be repeated)")  # fmt: skip
+    add("--results", help="the results folder (default: results/ beside notebooks/)")
     if trains:
         _add_dry_run(add)
 
 
 def _add_dry_run(add: Callable[..., Any]) -> None:
     add("--dry-run", action="store_true",
-        help="make nothing: say how many runs are left, and about how many hours they take")  # fmt: skip
+        help="make nothing, but say how many runs are left and about how many hours they take")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the command line does, command by command; what it takes is in `__main__`."""
+"""What the commands of the command line do. Their options and help are in `__main__`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.__main__ import PLACES
+from tcs_lab.__main__ import WHERE_OPTIONS
 from tcs_lab.compare.command import compare_command
 from tcs_lab.evidence.sensitivity import (
     read_sensitivity,
@@ -29,10 +29,10 @@ from tcs_lab.runs.checkpoints import checkpoint_path
 from tcs_lab.runs.deadline import Deadline
 from tcs_lab.runs.estimates import Expected, expect
 from tcs_lab.runs.jobs import Job, make_anew, missing_jobs
-from tcs_lab.runs.parameters import checked, plan, read_params, read_yaml
+from tcs_lab.runs.parameters import check_parameter, plan, read_params, read_yaml
 from tcs_lab.runs.plans import count_made, jobs_to_follow, plan_jobs, read_plan
 from tcs_lab.runs.queue import run_queue
-from tcs_lab.runs.records import config_of, differences, read_record, record_path
+from tcs_lab.runs.records import compare_records, config_of, read_record, record_path
 from tcs_lab.runs.runs import Run, run_all
 from tcs_lab.studies.bench import USUAL_PARTS, bench_table, run_benches
 from tcs_lab.support.errors import format_value, one_line, reject_unknown, shorten
@@ -44,10 +44,12 @@ _GOES_ON = "the same command goes on"
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
-    """Carries out a command; returns its exit code, and says in one line what ended it early."""
+    """Carry out a command, return its exit code, and say in one line what ended it early."""
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding without eta spoils no table
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # so that a table is printed in an encoding without η, too
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _stopped_once():
@@ -77,7 +79,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
 
 
 def make_table(arguments: argparse.Namespace) -> int:
-    """The runs of a table in a profile, then the table."""
+    """Make the runs of a table in a profile, then print the table."""
     params = _params(arguments)
     if arguments.scheme:
         params["schemes"] = arguments.scheme
@@ -90,7 +92,7 @@ def make_table(arguments: argparse.Namespace) -> int:
 
 
 def make_sweep(arguments: argparse.Namespace) -> int:
-    """The runs that vary one setting at a time, then the table of what each setting changes."""
+    """Make the runs that vary one setting at a time, then print what each setting changes."""
     params = _params(arguments)
     sweep = read_sensitivity(arguments.sweep or ROOT / "params" / "sensitivity.yaml")
     names = arguments.setting or list(sweep.settings)
@@ -111,20 +113,20 @@ def _make(
     arguments: argparse.Namespace, params: dict[str, Any], configs: list[RunConfig],
     table: Callable[[list[dict[str, Any]]], pd.DataFrame],
 ) -> int:  # fmt: skip
-    """Makes runs, prints the table of their records and what diverged."""
-    jobs = checked("jobs", params.get("jobs", 1))
+    """Make runs, and print the table of their records and which of them diverged."""
+    jobs = check_parameter("jobs", params.get("jobs", 1))
     if arguments.dry_run:
         count = len({config.digest for config in configs})
         left = expect(missing_jobs(map(Run, configs), arguments.results), arguments.results)
-        print(_in_words(count, left, jobs))
+        print(_describe_left(count, left, jobs))
         return 0
     records = run_all(configs, arguments.results, jobs)
     print(plain_markdown(table(records)))
-    return _ended(records)
+    return _report_diverged(records)
 
 
-def _ended(records: list[dict[str, Any]]) -> int:
-    """The exit code of runs that are made; says which of them diverged."""
+def _report_diverged(records: list[dict[str, Any]]) -> int:
+    """Say which runs diverged, and return the exit code of a command that has made these runs."""
     diverged = [record for record in records if record.get("status") == "diverged"]
     for record in diverged:
         name = record["config"]["scheme"]["name"]
@@ -143,7 +145,7 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--set: got {format_value(pair)}, allowed: KEY=VALUE")
+            raise ValueError(f"--set: got {format_value(pair)}, allowed: KEY=VALUE, such as seed=3")
         params[key] = read_yaml(value, f"--set {shorten(key)}")
     return params
 
@@ -152,12 +154,12 @@ def _set_params(pairs: list[str]) -> dict[str, Any]:
 
 
 def make_plans(arguments: argparse.Namespace) -> int:
-    """The runs of plans, one plan after the other; those that another process is making come last."""
-    changes, jobs = _set_params(arguments.set), _whole("--jobs", arguments.jobs)
+    """Make the runs of plans, one plan after the other; those that another process makes come last."""
+    changes, jobs = _set_params(arguments.set), _check_count("--jobs", arguments.jobs)
     if arguments.dry_run:
         stages = _stages_of(arguments, changes)
         planned, left = sum(stage.planned for stage in stages), _sum(stages)
-        print(_in_words(planned, left, jobs or 1))
+        print(_describe_left(planned, left, jobs or 1))
         return 0
 
     def wanted() -> list[Job]:
@@ -167,42 +169,43 @@ def make_plans(arguments: argparse.Namespace) -> int:
     if arguments.minutes is not None:
         return _make_in_time(arguments, wanted())
     if arguments.pack:
-        raise ValueError(f"--pack: got {arguments.pack}, allowed without --minutes: none")
+        raise ValueError(f"--pack: got {arguments.pack}, allowed: only together with --minutes")
     records = run_queue(wanted, arguments.results, jobs=jobs or 1)
     print(f"{len(records)} runs are made")
-    return _ended(records)
+    return _report_diverged(records)
 
 
 def _make_in_time(arguments: argparse.Namespace, jobs: list[Job]) -> int:
-    """Those of a plan's jobs that fit into some minutes; says what has become of all of them."""
+    """Make those jobs of a plan that fit into some minutes, and say what has become of all of them."""
     if not 0 < arguments.minutes < math.inf:
         raise ValueError(f"--minutes: got {arguments.minutes:g}, allowed: a number above 0")
     files = list(dict.fromkeys(_file_and_stage(given)[0] for given in arguments.plan))
     if len(files) > 1:
-        raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: one file")
+        raise ValueError(f"PLAN: got {', '.join(files)}, allowed with --minutes: a single file")
     where = arguments.results, arguments.jobs, arguments.pack
     deadline = Deadline(jobs, read_plan(files[0]).sharing, *where)
     records = deadline.make(arguments.minutes)
     print(plain_markdown(deadline.table()))
-    return max(_ended(records), int(deadline.failed))
+    return max(_report_diverged(records), int(deadline.failed))
 
 
 def tell_status(arguments: argparse.Namespace) -> int:
-    """What is made of plans, stage by stage, what is left, and how long that takes."""
-    jobs = _whole("--jobs", arguments.jobs)
+    """Say how much of plans is made, stage by stage, what is left, and how long that will take."""
+    jobs = _check_count("--jobs", arguments.jobs)
     stages = _stages_of(arguments, _set_params(arguments.set))
     print(plain_markdown(pd.DataFrame([stage.row() for stage in stages])))
-    print(_in_words(sum(stage.planned for stage in stages), _sum(stages), jobs))
+    print(_describe_left(sum(stage.planned for stage in stages), _sum(stages), jobs))
     if any(stage.searches for stage in stages):
         print(
-            "Runs that score a rate are counted although the rate is not chosen yet; a search may also go on beyond its first rates."
+            "Runs that score a learning rate are counted although the rate is not chosen yet. A search may "
+            "also go on beyond its first rates."
         )
     return 0
 
 
-class _Stage:
-    """A stage of a plan: what is made of it, and what is left. Of `follow`, it is only known how many
-    they are and what they are like (see `jobs_to_follow`)."""
+class _StageStatus:
+    """How much of a stage is made, and what is left. `follow` are stand-ins for jobs that cannot be named
+    yet (see `jobs_to_follow`)."""
 
     def __init__(
         self, file: str, name: str, jobs: list[Job], follow: list[Job], results: str | None
@@ -220,16 +223,16 @@ class _Stage:
         }  # fmt: skip
 
 
-def _stages_of(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_Stage]:
+def _stages_of(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[_StageStatus]:
     results, stages = arguments.results, []
     named = _each_stage(arguments, lambda file: plan_jobs(file, changes, results))
     for file, name, jobs in named:
         follow = jobs_to_follow(file, changes, results)[name]
-        stages.append(_Stage(file, name, jobs, follow, results))
+        stages.append(_StageStatus(file, name, jobs, follow, results))
     return stages
 
 
-def _sum(stages: list[_Stage]) -> Expected:
+def _sum(stages: list[_StageStatus]) -> Expected:
     left = Expected(0, 0.0, 0)
     for stage in stages:
         left = left.plus(stage.left)
@@ -239,7 +242,7 @@ def _sum(stages: list[_Stage]) -> Expected:
 def _each_stage(
     arguments: argparse.Namespace, jobs_of: Callable[[str], dict[str, list[Job]]]
 ) -> Iterator[tuple[str, str, list[Job]]]:
-    """The stages that are asked for: file, name, and their jobs by `jobs_of(file)`."""
+    """The stages that are asked for, each with its file, its name, and its jobs by `jobs_of(file)`."""
     for given in arguments.plan:
         file, stage = _file_and_stage(given)
         stages = jobs_of(file)
@@ -249,25 +252,25 @@ def _each_stage(
 
 
 def _file_and_stage(given: str) -> tuple[str, str]:
-    """FILE or FILE:STAGE; a file whose name has a colon is a file."""
+    """Split FILE:STAGE; a file that exists and has a colon in its name is a file without a stage."""
     if ":" not in given or Path(given).exists():
         return given, ""
     file, stage = given.rsplit(":", 1)
     return file, stage
 
 
-def _in_words(planned: int, left: Expected, jobs: int) -> str:
-    """How many runs are planned and left, and the hours that these take."""
+def _describe_left(planned: int, left: Expected, jobs: int) -> str:
+    """Say how many runs are planned, made and left, and how many hours the rest will take."""
     text = f"{planned} runs, {planned - left.jobs} of them made, {left.jobs} left"
     if left.jobs > left.unknown:
         text += f": about {_number(left.hours)} hours one after the other"
         if jobs > 1:
             text += f", at best {_number(left.hours / jobs)} with {jobs} at once"
-    return text + (f"; how long {left.unknown} take is not known" if left.unknown else "")
+    return text + (f"; the time of {left.unknown} of them is not known" if left.unknown else "")
 
 
 def _hours(left: Expected) -> str:
-    """A cell of a table; a question mark stands for what is not known."""
+    """The hours as a cell of a table; a question mark stands for those that are not known."""
     known = [_number(left.hours)] if left.jobs > left.unknown or not left.jobs else []
     return " + ".join(known + (["?"] if left.unknown else []))
 
@@ -276,7 +279,8 @@ def _number(hours: float) -> str:
     return f"{hours:.1f}" if hours >= 1 or not hours else f"{hours:.2g}"
 
 
-def _whole(option: str, value: int | None) -> Any:
+def _check_count(option: str, value: int | None) -> Any:
+    """The value of an option that counts something, or None if it is not given."""
     if value is not None and value < 1:
         raise ValueError(f"{option}: got {value}, allowed: a whole number >= 1")
     return value
@@ -286,46 +290,48 @@ def _whole(option: str, value: int | None) -> Any:
 
 
 def repeat_record(arguments: argparse.Namespace) -> int:
-    """A record's run once more, from the record alone; exit code 1 if its numbers are others."""
+    """Make a record's run again, from the record alone; exit code 1 if its numbers are different."""
     record, where = read_record(arguments.record), _set_params(arguments.set)
-    reject_unknown(where, PLACES, "place to run")
+    reject_unknown(where, WHERE_OPTIONS, "key of --set, which says where and how the run is made")
     config = config_of(record, **where)
     if arguments.dry_run:
         hours = record["provenance"]["wall_seconds"] / 3600
-        print(f"1 run: about {hours:.2g} hours, as its record took")
+        print(f"1 run: about {hours:.2g} hours, the time that its record took")
         return 0
     left = checkpoint_path(config)
-    left.unlink(missing_ok=True)  # of a run that other code had begun
+    left.unlink(missing_ok=True)  # other code may have begun the run
     with contextlib.ExitStack() as stack:
-        stack.callback(left.unlink, missing_ok=True)  # of this one, if it is stopped
+        stack.callback(left.unlink, missing_ok=True)  # if this run is stopped
         folder = arguments.results or stack.enter_context(tempfile.TemporaryDirectory())
         if (there := record_path(config, folder)).exists():
-            raise ValueError(f"--results: {there} exists, allowed: a folder without this record")
+            raise ValueError(
+                f"--results: {there} exists, allowed: a folder that does not have this record"
+            )
         (made,) = run_all([config], folder)
-    found = differences(record, made)
+    differences = compare_records(record, made)
     data = {one["provenance"]["fingerprint"] for one in (record, made)}
-    other = " (on other data)" if len(data) > 1 else ""
+    other = " (made on other data)" if len(data) > 1 else ""
     same = f"the same in all {len(made['rows'])} epochs"
-    print(f"{Path(arguments.record).name}: {found[0] + other if found else same}")
-    return 1 if found else 0
+    print(f"{Path(arguments.record).name}: {differences[0] + other if differences else same}")
+    return 1 if differences else 0
 
 
 # Measurements ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def compare_optimizers(arguments: argparse.Namespace) -> int:
-    """The trainings of params/optimizers.yaml: `queue` with this plan."""
+    """Make the trainings of params/optimizers.yaml, as `queue` does with this plan."""
     path = str(ROOT / "params" / "optimizers.yaml")
-    own = {"plan": [path], "stage": None, "set": [], "minutes": None, "pack": None}
-    return make_plans(argparse.Namespace(**own, **vars(arguments)))
+    queue = {"plan": [path], "stage": None, "set": [], "minutes": None, "pack": None}
+    return make_plans(argparse.Namespace(**queue, **vars(arguments)))
 
 
 def measure_links(arguments: argparse.Namespace) -> int:
-    """Measure steps on links in separate processes, and write the record."""
+    """Measure steps of DDP on links, in processes of their own, and print the record."""
     from tcs_lab.studies import links
 
     for name in ("ranks", "layers", "width"):
-        _whole(name.upper(), getattr(arguments, name))
+        _check_count(name.upper(), getattr(arguments, name))
     exchanges = tuple(word for word in arguments.rates if word in links.EXCHANGES)
     rates = [word for word in arguments.rates if word not in links.EXCHANGES]
     for word in rates:
@@ -334,7 +340,8 @@ def measure_links(arguments: argparse.Namespace) -> int:
             raise ValueError(f"RATE: got {format_value(word)}, allowed: {allowed}")
     if not rates:
         raise ValueError(
-            "RATE: got exchanges alone, allowed: at least one number of Mbit/s, or none"
+            f"RATE: got only exchanges ({', '.join(exchanges)}), allowed: at least one number of Mbit/s, or "
+            "none, before them"
         )
     size = (arguments.ranks, arguments.layers, arguments.width)
     mbit = tuple(None if word == "none" else float(word) for word in rates)
@@ -351,8 +358,8 @@ def _is_positive(word: str) -> bool:
 
 
 def measure_speed(arguments: argparse.Namespace) -> int:
-    """Parts of the bench, as a record and as a table."""
-    _whole("--repeat", arguments.repeat)
+    """Measure parts of the bench, and print them as a table."""
+    _check_count("--repeat", arguments.repeat)
     options = (arguments.repeat, arguments.device, arguments.precision, arguments.threads)
     record = run_benches(arguments.part or USUAL_PARTS, *options, arguments.results)
     print(plain_markdown(bench_table(record)))
@@ -376,13 +383,13 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends the command like Ctrl-C."""
+    """Raised by SIGTERM, which ends a command like Ctrl-C."""
 
 
 @contextlib.contextmanager
 def _stopped_once() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt, the first of them; those after it are ignored to
-    the end of the process, so that what has to be put away is."""
+    """Let the first Ctrl-C or SIGTERM raise KeyboardInterrupt. Later ones are ignored to the end of the
+    process, so that everything can be cleaned up."""
     before: dict[int, Any] = {}
     stopped = False
 
@@ -404,7 +411,7 @@ def _stopped_once() -> Iterator[None]:
 
 
 def _flush_output() -> None:
-    """Raises here, not when the interpreter ends, if what was printed can't be written."""
+    """Raise OSError here, and not when the interpreter ends, if what was printed can't be written."""
     if sys.stdout is None:
         return
     try:

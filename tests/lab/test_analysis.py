@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import tcs_lab as lab
-from tcs_lab.tables.analysis import additive, images_variance, minus
+from tcs_lab.tables.analysis import fit_additive, images_variance, minus
 
 GAP = {"a": 1, "b": -1}
 
@@ -92,7 +92,7 @@ def test_the_fit_is_that_of_least_squares_where_runs_are_missing():
         for seed, shift in enumerate(seeds)
         if (scheme, seed) not in missing
     }
-    fit = additive(list(runs.values()), *zip(*runs, strict=True))
+    fit = fit_additive(list(runs.values()), *zip(*runs, strict=True))
     for one, other in (("a", "b"), ("c", "b")):
         weights = fit.weights({one: 1, other: -1})
         assert weights @ fit.values_R == pytest.approx(schemes[one] - schemes[other])

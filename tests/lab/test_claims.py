@@ -27,7 +27,7 @@ PLAN = lab.ROOT / "params" / "evidence_plan.yaml"
     ],
 )
 def test_verdicts(low, high, bound, value, verdict):
-    assert lab.verdict(low, high, bound, value) == verdict
+    assert lab.judge_interval(low, high, bound, value) == verdict
 
 
 # Made-up records ──────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +70,7 @@ def files(*records):
 
 def judge(claim, *records):
     """The row of one claim, among these records."""
-    return lab.judged(claims(it=claim), files(*records)).iloc[0]
+    return lab.judge_claims(claims(it=claim), files(*records)).iloc[0]
 
 
 TOP_K = {"measure": "accuracy", "second": ["top-K", 0.5]}
@@ -137,9 +137,11 @@ def test_what_an_open_interval_leaves_out_is_said():
     ):
         bound = {"at_least": -0.5} if way == "lower" else {"at_most": 0.5}
         row = judge(TOP_K | bound, *scheme, *THEIRS)
-        assert row.verdict == "open" and lab.said(row).startswith(f"open: {way}; whether by more")
+        assert row.verdict == "open" and lab.format_verdict(row).startswith(
+            f"open: {way}; whether by more"
+        )
     row = judge(TOP_K | {"at_least": -0.4}, *OURS, *THEIRS)
-    assert lab.said(row.to_dict() | {"bootstrap": row.half}) == "open"
+    assert lab.format_verdict(row.to_dict() | {"bootstrap": row.half}) == "open"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_what_is_not_measured_says_why(runs, reason):
     row = judge(TOP_K | {"at_least": -0.5}, *runs)
     assert (row.verdict, row.reason) == ("not measured", reason)
     assert math.isnan(row.measured) == reason.startswith("no ") and math.isnan(row.half)
-    assert lab.said(row) == f"not measured: {reason}"
+    assert lab.format_verdict(row) == f"not measured: {reason}"
 
 
 def test_a_scheme_of_which_a_run_diverged_has_no_estimate():
@@ -164,13 +166,13 @@ def test_a_scheme_of_which_a_run_diverged_has_no_estimate():
     lost = record("TCS", 3, 0) | {"status": "diverged", "rows": []}
     runs = [*OURS, lost, *THEIRS, *group("FedAvg", 60, 70, 80)]
     named = {"a": TOP_K | {"at_least": -9}, "b": TOP_K | {"at_least": -9, "first": ["FedAvg", 0.5]}}
-    one, other = lab.judged(claims(**named), files(*runs)).itertuples()
+    one, other = lab.judge_claims(claims(**named), files(*runs)).itertuples()
     assert (one.n, one.verdict, one.reason) == (0, "not measured", "diverged: 3.json")
     assert math.isnan(one.measured) and other.verdict == "supported" and other.freedom == 2
 
 
 def test_two_runs_of_one_seed_are_refused():
-    with pytest.raises(ValueError, match=r"0\.json and 1\.json: got two runs of one seed"):
+    with pytest.raises(ValueError, match=r"0\.json and 1\.json: got two .* seed 0"):
         judge(TOP_K | {"at_least": 0}, OURS[0], OURS[0])
 
 
@@ -182,7 +184,7 @@ def test_the_main_claims_have_holms_p_beside_them():
         "c": TOP_K | {"at_least": -9},
         "d": TOP_K | {"at_least": -9, "main": True, "second": ["FedAvg", 0.5]},
     }
-    table = lab.judged(claims(**named), files(*OURS, *THEIRS)).set_index("claim")
+    table = lab.judge_claims(claims(**named), files(*OURS, *THEIRS)).set_index("claim")
     assert table.p["a"] == pytest.approx(0.05, abs=1e-4)
     assert table.holm["a"] == pytest.approx(2 * table.p["a"])
     assert table.holm["b"] == pytest.approx(3 * table.p["b"])
@@ -196,10 +198,10 @@ def test_bits_are_by_construction():
     one = record("TCS", 0, 0.5, bits=0.4)
     row = judge({"measure": "uplink", "at_least": 80}, one)
     assert row.measured == pytest.approx(80) and math.isnan(row.half)
-    assert (row.verdict, lab.said(row)) == ("by construction", "by construction: kept")
+    assert (row.verdict, lab.format_verdict(row)) == ("by construction", "by construction: kept")
     whole = judge({"measure": "uplink_whole", "at_least": 80}, one)
     assert whole.measured == pytest.approx(32 / ((32 + 0.4 + 0.4) / 3))
-    assert lab.said(whole) == "by construction: not kept"
+    assert lab.format_verdict(whole) == "by construction: not kept"
     against = {"measure": "uplink", "second": ["top-K", 0.5], "at_least": 1.1}
     assert judge(against, one, record("top-K", 0, 0.5, bits=0.5)).measured == pytest.approx(1.25)
 
@@ -207,7 +209,7 @@ def test_bits_are_by_construction():
 def test_the_own_share_of_a_message_is_by_construction():
     """K_global = 10 and K_local = 1 of 1,000."""
     row = judge({"measure": "own_share", "at_most": 0.1, "n": 1}, record("TCS", 0, 0.5))
-    assert (row.measured, lab.said(row)) == (1 / 11, "by construction: kept")
+    assert (row.measured, lab.format_verdict(row)) == (1 / 11, "by construction: kept")
 
 
 def test_the_overlap_of_dense_updates_is_what_is_beyond_chance():
@@ -233,7 +235,7 @@ def test_the_paper_is_judged_by_the_same_rule():
         "d": {"measure": "uplink", "at_least": 80, "paper": 88},
         "e": TOP_K | {"at_least": -0.5},
     }
-    theirs = lab.judged(claims(**named), {})["paper_verdict"]
+    theirs = lab.judge_claims(claims(**named), {})["paper_verdict"]
     assert list(theirs) == ["supported", "open", "contradicted", "by construction", ""]
 
 
@@ -245,12 +247,12 @@ def test_the_steps_of_a_decomposition_add_up():
     chain = [("TCS", 0.5), ("FedAvg", 0.5), ("Baseline", 0.1)]
     read = claims(rest={"decomposition": [chain]}, it=TOP_K | {"at_least": 0})
     runs = [*OURS, *group("FedAvg", 61, 71.5), *group("Baseline", 60, 71, 81.1, eta=0.1)]
-    table = lab.decomposed(read, files(*runs))
+    table = lab.decompose(read, files(*runs))
     assert [f"{row.first} {row.second}" for row in table.itertuples()] == [
         "TCS Baseline", "FedAvg Baseline", "TCS FedAvg"]  # fmt: skip
     assert table.measured[0] == pytest.approx(table.measured[1] + table.measured[2])
     assert list(table.n) == [3, 2, 2] and table.half.notna().all()
-    assert lab.decomposed(read, {})["reason"].str.startswith("no records of").all()
+    assert lab.decompose(read, {})["reason"].str.startswith("no records of").all()
 
 
 UNEQUAL = {"pairs": [[("TCS", 0.5), ("top-K", 0.5)], [("TCS", 0.5), ("FedAvg", 0.5)]],
@@ -262,9 +264,9 @@ def unequal(*there):
     read = claims(rest={"unequal": UNEQUAL}, it=TOP_K | {"at_least": 0})
     equal = files(*OURS, *THEIRS, *group("FedAvg", 59, 69, 79.3))
     found = {f"there-{file}": one for file, one in files(*there).items()}
-    table = lab.unequal(read, equal, {"half": found})
+    table = lab.compare_unequal_clients(read, equal, {"half": found})
     rows = {(row["second"], row["where"]): row for row in table.to_dict("records")}
-    return rows, lab.difference(read, equal, ("TCS", 0.5), ("top-K", 0.5))
+    return rows, lab.estimate_difference(read, equal, ("TCS", 0.5), ("top-K", 0.5))
 
 
 def test_a_pair_of_unequal_clients_has_the_interval_of_its_own_differences():
@@ -318,8 +320,8 @@ def test_a_gate_that_fails_makes_its_claims_not_testable():
         a=TOP_K | {"at_least": -0.5}, b=TOP_K | {"more_than": 9}, c=TOP_K | {"at_least": 0}
     )
     records = files(*runs)
-    table = lab.judged(read, records)
-    one, other = lab.behind_gates(read, records, table, GATES).itertuples()
+    table = lab.judge_claims(read, records)
+    one, other = lab.apply_gates(read, records, table, GATES).itertuples()
     assert (one.claim, one.without, one.gated, one.because) == ("a", "supported", "supported", "")
     assert (other.claim, other.without, other.gated) == ("b", "contradicted", "not testable")
     assert other.because.startswith("FedAvg-L4 − Baseline is −1.00 (")
@@ -332,9 +334,9 @@ def test_every_verdict_for_which_the_bootstrap_has_another_word_says_so():
     """Of a claim that is not among the main ones, too."""
     row = judge(TOP_K | {"at_least": -0.5}, *OURS, *THEIRS).to_dict()
     wider = row | {"measured": 0.0, "bootstrap": 0.6}
-    assert not row["main"] and lab.other_by_bootstrap(wider) == "open"
-    assert lab.said(wider) == "supported (the bootstrap's interval says open)"
-    assert lab.said(row | {"measured": 0.0, "bootstrap": 0.4}) == "supported"
+    assert not row["main"] and lab.differing_bootstrap_verdict(wider) == "open"
+    assert lab.format_verdict(wider) == "supported (the bootstrap's interval says open)"
+    assert lab.format_verdict(row | {"measured": 0.0, "bootstrap": 0.4}) == "supported"
     beyond = wider | {
         "verdict": "open",
         "low": -0.6,
@@ -342,8 +344,12 @@ def test_every_verdict_for_which_the_bootstrap_has_another_word_says_so():
         "measured": -0.6,
         "bootstrap": 0.05,
     }
-    assert lab.said(beyond).endswith("is open (the bootstrap's interval says contradicted)")
-    assert lab.other_by_bootstrap(row | {"verdict": "not measured", "bootstrap": 0.6}) == ""
+    assert lab.format_verdict(beyond).endswith(
+        "is open (the bootstrap's interval says contradicted)"
+    )
+    assert (
+        lab.differing_bootstrap_verdict(row | {"verdict": "not measured", "bootstrap": 0.6}) == ""
+    )
 
 
 # What recurs ──────────────────────────────────────────────────────────────────────────────────────
@@ -352,7 +358,7 @@ def test_every_verdict_for_which_the_bootstrap_has_another_word_says_so():
 def test_what_recurs_is_set_beside_both_kinds_of_chance():
     """Of 1,000 entries the largest ten; chance given the layers is 0.2 in every record."""
     runs = [record("FedAvg", seed, 0.5, overlap=seen) for seed, seen in enumerate((0.5, 0.7))]
-    found = lab.recurring(runs)
+    found = lab.measure_recurrence(runs)
     assert found == {"seen": pytest.approx(0.6), "by_layers": pytest.approx(0.2), "by_chance": 0.01}
 
 
@@ -365,15 +371,17 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     runs = [one | {"digest": f"{n}"} for n, one in enumerate([*OURS, *THEIRS, *base])]
     read = claims(it=TOP_K | {"at_least": 0})
     named = {lab.training.configuration.record_file_name(one): one for one in runs}
-    monkeypatch.setattr(lab.evidence.claims, "planned_records", lambda profile: (read, named))
-    gaps = lab.planned_gaps("evidence", [*runs[:3], *runs[6:]])
-    row = lab.difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))
+    monkeypatch.setattr(
+        lab.evidence.planned_model, "load_planned_records", lambda profile: (read, named)
+    )
+    gaps = lab.estimate_gaps("evidence", [*runs[:3], *runs[6:]])
+    row = lab.estimate_difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))
     assert set(gaps) == {"TCS"} and gaps["TCS"]["difference_n"] == row["n"] == 3
     assert 100 * gaps["TCS"]["difference_low"] == pytest.approx(row["low"])
     other = OURS[0] | {"digest": "of another setting"}
-    assert lab.planned_gaps("evidence", [other, *runs[6:]]) is None
-    assert lab.planned_gaps("small", runs) is None  # has no plan
-    assert lab.planned_gaps("evidence", runs[:3]) == {}  # no Baseline among them
+    assert lab.estimate_gaps("evidence", [other, *runs[6:]]) is None
+    assert lab.estimate_gaps("small", runs) is None  # has no plan
+    assert lab.estimate_gaps("evidence", runs[:3]) == {}  # no Baseline among them
 
 
 def test_a_plan_beside_what_is_made(tmp_path):
@@ -389,7 +397,7 @@ def test_what_a_person_reads(tmp_path):
     named = {"bits": {"measure": "uplink", "at_least": 80}, "acc": TOP_K | {"at_least": -0.4},
              "none": TOP_K | {"at_least": 0, "second": ["FedAvg", 0.5]}}  # fmt: skip
     runs = [record("TCS", s, a, bits=0.4) for s, a in enumerate((0.6, 0.7, 0.8))]
-    table = lab.judged(claims(**named), files(*runs, *THEIRS))
+    table = lab.judge_claims(claims(**named), files(*runs, *THEIRS))
     assert set(table.verdict) <= set(lab.VERDICTS)
     text = lab.readable_claims(table)
     assert list(text["Supported if"]) == ["≥ 80", "≥ −0.4"]
@@ -399,8 +407,10 @@ def test_what_a_person_reads(tmp_path):
         "**open (the bootstrap's interval says supported)**",
     ]
     assert text["Ours (interval)"][0] == "×80"
-    assert lab.not_measured(table) == "Not measured: none."
-    lab.save_table(table, tmp_path / "claims", "All", lab.readable_claims, lab.not_measured(table))
+    assert lab.list_unmeasured(table) == "Not measured: none."
+    lab.save_table(
+        table, tmp_path / "claims", "All", lab.readable_claims, lab.list_unmeasured(table)
+    )
     assert (
         (tmp_path / "claims.md").read_text(encoding="utf-8").endswith("|\n\nNot measured: none.\n")
     )
@@ -411,12 +421,12 @@ def test_what_a_person_reads(tmp_path):
     [(-0.501, "−0.501"), (-0.5004, "−0.5004"), (-0.499, "−0.50"), (-0.51, "−0.51")],
 )
 def test_a_rounded_end_never_says_another_verdict(low, shown):
-    table = lab.judged(claims(it=TOP_K | {"at_least": -0.5}), files(*OURS, *THEIRS))
+    table = lab.judge_claims(claims(it=TOP_K | {"at_least": -0.5}), files(*OURS, *THEIRS))
     assert f"({shown} to " in lab.readable_claims(table.assign(low=low))["Ours (interval)"][0]
 
 
 @pytest.mark.parametrize(("bits", "shown"), [(32 / 79.997, "×79.997"), (0.4, "×80")])
 def test_a_rounded_ratio_never_does_either(bits, shown):
-    table = lab.judged(claims(it={"measure": "uplink", "at_least": 80}),
+    table = lab.judge_claims(claims(it={"measure": "uplink", "at_least": 80}),
                        files(record("TCS", 0, 0.5, bits=bits)))  # fmt: skip
     assert list(lab.readable_claims(table)["Ours (interval)"]) == [shown]

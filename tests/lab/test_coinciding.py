@@ -42,8 +42,8 @@ def test_a_record_says_where_clients_sent(tmp_path, small, name, phi_local, shar
     settings = config(tcs.Scheme.named(name, phi_local=phi_local), **NET, participation=share)
     rounds, clients = sent_at(settings), 4 * share
     record = lab.run(settings, tmp_path)
-    found, places = lab.coinciding(record), [len(counts) for _, counts in rounds]
-    assert lab.explored_places(record) == sum(places) // len(places)
+    found, places = lab.measure_coincidence(record), [len(counts) for _, counts in rounds]
+    assert lab.count_explored(record) == sum(places) // len(places)
     values = [clients * shared + int(counts.sum()) for shared, counts in rounds]
     each = [value / (shared + len(c)) for value, (shared, c) in zip(values, rounds, strict=True)]
     assert found["clients"] == pytest.approx(sum(each) / len(each), rel=0.02)  # a ratio of means
@@ -56,5 +56,5 @@ def test_a_record_says_where_clients_sent(tmp_path, small, name, phi_local, shar
 def test_how_much_of_the_mask_stays(tmp_path, small):
     record = lab.run(config("TCS", **NET), tmp_path)
     shares = [row["mask_overlap"] for row in record["rows"]]
-    assert lab.coinciding(record)["stay"] == pytest.approx(sum(shares) / len(shares))
-    assert not lab.coinciding(lab.run(config("top-K", **NET), tmp_path))["stay"] > 0
+    assert lab.measure_coincidence(record)["stay"] == pytest.approx(sum(shares) / len(shares))
+    assert not lab.measure_coincidence(lab.run(config("top-K", **NET), tmp_path))["stay"] > 0

@@ -67,7 +67,7 @@ def test_what_the_parser_lists_is_what_there_is():
     from tcs_lab.training.configuration import WHERE_KEYS
 
     assert tuple(BENCHES) == command_line.BENCH_PARTS
-    assert WHERE_KEYS - {"profile"} == set(command_line.PLACES)
+    assert WHERE_KEYS - {"profile"} == set(command_line.WHERE_OPTIONS)
     parser = command_line.command_line()
     (named,) = [a.choices for a in parser._actions if a.dest == "command"]
     assert set(named) == commands.COMMANDS.keys()

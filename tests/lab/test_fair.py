@@ -139,7 +139,7 @@ def test_intervals_are_those_of_the_pooled_model_on_the_images_that_score(folder
     assert (row["measured"], row["low"], row["high"], row["p"]) == pytest.approx(
         (expected.value, expected.low, expected.high, expected.p(0))
     )
-    assert row["no_loss"] == lab.verdict(expected.low, expected.high, "more_than", -0.5)
+    assert row["no_loss"] == lab.judge_interval(expected.low, expected.high, "more_than", -0.5)
 
 
 def test_images_that_choose_never_score_and_the_others_never_choose(folder):
@@ -268,7 +268,7 @@ def test_a_verdict_that_the_bootstrap_does_not_share_is_named(folder):
     table = lab.fair_differences(folder / "fair.yaml", folder).dropna(subset="measured")
     row = row_of(table, first="TCS", second="Baseline")
     ends = row["measured"] - row["bootstrap"], row["measured"] + row["bootstrap"]
-    assert row["no_loss_bootstrap"] == lab.verdict(*ends, "more_than", -0.5)
+    assert row["no_loss_bootstrap"] == lab.judge_interval(*ends, "more_than", -0.5)
     for other, said in (("open", "**supported (the bootstrap's interval says open)**"),
                         ("supported", "**supported**")):  # fmt: skip
         shown = lab.readable_fair_differences(
@@ -300,7 +300,7 @@ def of_evidence(folder, monkeypatch):
     counts = {"TCS": (40, 43, 45), "FedAvg": (38, 40, 43)}
     made = {c.record_name: write(folder / "elsewhere", c, images(0, counts[c.scheme.name][c.seed - 1]))
             for c in configs}  # fmt: skip
-    monkeypatch.setattr(fair, "planned_records", lambda profile, results: (None, made))
+    monkeypatch.setattr(fair, "load_planned_records", lambda profile, results: (None, made))
     return made
 
 
@@ -309,13 +309,13 @@ def test_the_mechanism_is_asked_beside_the_judged_records(folder, of_evidence):
     control(folder, "mechanism", TCS_Random=(37, 40, 42))
     row = row_of(lab.control_answers(folder / "controls.yaml", folder), question="mechanism")
     assert row["measured"] == pytest.approx(5) and row["n"] == 3
-    assert row["verdict"] == lab.verdict(row["low"], row["high"], "more_than", 0.3)
+    assert row["verdict"] == lab.judge_interval(row["low"], row["high"], "more_than", 0.3)
     records = dict(of_evidence)
     records |= {c.record_name: lab.read_record(lab.record_path(c, folder))
                 for c in control_runs(folder, "mechanism")}  # fmt: skip
     read = lab.evidence.claims.Claims(confidence=0.95, claims={"it": {
         "says": "it", "measure": "accuracy", "first": ["TCS", 0.5], "second": ["TCS-Random", 0.5], "more_than": 0.3}})  # fmt: skip
-    (same,) = lab.judged(read, records).to_dict("records")
+    (same,) = lab.judge_claims(read, records).to_dict("records")
     assert (row["low"], row["high"]) == (same["low"], same["high"])
 
 
@@ -375,16 +375,16 @@ def test_a_prediction_stands_beside_runs_of_its_length_alone(tmp_path):
     made("Baseline", 0.9, epochs=60)
     made("TCS", 0.5, epochs=60)
     made("TCS", 0.885)
-    table = lab.predicted(path, tmp_path)
+    table = lab.compare_prediction(path, tmp_path)
     assert table["n"].tolist() == [0, 0] and table["measured"].isna().all()
-    assert set(lab.readable_predicted(table)["measured"]) == {"not tested at the paper's length"}
+    assert set(lab.readable_prediction(table)["measured"]) == {"not tested at the paper's length"}
     made("Baseline", 0.9)
-    row, other = lab.predicted(path, tmp_path).to_dict("records")
+    row, other = lab.compare_prediction(path, tmp_path).to_dict("records")
     assert row["measured"] == pytest.approx(-1.5) and (row["n"], other["n"]) == (1, 0)
     assert (row["points"], row["low"], row["paper"]) == (-1, -2, 0.2) and math.isnan(
         other["points"]
     )
-    shown = lab.readable_predicted(lab.predicted(path, tmp_path))["measured"]
+    shown = lab.readable_prediction(lab.compare_prediction(path, tmp_path))["measured"]
     assert shown[0] == "−1.50, n = 1, inside of the interval"
 
 
@@ -395,4 +395,4 @@ def test_the_plans_that_are_there_can_be_read():
     families = lab.fair_differences(params / "fair_plan.yaml").groupby("family").size()
     assert dict(families) == {"with momentum": 3, "without momentum": 13}
     assert list(lab.control_answers(params / "controls_plan.yaml")["stage_planned"]) == [6, 6, 12]
-    assert len(lab.predicted(params / "prediction.yaml")) >= 6
+    assert len(lab.compare_prediction(params / "prediction.yaml")) >= 6

@@ -22,8 +22,8 @@ def names(figure):
 def test_the_same_bytes_every_time(tmp_path):
     records = [fake("TCS", 0.8, 0), fake("Baseline", 0.9, 0)]
     figures = {
-        "curves": lambda: lab.accuracy_figure(records, "A title"),
-        "megabytes": lambda: lab.megabytes_figure(lab.summary(records), "A title"),
+        "curves": lambda: lab.draw_accuracy_figure(records, "A title"),
+        "megabytes": lambda: lab.draw_megabytes_figure(lab.summary(records), "A title"),
     }
     for name, make in figures.items():
         for copy in "ab":
@@ -35,7 +35,7 @@ def test_the_same_bytes_every_time(tmp_path):
 
 def test_curves_show_mean_and_band_and_their_names():
     records = [fake("TCS", a, s) for s, a in enumerate((0.6, 0.8))] + [fake("top-K", 0.71, 0)]
-    figure = lab.accuracy_figure(records, "x")
+    figure = lab.draw_accuracy_figure(records, "x")
     left, right = figure.axes
     np.testing.assert_allclose(left.lines[0].get_ydata(), 70.0)
     assert left.get_xlabel() == "epoch" and left.get_ylabel() == "test accuracy (%)"
@@ -46,13 +46,13 @@ def test_curves_show_mean_and_band_and_their_names():
 
 def test_a_run_that_ended_at_once_has_no_curve():
     lost = fake("TCS", 0.5, 0, status="diverged") | {"rows": []}
-    assert names(lab.accuracy_figure([lost, fake("top-K", 0.7, 0)], "x")) == ["top-K (1)"]
+    assert names(lab.draw_accuracy_figure([lost, fake("top-K", 0.7, 0)], "x")) == ["top-K (1)"]
 
 
 def test_a_mean_stops_where_one_seed_does():
     lost = fake("TCS", 0.5, 0, status="diverged")
     lost["rows"] = lost["rows"][:2]
-    axes = lab.accuracy_figure([lost, fake("TCS", 0.7, 1)], "x").axes[0]
+    axes = lab.draw_accuracy_figure([lost, fake("TCS", 0.7, 1)], "x").axes[0]
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[1, 60], [2, 60]])
 
 
@@ -74,7 +74,7 @@ def test_names_at_curves_do_not_lie_on_each_other(finals):
 
 def test_last_points_are_enlarged_and_named():
     records = [fake(n, 0.9 + i / 1000, 0) for i, n in enumerate(EIGHT)]
-    figure = lab.accuracy_figure(records, "x")
+    figure = lab.draw_accuracy_figure(records, "x")
     left, right = figure.axes
     (low, high), (first, last) = right.get_xlim(), left.get_ylim()
     assert high - low < 1 < last - first + 1 and names(figure)[0] == "TCS-L2 (1)"
@@ -84,12 +84,12 @@ def test_last_points_are_enlarged_and_named():
 def test_megabytes_are_written_at_the_points():
     records = [fake("TCS", 0.6, 0), fake("FedAvg", 0.7, 0, warmup=3), fake("Baseline", 0.8, 0)]
     table = lab.summary(records)
-    figure = lab.megabytes_figure(table, "A title")
+    figure = lab.draw_megabytes_figure(table, "A title")
     (axes,) = figure.axes
     both = float(table["megabytes_up"][0] + table["megabytes_down"][0])
     assert f"TCS\n{both:.2g} MB" in texts(figure) and "Baseline" in texts(figure)
     assert axes.get_xscale() == "log" and "log" in axes.get_xlabel()
-    assert not lab.megabytes_figure(table.iloc[:0], "None").axes[0].lines
+    assert not lab.draw_megabytes_figure(table.iloc[:0], "None").axes[0].lines
 
 
 def test_traffic_is_in_gigabytes_where_it_is_large_and_schemes_have_the_given_names():
@@ -97,7 +97,7 @@ def test_traffic_is_in_gigabytes_where_it_is_large_and_schemes_have_the_given_na
     table[["megabytes_up", "megabytes_down"]] *= 1e5
     both = float(table["megabytes_up"][0] + table["megabytes_down"][0]) / 1000
     names = {"TCS": "shared mask", "Baseline": "centralized training"}
-    figure = lab.megabytes_figure(table, "A title", names)
+    figure = lab.draw_megabytes_figure(table, "A title", names)
     number = f"{both:,.0f}" if both >= 100 else f"{both:.2g}"
     assert f"shared mask\n{number} GB" in texts(figure)
     assert "centralized training" in texts(figure) and "Baseline" not in texts(figure)
@@ -106,7 +106,7 @@ def test_traffic_is_in_gigabytes_where_it_is_large_and_schemes_have_the_given_na
 @pytest.mark.parametrize("accuracy", [0.7, 0.805])  # far from the line, and just above it
 def test_labels_are_beside_their_points_and_off_the_baselines_line(accuracy):
     records = [fake("TCS", accuracy, 0), fake("FedAvg", 0.6, 0, warmup=3), fake("Baseline", 0.8, 0)]
-    (axes,) = lab.megabytes_figure(lab.summary(records), "A title").axes
+    (axes,) = lab.draw_megabytes_figure(lab.summary(records), "A title").axes
     line = next(line for line in axes.lines if len(line.get_ydata()) == 2).get_window_extent()
     labels = [text for text in axes.texts if "MB" in text.get_text()]
     assert len(labels) == 2 and all(abs(label.xyann[1]) <= 20 for label in labels)
@@ -175,7 +175,7 @@ def test_text_can_be_read_on_white():
 @pytest.mark.parametrize("name", ["TCS", "TCS-Global Momentum"])
 def test_a_long_title_lies_inside_the_figure(name):
     title = "Fig. 5: profile cpu, CIFAR-10 (JPEG copy), 16 x 16, 150 epochs\nbars: ± one std"
-    figure = lab.accuracy_figure([fake(name, 0.8, 0)], title)
+    figure = lab.draw_accuracy_figure([fake(name, 0.8, 0)], title)
     figure.draw_without_rendering()
     (text,) = figure.findobj(lambda artist: getattr(artist, "get_text", str)() == title)
     box = text.get_window_extent()

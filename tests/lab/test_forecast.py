@@ -17,11 +17,11 @@ def plan(seeds=3, schemes=("TCS", "FedAvg"), **changes):
 def test_the_seeds_without_a_record_are_named():
     runs = plan()
     records = [{"digest": config.digest} for config in runs]
-    assert lab.lacking(runs, records) == "none"
-    assert lab.lacking(runs, records[1:]) == "TCS (seed 0)"
-    assert lab.lacking(runs, records[2:5]) == "TCS (seeds 0, 1), FedAvg (seed 2)"
-    assert lab.lacking(runs, records[3:]) == "TCS (all 3 seeds)"
-    assert lab.lacking(plan(1), []) == "TCS, FedAvg"
+    assert lab.list_missing(runs, records) == "none"
+    assert lab.list_missing(runs, records[1:]) == "TCS (seed 0)"
+    assert lab.list_missing(runs, records[2:5]) == "TCS (seeds 0, 1), FedAvg (seed 2)"
+    assert lab.list_missing(runs, records[3:]) == "TCS (all 3 seeds)"
+    assert lab.list_missing(plan(1), []) == "TCS, FedAvg"
 
 
 def test_a_forecast_counts_the_runs_without_a_record_and_changes_nothing(tmp_path):

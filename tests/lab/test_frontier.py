@@ -8,10 +8,9 @@ import torch
 from processes import start
 from tcs_lab.runs.jobs import make_job, missing_jobs
 from tcs_lab.runs.plans import Planning, plan_jobs, read_plan
-from tcs_lab.runs.records import seal
+from tcs_lab.runs.records import write_record
 from tcs_lab.studies import frontier, optimizers
 from tcs_lab.studies.power_sgd import PowerSGD
-from tcs_lab.support.files import write_json
 from tcs_lab.support.paths import ROOT
 from tcs_lab.tasks.text import load_text
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
@@ -129,7 +128,7 @@ def test_a_training_is_a_record_and_one_that_diverges_says_so(tmp_path, scheme):
 def pretend(job, results, loss):
     """A record as if the job had been made."""
     end = {"diverged": None, "losses": [[job.steps, loss]]}
-    write_json(job.path(results), seal(job.identity | end))
+    write_record(job.path(results), job.identity | end)
 
 
 def few():

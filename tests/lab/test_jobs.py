@@ -14,7 +14,7 @@ from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import Job, make_job, missing_jobs
 from tcs_lab.runs.plans import count_made, plan_jobs
 from tcs_lab.runs.queue import run_queue
-from tcs_lab.runs.records import results_folder, seal
+from tcs_lab.runs.records import results_folder, write_record
 from tcs_lab.runs.runs import Run
 from tcs_lab.studies import bench, links
 from tcs_lab.studies.optimizers import HookTraining, final_loss
@@ -236,7 +236,7 @@ def test_a_newer_measurement_of_a_link_takes_the_place_of_the_older_one(tmp_path
     assert job.is_made(tmp_path) and job.read(tmp_path)["rows"] == [old[0], old[2]]
     new = [case | {"mbit": mbit, "seconds": 2.0} for mbit in (None, 50.0)]
     made = {"rows": new, "provenance": {"finished": "2026-11-28T12:00:00Z"}}
-    write_json(job.path(tmp_path), seal(job.identity | made))
+    write_record(job.path(tmp_path), job.identity | made)
     assert [row["seconds"] for row in links.read_rows(tmp_path)] == [2.0, 1.0, 2.0]
     assert job.read(tmp_path)["rows"] == new
 
@@ -252,7 +252,7 @@ def test_a_newer_measurement_of_a_link_takes_the_place_of_the_older_one(tmp_path
         ("kind: studies.optimizers", "kind: studies.nodes", "value 2: kind: got .*nodes"),
         ("ranks: 2", "ranks: 0", "value 2: stage: ranks: got 0"),
         ("ranks: 2", "rank: 2", "value 2: stage: .*rank"),
-        ("profile: tiny.yaml", "", "profile: stage fixed needs it"),
+        ("profile: tiny.yaml", "", "profile: missing.*fixed"),
     ],
 )
 def test_a_stage_is_checked_by_its_kind(plan, was, now, says):
@@ -263,5 +263,5 @@ def test_a_stage_is_checked_by_its_kind(plan, was, now, says):
 
 
 def test_a_plan_without_a_profile_takes_no_parameters_of_runs():
-    with pytest.raises(ValueError, match=r"width: allowed: no parameters beside .*links\.yaml"):
+    with pytest.raises(ValueError, match=r"^width: .*links\.yaml"):
         plan_jobs(lab.ROOT / "params" / "links.yaml", {"width": 3})

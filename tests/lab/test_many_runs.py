@@ -1,4 +1,4 @@
-"""Many runs: in worker processes, on any backend of joblib, beside other processes.
+"""Many runs: in worker processes, and beside other processes.
 
 TCS_KILLS=50 ends workers in every way, not only in two.
 """
@@ -7,19 +7,21 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
+from typing import ClassVar
 
-import joblib
 import psutil
 import pytest
 import tcs_lab as lab
 import torch
-from common import IMAGES, as_tar, config, numbers, tiny_command
+from common import IMAGES, TINY, as_tar, config, numbers, tiny_command
 from processes import logged, start_command, until
 from tcs_lab.runs.checkpoints import checkpoint_path
+from tcs_lab.runs.jobs import make_job
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import hold_lock
 
@@ -56,7 +58,7 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
             again(dataclasses.replace(one, data_root=two.data_root))
     fewer = dataclasses.replace(two, train_samples=1)
     for other in (two, fewer):
-        with pytest.raises(ValueError, match="records of different data, allowed: a folder"):
+        with pytest.raises(ValueError, match=r"ci.*runs: got records of different data"):
             lab.run_all([one, other], tmp_path)
 
 
@@ -113,14 +115,14 @@ def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme, monke
     """Only a scheme of one's own is made in this process."""
     others = ["TCS-L2", "top-K", "Baseline", "QSGD", "EF21", "STC"]
     wanted, made_here = configs(own_scheme, *others, **few), []
-    here = lab.runs.runs._run_here
+    train = lab.runs.runs._train
 
-    def noted(configs, *arguments):
-        made_here.extend(run.config.scheme.name for run in configs)
-        return here(configs, *arguments)
+    def noted(config, *arguments):
+        made_here.append(config.scheme.name)
+        return train(config, *arguments)
 
     with monkeypatch.context() as watched:
-        watched.setattr(lab.runs.runs, "_run_here", noted)
+        watched.setattr(lab.runs.runs, "_train", noted)
         side_by_side = lab.run_all(wanted, tmp_path / "two", jobs=2)
     assert made_here == [own_scheme]
     assert not multiprocessing.active_children()
@@ -130,45 +132,85 @@ def test_worker_processes_make_the_same_records(tmp_path, few, own_scheme, monke
     assert mine["config"]["rule_sha256"] and numbers(mine)[4] == numbers(other)[4]
 
 
-def test_any_backend_of_joblib_makes_the_same_records(tmp_path, small):
-    """Threads, as some clusters' workers have: they would share torch's random numbers."""
-    wanted = configs("TCS", "top-K", "TCS-Q5", "rand-K")
-    in_turn = lab.run_all(wanted, tmp_path / "one")
-    with joblib.parallel_config(backend="threading", n_jobs=3):
-        threads = lab.run_all(wanted, tmp_path / "threads")
-    assert [numbers(r) for r in threads] == [numbers(r) for r in in_turn]
+class ThisProcess:
+    """Stands in for a worker: this process makes the job, at once, on one thread."""
 
+    begun: ClassVar = []
 
-def test_a_cluster_of_two_workers_makes_the_same_records(tmp_path, few):
-    distributed = pytest.importorskip("distributed")
-    wanted = configs("TCS", "top-K", "TCS-Q5", "Baseline", **few)
-    settings = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    with (
-        distributed.LocalCluster(**settings) as cluster,
-        distributed.Client(cluster),
-        joblib.parallel_config(backend="dask"),
-    ):
-        there = lab.run_all(wanted, tmp_path / "two")
-    here = lab.run_all(wanted, tmp_path / "one")
-    assert [numbers(r) for r in there] == [numbers(r) for r in here]
+    def __init__(self, results, told):
+        self.results, self.job = results, None
+        self.connection, self.answers = multiprocessing.Pipe()
+        self.process = SimpleNamespace(is_alive=lambda: False)
+
+    def begin(self, job):
+        self.job = job
+        self.begun.append(job.config)
+        make_job(Run(dataclasses.replace(job.config, threads=1)), self.results)
+        self.answers.send(None)
+
+    def finish(self):
+        self.job = self.connection.recv()
+
+    def close(self):
+        pass
 
 
 def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, monkeypatch, small):
     """With 12 threads and four jobs: three, whether five runs are left or one."""
-    asked, work = [], lab.runs.runs._work
-
-    def noted(job, *arguments):
-        asked.append(job.config.threads)
-        return work(Run(dataclasses.replace(job.config, threads=1)), *arguments)
-
-    monkeypatch.setattr(lab.runs.runs, "_work", noted)
+    monkeypatch.setattr(ThisProcess, "begun", [])
+    monkeypatch.setattr(lab.runs.queue, "Worker", ThisProcess)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # would restore the twelve
-    with joblib.parallel_config(backend="threading"):
-        for seeds in range(5), [0]:
-            wanted = [config(seed=seed, threads=None, **BRIEF) for seed in seeds]
-            lab.run_all(wanted, tmp_path / str(len(wanted)), jobs=4)
-    assert asked == [3] * 6
+    for seeds in range(5), [0]:
+        wanted = [config(seed=seed, threads=None, **BRIEF) for seed in seeds]
+        lab.run_all(wanted, tmp_path / str(len(wanted)), jobs=4)
+    assert [one.threads for one in ThisProcess.begun] == [3] * 6
+
+
+def test_the_longest_runs_are_begun_first(tmp_path, monkeypatch, small):
+    """Those of one local step have the most rounds; at the end no core should wait for one."""
+    monkeypatch.setattr(ThisProcess, "begun", [])
+    monkeypatch.setattr(lab.runs.queue, "Worker", ThisProcess)
+    names = ["TCS-L4", "TCS-L2", "TCS", "Baseline"]
+    records = lab.run_all(configs(*names, train_samples=60, epochs=1), tmp_path, jobs=2)
+    assert [one.scheme.name for one in ThisProcess.begun] == names[::-1]
+    assert [record["config"]["scheme"]["name"] for record in records] == names
+
+
+def test_the_error_of_a_worker_is_raised_here(tmp_path, few):
+    wanted = configs("TCS", "top-K", **few | {"batch_size": 900})
+    with pytest.raises(ValueError, match="batch_size: got 900") as caught:
+        lab.run_all(wanted, tmp_path, jobs=2)
+    assert "Traceback" in caught.value.__notes__[0]  # of the worker
+    assert not multiprocessing.active_children() and not list(tmp_path.rglob("*.json"))
+
+
+class Odd(Exception):
+    """Takes other arguments than it keeps, so that it cannot be unpickled."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def test_an_error_that_cannot_be_sent_is_sent_as_text():
+    sent = lab.runs.workers._portable(Odd(1, 2))
+    assert type(sent) is RuntimeError and "Odd" in str(sent) and "1 and 2" in str(sent)
+    kept = lab.runs.workers._portable(FileNotFoundError(2, "is gone", "x.tar"))
+    assert type(kept) is FileNotFoundError and kept.filename == "x.tar"
+
+
+def test_a_script_is_not_run_again_by_its_workers(tmp_path, few):
+    """It has no `if __name__ == "__main__"`."""
+    script = tmp_path / "script.py"
+    lines = ["import tcs_lab as lab", "print('once')"]
+    lines += [f"given = {TINY | BRIEF | few!r}"]
+    lines += ["runs = [lab.RunConfig(name, **given) for name in ('TCS', 'top-K')]"]
+    lines += [f"print(len(lab.run_all(runs, {str(tmp_path)!r}, jobs=2)))"]
+    script.write_text("\n".join(lines), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, encoding="utf-8", check=True
+    )
+    assert done.stdout.split() == ["once", "2"] and done.stderr == ""
 
 
 ENDS = {
@@ -190,7 +232,7 @@ def test_no_worker_outlives_its_parent(tmp_path, few, how):
     checkpoints = tmp_path / "cache" / "checkpoints"
     until(lambda: len(list(checkpoints.glob("[!.]*.pt"))) == 2)
     family = psutil.Process(process.pid).children(recursive=True)
-    workers = [p for p in family if "LokyProcess" in " ".join(p.cmdline())]
+    workers = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
     assert len(workers) == 2
     if how == "SIGINT":
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C on a terminal goes to all of them
@@ -203,18 +245,19 @@ def test_no_worker_outlives_its_parent(tmp_path, few, how):
     assert not alive(family)
     code, line = ENDS[how]
     assert process.exitcode == code
-    if how != "SIGKILL":  # after which joblib says what it clears away
-        assert (tmp_path / "output").read_text(encoding="utf-8").strip() == line
+    assert (tmp_path / "output").read_text(encoding="utf-8").strip() == (line or "")
 
 
 def test_a_worker_that_gets_to_work_too_late_ends_at_once(tmp_path):
     """Its parent was killed while it imported: it has another one, so to say process 1."""
-    wanted, told = Run(config(**BRIEF)), tmp_path / "rows"
-    with pytest.raises(BrokenProcessPool):
-        joblib.Parallel(2, backend="loky")(
-            joblib.delayed(lab.runs.runs._work)(wanted, tmp_path, True, told, 1) for _ in range(2)
-        )
-    assert not list(tmp_path.rglob("*.json"))
+    here, there = multiprocessing.Pipe()
+    late = lab.runs.workers._start(
+        lab.runs.workers._make_jobs, there, tmp_path, tmp_path / "rows", 1
+    )
+    there.close()
+    late.join(60)
+    assert late.exitcode == 1
+    here.close()
 
 
 # The bar ──────────────────────────────────────────────────────────────────────────────────────────
@@ -224,9 +267,9 @@ def test_a_row_that_arrives_after_its_run_was_counted_is_ignored():
     one = config(epochs=2)
     row = {"epoch": 2, "accuracy": 0.5, "bits_up": 10, "rounds": 1}
     with lab.Progress([Run(one)]) as bar:
-        bar.epoch(one.digest, row)
-        bar.ended(one.digest)
-        bar.epoch(one.digest, row)
+        bar.show_row(one.digest, row)
+        bar.end(one.digest)
+        bar.show_row(one.digest, row)
         assert bar.left == {} and bar.bar.total == 1
 
 
@@ -234,7 +277,9 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
     """As one does that crosses a page of its file; of a row whose worker was killed, nothing."""
     seen, failed = [], []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    with lab.runs.progress.rows_shown(SimpleNamespace(epoch=lambda *row: seen.append(row))) as told:
+    with lab.runs.progress.show_rows(
+        SimpleNamespace(show_row=lambda *row: seen.append(row))
+    ) as told:
         for part in '["a", {"epoch": 1', '}]\n["b", {"ep', '["c", {}]\n["d", {"epoch": 2}]\n':
             with told.open("a", encoding="utf-8") as file:
                 file.write(part)
@@ -242,12 +287,13 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
     assert seen == [("a", {"epoch": 1}), ("d", {"epoch": 2})] and not failed
 
 
-def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, small):
-    seen, epoch = [], lab.Progress.epoch
-    monkeypatch.setattr(lab.Progress, "epoch", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a))
-    wanted = configs("TCS", "top-K", epochs=3)
-    with joblib.parallel_config(backend="threading", n_jobs=2):
-        lab.run_all(wanted, tmp_path)
+def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, few):
+    seen, epoch = [], lab.Progress.show_row
+    monkeypatch.setattr(
+        lab.Progress, "show_row", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a)
+    )
+    wanted = configs("TCS", "top-K", epochs=3, **few)
+    lab.run_all(wanted, tmp_path, jobs=2)
     assert sorted(seen) == sorted(3 * [c.digest for c in wanted])
 
 
@@ -283,9 +329,9 @@ def test_two_processes_share_a_table(tmp_path):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_what_another_process_makes_comes_last(tmp_path, small, jobs):
+def test_what_another_process_makes_comes_last(tmp_path, few, jobs):
     """A thread stands in for the other process."""
-    wanted = configs("TCS", "top-K", "rand-K")
+    wanted = configs("TCS", "top-K", "rand-K", **few)
     paths = [lab.record_path(c, tmp_path) for c in wanted]
     locked, seen = threading.Event(), []
 
@@ -299,8 +345,7 @@ def test_what_another_process_makes_comes_last(tmp_path, small, jobs):
     holder = threading.Thread(target=hold)
     holder.start()
     locked.wait()
-    with joblib.parallel_config(backend="threading", n_jobs=jobs):
-        records = lab.run_all(wanted, tmp_path)
+    records = lab.run_all(wanted, tmp_path, jobs=jobs)
     holder.join()
     assert seen == [False]
     assert [r["config"]["scheme"]["name"] for r in records] == ["TCS", "top-K", "rand-K"]

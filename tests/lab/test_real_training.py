@@ -10,9 +10,8 @@ import torch
 from processes import start
 from tcs_lab.runs.jobs import make_job, missing_jobs, read_jobs
 from tcs_lab.runs.plans import Planning, plan_jobs, read_plan
-from tcs_lab.runs.records import seal
+from tcs_lab.runs.records import write_record
 from tcs_lab.studies import links, optimizers
-from tcs_lab.support.files import write_json
 from torch.nn.parallel import DistributedDataParallel
 
 import tcs_core as tcs
@@ -91,7 +90,7 @@ def test_rates_go_on_until_the_best_is_inside(tmp_path):
             tried += [rate] if optimizer == "SGD" else []
             loss = abs(math.log(rate / best[optimizer]))
             end = {"diverged": "it is" if rate > 20 else None, "losses": [[1000, loss]]}
-            write_json(job.path(tmp_path), seal(job.identity | end))
+            write_record(job.path(tmp_path), job.identity | end)
     assert tried == [0.3, 1.0, 3.0, 9.0, 30.0]
     assert len(jobs) == 51 and not STAGE.jobs_to_follow(planning)
     assert {job.setup.optimizer: job.rate for job in jobs} == best

@@ -52,7 +52,7 @@ BROKEN = {
     "version": ('"version": 1', '"version": 2'),
     "status": ('"finished"', '"fine"'),
     "config": ('"seed": 0', '"seed": 5'),
-    "epochs are missing": ('"epoch": 2', '"epoch": 9'),
+    "epochs [1, 9, 3]": ('"epoch": 2', '"epoch": 9'),
     "accuracy": ('"accuracy": 0', '"accuracy": 8'),
     "bits_up": ('"bits_up"', '"bits"'),
     "dimension": ('"dimension": ', '"dimension": -'),
@@ -165,8 +165,8 @@ def test_differences(finished):
     other["rows"][1] |= {"train_loss": 9.0, "accuracy": 0.5, "seconds": 1e9, "new": 1}
     del other["rows"][2]
     was = record["rows"][1]
-    assert lab.differences(record, record) == []
-    assert sorted(lab.differences(record, other)) == [
+    assert lab.compare_records(record, record) == []
+    assert sorted(lab.compare_records(record, other)) == [
         "2 epochs, were 3",
         f"epoch 2: accuracy 0.5, was {was['accuracy']!r}",
         f"epoch 2: train_loss 9.0, was {was['train_loss']!r}",

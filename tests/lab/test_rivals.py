@@ -181,7 +181,10 @@ def sent_of(compressor, messages, n):
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("QSGD", "EF21", "DGC")])
 def test_what_was_meant_is_what_was_sent_and_what_waits(name):
     messages, meant_ND = [], torch.zeros(N, D, dtype=torch.float64)
-    compressor, got_D = compressor_of(name, lab.Listening()), torch.zeros(D, dtype=torch.float64)
+    compressor, got_D = (
+        compressor_of(name, lab.ListeningLink()),
+        torch.zeros(D, dtype=torch.float64),
+    )
     for deltas_ND in deltas_like_training(ROUNDS, N, SIZES):
         meant_ND += deltas_ND
         got_D += compressor.step(deltas_ND)
@@ -196,7 +199,7 @@ def test_what_was_meant_is_what_was_sent_and_what_waits(name):
 def test_ef21_knows_on_both_sides_what_was_sent():
     """A client's g_n is the sum of its messages, the server's g their mean; what a client sends is
     right where it sends it."""
-    compressor, messages = compressor_of("EF21", lab.Listening()), []
+    compressor, messages = compressor_of("EF21", lab.ListeningLink()), []
     for deltas_ND in deltas_like_training(ROUNDS, N, SIZES):
         update_D = compressor.step(deltas_ND)
         messages += compressor.link.messages
@@ -208,7 +211,7 @@ def test_ef21_knows_on_both_sides_what_was_sent():
 
 
 def test_dgc_lets_nothing_wait_where_it_sent():
-    compressor = compressor_of("DGC", lab.Listening())
+    compressor = compressor_of("DGC", lab.ListeningLink())
     for deltas_ND in deltas_like_training(2, N, SIZES):
         compressor.step(deltas_ND)
     for n in range(N):

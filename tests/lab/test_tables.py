@@ -26,18 +26,27 @@ import tcs_core as tcs
      (100.0, 3, "100"), (9.9996e-5, 3, "0.0001"), (math.nan, 3, "–"), (math.inf, 3, "∞")],
 )  # fmt: skip
 def test_a_number_is_written_as_a_person_does(value, digits, text):
-    assert lab.number(value, digits) == text
+    assert lab.format_number(value, digits) == text
 
 
 def test_factors_have_three_digits_at_most():
-    assert [lab.times(x) for x in (8.76, 87.9, 156.6, 1911.4)] == ["8.8", "88", "157", "1,910"]
+    assert [lab.format_times(x) for x in (8.76, 87.9, 156.6, 1911.4)] == [
+        "8.8",
+        "88",
+        "157",
+        "1,910",
+    ]
 
 
 def test_the_papers_factor_is_that_of_the_budget_it_prints():
     """To three digits: the budget is printed with four."""
     paper = lab.read_params([lab.ROOT / "params/table1.yaml"])["paper"]
     for name, printed in (("TCS", 88), ("TCS-L4-Q5", 1910)):
-        assert lab.times(lab.paper_factor(name)) == lab.times(32 / paper[name][2]) == f"{printed:,}"
+        assert (
+            lab.format_times(lab.paper_factor(name))
+            == lab.format_times(32 / paper[name][2])
+            == f"{printed:,}"
+        )
 
 
 def test_names_and_numbers_of_a_table_are_not_broken():
@@ -52,7 +61,7 @@ def test_names_and_numbers_of_a_table_are_not_broken():
         lab.plain_markdown(table).splitlines()[2].startswith("| TCS-M2-E3-K4++ | −0.49 (−0.97 to")
     )
     prose = "TCS-L4-Q5 and n = 5 outside a table"
-    assert lab.unbroken(prose) == prose
+    assert lab.prevent_line_breaks(prose) == prose
 
 
 # Intervals ────────────────────────────────────────────────────────────────────────────────────────
@@ -97,7 +106,7 @@ def test_welchs_interval():
     ],
 )
 def test_an_interval_as_text(numbers, text):
-    assert lab.with_interval(*numbers) == text
+    assert lab.format_interval(*numbers) == text
 
 
 # Records as rows ──────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +239,7 @@ def test_what_is_there_has_one_data_set_and_hides_no_run_that_diverged(monkeypat
     table = lab.readable(lab.summary(lab.load_records(planned, tmp_path).values()))
     assert list(table["Ours: accuracy %"]) == ["diverged (1 of 2)"]
     made[planned[1]]["provenance"] = {"fingerprint": "others"}
-    with pytest.raises(ValueError, match="records of different data, allowed: a folder for each"):
+    with pytest.raises(ValueError, match=r"ci.*runs: got records of different data"):
         lab.load_records(planned, tmp_path)
 
 
@@ -399,7 +408,10 @@ def test_the_executed_notebook_beside_a_table_shows_it(path):
     cells = nbformat.read(path, 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
     shown = [o.get("data", {}).get("text/markdown", "").strip() for o in outputs]
-    assert lab.unbroken(path.with_suffix(".md").read_text(encoding="utf-8")).strip() in shown
+    assert (
+        lab.prevent_line_breaks(path.with_suffix(".md").read_text(encoding="utf-8")).strip()
+        in shown
+    )
     drawn = nbformat.read(DRAWS, 4).cells
     own = [linked(c.source) if c.cell_type == "markdown" else c.source for c in drawn]
     assert [c.source for c in cells if "injected-parameters" not in c.metadata.tags] == own

@@ -74,7 +74,7 @@ def test_masks_there_and_with_equal_clients_of_the_same_seeds(runs):
     (row,) = lab.unequal_masks(equal, there).to_dict("records")
     assert (row["clients"], row["n"]) == ("half", "2")
     for where, made in (("there", there["half"]), ("equal", equal)):
-        found = [lab.coinciding(made[f"TCS {n}"]) for n in (1, 2)]
+        found = [lab.measure_coincidence(made[f"TCS {n}"]) for n in (1, 2)]
         for key, title, digits in (
             ("stay", "the mask stays", 3),
             ("clients", "clients a place", 2),

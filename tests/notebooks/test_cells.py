@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tcs_lab as lab
-from tcs_lab.teaching.cells import literals
+from tcs_lab.teaching.cells import read_literals
 
 import tcs_core as tcs
 
@@ -104,14 +104,19 @@ def test_a_broken_file_of_verdicts_is_named(verdicts, text, says):
 
 
 def test_a_parameter_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"^steps, links: missing in the cell of parameters$"):
+    with pytest.raises(ValueError, match=r"^steps, links: missing"):
         lab.check_values({"phi": 0.5}, phi=lab.Share, steps=lab.Count, links=lab.Count)
 
 
 def test_only_a_cell_of_literals_is_one_of_parameters():
-    assert literals(CELL) == {"phi": 0.25, "positions": [1, 3]}
-    assert literals("import math") is literals("a = b") is literals("a = 1\nprint(a)") is None
-    assert literals("") is literals("%matplotlib inline") is None
+    assert read_literals(CELL) == {"phi": 0.25, "positions": [1, 3]}
+    assert (
+        read_literals("import math")
+        is read_literals("a = b")
+        is read_literals("a = 1\nprint(a)")
+        is None
+    )
+    assert read_literals("") is read_literals("%matplotlib inline") is None
 
 
 @pytest.mark.parametrize(
@@ -140,9 +145,9 @@ def test_a_gain_is_taken_pair_by_pair():
     mean, half = lab.paired_gain([3, 5, 7], [2, 3, 4])
     assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3))  # t for 95 % and n = 3
     assert lab.paired_gain([3], [2]) == (1, math.inf)
-    assert lab.decided(2, 1) == "supported" and lab.decided(-2, 1) == "contradicted"
-    assert lab.decided(1, 2) == lab.decided(1, math.inf) == "open"
-    assert lab.decided(0, 0.3, least=-0.5) == "supported"
+    assert lab.judge_mean(2, 1) == "supported" and lab.judge_mean(-2, 1) == "contradicted"
+    assert lab.judge_mean(1, 2) == lab.judge_mean(1, math.inf) == "open"
+    assert lab.judge_mean(0, 0.3, least=-0.5) == "supported"
 
 
 def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
@@ -166,7 +171,7 @@ def test_a_slow_loop_has_a_line_that_is_gone_at_the_end(pause, lines, monkeypatc
     cleared = []
     monkeypatch.setattr(lab.runs.progress, "_in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.clear_output", lambda wait=False: cleared.append(wait))
-    for _ in lab.followed(range(4), "rounds"):
+    for _ in lab.follow(range(4), "rounds"):
         time.sleep(pause)
     said = capsys.readouterr().out
     assert bool(said) == bool(cleared) == lines
@@ -175,5 +180,5 @@ def test_a_slow_loop_has_a_line_that_is_gone_at_the_end(pause, lines, monkeypatc
 
 
 def test_elsewhere_a_loop_is_just_a_loop(capsys):
-    assert list(lab.followed((n for n in range(3)), "rounds")) == [0, 1, 2]
+    assert list(lab.follow((n for n in range(3)), "rounds")) == [0, 1, 2]
     assert capsys.readouterr() == ("", "")

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 import tcs_lab as lab
 from jupytext.config import load_jupytext_config
-from tcs_lab.teaching.cells import literals
+from tcs_lab.teaching.cells import read_literals
 
 import tcs_core as tcs
 
@@ -102,7 +102,7 @@ def test_numbers_of_the_answer_at_the_top_are_those_of_the_cells(path):
     notebook = read(path)
     answer = re.search(r"\*\*In short\.\*\*(.*?)(?:\n\n|\Z)", notebook.cells[0].source, re.S)
     given = set(NUMBER.findall(printed(notebook)))
-    given |= {str(value) for value in literals(parameters_of(notebook)).values()}
+    given |= {str(value) for value in read_literals(parameters_of(notebook)).values()}
     said = NUMBER.findall(answer[1]) if answer else []
     assert [number for number in said if number not in given] == []
 
@@ -116,7 +116,7 @@ def test_statements_are_asserted_at_the_notebooks_own_parameters(path):
     assert names in ([], [path.stem])
     if names:
         kept = lab.tables.verdicts.read_verdicts(path.stem)
-        assert kept.parameters == literals(parameters_of(notebook)) and kept.verdicts
+        assert kept.parameters == read_literals(parameters_of(notebook)) and kept.verdicts
 
 
 @pytest.mark.parametrize("path", IPYNB, **by_name)

@@ -6,7 +6,7 @@ import nbformat
 import papermill
 import pytest
 import tcs_lab as lab
-from tcs_lab.teaching.cells import literals
+from tcs_lab.teaching.cells import read_literals
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -50,7 +50,7 @@ def test_papermill_sees_every_parameter_with_its_value():
         ]
         seen = papermill.inspect_notebook(str(path))
         found = {name: ast.literal_eval(one["default"]) for name, one in seen.items()}
-        assert found == literals(cell.source), path.stem
+        assert found == read_literals(cell.source), path.stem
 
 
 def test_text_from_papermills_p_is_told_of_its_y():

@@ -161,7 +161,7 @@ def print_stored(track: Track) -> None:
     """Print the stored rows, and how many of them are made."""
     scores = Scores(track)
     stored = track.find_stored()
-    whole = sum(one.is_whole for group in stored.values() for one in group)
+    whole = sum(one.is_complete for group in stored.values() for one in group)
     planned = sum(len(group) for group in stored.values())
     if points := _list_stored(scores, ()):
         print(plain_markdown(rows_table(points, _read_rows(track, None))) + "\n")

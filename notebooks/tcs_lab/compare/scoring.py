@@ -12,7 +12,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from tcs_lab.compare.track import Track
-from tcs_lab.evidence.fair import Method as Tuned
+from tcs_lab.evidence.fair import TunedMethod as Tuned
 from tcs_lab.evidence.fair import fair_model
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tables.tables import traffic
@@ -49,7 +49,7 @@ def make_points(tuned: Iterable[Tuned], model: Comparison, confidence: float) ->
     least comes first."""
     points = []
     for one in tuned:
-        if not one.is_whole or one.diverged:
+        if not one.is_complete or one.diverged:
             continue
         values = list(one.accuracies.values())
         flows = [traffic(record) for record in one.scored.values()]
@@ -152,8 +152,8 @@ class Scores:
         stored, confidence = track.find_stored(), track.analysis.confidence
         known = {one.name for group in stored.values() for one in group}
         self.confidence = confidence
-        whole = [one for group in stored.values() for one in group if one.is_whole]
-        others = [one for one in tuned if one.is_whole and one.name not in known]
+        whole = [one for group in stored.values() for one in group if one.is_complete]
+        others = [one for one in tuned if one.is_complete and one.name not in known]
         self.model = fair_model([*whole, *others])
         self.points = make_points(tuned, self.model, confidence)
         self.stored: Mapping[str, list[Point]] = {

@@ -18,7 +18,7 @@ from tcs_lab.tables.figures import (
     plain_log,
     text_colour,
 )
-from tcs_lab.tables.tables import number, with_interval
+from tcs_lab.tables.tables import format_interval, format_number
 
 # Words ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -31,14 +31,14 @@ def rows_table(
     lines = []
     for method, point in points:
         kept = rows.get(method, {}) if point.scheme == method else {}
-        start = f"{number(point.start)} of it" if point.start else "–"
+        start = f"{format_number(point.start)} of it" if point.start else "–"
         mark = "" if kept.get("decodes", True) else " (counted)"
         lines.append({
-            "Method": point.scheme + mark, "n": str(point.n), "Rate": number(point.rate),
+            "Method": point.scheme + mark, "n": str(point.n), "Rate": format_number(point.rate),
             "Accuracy %": f"{point.accuracy:.2f} ± {point.half:.2f}",
-            "MB up": number(point.up), "MB down": number(point.down), "Dense start": start,
-            "MB up, re-coded": number(point.up * kept.get("recoded", math.nan)),
-            "Round, relative to TCS": number(kept.get("beside_tcs", math.nan), 2),
+            "MB up": format_number(point.up), "MB down": format_number(point.down), "Dense start": start,
+            "MB up, re-coded": format_number(point.up * kept.get("recoded", math.nan)),
+            "Round, relative to TCS": format_number(kept.get("beside_tcs", math.nan), 2),
         })  # fmt: skip
     return pd.DataFrame(lines)
 
@@ -57,11 +57,11 @@ def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.Da
         e, without = one.equal_bytes, one.without_start
         lines.append({
             "Stored method": one.method,
-            f"At {point.both:.3g} MB: {point.scheme} minus it, points": with_interval(
+            f"At {point.both:.3g} MB: {point.scheme} minus it, points": format_interval(
                 e.value, e.low, e.high),
-            "Without both dense starts": with_interval(
+            "Without both dense starts": format_interval(
                 without.value, without.low, without.high),
-            f"MB it needs for {point.accuracy:.1f} %": number(one.megabytes),
+            f"MB it needs for {point.accuracy:.1f} %": format_number(one.megabytes),
             "If not, why": one.reason or "–",
         })  # fmt: skip
     return pd.DataFrame(lines)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from tcs_lab.compare.methods import Method
-from tcs_lab.evidence.fair import Method as Tuned
+from tcs_lab.evidence.fair import TunedMethod as Tuned
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.runs.plans import Plan, Search, read_plan
 from tcs_lab.runs.records import record_path, results_folder

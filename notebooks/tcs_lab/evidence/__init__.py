@@ -9,21 +9,24 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "claims": (
-            "CLAIM_UNITS Gate VERDICTS behind_gates claim_records decomposed difference "
-            "difference_said judged not_measured numbers other_by_bootstrap planned_gaps "
-            "planned_records read_claims readable_claims recurring said unequal unequal_records "
-            "verdict"
+            "Claim Claims load_claim_records load_planned_records load_unequal_records read_claims"
+        ),
+        "measures": "MEASURES count_explored measure_coincidence measure_recurrence",
+        "planned_model": "compare_unequal_clients decompose estimate_difference estimate_gaps",
+        "judging": (
+            "CLAIM_UNITS Gate VERDICTS apply_gates differing_bootstrap_verdict format_difference "
+            "format_estimate format_verdict judge_claims judge_interval list_unmeasured "
+            "readable_claims"
         ),
         "fair": (
-            "control_answers fair_counts fair_differences fair_progress fair_table predicted "
-            "readable_answers readable_fair readable_fair_differences readable_predicted"
+            "compare_prediction control_answers fair_counts fair_differences fair_progress fair_table "
+            "readable_answers readable_fair readable_fair_differences readable_prediction"
         ),
         "sensitivity": (
-            "Sweep best_values read_sensitivity readable_sensitivity sensitivity_plan "
+            "SensitivitySweep best_values read_sensitivity readable_sensitivity sensitivity_plan "
             "sensitivity_table"
         ),
         "sentences": "link read_sentences sentences_table",
-        "coincidence": "coinciding explored_places",
         "unequal_clients": "unequal_by_seed unequal_costs unequal_masks",
         "paper_tables": "draw_table",
     },

@@ -1,8 +1,8 @@
-"""The answers of the later plans: methods at tuned rates, two controls, and a prediction.
+"""The answers to the later plans: methods at tuned rates, two controls, and a prediction.
 
 params/fair_plan.yaml, params/controls_plan.yaml and params/prediction.yaml say what was asked and how
 it is judged. All functions here work with the records that exist. None of them gives an estimate for
-a stage of a plan before all of its runs are made.
+a stage of a plan before all of its runs are made, so that nobody judges by what came first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat
 
-from tcs_lab.evidence.claims import (
-    Claim,
-    Claims,
-    difference_said,
-    judged,
-    planned_records,
-    said,
-    supported_if,
-    verdict,
+from tcs_lab.evidence.claims import Claim, Claims, load_planned_records
+from tcs_lab.evidence.judging import (
+    format_bound,
+    format_difference,
+    format_verdict,
+    judge_claims,
+    judge_interval,
 )
 from tcs_lab.runs.index import find_records
 from tcs_lab.runs.parameters import read_params
@@ -37,7 +35,7 @@ from tcs_lab.runs.runs import Run
 from tcs_lab.support.errors import reject_unknown, validate
 from tcs_lab.support.paths import ROOT
 from tcs_lab.tables.analysis import Comparison, Estimate, holm
-from tcs_lab.tables.tables import Record, number, traffic, with_interval
+from tcs_lab.tables.tables import Record, format_interval, format_number, traffic
 from tcs_lab.tables.verdicts import NOT_MEASURED
 from tcs_lab.training.configuration import record_file_name
 from tcs_lab.training.training import measure_accuracy, read_outcomes
@@ -46,7 +44,8 @@ from tcs_lab.training.training import measure_accuracy, read_outcomes
 
 
 class Family(BaseModel, extra="forbid"):
-    """Methods that are compared with each of some references; Holm's correction is over all of it."""
+    """Methods that are compared with each of some references. Holm's correction is over all of these
+    comparisons."""
 
     schemes: Annotated[list[str], Field(min_length=1)]
     references: Annotated[list[str], Field(min_length=1)]
@@ -65,8 +64,8 @@ class FairAnalysis(BaseModel, extra="forbid"):
 
 
 @dataclass(frozen=True)
-class Method:
-    """One method of a tuned plan, as far as its runs are made."""
+class TunedMethod:
+    """A method of a tuned plan, with those of its runs that are made."""
 
     stage: str
     search: Search
@@ -79,7 +78,7 @@ class Method:
 
     @cached_property
     def tried(self) -> dict[float, float | None]:
-        """Validation accuracy by factor, 0..1: minus infinity if it diverged, None if not made."""
+        """Validation accuracy by factor, 0..1; minus infinity if the run diverged, None if it is not made."""
         return self.search.tried()
 
     @property
@@ -100,41 +99,41 @@ class Method:
         return {s: read_record(p, configs[s]) for s, p in paths.items() if p.is_file()}
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of its runs are made. If every rate diverged there is nothing to score."""
+    def is_complete(self) -> bool:
+        """Whether all of its runs are made. If every rate diverged, there is nothing to score."""
         return self.is_tuned and (self.chosen is None or len(self.scored) == len(self.seeds))
 
     @property
     def diverged(self) -> list[str]:
-        """Scored runs that diverged, by their files; or that all rates did."""
+        """The files of scored runs that diverged, or the remark that all rates did."""
         if self.is_tuned and self.chosen is None:
             return ["every rate that was tried"]
         return [record_file_name(r) for r in self.scored.values() if r["status"] != "finished"]
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """In percent on the images that score, by seed; none if a run diverged."""
+        """Accuracies by seed, in percent of the images that score; {} if a run diverged."""
         if self.diverged:
             return {}
         spans = self.search.tuning.score_on
         return {seed: 100 * measure_accuracy(record, spans) for seed, record in self.scored.items()}
 
 
-def methods_of(path: str | Path, results: str | Path | None = None) -> list[Method]:
-    """The methods of all tuned stages of a plan, in its order."""
+def load_methods(path: str | Path, results: str | Path | None = None) -> list[TunedMethod]:
+    """Load the methods of all tuned stages of a plan, in its order."""
     seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
     return [
-        Method(stage, search, seeds[stage], results)
+        TunedMethod(stage, search, seeds[stage], results)
         for stage, searches in find_searches(path, results=results).items()
         for search in searches
     ]
 
 
 def fair_counts(path: str | Path, results: str | Path | None = None) -> dict[str, int]:
-    """How many runs of a tuned plan are planned and made, those that tune and those that score.
+    """Count how many runs of a tuned plan are planned and made, of those that tune and those that score.
 
-    The plan grows: a rate beyond the first ones is planned once the best is at the list's end."""
-    methods = methods_of(path, results)
+    The plan grows: a rate beyond the first ones is planned when the best one is at the list's end."""
+    methods = load_methods(path, results)
     tried = [accuracy for method in methods for accuracy in method.tried.values()]
     return {
         "tuning planned": len(tried),
@@ -145,7 +144,7 @@ def fair_counts(path: str | Path, results: str | Path | None = None) -> dict[str
 
 
 def fair_progress(path: str | Path, results: str | Path | None = None) -> str:
-    """The same as a sentence."""
+    """Say in a sentence how many runs of a tuned plan are planned and made."""
     n = fair_counts(path, results)
     return (
         f"{n['tuning made']} of {n['tuning planned']} tuning runs and {n['scoring made']} of "
@@ -154,7 +153,7 @@ def fair_progress(path: str | Path, results: str | Path | None = None) -> str:
 
 
 def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each method of a tuned plan.
+    """Make a table with a row for each method of a tuned plan.
 
     `tried` maps factors to validation accuracies in percent (nan: not made, minus infinity:
     diverged), `chosen` and `rate` are the best factor and its learning rate, `n` of `planned` scored
@@ -163,11 +162,11 @@ def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFr
     `diverged` names runs. A method of which a run diverged has no accuracy. Before all runs of a
     method are made it has none either, so that nobody judges by what came first.
     """
-    return pd.DataFrame([_fair_row(method) for method in methods_of(path, results)])
+    return pd.DataFrame([_fair_row(method) for method in load_methods(path, results)])
 
 
-def _fair_row(method: Method) -> dict[str, Any]:
-    values = list(method.accuracies.values()) if method.is_whole else []
+def _fair_row(method: TunedMethod) -> dict[str, Any]:
+    values = list(method.accuracies.values()) if method.is_complete else []
     flows = [traffic(r) for r in method.scored.values() if r["status"] == "finished"]
     sent = {way: fmean(flow[way] for flow in flows) / 1e6 if flows else math.nan
             for way in ("up", "down")}  # fmt: skip
@@ -186,9 +185,9 @@ def _fair_row(method: Method) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fair_model(methods: Iterable[Method]) -> Comparison:
-    """The pooled model of scored runs, by method and seed, with what each got right: all of it on
-    the images that score."""
+def fair_model(methods: Iterable[TunedMethod]) -> Comparison:
+    """The pooled model of scored runs, by method and seed, with the images that each got right. Only the
+    images that score count."""
     accuracies, right = {}, {}
     for method in methods:
         for seed, accuracy in method.accuracies.items():
@@ -201,18 +200,18 @@ def fair_model(methods: Iterable[Method]) -> Comparison:
 
 
 def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each difference that a tuned plan asks for, as `analysis` there says.
+    """Estimate the differences that a tuned plan asks for under `analysis`, one row each.
 
     `measured`, `low`, `high` in percentage points, `p` of its difference from zero, `holm` corrected
     over all differences of its family, also those that are not measured yet, and `no_loss`:
     "supported", "contradicted", "open" or "not measured"; `no_loss_bootstrap` is what the bootstrap's
-    interval says. The model has the methods of all stages
-    that are whole. Where there is no estimate, `reason` says why.
+    interval says. The model has the methods of all stages of which all runs are made. Where there is
+    no estimate, `reason` says why.
     """
     read = read_plan(path)
     analysis = validate(FairAnalysis, read.analysis, f"{path}: analysis")
-    methods = {method.name: method for method in methods_of(path, results)}
-    whole = _whole_stages(methods.values())
+    methods = {method.name: method for method in load_methods(path, results)}
+    whole = _complete_stages(methods.values())
     model = fair_model(m for m in methods.values() if whole[m.stage])
     tables = []
     for name, family in analysis.families.items():
@@ -224,15 +223,15 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
     return pd.DataFrame(tables)
 
 
-def _whole_stages(methods: Iterable[Method]) -> dict[str, bool]:
+def _complete_stages(methods: Iterable[TunedMethod]) -> dict[str, bool]:
     whole: dict[str, bool] = {}
     for method in methods:
-        whole[method.stage] = whole.get(method.stage, True) and method.is_whole
+        whole[method.stage] = whole.get(method.stage, True) and method.is_complete
     return whole
 
 
 def _fair_difference(
-    pair: tuple[str, str], methods: Mapping[str, Method], whole: Mapping[str, bool],
+    pair: tuple[str, str], methods: Mapping[str, TunedMethod], whole: Mapping[str, bool],
     model: Comparison, analysis: FairAnalysis,
 ) -> dict[str, Any]:  # fmt: skip
     reject_unknown(pair, methods, "method of the plan")
@@ -246,9 +245,9 @@ def _fair_difference(
         estimate = model.estimate({pair[0]: 1, pair[1]: -1}, analysis.confidence)
     word, other = NOT_MEASURED, ""
     if not math.isnan(estimate.half):
-        word = verdict(estimate.low, estimate.high, "more_than", analysis.no_loss)
+        word = judge_interval(estimate.low, estimate.high, "more_than", analysis.no_loss)
         ends = estimate.value - estimate.bootstrap, estimate.value + estimate.bootstrap
-        other = verdict(*ends, "more_than", analysis.no_loss)
+        other = judge_interval(*ends, "more_than", analysis.no_loss)
     return {
         "first": pair[0], "second": pair[1], "measured": estimate.value, "low": estimate.low,
         "high": estimate.high, "half": estimate.half, "freedom": estimate.freedom,
@@ -261,7 +260,7 @@ def _fair_difference(
 
 
 class Question(Claim, extra="forbid"):
-    """A question of params/controls_plan.yaml: a claim on accuracy, and the stage that answers it."""
+    """A question of params/controls_plan.yaml: a claim on accuracy, with the stage that answers it."""
 
     measure: Literal["accuracy"] = "accuracy"
     stage: str
@@ -275,12 +274,12 @@ class ControlAnalysis(BaseModel, extra="forbid"):
 
 
 def control_answers(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each question of a plan with controls, as `judged` gives it: `measured` with its
-    interval, `bound`, `verdict`, the record files, and `question`, `stage`, `made` and `stage_planned`.
+    """Answer the questions of a plan with controls. Each has a row as `judge_claims` gives it: `measured`
+    with its interval, `bound`, `verdict`, the record files, and further `question`, `stage`, `made`
+    and `stage_planned`.
 
-    The model has the runs of the question's stage. Where a scheme of the question has no runs there,
-    as TCS has none beside its random mask, the judged records of the profile are in it, too. Before
-    a stage is whole nothing of it is estimated.
+    The model has the runs of the question's stage. If a scheme of the question has no runs there, as
+    TCS has none beside its random mask, the judged records of the profile are in the model, too.
     """
     read = read_plan(path)
     analysis = validate(ControlAnalysis, read.analysis, f"{path}: analysis")
@@ -294,8 +293,8 @@ def control_answers(path: str | Path, results: str | Path | None = None) -> pd.D
         whole = len(found) == planned
         claim = Claim(**question.model_dump(exclude={"stage", "n"}), n=seeds[question.stage])
         alone = Claims(confidence=analysis.confidence, claims={name: claim})
-        records = _with_judged(path, read, question, found, results) if whole else {}
-        (row,) = judged(alone, records).to_dict("records")
+        records = _add_judged_records(path, read, question, found, results) if whole else {}
+        (row,) = judge_claims(alone, records).to_dict("records")
         if not whole:
             row["reason"] = f"{len(found)} of {planned} runs of stage {question.stage} are made"
         rows.append({"question": name, "stage": question.stage, "made": len(found),
@@ -303,16 +302,16 @@ def control_answers(path: str | Path, results: str | Path | None = None) -> pd.D
     return pd.DataFrame(rows)
 
 
-def _with_judged(
+def _add_judged_records(
     path: str | Path, read: Plan, question: Question, found: Mapping[str, Record],
     results: str | Path | None,
 ) -> dict[str, Record]:  # fmt: skip
-    """The records of a question's model."""
+    """The records of a stage, with the judged ones if a scheme of the question is not among them."""
     there = {r["config"]["scheme"]["name"] for r in found.values()}
-    if {name for name, _ in question.sides} <= there:
+    if {name for name, _ in question.schemes} <= there:
         return dict(found)
     profile = read_params([Path(path).parent / str(read.profile)])["profile"]
-    return planned_records(profile, results)[1] | dict(found)
+    return load_planned_records(profile, results)[1] | dict(found)
 
 
 # A prediction ─────────────────────────────────────────────────────────────────────────────────────
@@ -321,13 +320,15 @@ PAPER_RUNS = ("paper", "gpu")  # profiles that may hold runs of the paper's size
 PAPER_RATE = 0.5  # Table 1's
 
 
-def predicted(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
-    """One row for each scheme of each version of a prediction: `points` with `low` and `high` of its
-    interval, `paper`, what the paper prints, and `measured`, the difference to the Baseline in runs of
-    the paper's size and length, over `n` seeds (nan and 0 as long as there are none).
+def compare_prediction(path: str | Path, results: str | Path | None = None) -> pd.DataFrame:
+    """Compare a prediction with what was measured, in a row for each version and scheme.
+
+    `points` is the prediction, with `low` and `high` of its interval; `paper` is what the paper prints,
+    and `measured` the difference to the Baseline in runs of the paper's size and length, over `n`
+    seeds (nan and 0 as long as there are none).
     """
     read = read_params([path])
-    ends = _at_full_length(results)
+    ends = _full_length_accuracies(results)
     base = ends.get("Baseline", {})
     rows = []
     for version in read["versions"]:
@@ -343,7 +344,7 @@ def predicted(path: str | Path, results: str | Path | None = None) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
-def _at_full_length(results: str | Path | None) -> dict[str, dict[int, float]]:
+def _full_length_accuracies(results: str | Path | None) -> dict[str, dict[int, float]]:
     """Final accuracies in percent by scheme and seed, of runs as long and as large as the paper's."""
     paper = read_params([ROOT / "params/paper.yaml"])
     ends: dict[str, dict[int, float]] = {}
@@ -375,7 +376,7 @@ def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
             "chosen rate": "–" if math.isnan(row["rate"]) else f"{row['rate']:g}",
             "scored runs": f"{row['n']} of {row['planned']}",
             "accuracy, %": f"diverged: {row['diverged']}" if row["diverged"] else level,
-            "MB both ways": number(both, 4) if both > 0 else "–",
+            "MB both ways": format_number(both, 4) if both > 0 else "–",
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -390,7 +391,7 @@ def readable_fair_differences(table: pd.DataFrame) -> pd.DataFrame:
     """`fair_differences` as a person reads it: those that are measured."""
     rows = [
         {"family": row["family"], "difference, points": f"{row['first']} − {row['second']}",
-         "ours": f"{with_interval(row['measured'], row['low'], row['high'])}, n = {row['n']}",
+         "ours": f"{format_interval(row['measured'], row['low'], row['high'])}, n = {row['n']}",
          "p": _p(row["p"]), "p by Holm": _p(row["holm"]), "no loss": f"**{_word(row)}**"}
         for row in table[table["measured"].notna()].to_dict("records")
     ]  # fmt: skip
@@ -398,7 +399,7 @@ def readable_fair_differences(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _word(row: Mapping[str, Any]) -> str:
-    """The verdict, and what the bootstrap's interval says if it is another word."""
+    """The verdict, and that of the bootstrap's interval if it is another one."""
     other = row["no_loss_bootstrap"]
     same = other in ("", row["no_loss"])
     return row["no_loss"] if same else f"{row['no_loss']} (the bootstrap's interval says {other})"
@@ -413,17 +414,17 @@ def _p(p: float) -> str:
 def readable_answers(table: pd.DataFrame) -> pd.DataFrame:
     """`control_answers` as a person reads them."""
     rows = [
-        {"question": row["says"], "supported if": supported_if(row),
+        {"question": row["says"], "supported if": format_bound(row),
          "runs made": f"{row['made']} of {row['stage_planned']}",
-         "difference, points": f"{row['first']} − {row['second']}: {difference_said(row)}",
-         "answer": f"**{said(row)}**"}
+         "difference, points": f"{row['first']} − {row['second']}: {format_difference(row)}",
+         "answer": f"**{format_verdict(row)}**"}
         for row in table.to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def readable_predicted(table: pd.DataFrame) -> pd.DataFrame:
-    """`predicted` as a person reads it."""
+def readable_prediction(table: pd.DataFrame) -> pd.DataFrame:
+    """`compare_prediction` as a person reads it."""
     rows = []
     for row in table.to_dict("records"):
         points = _points(row["points"])
@@ -436,7 +437,7 @@ def readable_predicted(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _points(value: float) -> str:
-    return with_interval(value, math.nan, math.nan)
+    return format_interval(value, math.nan, math.nan)
 
 
 def _measured(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,8 @@
-"""The paper's tables and figures, drawn from records, with the differences that claims are judged by."""
+"""The paper's tables 1 to 3, each with its figure, put together and saved.
+
+The rows come from `tables.tables`, the figures 3 to 5 from `tables.figures`, and the differences to the
+Baseline from the planned model, by which claims are judged, too.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from tcs_lab.evidence.claims import planned_gaps
-from tcs_lab.tables.figures import accuracy_figure, save_figure
+from tcs_lab.evidence.planned_model import estimate_gaps
+from tcs_lab.tables.figures import draw_accuracy_figure, save_figure
 from tcs_lab.tables.tables import NOTE_PLANNED, save_table, summary
 from tcs_lab.training.configuration import RunConfig
 
 
 class Drawn(NamedTuple):
-    """A table of the paper as rows and as Markdown, and its curves as a .png, b"" without records."""
+    """A table of the paper as rows and as Markdown, and its figure as a .png (b"" without records)."""
 
     table: pd.DataFrame
     text: str
@@ -26,15 +30,20 @@ def draw_table(
     params: dict[str, Any], records: Sequence[dict[str, Any]], planned: Iterable[RunConfig],
     folder: Path | None,
 ) -> Drawn:  # fmt: skip
-    """Draws a table of the paper and, if there are records, its curves. Saves them in the folder, if
-    one is given and can be written: table<n>.csv and .md, figure<m>.png and .svg. `params` is what
-    table and profile say. Where the profile has a planned model, differences are the model's.
+    """Draw a table of the paper and, if there are records, its figure, and save both in the folder, if
+    one is given and can be written: table<n>.csv and .md, figure<m>.png and .svg.
 
-    Raises ValueError if they lack the table's number, its figure's or its title."""
+    `params` is what the files of table and profile say together. If the profile has a planned model,
+    the differences are the model's. Raises ValueError if the number of the table or of its figure, or
+    its title, is missing.
+    """
     needed = ("table", "figure", "title", "profile")
-    if lacking := [key for key in needed if params.get(key) is None]:
-        raise ValueError(f"{', '.join(lacking)}: missing, a table's or a profile's file says it")
-    gaps = planned_gaps(params["profile"], records)
+    if missing := [key for key in needed if params.get(key) is None]:
+        raise ValueError(
+            f"{', '.join(missing)}: missing; a table's file such as params/table1.yaml says table, figure "
+            "and title, and a profile's file says profile"
+        )
+    gaps = estimate_gaps(params["profile"], records)
     table = summary(records, params.get("paper"), planned, gaps)
     setting, picture = f"profile {params['profile']}", b""
     if records:
@@ -44,7 +53,7 @@ def draw_table(
         if records[0]["config"].get("test_unused"):
             title += "; the last epoch is tested on more images"
         target = None if folder is None else folder / f"figure{params['figure']}"
-        picture = save_figure(accuracy_figure(records, title), target)
+        picture = save_figure(draw_accuracy_figure(records, title), target)
     note = NOTE_PLANNED if gaps else None
     target = None if folder is None else folder / f"table{params['table']}"
     text = save_table(table, target, f"{params['title']}: {setting}", note=note)

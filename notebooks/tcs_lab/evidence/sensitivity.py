@@ -1,4 +1,4 @@
-"""One setting at a time: what a sweep's file says, its runs, and the table of their records."""
+"""One setting at a time: the file of a sweep, the runs that it plans, and the table of their records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tcs_core import Scheme
 from tcs_lab.runs.parameters import SCHEME_KEYS, plan, read_params
 from tcs_lab.runs.records import load_records
 from tcs_lab.support.errors import format_value, validate
-from tcs_lab.tables.tables import _digits, _ours, measured, summary
+from tcs_lab.tables.tables import format_accuracy, format_four_digits, keep_measured, summary
 from tcs_lab.training.configuration import RUN_KEYS, WHERE_KEYS, RunConfig
 
 
@@ -32,12 +32,15 @@ class Setting(BaseModel, extra="forbid"):
     @model_validator(mode="after")
     def _can_be_varied(self) -> Setting:
         if (self.values is None) == (self.named is None):
-            raise ValueError("allowed: either values or named")
+            given = "both" if self.values else "neither"
+            raise ValueError(f"got {given} of values and named, allowed: one of them")
         if self.named and self.schemes:
-            raise ValueError("schemes: allowed only beside values")
+            raise ValueError(
+                f"schemes: got {format_value(self.schemes)} together with named, allowed: only with values"
+            )
         if len(self.choices) < max(2, len(self._given)):
             raise ValueError(
-                f"got {format_value(list(self.choices))}, allowed: two or more, each once"
+                f"got the values {format_value(list(self.choices))}, allowed: two or more different ones"
             )
         if self.marked not in (None, *self.choices):
             allowed = ", ".join(self.choices)
@@ -50,7 +53,7 @@ class Setting(BaseModel, extra="forbid"):
 
     @property
     def marked(self) -> str | None:
-        """The paper's choice, as written; None if it is none of the values."""
+        """The paper's choice, as it is written; None if it is not among the values."""
         return None if self.paper is None else _word(self.paper)
 
     @property
@@ -63,11 +66,13 @@ class Setting(BaseModel, extra="forbid"):
 
 def _word(value: Any) -> str:
     if type(value) not in (str, int, float):
-        raise ValueError(f"got {format_value(value)}, allowed: numbers, or word: value")
+        raise ValueError(
+            f"got {format_value(value)}, allowed: a number, a text, or a mapping from words to values"
+        )
     return value if isinstance(value, str) else f"{value:g}"
 
 
-class Sweep(BaseModel, extra="forbid"):
+class SensitivitySweep(BaseModel, extra="forbid"):
     """A file like params/sensitivity.yaml."""
 
     margin: Annotated[float, Field(ge=0, le=100)]
@@ -75,33 +80,33 @@ class Sweep(BaseModel, extra="forbid"):
     settings: Annotated[dict[str, Setting], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _can_be_planned(self) -> Sweep:
+    def _can_be_planned(self) -> SensitivitySweep:
         for name, setting in self.settings.items():
             schemes = {field.name for field in dataclasses.fields(Scheme)} - {"name"}
             allowed = schemes if setting.named else SCHEME_KEYS | RUN_KEYS - WHERE_KEYS
             if name not in allowed:
-                raise ValueError(f"{format_value(name)}: allowed: {', '.join(sorted(allowed))}")
+                raise ValueError(
+                    f"settings: got {format_value(name)}, allowed: {', '.join(sorted(allowed))}"
+                )
             for value, scheme in (setting.named or {}).items():
                 if (real := getattr(Scheme.named(scheme), name)) != value:
                     raise ValueError(
-                        f"{name}: {scheme} has {format_value(real)}, not {format_value(value)}"
+                        f"{name}: got {format_value(value)} for {scheme}, allowed: {format_value(real)}, as it has"
                     )
             sensitivity_plan(self, {}, name)
         return self
 
 
-def read_sensitivity(path: str | Path) -> Sweep:
-    """A sweep's file; ValueError names the file, the setting, its value and what is allowed."""
-    return validate(Sweep, read_params([path]), path)
+def read_sensitivity(path: str | Path) -> SensitivitySweep:
+    """Read the file of a sweep; ValueError names the file, the setting, its value and what is allowed."""
+    return validate(SensitivitySweep, read_params([path]), path)
 
 
 def sensitivity_plan(
-    sweep: Sweep, params: dict[str, Any], name: str
+    sweep: SensitivitySweep, params: dict[str, Any], name: str
 ) -> dict[tuple[str, str], list[RunConfig]]:
-    """The runs of one setting: value as shown and scheme's name -> its runs, seed by seed.
-
-    `params` is a profile. A run that several settings ask for has one record name.
-    """
+    """Plan the runs of one setting: the value as shown and the scheme's name map to the runs, seed by
+    seed. `params` is a profile. A run that several settings ask for has one record."""
     if name not in sweep.settings:
         raise ValueError(f"setting: got {format_value(name)}, allowed: {', '.join(sweep.settings)}")
     setting = sweep.settings[name]
@@ -119,14 +124,15 @@ def sensitivity_plan(
 
 
 def sensitivity_table(
-    sweep: Sweep, params: dict[str, Any], names: Iterable[str] | None = None,
+    sweep: SensitivitySweep, params: dict[str, Any], names: Iterable[str] | None = None,
     results: str | Path | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """One row a value (and scheme) of every setting, from the records that are there: those whose
-    seed all values of the setting have, so that none is compared with luckier seeds.
+    """Make a table with a row for every value (and scheme) of each setting, from the records that exist.
 
-    Accuracy over seeds is 0..1; a value with a diverged seed has no mean. Megabytes are one
-    client's in the whole run, mean over seeds, "warmup" what its warm-up took of both ways.
+    Only seeds count that all values of a setting have, so that no value is compared with luckier
+    seeds. Accuracies, over the seeds, are 0..1; a value with a diverged seed has no mean. Megabytes
+    are those of one client in the whole run, means over seeds; "warmup" is the part of both
+    directions that the warm-up took.
     """
     rows = []
     for name in sweep.settings if names is None else names:
@@ -138,8 +144,8 @@ def sensitivity_table(
 
 
 def best_values(found: Mapping[tuple[str, str], dict[str, dict[str, Any]]]) -> dict[str, str]:
-    """Scheme -> its value, as written, with the highest final accuracy of seed 0; of points as in
-    `sensitivity_plan`, each with its records by file. A diverged run has no accuracy."""
+    """For each scheme, the value (as written) with the highest final accuracy of seed 0. The points are
+    those of `sensitivity_plan`, each with its records by file. A diverged run has no accuracy."""
     tried: dict[str, dict[str, float]] = {}
     for (word, scheme), group in found.items():
         for record in group.values():
@@ -149,7 +155,7 @@ def best_values(found: Mapping[tuple[str, str], dict[str, dict[str, Any]]]) -> d
 
 
 def _of_common_seeds(found: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Of each point's records those with a seed that all points with records have, if any is."""
+    """Keep of each point's records those with a seed that all points have, if there is such a seed."""
     seeds = [{r["config"]["seed"] for r in group.values()} for group in found.values() if group]
     common = set.intersection(*seeds) if seeds else set()
     return {
@@ -172,13 +178,12 @@ def _row(name: str, word: str, scheme: str, records: dict[str, dict[str, Any]]) 
 
 
 def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a sensitivity table that are measured, as a person reads them; the files stay in
-    the csv."""
+    """The measured rows of a sensitivity table, as a person reads them; the csv also names the files."""
     rows = [
-        {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": _ours(r),
-         "n": str(r.n), "MB up": _digits(r.megabytes_up), "MB down": _digits(r.megabytes_down),
-         "of both: warm-up": _digits(r.megabytes_warmup)}
-        for r in measured(table).itertuples()
+        {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": format_accuracy(r),
+         "n": str(r.n), "MB up": format_four_digits(r.megabytes_up), "MB down": format_four_digits(r.megabytes_down),
+         "of both: warm-up": format_four_digits(r.megabytes_warmup)}
+        for r in keep_measured(table).itertuples()
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=_COLUMNS)
 

@@ -1,4 +1,4 @@
-"""The paper's empirical sentences, each with a verdict that is found, not typed in, and its place."""
+"""The paper's empirical sentences, each with a verdict that is computed, and where it is shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
-from tcs_lab.evidence.claims import BY_CONSTRUCTION, Claim, Claims, Side, judged, other_by_bootstrap
+from tcs_lab.evidence.claims import Claim, Claims, SchemeAtRate
+from tcs_lab.evidence.judging import BY_CONSTRUCTION, differing_bootstrap_verdict, judge_claims
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.support.errors import reject_unknown, validate
 from tcs_lab.tables.tables import Record
@@ -21,11 +22,11 @@ OUT_OF_SCOPE = "out of scope"
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Beside(BaseModel, extra="forbid"):
+class ExtraDifference(BaseModel, extra="forbid"):
     """A difference of accuracies that params/claims.yaml does not have."""
 
-    first: Side
-    second: Side
+    first: SchemeAtRate
+    second: SchemeAtRate
     at_least: FiniteFloat | None = None
     more_than: FiniteFloat | None = None
 
@@ -39,7 +40,7 @@ class Sentence(BaseModel, extra="forbid"):
     where: str
     says: str
     claims: list[str] = []
-    judged: list[Beside] = []
+    judged: list[ExtraDifference] = []
     statements: dict[str, list[str]] = {}
     word: Literal["by construction", "contradicted", "out of scope", "open"] | None = None
     because: str = ""
@@ -47,13 +48,16 @@ class Sentence(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _has_a_verdict(self) -> Sentence:
-        found = bool(self.claims or self.judged or self.statements)
-        if found == bool(self.word):
-            raise ValueError("allowed: a word, or claims, judged and statements that decide it")
+        is_judged = bool(self.claims or self.judged or self.statements)
+        if is_judged == bool(self.word):
+            given = "both a word and" if is_judged else "neither a word nor"
+            raise ValueError(
+                f"got {given} claims, judged or statements, allowed: one of the two, to give a verdict"
+            )
         if self.word not in (None, BY_CONSTRUCTION) and not self.because:
-            raise ValueError(f"because: missing; allowed: why it is {self.word}")
+            raise ValueError(f"because: missing, allowed: the reason why it is {self.word}")
         if self.word != OUT_OF_SCOPE and not self.shown:
-            raise ValueError("shown: got none, allowed: one notebook or more")
+            raise ValueError("shown: got none, allowed: one or more notebooks that show it")
         return self
 
 
@@ -64,15 +68,16 @@ class Sentences(BaseModel, extra="forbid"):
 
 
 def read_sentences(path: str | Path) -> list[Sentence]:
-    """The sentences of a file; ValueError names the place, the value and what is allowed."""
+    """Read the sentences of a file; ValueError names the place, the value and what is allowed."""
     return validate(Sentences, read_params([path]), path).sentences
 
 
 # Their verdicts ───────────────────────────────────────────────────────────────────────────────────
 
 
-def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
-    """The differences that the claims' file lacks, as claims named by sentence and number."""
+def extra_claims(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
+    """Make claims of the differences that the file of claims does not have, named by sentence and
+    number; None if there are none."""
     extra = {
         f"{s.where}, {s.says}, {number}": one.claim(s.says)
         for s in sentences for number, one in enumerate(s.judged)
@@ -80,10 +85,11 @@ def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
     return Claims(confidence=read.confidence, claims=extra) if extra else None
 
 
-def together(words: Iterable[str]) -> str:
-    """Several verdicts as one: the word of all, or each word with how often it came."""
-    found = list(words)
-    drawn = [word for word in found if word != BY_CONSTRUCTION] or found  # counting decides nothing
+def combine_verdicts(words: Iterable[str]) -> str:
+    """Combine several verdicts: the word that all have, or each word with how often it occurs."""
+    words = list(words)
+    # what holds by construction decides nothing, unless there is nothing else
+    drawn = [word for word in words if word != BY_CONSTRUCTION] or words
     if len(set(drawn)) == 1:
         return drawn[0]
     return ", ".join(f"{word} ({drawn.count(word)})" for word in dict.fromkeys(drawn))
@@ -92,16 +98,16 @@ def together(words: Iterable[str]) -> str:
 def sentences_table(
     sentences: Iterable[Sentence], claims: pd.DataFrame, read: Claims, records: Mapping[str, Record]
 ) -> pd.DataFrame:
-    """One row a sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
+    """Make a table with a row for each sentence: `where`, `says`, `verdict`, `because`, `shown` (a list).
 
-    `claims` is what `judged` gives for the claims `read` and the `records`. Verdicts on statements
+    `claims` is what `judge_claims` gives for the claims `read` and the `records`. Verdicts on statements
     of notebooks are those that the notebooks have written (tcs_lab/tables/verdicts.py). `because` also
-    names the differences for which the bootstrap's interval says another word.
+    names the differences for which the bootstrap's interval gives another verdict.
     """
     sentences = list(sentences)
     found = claims.to_dict("records")
-    if (extra := beside(sentences, read)) is not None:
-        found += judged(extra, records).to_dict("records")
+    if (extra := extra_claims(sentences, read)) is not None:
+        found += judge_claims(extra, records).to_dict("records")
     word_of = {row["claim"]: _word(row) for row in found}
     flag_of = {row["claim"]: _flag(row) for row in found}
     rows = []
@@ -113,27 +119,27 @@ def sentences_table(
             words += [verdict_on(notebook, text) for text in texts]
         flags = [flag_of[name] for name in names if flag_of[name]]
         because = "; ".join([s.because.rstrip(".") if flags else s.because, *flags]).lstrip("; ")
-        rows.append({"where": s.where, "says": s.says, "verdict": s.word or together(words),
+        rows.append({"where": s.where, "says": s.says, "verdict": s.word or combine_verdicts(words),
                      "because": because, "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def _word(row: Mapping[str, Any]) -> str:
-    """A claim's verdict; of one by construction whether it keeps its bound counts."""
+    """A claim's verdict. A claim by construction that does not keep its bound is contradicted."""
     if row["verdict"] == BY_CONSTRUCTION and not row["kept"]:
         return "contradicted"
     return str(row["verdict"])
 
 
 def _flag(row: Mapping[str, Any]) -> str:
-    """What the bootstrap's interval says of a difference, if it is another word; else ""."""
-    other = other_by_bootstrap(row) if "bootstrap" in row else ""
+    """A note that the bootstrap's interval gives another verdict on a difference, or ""."""
+    other = differing_bootstrap_verdict(row) if "bootstrap" in row else ""
     difference = f"{row.get('first')} − {row.get('second')}"
     return f"for {difference} the bootstrap's interval says {other}" if other else ""
 
 
 def link(place: str) -> str:
-    """`notebook#section`, as `shown` has it, as Markdown."""
+    """Make a Markdown link of `notebook#section`, which is the form that `shown` has."""
     notebook, _, section = place.partition("#")
     number = notebook.split("_")[0]
     return f"[{number}]({notebook}.ipynb)" + (f" {section}" if section else "")

@@ -12,12 +12,12 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "parameters": (
-            "PARAMETERS SCHEME_KEYS check_notebook_params given_notebook_params named_with "
-            "notebook_params plan read_params read_yaml"
+            "PARAMETERS SCHEME_KEYS build_scheme check_notebook_params check_parameter "
+            "given_notebook_params notebook_params plan read_params read_yaml"
         ),
         "records": (
-            "Record config_of core_sha256 differences load_records made_with provenance "
-            "read_json_record read_record record_path results_folder seal"
+            "Record compare_records config_of core_sha256 describe_provenance load_records provenance "
+            "read_json_record read_record record_path results_folder write_record"
         ),
         "jobs": "Job make_job missing_jobs read_jobs",
         "runs": "Run run run_all",
@@ -27,9 +27,10 @@ __getattr__, __dir__ = lazily(
             "read_plan widen_search"
         ),
         "queue": "run_queue",
-        "estimates": "Expected expect",
+        "workers": "Worker start_job stop_processes",
+        "estimates": "Expected expect forecast",
         "checkpoints": "checkpoint_path epochs_kept",
-        "progress": "Progress followed",
+        "progress": "Progress follow",
         "deadline": "Deadline",
     },
 )

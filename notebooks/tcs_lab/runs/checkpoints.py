@@ -1,4 +1,4 @@
-"""Checkpoints: where a run stopped, in the cache folder until it ends."""
+"""Checkpoints: they hold where a run stopped, in the cache folder, until the run has ended."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from tcs_lab.support.files import cache_folder, write_whole
 from tcs_lab.training.configuration import RunConfig
 from tcs_lab.training.training import Row, Training
 
-# To be raised by hand whenever a training that goes on from an older checkpoint would not end in
-# the record of one that was never stopped: other keys, shapes, units or order of random numbers.
+# Raise this by hand whenever a training that goes on from an older checkpoint would not end in the
+# record of a training that was never stopped, because keys, shapes, units or the order of random
+# numbers have changed.
 STATE_VERSION = 3
 
 
 def checkpoint_path(config: RunConfig) -> Path:
+    """The file of a run's checkpoint."""
     return cache_folder() / "checkpoints" / f"{config.profile}-{config.record_name[:-5]}.pt"
 
 
-def _made_for(config: RunConfig, training: Training) -> dict[str, Any]:
-    """What a run must have in common with the checkpoint that it goes on from."""
+def _conditions(config: RunConfig, training: Training) -> dict[str, Any]:
+    """What a checkpoint and the run that goes on from it must have in common."""
     data = training.fingerprint
     return {"state version": STATE_VERSION, "settings": config.digest, "data": data}
 
@@ -35,14 +37,15 @@ def _made_for(config: RunConfig, training: Training) -> dict[str, Any]:
 def save_checkpoint(
     config: RunConfig, training: Training, rows: list[Row], ways: list[dict[str, Any]]
 ) -> None:
-    """`ways` are those in which the rows were made."""
-    state = _made_for(config, training) | {"rows": json.dumps(rows), "ways": json.dumps(ways)}
+    """Save where a training is. `ways` are the values of `records.rounding` under which its rows were
+    made."""
+    state = _conditions(config, training) | {"rows": json.dumps(rows), "ways": json.dumps(ways)}
     state["training"] = training.state_dict()
     write_whole(checkpoint_path(config), lambda file: _torch_save(state, file))
 
 
 def _torch_save(state: dict[str, Any], file: Any) -> None:
-    """torch.save; it says RuntimeError where the disk is full."""
+    """torch.save, with an OSError where the disk is full (torch raises a RuntimeError)."""
     try:
         torch.save(state, file)
     except RuntimeError as error:
@@ -53,10 +56,11 @@ def _torch_save(state: dict[str, Any], file: Any) -> None:
 def load_checkpoint(
     config: RunConfig, training: Training
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Puts the training where the run stopped; its rows so far, and the ways they were made in.
+    """Put the training where the run stopped. Returns its rows so far, and the `ways` in which they were
+    made (see `save_checkpoint`).
 
-    A checkpoint that is there but not for this run is not used, and stderr says why.
-    Raises ValueError for one that is damaged.
+    A checkpoint that belongs to another run is not used, and stderr says why. Raises ValueError for
+    one that is damaged.
     """
     path = checkpoint_path(config)
     try:
@@ -64,31 +68,31 @@ def load_checkpoint(
         if rows:
             training.load_state_dict(state)
         if sum(row["rounds"] for row in rows) != training.compressor.known.round:
-            raise ValueError("rows and state are of different rounds")
+            raise ValueError("its rows and its state are of different rounds")
         return rows, ways
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # unpickling hostile or cut-off files raises many kinds
         raise ValueError(
-            f"{path}: not a usable checkpoint ({shorten(one_line(error))}); delete it"
+            f"{path}: not a usable checkpoint ({shorten(one_line(error))}); delete it, and the run begins anew"
         ) from error
 
 
 def _read_checkpoint(
     config: RunConfig, training: Training
 ) -> tuple[list[Row], list[dict[str, Any]], dict[str, Any]]:
-    """Rows, ways and state of a checkpoint that this run can go on from, or three times nothing."""
+    """Rows, ways and state of a checkpoint from which this run can go on; all empty without one."""
     path = checkpoint_path(config)
     if not path.exists():
         return [], [], {}
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():  # torch.load does not look at the checksums
-            raise ValueError(f"{damaged} is not what was written")
+            raise ValueError(f"its part {damaged} is not what was written")
     state = torch.load(path, map_location=training.device, weights_only=True)
-    for what, wanted in _made_for(config, training).items():
+    for what, wanted in _conditions(config, training).items():
         if (found := state.get(what)) != wanted:
-            why = f"its {what} is {found!r}, this run's {wanted!r}"
-            print(f"{path}: checkpoint not used, {why}", file=sys.stderr, flush=True)
+            why = f"because its {what} is {found!r}, and that of this run is {wanted!r}"
+            print(f"{path}: this checkpoint is not used, {why}", file=sys.stderr, flush=True)
             return [], [], {}
     rows = json.loads(state["rows"])
     validate(Rows, rows, "its rows")
@@ -98,8 +102,8 @@ def _read_checkpoint(
 
 
 def epochs_kept(config: RunConfig) -> int:
-    """How many epochs of a run its checkpoint holds; 0 without one, or for one that is of no use
-    (the run itself says why)."""
+    """How many epochs of a run its checkpoint holds; 0 without a checkpoint, or with one that cannot
+    be used (the run itself says why)."""
     path = checkpoint_path(config)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -109,7 +113,7 @@ def epochs_kept(config: RunConfig) -> int:
 
 
 class Pace:
-    """Spends at most a twentieth of the time on checkpoints."""
+    """Says when to save a checkpoint, so that at most a twentieth of the time is spent on that."""
 
     next = 0.0
 

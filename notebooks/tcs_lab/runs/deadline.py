@@ -1,4 +1,4 @@
-"""Jobs before a deadline: those of a plan that fit into a few minutes, several of them at once.
+"""Jobs before a deadline: those jobs of a plan that fit into a few minutes, several at once.
 
 For a machine that is there by chance and for a short time. The plan says how long each job takes,
 and by how much it slows if others share the machine.
@@ -17,9 +17,9 @@ from typing import Any
 import pandas as pd
 
 from tcs_lab.runs.jobs import Job, check_folder
-from tcs_lab.runs.progress import Progress, rows_shown
-from tcs_lab.runs.queue import start_job, stop_processes
+from tcs_lab.runs.progress import Progress, show_rows
 from tcs_lab.runs.records import Record, results_folder
+from tcs_lab.runs.workers import start_job, stop_processes
 from tcs_lab.support.files import write_whole
 
 _POLL_SECONDS = 0.1  # how often it looks whether a run has ended
@@ -34,7 +34,7 @@ _CHECKPOINTS = 1.05  # a run spends up to a twentieth of its time on them, besid
 def next_to_start(
     running: Sequence[float], waiting: Sequence[float], seconds: float, sharing: Sequence[float]
 ) -> int | None:
-    """Which of the `waiting` runs to begin now, as a place in the list; None for none of them.
+    """Choose which of the `waiting` runs to begin now: its index in the list, or None.
 
     `running` and `waiting` are the work of the runs that have begun and of those that have not, in
     the order in which they are wanted; `seconds` are left. The first run is begun that ends in time
@@ -49,8 +49,8 @@ def next_to_start(
 
 
 def most_at_once(sharing: Sequence[float]) -> int:
-    """With how many runs at once a machine gets the most done: n runs that each take `sharing[n-1]`
-    times as long do as much as n / sharing[n-1] runs alone."""
+    """The number of runs at once with which a machine gets the most done: n runs that each take
+    `sharing[n-1]` times as long do as much as n / sharing[n-1] runs alone."""
     most = 1
     while most < len(sharing) and (most + 1) / sharing[most] > most / sharing[most - 1]:
         most += 1
@@ -58,7 +58,8 @@ def most_at_once(sharing: Sequence[float]) -> int:
 
 
 def seconds_together(works: Sequence[float], sharing: Sequence[float]) -> float:
-    """When the last of some runs ends that begin together: those that are left go faster."""
+    """The seconds until the last of some runs has ended that begin together. The fewer are left, the
+    faster they go."""
     passed, done = 0.0, 0.0
     for ended, work in enumerate(sorted(works)):
         passed += (work - done) * sharing[len(works) - ended - 1]
@@ -71,8 +72,8 @@ def seconds_together(works: Sequence[float], sharing: Sequence[float]) -> float:
 
 @dataclass
 class Attempt:
-    """A job whose time is known: from the plan at first, from its own parts as soon as it has made
-    some. `outcome` says what has become of it, in words."""
+    """A job whose time is known, from the plan at first and from its own parts as soon as it has made
+    some. `outcome` says in words what has become of it."""
 
     job: Job
     outcome: str = ""
@@ -90,28 +91,28 @@ class Attempt:
         return each * (self.job.length - self.done)
 
     def end_part(self, row: dict[str, Any], slowdown: float) -> None:
-        """Takes note of a row that was made while the machine was so many times as slow."""
+        """Take note of a row that was made while the machine was so many times as slow."""
         self.done = row["epoch"]
         self.paces.append(row["seconds"] / slowdown)
 
 
 class _Follower(Progress):
-    """The line that follows jobs, which also tells each of them how long its parts took."""
+    """The line of progress, which also notes for each job how long its parts took."""
 
     def __init__(self, attempts: dict[str, Attempt], enabled: bool):
         super().__init__([attempt.job for attempt in attempts.values()], enabled)
         self.attempts, self.slowdown = attempts, 1.0
 
-    def epoch(self, digest: str, row: dict[str, Any]) -> None:
+    def show_row(self, digest: str, row: dict[str, Any]) -> None:
         self.attempts[digest].end_part(row, self.slowdown)
-        super().epoch(digest, row)
+        super().show_row(digest, row)
 
 
 # All of them ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Deadline:
-    """Makes planned jobs, in their order, as long as they end within so many minutes.
+    """Makes planned jobs, in their order, as long as they will end within so many minutes.
 
     `sharing` says how many times as long a job takes if 1, 2, ... of them share the machine, and
     `most` how many may do so at most. Every job is made in a process of its own, as `make_job` makes
@@ -128,8 +129,10 @@ class Deadline:
         self.attempts: dict[str, Attempt] = {}
         for job in jobs:
             if job.minutes is None:
-                allowed = "allowed before a deadline: runs whose plan says how many they take"
-                raise ValueError(f"minutes: got none for {job.name}, {allowed}")
+                raise ValueError(
+                    f"minutes: got none for {job.name}, allowed before a deadline: a number in the plan "
+                    "that says how many minutes the run takes (or leave out --minutes)"
+                )
             attempt = Attempt(job, done=job.parts_kept())
             if job.is_made(results):
                 job.read(results)
@@ -142,11 +145,11 @@ class Deadline:
         self.made: list[Attempt] = []
 
     def make(self, minutes: float, progress: bool = True) -> list[Record]:
-        """Makes what fits into so many minutes from now; the new records. What has not ended by
-        then is told to end, and goes on from its last checkpoint the next time."""
+        """Make what fits into so many minutes from now, and return the new records. A job that has not
+        ended by then is told to end, and goes on from its last checkpoint the next time."""
         ends = time.monotonic() + 60 * minutes
         bar = _Follower({one.job.digest: one for one in self.waiting}, progress)
-        with bar, rows_shown(bar) as told:
+        with bar, show_rows(bar) as told:
             try:
                 while (left := ends - time.monotonic()) > 0:
                     self._collect(bar)
@@ -174,10 +177,10 @@ class Deadline:
         self.running.append(attempt)
 
     def _collect(self, bar: _Follower, stopped: Sequence[Any] = ()) -> None:
-        """Takes note of the jobs whose process has ended; `stopped` are those that were told to."""
+        """Take note of the jobs whose process has ended; `stopped` are processes that were told to."""
         for one in [one for one in self.running if not one.process.is_alive()]:
             self.running.remove(one)
-            bar.ended(one.job.digest)
+            bar.end(one.job.digest)
             if one.job.is_made(self.results):
                 one.outcome = f"made in {(time.monotonic() - one.begun) / 60:.1f} minutes"
                 self.made.append(one)
@@ -191,7 +194,7 @@ class Deadline:
                 one.outcome = "left to another process, which is making it"
 
     def _write_pack(self) -> None:
-        """A tar of all new records, under the paths that they have in the results folder."""
+        """Write a tar of all new records, under the paths that they have in the results folder."""
         if self.pack is None:
             return
         top = results_folder("", self.results)
@@ -205,7 +208,7 @@ class Deadline:
         write_whole(self.pack, write)
 
     def table(self) -> pd.DataFrame:
-        """A row for each job: what has become of it."""
+        """A table that says of each job what has become of it."""
         attempts = self.attempts.values()
         return pd.DataFrame([one.job.columns | {"outcome": one.outcome} for one in attempts])
 

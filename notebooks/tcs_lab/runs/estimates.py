@@ -1,4 +1,8 @@
-"""How long jobs will take: as their plan says, as records of such jobs took, or as a round takes now."""
+"""Estimates: how long jobs will take on this machine.
+
+A plan may say it, records of such runs that this kind of machine has made may tell it, or a few
+rounds are made now and timed.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tcs_core import ClientError
+from tcs_core import kept
 from tcs_lab.runs.jobs import Job
-from tcs_lab.runs.records import results_folder
+from tcs_lab.runs.records import device_name, record_path, results_folder
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.tasks.text import load_text
 from tcs_lab.training.configuration import RunConfig
-from tcs_lab.training.training import Data, Training, make_run_model
-
-# Two runs that agree in these take equally long for a sample, by the same scheme.
-_SIZE = ("dataset", "image_size", "context", "model", "width", "precision")
+from tcs_lab.training.training import Data, Training
 
 
 class Expected(NamedTuple):
-    """Of some jobs: how many they are, the hours that they take one after the other, and of how many
-    nothing tells how long they take (their hours are not counted)."""
+    """What some jobs take: how many they are, the hours that they take one after the other, and how
+    many of them have an unknown time (their hours are not counted)."""
 
     jobs: int
     hours: float
@@ -40,7 +41,7 @@ class Expected(NamedTuple):
 
 
 def expect(jobs: Iterable[Job], results: str | Path | None = None) -> Expected:
-    """What it takes to make these jobs; of one that was stopped, to make the rest."""
+    """Estimate what it takes to make these jobs; if a job was stopped, to make its rest."""
     count, hours, unknown = 0, 0.0, 0
     for job in jobs:
         count += 1
@@ -52,27 +53,79 @@ def expect(jobs: Iterable[Job], results: str | Path | None = None) -> Expected:
     return Expected(count, hours, unknown)
 
 
-def estimate_run(config: RunConfig, results: str | Path | None) -> float | None:
-    """The seconds that a run takes, by records of its profile: the median time of a sample by the
-    same scheme, or else by a scheme with as many local steps. Where there is none, a round is made
-    and timed, unless that would take long; then None."""
-    pace = _recorded_pace(config, results) or _tried_pace(config)
-    return None if pace is None else pace * config.epochs
+def forecast(configs: Iterable[RunConfig], jobs: int = 1, results: str | Path | None = None) -> str:
+    """Say in a sentence how many of these runs have no record yet, how many epochs they have, and
+    about how long they will take on this machine, with so many `jobs` at a time."""
+    wanted = {record_path(config, results): config for config in configs}
+    missing = [config for path, config in wanted.items() if not path.exists()]
+    if not missing:
+        return f"{len(wanted)} runs, which all have a record: nothing is trained"
+    at_once = min(jobs, len(missing))
+    threads = max(1, torch.get_num_threads() // at_once)
+    as_made = [replace(config, threads=config.threads or threads) for config in missing]
+    seconds = sum(estimate_run(config, results) for config in as_made) / at_once
+    epochs = " or ".join(f"{number:,}" for number in sorted({config.epochs for config in missing}))
+    return (
+        f"{len(missing)} of {len(wanted)} runs have no record and are made now, of {epochs} epochs: "
+        f"about {_in_words(seconds)} on this machine"
+    )
+
+
+def _in_words(seconds: float) -> str:
+    """One number that a person can plan with: 40 seconds, 3 minutes, 5 hours, 12 days."""
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:,.0f} {unit}s"
+    return "a second or two"
+
+
+def estimate_run(config: RunConfig, results: str | Path | None) -> float:
+    """The seconds that a run takes: its samples, times the seconds that one sample takes by records
+    of its profile, or in a few rounds that are timed now."""
+    pace = _recorded_pace(config, results) or _timed_pace(config)
+    return pace * config.epochs * _samples(config.identity())
+
+
+# How many samples an epoch has ────────────────────────────────────────────────────────────────────
+
+_KNOWN_SAMPLES = {"synthetic": (8_000, 2_000), "cifar10": (50_000, 10_000)}  # training, test
+_UNKNOWN_SAMPLES = (50_000, 10_000)  # of a folder that nobody has counted yet
+_TEST_SHARE = 1 / 3  # of the time of training on a sample: a test has no backward pass
+
+
+def _samples(identity: Mapping[str, Any]) -> float:
+    """The samples that an epoch of a run trains on, and those that it tests at what these cost."""
+    if identity["dataset"] == "text":
+        text = load_text()
+        train, test = (
+            sum(map(len, part)) / identity["context"] for part in (text.train, text.test)
+        )
+        return train + test * _TEST_SHARE
+    most_train, most_test = _KNOWN_SAMPLES.get(identity["dataset"], _UNKNOWN_SAMPLES)
+    train = identity["train_samples"] or most_train
+    test = identity["test_samples"] or most_test
+    share = kept(identity["participation"], identity["clients"]) / identity["clients"]
+    return train * share + test * _TEST_SHARE
+
+
+# The time of a sample, by records ─────────────────────────────────────────────────────────────────
+
+# Two runs that agree in these take equally long for a sample, by the same scheme.
+_SIZE = ("dataset", "image_size", "context", "model", "width", "precision")
 
 
 def _recorded_pace(config: RunConfig, results: str | Path | None) -> float | None:
-    """Seconds of an epoch, by records."""
-    like = _kinds(config.identity())
+    """The median seconds that a sample took in runs of the same scheme on such a machine, or else in
+    those of schemes with as many local steps. None if there are no such records."""
+    alike, device = _kinds(config.identity()), device_name(config.torch_device)
     folders = dict.fromkeys(results_folder(config.profile, where) for where in (results, None))
-    for kind in range(len(like)):  # the closest first
+    recorded = [one for folder in folders for one in _paces(folder, _changed(folder))]
+    for kind in range(len(alike)):  # the closest first
         paces = [
-            pace
-            for folder in folders
-            for kinds, pace in _paces(folder, _changed(folder))
-            if kinds[kind] == like[kind]
+            pace for kinds, where, pace in recorded if (kinds[kind], where) == (alike[kind], device)
         ]
         if paces:
-            return median(paces) * _samples(config.identity())
+            return median(paces)
     return None
 
 
@@ -81,13 +134,7 @@ def _kinds(identity: Mapping[str, Any]) -> tuple[Any, Any]:
     scheme = identity["scheme"]
     # a record that is older than a field was made with the field's default
     size = tuple(identity.get(key, getattr(RunConfig, key)) for key in _SIZE)
-    size += (_samples(identity) > 1,)
     return (size, scheme["name"]), (size, scheme["centralized"], scheme["local_steps"])
-
-
-def _samples(identity: Mapping[str, Any]) -> int:
-    """Of an epoch; 1 for all that a data set has."""
-    return identity.get("train_samples") or 1
 
 
 def _changed(folder: Path) -> int:
@@ -97,8 +144,8 @@ def _changed(folder: Path) -> int:
 
 
 @cache
-def _paces(folder: Path, changed: int) -> list[tuple[tuple[Any, Any], float]]:
-    """Of each record in a profile's folder: what it is like, and the seconds of a sample."""
+def _paces(folder: Path, changed: int) -> list[tuple[tuple[Any, Any], str, float]]:
+    """For each record in a profile's folder: what it is like, its device, the seconds of a sample."""
     paces = []
     for path in sorted((folder / "runs").glob("*.json")):
         # whoever uses a record checks it, and says what is wrong with it
@@ -106,63 +153,50 @@ def _paces(folder: Path, changed: int) -> list[tuple[tuple[Any, Any], float]]:
             record = json.loads(path.read_text(encoding="utf-8"))
             config, epochs = record["config"], len(record["rows"])
             seconds = record["provenance"]["wall_seconds"] / epochs / _samples(config)
-            paces.append((_kinds(config), float(seconds)))
+            paces.append((_kinds(config), record["provenance"]["device"], float(seconds)))
     return paces
 
 
-# A round, made and timed ──────────────────────────────────────────────────────────────────────────
+# The time of a sample, by rounds that are made now ────────────────────────────────────────────────
 
-_MOST_WORK = 1e9  # samples of a round, times parameters: on a CPU some seconds
-_TRIES = 3  # rounds
-_TRIED: dict[Any, float | None] = {}
-
-
-def _tried_pace(config: RunConfig) -> float | None:
-    """Seconds of an epoch, by a round of such a run on this machine (evaluation comes on top); None
-    if a round is too much work, or if it is not known how many samples there are."""
-    kind = _kinds(config.identity())[1], config.train_samples, config.client_count, config.batch
-    if kind not in _TRIED:
-        _TRIED[kind] = None
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in make_run_model(config, classes=10).parameters())
-        if parameters * _samples_a_round(config) <= _MOST_WORK:
-            with contextlib.suppress(ClientError):
-                _TRIED[kind] = _timed_pace(config)
-    return _TRIED[kind]
+_ROUND_SAMPLES = 256  # of all clients together, about
+_ROUNDS, _ENOUGH_SECONDS = 3, 2.0  # that are timed, unless one of them takes longer than is enough
+_TIMED: dict[Any, float] = {}
 
 
-def _samples_a_round(config: RunConfig) -> int:
-    return config.client_count * config.batch * config.scheme.local_steps
+def _timed_pace(config: RunConfig) -> float:
+    """The seconds of a sample in rounds of such a run with a few clients, without its dense start."""
+    clients = _ROUND_SAMPLES // (config.batch * config.scheme.local_steps)
+    few = replace(
+        config, clients=max(1, min(config.client_count, clients)),
+        participation=1.0, dirichlet_alpha=None, warmup_epochs=0, test_unused=False,
+        learning_rate=1e-3, centralized_learning_rate=1e-3, errors_limit=None,
+        graph=False, compiled=False,
+    )  # fmt: skip
+    key = _kinds(few.identity())[1], few.client_count, few.batch, few.threads, few.torch_device
+    if key not in _TIMED:
+        samples = few.client_count * few.batch * few.scheme.local_steps
+        _TIMED[key] = _seconds_a_round(few, samples) / samples
+    return _TIMED[key]
 
 
-def _timed_pace(config: RunConfig) -> float | None:
+def _seconds_a_round(config: RunConfig, samples: int) -> float:
+    """The time of the fastest of a few rounds. The number of torch's threads stays as it is."""
     data: Data
     if config.dataset == "text":
-        data, config = load_text(), replace(config, compiled=False)
-        rounds = None
+        data = load_text()
     else:
-        there = config.train_samples or {"synthetic": 8000, "cifar10": 50_000}.get(config.dataset)
-        if there is None:
-            return None
-        rounds = there // _samples_a_round(config)
-        data = synthetic_dataset((1 + _TRIES) * _samples_a_round(config), 1).resize(
-            config.image_size
-        )
-        config = replace(
-            config, dataset="synthetic", data_root=None, data_label=None, dirichlet_alpha=None,
-            compiled=False,
-        )  # fmt: skip
-    training = Training(config, data)
-    before = torch.get_num_threads()
+        data = synthetic_dataset((1 + _ROUNDS) * samples, 1).resize(config.image_size)
+        config = replace(config, dataset="synthetic", data_root=None, data_label=None)
+    training, before = Training(config, data), torch.get_num_threads()
     torch.set_num_threads(config.threads or before)
     try:
-        made = training.rounds(0)
-        next(made)  # what a first round loads does not count
-        seconds = []
-        for _ in range(_TRIES):
+        rounds, seconds = training.rounds(0), list[float]()
+        next(rounds)  # the first one is dense, and what it loads does not count
+        while len(seconds) < _ROUNDS and sum(seconds) < _ENOUGH_SECONDS:
             start = time.perf_counter()
-            float(next(made).sum())  # on a GPU, once it is there
+            float(next(rounds).sum())  # on a GPU, once it is there
             seconds.append(time.perf_counter() - start)
-        return (rounds or training.rounds_per_epoch) * min(seconds)  # the least disturbed one
+        return min(seconds)  # the least disturbed one
     finally:
         torch.set_num_threads(before)

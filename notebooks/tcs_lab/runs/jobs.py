@@ -1,4 +1,4 @@
-"""Jobs: what plans name and queues make. One job ends in one record.
+"""Jobs: what plans name and queues make. One job ends in one record (see `records.write_record`).
 
 A kind of job is a class in a file of its own: what decides its outcome, where its record lies, and
 how it is made. Beside it stands a class of stages, with which a plan can ask for such jobs (see
@@ -17,75 +17,84 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from tcs_lab.runs.records import Record, read_json_record, seal
-from tcs_lab.support.files import hold_lock, say_waiting, write_json
+from tcs_lab.runs.records import Record, read_json_record, write_record
+from tcs_lab.support.files import hold_lock, say_waiting
 
 Tell = Callable[[dict[str, Any]], None] | None  # called with every row as it is made
 POLL_SECONDS = 0.2  # how often a waiting process looks again
 
 
 class Job(ABC):
-    """What is made once and kept as one record. It can be pickled: workers get it so.
+    """A piece of work that is done once and kept as one record. It can be pickled, since workers get it
+    that way.
 
-    A job may be made in several parts, such as epochs. Of each part that has ended it tells a row:
-    a dictionary with "epoch", the part's number from one, and "seconds", what it took.
+    A job may be made in several parts, such as epochs. When a part has ended, the job tells a row: a
+    dictionary with "epoch", the part's number from one, and "seconds", the time that it took.
     """
 
-    # of all records of this kind, in the results folder; a fact may stand in it: {profile}/runs/*.json
+    # Where the records of this kind lie in the results folder. It may name facts of a record, as
+    # {profile}/runs/*.json does.
     pattern: ClassVar[str]
-    minutes: float | None = None  # that it takes alone on the machine, if its plan says so
-    length: int = 1  # parts
+    minutes: float | None = None  # that the job takes alone on the machine, if its plan says so
+    length: int = 1  # how many parts the job has
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What decides the outcome: JSON types only. Two jobs with one identity are the same."""
+        """All that decides the outcome, in JSON types. Two jobs with one identity are the same job."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What a person calls it."""
+        """What a person calls the job."""
 
     @abstractmethod
     def path(self, results: str | Path | None = None) -> Path:
-        """The file of its record."""
+        """The file of the job's record."""
 
     @abstractmethod
     def make(self, tell: Tell = None) -> Record:
-        """Does the work; returns the record, without its checksum."""
+        """Do the work, and return the record without its checksum."""
 
     def check(self, record: Record, path: Path) -> None:
-        """ValueError, naming the file, if the record is not one of this job. By default a record
+        """Raise ValueError, naming the file, if the record is not one of this job. By default a record
         holds the identity of its job."""
         for key, own in self.identity.items():
             if record[key] != own:
-                raise ValueError(f"{path}: {key}: got {record[key]}, allowed: {own}")
+                raise ValueError(
+                    f"{path}: {key}: got {record[key]}, allowed: {own}, as this job has"
+                )
 
     @property
     def digest(self) -> str:
-        """Names the job among all others."""
+        """A short name that no other job has."""
         named = json.dumps([type(self).__name__, self.identity], sort_keys=True)
         return hashlib.sha256(named.encode()).hexdigest()[:10]
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a table says of the job."""
+        """What a table says about the job."""
         return {"job": self.name}
 
     def describe(self, row: dict[str, Any]) -> str:
-        """A row in a few words, for the line of progress."""
+        """Describe a row in a few words, for the line of progress."""
         return f"{self.name}, part {row['epoch']}/{self.length}"
 
     def seconds_alone(self, results: str | Path | None = None) -> float | None:
-        """About how long all of it takes; None if neither a plan nor records tell."""
+        """About how many seconds the whole job takes; None if that is not known."""
         return None if self.minutes is None else 60 * self.minutes
 
     def lock(self, results: str | Path | None = None) -> Path:
-        """Whoever makes the job holds the lock of this path."""
+        """The path whose lock the process holds that makes the job."""
         return self.path(results)
 
+    @property
+    def can_travel(self) -> bool:
+        """Whether another process can make it."""
+        return True
+
     def with_threads(self, threads: int) -> Job:
-        """The same job, on so many CPU threads where that is left open."""
+        """The same job on so many CPU threads, if it does not say itself how many."""
         return self
 
     def parts_kept(self) -> int:
@@ -93,11 +102,11 @@ class Job(ABC):
         return 0
 
     def forget(self) -> None:
-        """Removes what was kept of it, now that its record is written. By default nothing was."""
+        """Remove what was kept of the job before its record was written. By default that is nothing."""
         return
 
     def read(self, results: str | Path | None = None) -> Record:
-        """The record that is there; ValueError names the file and what is wrong with it."""
+        """Read the job's record; ValueError names the file and what is wrong with it."""
         path = self.path(results)
         return read_json_record(path, lambda record: self.check(record, path), _AGAIN)
 
@@ -108,23 +117,24 @@ class Job(ABC):
     def read_all(
         cls, jobs: Sequence[Any], results: str | Path | None = None, closely: bool = False
     ) -> list[Record]:
-        """The records of jobs of this kind, which are there. A kind may check them together, and
-        `closely`, before hours of work, whether they are of the data that is given now."""
+        """Read the records of jobs of this kind, all of which are made. A kind may check them together,
+        and if `closely` also whether they were made of the data that is given now, which is worth
+        its time before hours of work."""
         return [job.read(results) for job in jobs]
 
     @classmethod
     def divergence(cls, record: Record) -> str | None:
-        """Why a job ended without what it was to bring; None if it did not."""
+        """Why the job of this record ended without its result; None if it has one."""
         return None
 
     @classmethod
     def seconds_taken(cls, record: Record) -> float:
-        """What a job took; 0 if its record does not say it."""
+        """The seconds that the job of this record took; 0 if the record does not say it."""
         return record.get("seconds", 0.0)
 
     @classmethod
     def facts(cls, record: Record, path: Path) -> Mapping[str, Any]:
-        """What records of this kind are found by (see `index.find_records`)."""
+        """The facts by which `index.find_records` finds records of this kind."""
         return record
 
 
@@ -134,17 +144,17 @@ _AGAIN = "; delete it to run again"
 def make_job(
     job: Job, results: str | Path | None = None, tell: Tell = None, wait: bool = True
 ) -> Record | None:
-    """The record of a job, which is made if it is not there.
+    """Return the record of a job, and make the job first if it has none.
 
     If another process makes the same job, this one waits for it (and says so on stderr) and takes
     its record; without `wait` it returns None at once. What a killed process has kept of the job is
     used. ValueError for a record that can't be used, and for a folder that can't be written.
     """
-    told = False
+    is_waiting = False
     while (record := _make_alone(job, results, tell)) is None and wait:
-        if not told:
+        if not is_waiting:
             say_waiting(job.path(results).stem)
-        told = True
+        is_waiting = True
         time.sleep(POLL_SECONDS)
     return record
 
@@ -159,10 +169,9 @@ def _make_alone(job: Job, results: str | Path | None, tell: Tell) -> Record | No
 
 
 def make_anew(job: Job, results: str | Path | None = None, tell: Tell = None) -> Record:
-    """Makes a job in any case; its record takes the place of the one that is there."""
+    """Make a job in any case; its record takes the place of the one that is there."""
     check_folder(job.path(results).parent)
-    record = seal(job.make(tell))
-    write_json(job.path(results), record)
+    record = write_record(job.path(results), job.make(tell))
     job.forget()
     return record
 
@@ -170,7 +179,7 @@ def make_anew(job: Job, results: str | Path | None = None, tell: Tell = None) ->
 def read_jobs(
     jobs: Iterable[Job], results: str | Path | None = None, closely: bool = True
 ) -> list[Record]:
-    """The records of jobs of any kinds, in their order; see `Job.read_all`."""
+    """Read the records of jobs of any kinds, in their order; see `Job.read_all`."""
     jobs = list(jobs)
     records: dict[int, Record] = {}
     for kind in dict.fromkeys(type(job) for job in jobs):
@@ -184,7 +193,7 @@ Some = TypeVar("Some", bound=Job)
 
 
 def missing_jobs(jobs: Iterable[Some], results: str | Path | None = None) -> list[Some]:
-    """Those that are not made yet, each once."""
+    """Those of the jobs that are not made yet, each once."""
     once = {job.path(results): job for job in jobs}
     return [job for job in once.values() if not job.is_made(results)]
 
@@ -193,4 +202,7 @@ def check_folder(path: Path) -> None:
     """ValueError, before hours of work, if no record could be written there."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"results: got {there}, allowed: a folder that can be written")
+        raise ValueError(
+            f"results: got {there}, allowed: a folder in which files can be written (--results names "
+            "another one)"
+        )

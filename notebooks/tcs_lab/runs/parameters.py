@@ -1,4 +1,4 @@
-"""Parameters: what files under params/ and notebooks ask for, checked; the runs that they plan."""
+"""Parameters: read and checked from files under params/ and from notebooks, and made into runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tcs_lab.training.configuration import (
     make_check,
 )
 
-# What a table says of itself, beside fields of RunConfig.
+# What a table says about itself, beside the fields of RunConfig.
 
 PAPER = "a mapping: scheme: [accuracy, deviation, bits]"
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)] | None
@@ -62,8 +62,9 @@ _CHECKS = RUN_CHECKS | {key: make_check(kind) for key, kind in _TABLE.items()}
 _CHECKS |= dict.fromkeys(_PHIS, make_check(Annotated[float, Field(ge=1e-12, le=1)] | None))
 
 
-def checked(key: str, value: Any) -> Any:
-    """`value` as the kind of the parameter `key`: a whole number becomes a float where one is meant.
+def check_parameter(key: str, value: Any) -> Any:
+    """Check the value of the parameter `key`, and return it; a whole number becomes a float where the
+    parameter is one.
 
     Raises ValueError naming the key, the value and what is allowed.
     """
@@ -72,19 +73,20 @@ def checked(key: str, value: Any) -> Any:
 
 def params_file(key: str, value: Any) -> Path:
     """The file under params/ that a notebook's parameter names: a `table` by its number, a profile
-    by its name. ValueError names the parameter, what was given and which there are."""
+    by its name. ValueError names the parameter, what was given, and which files there are."""
     value = to_python(value)
     path = ROOT / "params" / f"{'table' if key.startswith('table') else ''}{value}.yaml"
     known = sorted(_named_files("table" if key.startswith("table") else "profile"))
     if type(value) not in (str, int) or str(value) not in known:
-        way = f"{', '.join(known)} (files params/{path.name.replace(str(value), '…')})"
-        raise ValueError(f"{key}: got {format_value(value)}, allowed: {way}")
+        pattern = path.name.replace(str(value), "…")
+        allowed = f"{', '.join(known)}, because there are files params/{pattern} of these"
+        raise ValueError(f"{key}: got {format_value(value)}, allowed: {allowed}")
     return path
 
 
 def profile_params(key: str, name: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What the file of a profile says. ValueError for a profile that has none, unless the reader's
-    own settings, `given`, say how long it trains: then nothing."""
+    """Read the file of a profile. A profile without a file raises ValueError, unless the reader's own
+    settings, `given`, say how long it trains; then {} is returned."""
     exists = isinstance(name, str) and (ROOT / "params" / f"{name}.yaml").is_file()
     if "epochs" in given and not exists and key == "profile":
         return {}
@@ -93,17 +95,17 @@ def profile_params(key: str, name: Any, given: dict[str, Any]) -> dict[str, Any]
 
 @cache
 def _named_files(kind: str) -> list[str]:
-    """Of the files under params/ that say of which table or profile they are: these names."""
-    found = []
+    """The names of the tables, or of the profiles, that have a file under params/."""
+    names = []
     for path in (ROOT / "params").glob("*.yaml"):
-        said = read_params([path]).get(kind)
-        if said is not None and path.stem == ("table" if kind == "table" else "") + str(said):
-            found.append(str(said))
-    return found
+        name = read_params([path]).get(kind)
+        if name is not None and path.stem == ("table" if kind == "table" else "") + str(name):
+            names.append(str(name))
+    return names
 
 
 def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
-    """The known parameters among a notebook's variables; call it with globals().
+    """Take the known parameters from a notebook's variables; call it with globals().
 
     papermill only warns of unknown parameters: here a name that it injected raises ValueError if
     it is neither a parameter of runs nor in the notebook's own cell of parameters. So does, unless
@@ -111,8 +113,8 @@ def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[st
     for profile ci, is not RunConfig's. From here on the notebook's errors are one line.
     """
     short_errors()
-    injected, own = _papermill_names(namespace)
-    reject_unknown(injected, PARAMETERS | own, "parameter")
+    injected, defaults = _papermill_names(namespace)
+    reject_unknown(injected, PARAMETERS | defaults, "parameter")
     params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
     if complete and "profile" in injected:
         for key in sorted(params.keys() & RUN_KEYS - injected):
@@ -121,21 +123,22 @@ def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[st
 
 
 def _check_default(key: str, params: dict[str, Any]) -> None:
-    if checked(key, params[key]) != getattr(RunConfig, key):
+    if check_parameter(key, params[key]) != getattr(RunConfig, key):
         raise ValueError(
-            f"{key}: profile {params['profile']} does not set it, and the notebook's "
-            f"{params[key]!r} is for profile ci; allowed: a profile with {key} in it"
+            f"{key}: the profile {params['profile']} does not set it, and the notebook's own value "
+            f"{params[key]!r} is meant for the profile ci; allowed: a profile that sets {key}, or {key} "
+            "as a further parameter"
         )
 
 
 def given_notebook_params(namespace: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
-    """Of a notebook in which None means "as the files say": what its reader or papermill set.
+    """Take what the reader or papermill has set in a notebook in which None means "as the files say".
 
-    `own` are the notebook's parameters that are none of runs. ValueError for any other name that
+    `own` are parameters of the notebook that are not parameters of runs. ValueError for any other name that
     the reader has assigned in the cell of parameters, or in one between that and this."""
     params = notebook_params(namespace, complete=False)
     for cell in namespace.get("In", [])[-2::-1]:
-        if (assigned := literals(cell)) is None:
+        if (assigned := read_literals(cell)) is None:
             break
         reject_unknown(assigned, PARAMETERS | set(own), "parameter")
     injected, _ = _papermill_names(namespace)
@@ -143,30 +146,31 @@ def given_notebook_params(namespace: dict[str, Any], own: Iterable[str] = ()) ->
 
 
 def check_notebook_params(namespace: dict[str, Any]) -> None:
-    """For notebooks that know their own parameters only: ValueError if papermill brought others.
-    From here on the notebook's errors are one line."""
+    """Raise ValueError if papermill brought parameters that are not in the notebook's own cell of
+    parameters. From here on the notebook's errors are one line."""
     short_errors()
     reject_unknown(*_papermill_names(namespace), "parameter")
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """What papermill assigned, and what the cell before it did: the notebook's own parameters."""
-    injected, own = set[str](), set[str]()
-    run = namespace.get("In", [])
-    for before, cell in itertools.pairwise(["", *run]):
+    """The names that papermill assigned, and those of the cell before, the notebook's parameters."""
+    injected, defaults = set[str](), set[str]()
+    cells = namespace.get("In", [])
+    for before, cell in itertools.pairwise(["", *cells]):
         if cell.startswith("# Parameters\n"):
-            injected, own = injected | _assigned(cell), own | _assigned(before)
-    return injected, own
+            injected |= _assigned_names(cell)
+            defaults |= _assigned_names(before)
+    return injected, defaults
 
 
-def _assigned(cell: str) -> set[str]:
+def _assigned_names(cell: str) -> set[str]:
     nodes = ast.parse(cell).body
     targets = [t for n in nodes for t in getattr(n, "targets", [getattr(n, "target", None)])]
     return {t.id for t in targets if isinstance(t, ast.Name)}
 
 
-def literals(cell: str) -> dict[str, Any] | None:
-    """What a cell of parameters assigns, by name; None if there is anything else in the cell."""
+def read_literals(cell: str) -> dict[str, Any] | None:
+    """Read what a cell of parameters assigns, by name; None if there is anything else in the cell."""
     try:
         nodes: list[Any] = ast.parse(cell).body
         values = {node.targets[0].id: ast.literal_eval(node.value) for node in nodes}
@@ -176,7 +180,7 @@ def literals(cell: str) -> dict[str, Any] | None:
 
 
 def plan(params: dict[str, Any]) -> list[RunConfig]:
-    """Every run that a table and a profile ask for, scheme by scheme, seed by seed.
+    """Plan every run that a table and a profile ask for, scheme by scheme, seed by seed.
 
     `params` is what params/table1.yaml and params/quick.yaml say together: `schemes` (names),
     `seeds` (how many, or a list) and fields of RunConfig; phi_global, phi_local, phi_min_global and
@@ -187,17 +191,17 @@ def plan(params: dict[str, Any]) -> list[RunConfig]:
     reject_unknown(params, PARAMETERS, "parameter")
     params = to_python(params)
     for key in sorted(params.keys() - RUN_KEYS):
-        checked(key, params[key])
-    names, seeds = checked("schemes", params.get("schemes")), params.get("seeds", 1)
+        check_parameter(key, params[key])
+    names, seeds = check_parameter("schemes", params.get("schemes")), params.get("seeds", 1)
     fields = {k: v for k, v in params.items() if k in RUN_KEYS}
-    schemes = [named_with(name, params) for name in names]
+    schemes = [build_scheme(name, params) for name in names]
     each = range(seeds) if isinstance(seeds, int) else seeds
     runs = (RunConfig(scheme=s, seed=seed, **fields) for s in schemes for seed in each)
     return list(dict.fromkeys(runs))  # what is named twice is one run
 
 
-def named_with(name: str, params: dict[str, Any]) -> Scheme:
-    """The named scheme with the phis that `params` replaces, where the scheme has one at all."""
+def build_scheme(name: str, params: dict[str, Any]) -> Scheme:
+    """Build the named scheme, with the phis that `params` replaces, where the scheme has one at all."""
     scheme = Scheme.named(name)
     given = {k: params[k] for k in SCHEME_KEYS if params.get(k) is not None}
     if scheme.rule == "dense":
@@ -211,7 +215,7 @@ def named_with(name: str, params: dict[str, Any]) -> Scheme:
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load, but a key that stands twice is an error."""
+    """YAML's safe loader, except that a key that stands twice in a mapping is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -222,6 +226,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str, source: str) -> Any:
+    """Read a text as YAML; ValueError names the source and the place."""
     try:
         return yaml.load(text, _Loader)
     except Exception as error:  # constructors of tags raise many kinds
@@ -232,21 +237,23 @@ MAX_PARAMS_BYTES = 1 << 20
 
 
 def _like(path: Path) -> str:
-    """The files beside it: those that begin alike (rivals_…), or all."""
+    """The files beside a path, as text: those whose names begin alike (rivals_…), or all."""
     there = sorted(other.name for other in path.parent.glob(f"*{path.suffix}"))
     family = path.name.split("_")[0] + "_"
     return ", ".join([name for name in there if name.startswith(family)] or there) or "a file"
 
 
 def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
-    """YAML files merged, the later over the earlier. ValueError names a file that is no mapping,
-    FileNotFoundError one that is not there."""
+    """Read YAML files and merge them, a later file over an earlier one. ValueError names a file that
+    is no mapping, FileNotFoundError one that does not exist."""
     merged: dict[str, Any] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist, allowed: {_like(path)}")
         if path.is_file() and (size := path.stat().st_size) > MAX_PARAMS_BYTES:
-            raise ValueError(f"{path}: got {size} bytes, allowed: at most {MAX_PARAMS_BYTES}")
+            raise ValueError(
+                f"{path}: got {size} bytes, allowed: at most {MAX_PARAMS_BYTES} (is it a file of parameters?)"
+            )
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -254,6 +261,6 @@ def read_params(paths: Iterable[str | Path]) -> dict[str, Any]:
         loaded = read_yaml(text, str(path))
         if not isinstance(loaded, dict):
             got = f"{path}: got {type(loaded).__name__}"
-            raise ValueError(f"{got}, allowed: a mapping of parameters")
+            raise ValueError(f"{got}, allowed: a mapping of parameters, with lines like key: value")
         merged |= loaded
     return merged

@@ -28,24 +28,28 @@ from tcs_lab.training.training import measure_accuracy
 # The file ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rising(numbers: list[float]) -> list[float]:
-    if sorted(set(numbers)) != numbers:
-        raise ValueError("not rising")
-    return numbers
+def _check_rising(factors: list[float]) -> list[float]:
+    if sorted(set(factors)) != factors:
+        raise ValueError(f"got {factors}, allowed: numbers in rising order, each once")
+    return factors
 
 
-def _span(span: tuple[int, int]) -> tuple[int, int]:
+def _check_span(span: tuple[int, int]) -> tuple[int, int]:
     if not 0 <= span[0] < span[1]:
-        raise ValueError(f"got {list(span)}, allowed: [first, behind the last]")
+        raise ValueError(
+            f"got {list(span)}, allowed: [first, end], where 0 <= first < end and end itself is left out"
+        )
     return span
 
 
-Factors = Annotated[list[PositiveNumber], Field(min_length=1), AfterValidator(_rising)]
-ImageSpans = Annotated[list[Annotated[tuple[int, int], AfterValidator(_span)]], Field(min_length=1)]
+Factors = Annotated[list[PositiveNumber], Field(min_length=1), AfterValidator(_check_rising)]
+ImageSpans = Annotated[
+    list[Annotated[tuple[int, int], AfterValidator(_check_span)]], Field(min_length=1)
+]
 
 
 class Tuning(BaseModel, extra="forbid"):
-    """How every scheme of a tuned stage gets its learning rate: all of them in the same way.
+    """How the schemes of a tuned stage get their learning rates, all of them in the same way.
 
     A rate is a factor times `learning_rate`, or times `centralized_learning_rate` for centralized
     training. All `factors` are tried with one seed. While the best of those tried is the smallest
@@ -57,15 +61,17 @@ class Tuning(BaseModel, extra="forbid"):
     centralized_learning_rate: PositiveNumber
     factors: Factors
     further: list[PositiveNumber] = []
-    choose_on: ImageSpans  # of the tested images, those whose accuracy chooses
-    score_on: ImageSpans  # and those that score; the two have no image in common
+    choose_on: ImageSpans  # the tested images by whose accuracy a rate is chosen
+    score_on: ImageSpans  # those by which the chosen rate is scored; none of them is in choose_on
 
     @model_validator(mode="after")
     def _is_fair(self) -> Tuning:
         chosen = {i for start, end in self.choose_on for i in range(start, end)}
         scored = {i for start, end in self.score_on for i in range(start, end)}
         if both := chosen & scored:
-            raise ValueError(f"score_on: image {min(both)} also chooses, allowed: other images")
+            raise ValueError(
+                f"score_on: got image {min(both)}, which is in choose_on, too; allowed: other images"
+            )
         return self
 
     @property
@@ -74,8 +80,8 @@ class Tuning(BaseModel, extra="forbid"):
 
 
 class Entry(BaseModel, extra="allow"):
-    """What runs of a stage change of the profile, and for how many `minutes` one of them is expected
-    to take if it has the machine that the plan is made for to itself."""
+    """What some runs of a stage change in the profile, and how many `minutes` one of them is expected to
+    take if it is alone on the machine for which the plan is made."""
 
     minutes: PositiveNumber | None = None
 
@@ -87,8 +93,8 @@ class Entry(BaseModel, extra="allow"):
 @dataclass(frozen=True)
 class Planning:
     """What a stage needs in order to name its jobs: its plan, the plan's profile, the parameters that
-    all of its runs get whatever the plan says, and the folder of the records that decide what
-    comes next."""
+    all of its runs get whatever the plan says, and the folder of the records that decide which
+    jobs come next."""
 
     plan: Plan
     profile: Mapping[str, Any]
@@ -97,12 +103,12 @@ class Planning:
 
 
 class Stage(BaseModel, extra="forbid"):
-    """A part of a plan, of one kind: the trainings of RunConfigs, unless its `kind` names the module of
-    the lab that makes something else (`kind: studies.optimizers`).
+    """A part of a plan. Its jobs are trainings of RunConfigs, unless its `kind` names the module of the
+    lab that makes something else (`kind: studies.optimizers`).
 
-    Such a module has a class of jobs and a subclass of this one with the module's name as its `kind`,
-    which says what may stand in the stage and which jobs follow from it. Nothing else has to know
-    of it.
+    Such a module has a class of jobs and a subclass of this class whose default `kind` is the module's
+    name. The subclass says what may stand in the stage and which jobs follow from it. No other file
+    has to know about it.
     """
 
     stage: str
@@ -113,23 +119,23 @@ class Stage(BaseModel, extra="forbid"):
         _STAGES[cls.model_fields["kind"].default] = cls
 
     def plan_jobs(self, planning: Planning) -> Sequence[Job]:
-        """The jobs that are known so far, in the order in which they are made."""
+        """Name the jobs that are known so far, in the order in which they are made."""
         raise NotImplementedError
 
     def jobs_to_follow(self, planning: Planning) -> Sequence[Job]:
-        """Stand-ins for jobs of which only the number is known, and what they are like: which ones
-        they are follows from records that are not there yet."""
+        """Name stand-ins for jobs that cannot be named yet, because they follow from records that are
+        still missing. The stand-ins are as many, and about as long."""
         return ()
 
     def check(self, plan: Plan) -> None:
-        """ValueError if the plan lacks what this stage needs of it."""
+        """Raise ValueError if the plan lacks something that this stage needs."""
 
 
 _STAGES: dict[str, type[Stage]] = {}
 
 
 def _read_stage(given: Any) -> Stage:
-    """A stage as the class of its kind, whose module is imported if need be."""
+    """Read a stage as the class of its kind, whose module is imported if need be."""
     kind = str(given.get("kind", "runs")) if isinstance(given, dict) else "runs"
     if kind not in _STAGES and re.fullmatch(r"[a-z]\w*\.[a-z]\w*", kind):
         with contextlib.suppress(ModuleNotFoundError):
@@ -154,16 +160,17 @@ class TrainingStage(Stage):
     @model_validator(mode="after")
     def _is_one_kind(self) -> TrainingStage:
         if (self.runs is None) == (self.tune is None):
-            raise ValueError("allowed: either runs or tune")
+            given = "both" if self.runs else "neither"
+            raise ValueError(f"got {given} of runs and tune, allowed: one of them")
         return self
 
     def check(self, plan: Plan) -> None:
         if plan.profile is None:
-            raise ValueError(f"profile: stage {self.stage} needs it")
+            raise ValueError(f"profile: missing; the runs of stage {self.stage} need it")
         if self.tune and plan.tuning is None:
-            raise ValueError(f"tuning: stage {self.stage} needs it")
+            raise ValueError(f"tuning: missing; stage {self.stage} needs it, because it says tune")
         if self.tune and plan.tuning and plan.tuning.seed in self.seeds:
-            got = f"got seed {plan.tuning.seed}, which tunes"
+            got = f"got {plan.tuning.seed}, with which learning rates are tuned"
             raise ValueError(f"stage {self.stage}: seeds: {got}, allowed: other seeds")
 
     def plan_jobs(self, planning: Planning) -> Sequence[Run]:
@@ -178,7 +185,7 @@ class TrainingStage(Stage):
         ]
 
     def jobs_to_follow(self, planning: Planning) -> Sequence[Run]:
-        """Those that are scored with a rate that is not chosen yet, with the first one that is tried."""
+        """Name runs that score a rate that is not chosen yet, with the first rate that is tried."""
         return [
             Run(search.config(search.tuning.factors[0], seed))
             for search in self.searches(planning)
@@ -187,21 +194,21 @@ class TrainingStage(Stage):
         ]
 
     def searches(self, planning: Planning) -> list[Search]:
-        """The searches for the schemes' learning rates."""
+        """The searches for the learning rates of the stage's schemes."""
         tuning, profile = planning.plan.tuning, {**planning.profile, **planning.changes}
         if tuning is None:
             return []
         return [Search(name, tuning, profile, planning.results) for name in self.tune or []]
 
 
-def _each_once(stages: list[Stage]) -> list[Stage]:
+def _check_names(stages: list[Stage]) -> list[Stage]:
     names = [stage.stage for stage in stages]
-    if len(set(names)) < len(names):
-        raise ValueError("two stages have one name")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"got two stages of the name {twice[0]}, allowed: each name once")
     return stages
 
 
-def _slowdowns(factors: list[float]) -> list[float]:
+def _check_slowdowns(factors: list[float]) -> list[float]:
     if factors[0] != 1 or sorted(factors) != factors:
         raise ValueError(f"got {factors}, allowed: numbers that begin with 1.0 and do not fall")
     return factors
@@ -213,12 +220,12 @@ class Plan(BaseModel, extra="forbid"):
     job takes if n jobs share the machine."""
 
     profile: str | None = None
-    sharing: Annotated[list[float], Field(min_length=1), AfterValidator(_slowdowns)] = [1.0]
+    sharing: Annotated[list[float], Field(min_length=1), AfterValidator(_check_slowdowns)] = [1.0]
     tuning: Tuning | None = None
     stages: Annotated[
         list[Annotated[Any, AfterValidator(_read_stage)]],
         Field(min_length=1),
-        AfterValidator(_each_once),
+        AfterValidator(_check_names),
     ]
     analysis: dict[str, Any] = {}
 
@@ -230,7 +237,7 @@ class Plan(BaseModel, extra="forbid"):
 
 
 def read_plan(path: str | Path) -> Plan:
-    """A plan's file; ValueError names the file, the key, its value and what is allowed."""
+    """Read a plan's file; ValueError names the file, the key, its value and what is allowed."""
     return validate(Plan, read_params([path]), path)
 
 
@@ -240,11 +247,11 @@ def read_plan(path: str | Path) -> Plan:
 def plan_jobs(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[Job]]:
-    """The jobs of each stage of a plan, in order; `changes` are parameters that all runs get,
-    whatever the plan says of these.
+    """Name the jobs of each stage of a plan, in order. `changes` are parameters that all runs get,
+    whatever the plan says about them.
 
-    Of a stage that looks for a learning rate these are the jobs that are known so far: what is tried
-    next, and with which rate a scheme is scored, follows from the records in `results`.
+    If a stage looks for a learning rate, these are the jobs that are known so far, because the
+    records in `results` decide which rate is tried next and with which rate a scheme is scored.
     Raises ValueError naming the file, the key and what is allowed.
     """
     planning = _read_planning(path, changes, results)
@@ -254,7 +261,7 @@ def plan_jobs(
 def jobs_to_follow(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[Job]]:
-    """Stand-ins for the jobs of each stage that `plan_jobs` cannot name yet; see `Stage`."""
+    """Name stand-ins for the jobs of each stage that `plan_jobs` cannot name yet; see `Stage`."""
     planning = _read_planning(path, changes, results)
     return {stage.stage: list(stage.jobs_to_follow(planning)) for stage in planning.plan.stages}
 
@@ -262,31 +269,33 @@ def jobs_to_follow(
 def plan_runs(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[RunConfig]]:
-    """The configurations of `plan_jobs`, of those stages that train RunConfigs."""
+    """The configurations of the jobs that `plan_jobs` names, for the stages that train RunConfigs."""
     stages = plan_jobs(path, changes, results).items()
     runs = {name: [job for job in jobs if isinstance(job, Run)] for name, jobs in stages}
-    return {name: [job.config for job in found] for name, found in runs.items() if found}
+    return {name: [job.config for job in jobs] for name, jobs in runs.items() if jobs}
 
 
 def _read_planning(
     path: str | Path, changes: Mapping[str, Any] | None, results: str | Path | None
 ) -> Planning:
     read, profile = read_plan(path), dict[str, Any]()
-    changes = _checked_changes(changes)
+    changes = _check_changes(changes)
     if read.profile is not None:
         profile = {"learning_rate": 0.5} | read_params([Path(path).parent / read.profile])
     elif changes:
         given = ", ".join(map(shorten, sorted(changes)))
-        raise ValueError(f"{given}: allowed: no parameters beside {path}, which has no profile")
+        raise ValueError(
+            f"{given}: got parameters of runs, allowed: none with {path}, whose jobs are not runs"
+        )
     return Planning(read, profile, changes, results)
 
 
-def _checked_changes(changes: Mapping[str, Any] | None) -> dict[str, Any]:
+def _check_changes(changes: Mapping[str, Any] | None) -> dict[str, Any]:
     changes = dict(changes or {})
     for key in ("schemes", "seeds", "jobs"):
         if key in changes:
             got = format_value(changes[key])
-            raise ValueError(f"{key}: got {got}, allowed: none beside a plan, which says it")
+            raise ValueError(f"{key}: got {got}, allowed: none, because the plan says it")
     return changes
 
 
@@ -309,8 +318,8 @@ class Search:
         return config
 
     def accuracy(self, factor: float) -> float | None:
-        """On the images that choose, 0..1; minus infinity if the run diverged, None if it is not
-        made yet."""
+        """The accuracy of a factor on the images that choose, 0..1; minus infinity if the run diverged,
+        None if it is not made yet."""
         run = Run(self.config(factor, self.tuning.seed))
         if not run.is_made(self.results):
             return None
@@ -319,8 +328,8 @@ class Search:
         return float("-inf") if diverged else measure_accuracy(record, self.tuning.choose_on)
 
     def tried(self) -> dict[float, float | None]:
-        """The factors to try, each with its accuracy: None if its run is not made yet. Of two that
-        are equally good the smaller one counts as the best."""
+        """The factors to try, each with its accuracy, or None if its run is not made yet. If two are
+        equally good, the smaller one counts as the best."""
         grid = self.tuning.grid
 
         def neighbour(factor: float, side: int) -> float | None:
@@ -342,10 +351,12 @@ def widen_search(
     first: Sequence[float], score: Callable[[float], float | None],
     neighbour: Callable[[float, int], float | None],
 ) -> dict[float, float | None]:  # fmt: skip
-    """The values that a search tries, in their order, each with its score: None if that is not known.
+    """Widen a search until its best value lies between others. Returns the values that it tries, in
+    rising order, each with its score, or None if that is not known yet.
 
-    The `first` ones are tried in any case. While the best of all is the smallest or the largest of
-    them, its `neighbour` on that side (-1 or 1) is tried, too; None ends it.
+    The `first` values are tried in any case. While the best of all is the smallest or the largest of
+    them, its `neighbour` on that side (-1 or 1) is tried, too. The search ends where there is no
+    neighbour (None).
     """
     tried = {value: score(value) for value in first}
     while None not in tried.values():
@@ -363,8 +374,8 @@ def _best(tried: Mapping[float, Any]) -> float:
 
 
 def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[Run]:
-    """First what is tried from the start, factor by factor; then what lies beyond; then what is
-    scored, seed by seed."""
+    """The runs that try the first factors, factor by factor; then those that try factors beyond; then
+    those that are scored, seed by seed."""
     tried = {search.scheme: list(search.tried()) for search in searches}
     runs = []
     for factor in dict.fromkeys(f for s in searches for f in [*s.tuning.factors, *s.tuning.grid]):
@@ -377,7 +388,8 @@ def _tuned_runs(searches: list[Search], seeds: list[int]) -> list[Run]:
 def find_searches(
     path: str | Path, changes: Mapping[str, Any] | None = None, results: str | Path | None = None
 ) -> dict[str, list[Search]]:
-    """The searches of each tuned stage of a plan, scheme by scheme; arguments as `plan_jobs`'."""
+    """Find the searches of each tuned stage of a plan, scheme by scheme; see `plan_jobs` for the
+    arguments."""
     planning = _read_planning(path, changes, results)
     stages = [stage for stage in planning.plan.stages if isinstance(stage, TrainingStage)]
     return {stage.stage: stage.searches(planning) for stage in stages if stage.tune}
@@ -389,8 +401,8 @@ def find_searches(
 def count_made(
     stages: Mapping[str, Iterable[Job | RunConfig]], results: str | Path | None = None
 ) -> pd.DataFrame:
-    """One row for each stage of a plan: how many of its jobs are planned, made, and of these
-    diverged; the hours of computation that the made ones took."""
+    """Count, in a row for each stage of a plan, the jobs that are planned, those that are made, those
+    that diverged, and the hours of computation that the made ones took."""
     rows = []
     for stage, given in stages.items():
         jobs = [Run(one) if isinstance(one, RunConfig) else one for one in given]

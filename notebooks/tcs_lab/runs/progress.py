@@ -1,4 +1,4 @@
-"""Progress: one line that follows jobs, in this process and in workers."""
+"""Progress: a line that shows how far jobs are, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tcs_lab.runs.jobs import Job
 
 
 class Progress:
-    """One line that follows jobs: on a terminal, in a notebook, under papermill.
+    """A line that shows how far jobs are, on a terminal, in a notebook and under papermill.
 
     In a notebook the line replaces itself and is gone at the end, so saved notebooks stay clean.
     """
@@ -29,7 +29,7 @@ class Progress:
         self.left: dict[str, int] = {}  # parts, by job
         self._add(jobs)
         self.line = _NotebookLine() if _in_notebook() else None
-        self.lock = threading.Lock()  # `rows_shown` calls from another thread
+        self.lock = threading.Lock()  # `show_rows` calls from another thread
         quiet = not enabled or not jobs or not (self.line or sys.stderr.isatty())
         self.bar = tqdm(
             total=sum(self.left.values()), disable=quiet, leave=False,
@@ -43,8 +43,8 @@ class Progress:
         self.jobs |= new
         self.left |= {digest: job.length for digest, job in new.items()}
 
-    def more(self, jobs: Iterable[Job]) -> None:
-        """Adds jobs that were not known before; those that it knows are left as they are."""
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Add jobs that were not known before; those that are known stay as they are."""
         with self.lock:
             self._add(jobs)
             self.bar.total = self.bar.n + sum(self.left.values())
@@ -59,8 +59,8 @@ class Progress:
         if self.line and shown:
             self.line.clear()
 
-    def epoch(self, digest: str, row: dict[str, Any]) -> None:
-        """Shows a row; one that another process sent before its job was counted may come late."""
+    def show_row(self, digest: str, row: dict[str, Any]) -> None:
+        """Show a row. One that another process sent before its job was counted may come late."""
         with self.lock:
             if digest in self.left:
                 self.left[digest] -= 1
@@ -69,8 +69,8 @@ class Progress:
                 self.bar.set_description_str(f"run {place}/{len(self.jobs)}: {what}", refresh=False)
                 self.bar.update(1)
 
-    def ended(self, digest: str) -> None:
-        """Counts the job; parts that were reused, or never came, are taken off the total."""
+    def end(self, digest: str) -> None:
+        """Count the job; parts that were reused, or never came, are taken off the total."""
         with self.lock:
             self.bar.total -= self.left.pop(digest, 0)
             self.bar.refresh()
@@ -79,8 +79,8 @@ class Progress:
 Item = TypeVar("Item")
 
 
-def followed(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
-    """The items, one by one; meanwhile a line says how many of them are done: "rounds |##  | 3/9".
+def follow(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """Give the items, one by one, and show in a line how many of them are done: "rounds |##  | 3/9".
 
     For loops of more than five seconds in a notebook or on a terminal. The line is gone at the end,
     and with it all that the cell has put out until then: print and draw after the loop, or in
@@ -107,7 +107,7 @@ def _in_notebook() -> bool:
 
 
 class _NotebookLine(io.TextIOBase):
-    """A text file for tqdm whose last line is the cell's only output."""
+    """A text file for tqdm whose last line is the only output of the cell."""
 
     written = False  # whether there is a line
 
@@ -128,11 +128,11 @@ class _NotebookLine(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def rows_shown(bar: Progress) -> Iterator[Path]:
-    """A file: the rows that workers append to it, a thread shows."""
+def show_rows(bar: Progress) -> Iterator[Path]:
+    """Make a file whose rows, which workers append to it, are shown by a thread."""
     done = threading.Event()
 
-    def follow() -> None:
+    def read_rows() -> None:
         with told.open(encoding="utf-8") as file:
             ended, half = False, ""
             while not ended:
@@ -140,13 +140,13 @@ def rows_shown(bar: Progress) -> Iterator[Path]:
                 *lines, half = (half + file.read()).split("\n")  # a row may be there in part
                 for line in lines:
                     with contextlib.suppress(json.JSONDecodeError):  # its worker was killed
-                        bar.epoch(*json.loads(line))
+                        bar.show_row(*json.loads(line))
 
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "rows"
         told.touch()
         context = contextvars.copy_context()  # where a notebook's output belongs
-        thread = threading.Thread(target=context.run, args=(follow,), daemon=True)
+        thread = threading.Thread(target=context.run, args=(read_rows,), daemon=True)
         thread.start()
         try:
             yield told

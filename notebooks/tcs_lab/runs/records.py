@@ -1,5 +1,9 @@
-"""Records: one JSON file each, written whole or not at all, checked when it is read. First what all kinds
-of records have in common, then the records of runs."""
+"""Records: `write_record` writes one, `read_record` and `read_json_record` read and check one.
+
+A record is one JSON file, which is written whole or not at all. First comes what all kinds of records
+have in common, then where they come from (`provenance`), then the records of runs: what is in them,
+how they are loaded, and how two are compared.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from pydantic import AfterValidator, BaseModel, Field
 import tcs_core
 from tcs_core import Link, Scheme
 from tcs_lab.support.errors import reject_unknown, shorten, validate
+from tcs_lab.support.files import write_json
 from tcs_lab.support.paths import IS_CLONE, LAB, ROOT
 from tcs_lab.training.client_threads import uses_client_threads
 from tcs_lab.training.compiled import uses_compilation
@@ -36,17 +41,23 @@ Record = dict[str, Any]
 
 
 def results_folder(profile: str, results: str | Path | None = None) -> Path:
+    """The folder of a profile's results, in the project's results folder or in another one."""
     return (Path(results) if results else ROOT / "results") / profile
 
 
-def seal(record: Record) -> Record:
-    """The record with its checksum: an accident or a slip of the hand is noticed when it is read.
-    (Whoever wants to deceive can compute it anew.)"""
-    return record | {"sha256": _content_sha256(record)}
+def write_record(path: Path, record: Record) -> Record:
+    """Write a record of any kind with its checksum, and return it as it was written.
+
+    By the checksum an accident or a slip of the hand is noticed when the record is read. (Whoever
+    wants to deceive can compute it anew.)
+    """
+    sealed = record | {"sha256": _content_sha256(record)}
+    write_json(path, sealed)
+    return sealed
 
 
 def _content_sha256(record: Record) -> str:
-    """Of a record without its own "sha256"."""
+    """The checksum of a record's content, which is all of it but "sha256" itself."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -54,9 +65,12 @@ def _content_sha256(record: Record) -> str:
 def read_json_record(
     path: str | Path, check: Callable[[Record], None] | None = None, advice: str = ""
 ) -> Record:
-    """A record of any kind from its file. `check` raises ValueError for one that is not as it should
-    be; then the checksum is looked at, if there is one (old records have none). ValueError names
-    the file and what is wrong with it."""
+    """Read a record of any kind from its file, and check it.
+
+    `check` raises ValueError for a record that is not as it should be. The checksum is checked, too,
+    if there is one (old records have none). ValueError names the file and what is wrong with it, and
+    ends with the `advice`.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         record = json.loads(text, parse_constant=_refuse_constant)
@@ -66,23 +80,28 @@ def read_json_record(
         if check:
             check(record)
         if record.get("sha256", own_sum := _content_sha256(record)) != own_sum:
-            raise ValueError(f"{path}: its content is not what was written (sha256)")
+            raise ValueError(
+                f"{path}: its content is not what was written, because its sha256 is another one"
+            )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a value is wrong ({shorten(repr(error))}){advice}") from error
+        raise ValueError(
+            f"{path}: a value is missing or of a wrong kind ({shorten(repr(error))}){advice}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{error}{advice}") from error
     return record
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"it holds {name}, allowed: finite numbers")
 
 
 # Where records come from ──────────────────────────────────────────────────────────────────────────
 
 
 def provenance(config: RunConfig | None = None) -> dict[str, Any]:
-    """Which code, on which machine, when; of a run also what decides how its sums are rounded."""
+    """Which code made a record, on which machine and when. For a run also what decides how its sums
+    are rounded."""
     usual = {"torch": torch.__version__, "numpy": np.__version__, "device": cpu_name()}
     return {
         "core_sha256": _CORE_SHA256,
@@ -109,12 +128,12 @@ _REPEATS = {
 
 
 def rounding(config: RunConfig) -> dict[str, Any]:
-    """What decides how sums are rounded, beside the code."""
+    """What decides how a run's sums are rounded, beside the code."""
     device, one_core = config.torch_device, uses_client_threads(config)
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         **({} if one_core else _threads(config)),
         "graph": not config.wire and uses_static_rounds(config, Link()),
         "side_by_side": uses_side_by_side(config),
@@ -131,7 +150,7 @@ def _sha256_of(*files: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-# Of what was imported, whatever is edited later.
+# These are hashes of the code that was imported, whatever is edited later.
 _CORE_SOURCE = Path(tcs_core.__file__).read_bytes()
 _CORE_SHA256 = hashlib.sha256(_CORE_SOURCE).hexdigest()
 _LAB_SHA256 = _sha256_of(*sorted(LAB.rglob("*.py")))
@@ -139,31 +158,36 @@ _LAB_SHA256 = _sha256_of(*sorted(LAB.rglob("*.py")))
 
 @cache
 def core_sha256() -> str:
-    """Of the core's code as it was imported, without its comments, docstrings and line breaks.
+    """The hash of the core's code as it was imported, without comments, docstrings and line breaks.
 
-    It stands under every notebook: what a notebook shows stays true when a comment is mended.
-    (Records hold the hash of the file as it is, "core_sha256".)
+    It stands under every notebook, because what a notebook shows stays true when a comment is
+    mended. (Records hold the hash of the file as it is, as "core_sha256".)
     """
     return code_sha256(_CORE_SOURCE)
 
 
-def made_with(records: Iterable[dict[str, Any]]) -> str:
-    """What records were made with, for the foot of a notebook that reads them."""
+def describe_provenance(records: Iterable[dict[str, Any]]) -> str:
+    """Say what records were made with, for the foot of a notebook that reads them."""
     made = [record["provenance"] for record in records]
     torches, data = (", ".join(sorted({one[key] for one in made})) for key in ("torch", "dataset"))
     commits = sorted({str(one.get("commit"))[:7] for one in made})
-    said = ", ".join(commits) if 0 < len(commits) < 4 else f"{len(commits)} commits"
-    return f"n = {len(made)} records, made with {said}, torch {torches or '–'} · {data or '–'}"
+    named = ", ".join(commits) if 0 < len(commits) < 4 else f"{len(commits)} commits"
+    return f"n = {len(made)} records, made with {named}, torch {torches or '–'} · {data or '–'}"
 
 
 def code_sha256(source: bytes) -> str:
-    """Sha256 of what a Python file does: of its syntax tree without docstrings, as text."""
+    """The sha256 of what a Python file does: of its syntax tree without docstrings, as text."""
     tree = ast.parse(source)
     with_docstrings = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
         if isinstance(node, with_docstrings) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """What the processor or the GPU is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 @cache
@@ -202,8 +226,8 @@ def make_record(
     config: RunConfig, training: Training, data: Data, rows: list[Row],
     ways: list[dict[str, Any]], status: str, reason: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The record of a run that ended, without its checksum; its rows were made in these `ways` (see
-    `rounding`)."""
+    """Put together the record of a run that ended. `ways` are the different values of `rounding` under
+    which its rows were made."""
     made = provenance(config)
     made |= {"dataset": data.label, "fingerprint": data.fingerprint}
     if len(ways) > 1:
@@ -223,8 +247,8 @@ def make_record(
 
 
 def read_record(path: str | Path, config: RunConfig | None = None) -> Record:
-    """A run's record from its file, checked; ValueError names the file and what is wrong with it.
-    With the `config` of a run that wants it, it must be that run's."""
+    """Read a run's record from its file, and check it. With a `config` it must be the record of that
+    run. ValueError names the file and what is wrong with it."""
     advice = "; delete it to run again" if config else ""
     return read_json_record(path, lambda record: check_record(record, path, config), advice)
 
@@ -232,54 +256,58 @@ def read_record(path: str | Path, config: RunConfig | None = None) -> Record:
 def load_records(
     configs: Iterable[RunConfig], results: str | Path | None = None, diverged: bool = True
 ) -> dict[str, Record]:
-    """The records of these runs that are there, by file name; no run is made.
+    """Load the records of those runs that have one, by file name; no run is made.
 
-    Without `diverged`, only of those that got to their end. Raises ValueError for records of
-    different data.
+    With `diverged=False`, only the records of runs that got to their end. Raises ValueError for
+    records of different data.
     """
     paths = {record_path(config, results): config for config in configs}
-    found = {p.name: read_record(p, config) for p, config in paths.items() if p.is_file()}
-    one_data(found.values(), paths)
-    return {n: record for n, record in found.items() if diverged or record["status"] == "finished"}
+    records = {path.name: read_record(path, c) for path, c in paths.items() if path.is_file()}
+    check_same_data(records.values(), paths)
+    return {n: one for n, one in records.items() if diverged or one["status"] == "finished"}
 
 
-def lacking(configs: Iterable[RunConfig], records: Iterable[Record]) -> str:
-    """Which of these runs have no record, as a person reads it: "TCS (seeds 1, 2), FedAvg (all 3
-    seeds)"; "none" if all have one."""
+def list_missing(configs: Iterable[RunConfig], records: Iterable[Record]) -> str:
+    """Say which of these runs have no record: "TCS (seeds 1, 2), FedAvg (all 3 seeds)"; "none" if all
+    have one."""
     there = {record["digest"] for record in records}
     asked: dict[str, list[RunConfig]] = {}
     for config in configs:
         asked.setdefault(config.scheme.name, []).append(config)
-    said = []
+    missing = []
     for name, runs in asked.items():
         seeds = [str(config.seed) for config in runs if config.digest not in there]
         if len(seeds) == len(runs):
-            said.append(name if len(runs) == 1 else f"{name} (all {len(runs)} seeds)")
+            missing.append(name if len(runs) == 1 else f"{name} (all {len(runs)} seeds)")
         elif seeds:
-            said.append(f"{name} (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})")
-    return ", ".join(said) or "none"
+            missing.append(f"{name} (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})")
+    return ", ".join(missing) or "none"
 
 
-def one_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
-    """ValueError for records of one data set, or one cut of it, that was another each time."""
+def check_same_data(records: Iterable[Record], paths: Iterable[Path]) -> None:
+    """ValueError if records name the same data set, or the same cut of it, but were made of other
+    images or texts."""
     seen = {(data_source(r["config"]), r["provenance"]["fingerprint"]) for r in records}
     if len(seen) > len({source for source, _ in seen}):
         folders = ", ".join(sorted({str(path.parent) for path in paths}))
-        raise ValueError(f"{folders}: records of different data, allowed: a folder for each")
+        raise ValueError(
+            f"{folders}: got records of different data under one name, allowed: records of the same "
+            "data; choose another results folder or profile for the others"
+        )
 
 
 def data_source(config: dict[str, Any]) -> tuple:
-    """What a fingerprint is of: a data set, or what was cut from it to be resized."""
+    """What a fingerprint belongs to: a data set, or the part of it that was cut to be resized."""
     cut = ("train_samples", "test_samples", "test_unused", "image_size")
     return (config["dataset"], *(config.get(key) for key in cut if config.get("image_size")))
 
 
 def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
-    """The configuration that makes a record's run again, in the same way; `where` sets what
-    a record does not hold (data_root, device) or changes how it is made (threads, graph, ...).
+    """The configuration that makes a record's run again, in the same way. `where` sets what a record
+    does not hold (data_root, device) or changes how the run is made (threads, graph, ...).
 
-    Raises ValueError if this core has no such run: a rule from outside the module, a field that it
-    does not know.
+    Raises ValueError if this core has no such run, because its rule is from outside or because the
+    record has a field that this core does not know.
     """
     given, made = dict(record["config"]), record["provenance"]
     how = {"threads": made.get("threads")}
@@ -297,43 +325,48 @@ def config_of(record: dict[str, Any], **where: Any) -> RunConfig:
     reject_unknown(given, RUN_KEYS | {"seed"}, "field of a record")
     config = RunConfig(scheme, **({"profile": "again"} | how | given | where))
     if config.digest != record["digest"]:
-        raise ValueError(f"record {record['digest']}: its run, {config.digest}, is another here")
+        raise ValueError(
+            f"record {record['digest']}: here its settings give the run {config.digest}, because its "
+            "rule or its settings are those of other code; check out the commit that it names"
+        )
     return config
 
 
-def differences(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What two records of one run do not have in common, epoch by epoch, but for times: the first
-    is the older. Numbers that only one of them has do not count."""
-    found = []
+def compare_records(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """List where two records of one run differ, epoch by epoch, except in times; the first is the
+    older one. Numbers that only one of them has do not count."""
+    differences = []
     for was, row in zip(record["rows"], other["rows"], strict=False):
         keys = [k for k in was if k in row and k != "seconds" and was[k] != row[k]]
-        found += [f"epoch {row['epoch']}: {k} {row[k]!r}, was {was[k]!r}" for k in keys]
+        differences += [f"epoch {row['epoch']}: {k} {row[k]!r}, was {was[k]!r}" for k in keys]
     if len(record["rows"]) != len(other["rows"]):
-        found.append(f"{len(other['rows'])} epochs, were {len(record['rows'])}")
-    return found
+        differences.append(f"{len(other['rows'])} epochs, were {len(record['rows'])}")
+    return differences
 
 
 # What a record must be ────────────────────────────────────────────────────────────────────────────
 
-Count = Annotated[int, Field(strict=True, ge=0)]
-Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+_Natural = Annotated[int, Field(strict=True, ge=0)]
+_Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 class _Row(BaseModel):
-    epoch: Count
-    rounds: Count
-    dense_rounds: Count
-    bits_up: Count
-    bits_down: Count
-    bytes_up: Count
-    bytes_down: Count
-    accuracy: Fraction
-    mask_overlap: Fraction | None = None
+    epoch: _Natural
+    rounds: _Natural
+    dense_rounds: _Natural
+    bits_up: _Natural
+    bits_down: _Natural
+    bytes_up: _Natural
+    bytes_down: _Natural
+    accuracy: _Fraction
+    mask_overlap: _Fraction | None = None
 
 
 def _in_order(rows: list[_Row]) -> list[_Row]:
     if [row.epoch for row in rows] != list(range(1, len(rows) + 1)):
-        raise ValueError("epochs are missing")
+        raise ValueError(
+            f"got epochs {[row.epoch for row in rows[:10]]}, allowed: all epochs from 1 on, in order"
+        )
     return rows
 
 
@@ -356,11 +389,16 @@ class _Record(BaseModel):
 
 
 def check_record(record: Any, path: str | Path, config: RunConfig | None = None) -> None:
-    """ValueError unless it is a run's record, and of this run if one is given."""
+    """ValueError unless this is the record of a run, and of the given run if there is one."""
     validate(_Record, record, f"{path}: not a record")
-    own = digest_of(record["config"])
-    if own != record["digest"] or (config is not None and own != config.digest):
-        raise ValueError(f"{path}: config: is that of another run")
+    digest = digest_of(record["config"])
+    if digest != record["digest"]:
+        got = f"got {record['digest']}, but its config is that of the run {digest}"
+        raise ValueError(f"{path}: digest: {got}")
+    if config is not None and digest != config.digest:
+        raise ValueError(
+            f"{path}: digest: got {digest}, allowed: that of this run, {config.digest}"
+        )
     made, epochs = len(record["rows"]), record["config"]["epochs"]
     if record["status"] == "finished" and made != epochs:
-        raise ValueError(f"{path}: rows: got {made} epochs, allowed: {epochs}")
+        raise ValueError(f"{path}: rows: got {made} epochs of a finished run, allowed: {epochs}")

@@ -1,4 +1,4 @@
-"""Runs: the training of a RunConfig as a job; one run, and many runs side by side."""
+"""Runs: the training of a RunConfig as a job. `run` makes one run, and `run_all` makes many."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import contextlib
 import ctypes
 import dataclasses
 import math
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, cast
 
-import joblib
 import torch
-from joblib.externals.loky import get_reusable_executor
-from joblib.parallel import get_active_backend
 
 from tcs_core import NotFiniteError
 from tcs_lab.runs.checkpoints import (
@@ -31,17 +23,16 @@ from tcs_lab.runs.checkpoints import (
     save_checkpoint,
 )
 from tcs_lab.runs.estimates import estimate_run
-from tcs_lab.runs.jobs import Job, Tell, make_job, missing_jobs, read_jobs
-from tcs_lab.runs.parameters import checked
-from tcs_lab.runs.progress import Progress, rows_shown
-from tcs_lab.runs.queue import end_with_parent, interrupts_held, tell_file
+from tcs_lab.runs.jobs import Job, Tell, make_job, missing_jobs
+from tcs_lab.runs.parameters import check_parameter
+from tcs_lab.runs.queue import run_queue
 from tcs_lab.runs.records import (
     Record,
     check_record,
+    check_same_data,
     data_source,
     git_state,
     make_record,
-    one_data,
     record_path,
     rounding,
 )
@@ -52,7 +43,7 @@ from tcs_lab.training.training import Data, Row, Training, load_data
 
 @dataclasses.dataclass(frozen=True)
 class Run(Job):
-    """The training of one configuration: a row for each epoch. A checkpoint that exists is used.
+    """The training of one configuration, with a row for each epoch. A checkpoint that exists is used.
 
     An update that is not finite ends the run: its record has status "diverged", says at which
     client and round, and holds the epochs before.
@@ -95,12 +86,12 @@ class Run(Job):
 
     def make(self, tell: Tell = None) -> Record:
         data = load_data(self.config)
-        with _arithmetic(self.config.threads), _memory_kept():
+        with set_arithmetic(self.config.threads), keep_freed_memory():
             return _train(self.config, data, tell)
 
     @property
     def can_travel(self) -> bool:
-        """Whether a worker can make it: what was registered in a notebook, a worker does not know."""
+        """Whether a worker can make it: a worker does not know what was registered in a notebook."""
         return not list_outside_parts(self.config.scheme)
 
     def with_threads(self, threads: int) -> Run:
@@ -133,8 +124,8 @@ class Run(Job):
     def read_all(
         cls, jobs: Sequence[Run], results: str | Path | None = None, closely: bool = False
     ) -> list[Record]:
-        """All must be of one data set; if `closely`, of the data that is given now, too, which is
-        looked at once for each way of cutting its images."""
+        """Read the records of runs, which must all be of the same data; if `closely`, of the data that
+        is given now, too, which is loaded once for each way of cutting its images."""
         seen, records = set[tuple](), []
         for job in jobs:
             record = job.read(results)
@@ -143,7 +134,7 @@ class Run(Job):
                 _check_data(record, job.config, job.path(results))
             seen.add(source)
             records.append(record)
-        one_data(records, [job.path(results) for job in jobs])
+        check_same_data(records, [job.path(results) for job in jobs])
         return records
 
     @classmethod
@@ -163,16 +154,18 @@ class Run(Job):
 
 
 def _check_data(record: Record, config: RunConfig, path: Path) -> None:
-    """ValueError if the images that are given, or the text that this Python brings, are not those
-    that the record's run saw."""
+    """Raise ValueError if the images that are given, or the text that this Python brings, are not
+    those that the record's run saw."""
     root = config.data_root
     given = config.dataset == "folder" and root and user_path(root).exists()
     if not given and config.dataset != "text":
         return
     if load_data(config).fingerprint != record["provenance"]["fingerprint"]:
         got = f"data_root: got {root}" if given else f"dataset: got text of Python {sys.version}"
-        other = "allowed: its own, or another results folder or profile"
-        raise ValueError(f"{got}, other data than those of {path}; {other}")
+        raise ValueError(
+            f"{got}, which is other data than that of the record {path}; allowed: the data of that "
+            "record, or another results folder or profile for this data"
+        )
 
 
 def run(config: RunConfig, results: str | Path | None = None, on_epoch: Tell = None) -> Record:
@@ -189,7 +182,7 @@ def run(config: RunConfig, results: str | Path | None = None, on_epoch: Tell = N
 # One run ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _train(config: RunConfig, data: Data, on_epoch: Tell) -> dict[str, Any]:
+def _train(config: RunConfig, data: Data, on_epoch: Tell) -> Record:
     git_state()  # now: the code may be edited while this runs
     training = Training(config, data)
     rows, ways = load_checkpoint(config, training)
@@ -223,10 +216,10 @@ def _loss_problem(row: Row, epoch: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _arithmetic(threads: int | None) -> Iterator[None]:
-    """So many CPU threads. On a GPU fp32 is fp32, too (convolutions would be in TF32), and cuDNN
-    tries which of its convolutions is the fastest for each shape: a run has few shapes, and each of
-    them comes thousands of times."""
+def set_arithmetic(threads: int | None) -> Iterator[None]:
+    """Within the block, torch uses so many CPU threads and computes fp32 in fp32 on a GPU, too
+    (convolutions would be in TF32). cuDNN tries which of its convolutions is the fastest for each
+    shape, because a run has few shapes and each of them comes thousands of times."""
     cudnn = torch.backends.cudnn
     before = torch.get_num_threads(), cudnn.allow_tf32, cudnn.benchmark
     torch.set_num_threads(threads or before[0])
@@ -239,11 +232,11 @@ def _arithmetic(threads: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory_kept() -> Iterator[None]:
-    """What a step frees, the next one asks for again: meanwhile glibc keeps it.
+def keep_freed_memory() -> Iterator[None]:
+    """Within the block, glibc keeps memory that was freed, because the next step asks for it again.
 
-    By default the kernel gets it back and clears every page anew, which is about a tenth of a round
-    of ResNet-18. Without glibc nothing changes.
+    By default the kernel gets the memory back and clears every page anew, which takes about a tenth
+    of a round of ResNet-18. Without glibc nothing changes.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "mallopt"):
@@ -266,86 +259,26 @@ def _memory_kept() -> Iterator[None]:
 def run_all(
     configs: Iterable[RunConfig | Run], results: str | Path | None = None, jobs: int = 1,
     progress: bool = True,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Every configuration's record, in order; made once where it is asked for twice. A `Run` of a
-    subclass may stand for a configuration.
+) -> list[Record]:  # fmt: skip
+    """Every configuration's record, in order; a run that is asked for twice is made once. A `Run` of
+    a subclass may stand for a configuration.
 
-    `jobs` processes work side by side, or the workers of the backend that surrounds the call, as in
-    `with joblib.parallel_config(backend="dask"):`; those need this package and the same results
-    folder. (Rules that were registered elsewhere than in core and lab run in this process.) A run that a process
-    started elsewhere is making comes last, and its record is taken. The first run that fails ends
-    all; the same call goes on. A bar shows which run of how many, epoch, accuracy, bits and time
-    left.
+    The runs go through the queue (see `run_queue`): with several `jobs`, so many processes work side
+    by side, each with its share of the threads. Runs of rules that were registered elsewhere than
+    in core and lab are made in this process. A run that a process started elsewhere is making comes
+    last, and its record is taken. The first run that fails ends all; the same call goes on. A bar
+    shows which run of how many it is, its epoch, accuracy, bits and the time left.
     """
-    jobs = checked("jobs", jobs)
-    if jobs == 1:
-        backend, asked = get_active_backend()  # under parallel_config
-        jobs = asked or backend.default_n_jobs  # without it: 1
+    jobs = check_parameter("jobs", jobs)
     wanted = [one if isinstance(one, Run) else Run(one) for one in configs]
-    todo = missing_jobs(wanted, results)
-    if todo:  # before hours of work: are those that are there of other data?
-        read_jobs({r.path(results): r for r in wanted if r.is_made(results)}.values(), results)
-    with Progress(todo, enabled=progress) as bar:
-        for wait in (False, True):
-            apart = [r for r in todo if jobs != 1 and r.can_travel]
-            here = [r for r in todo if r not in apart]
-            for made in [
-                *_run_apart(apart, results, jobs, wait, bar),
-                *_run_here(here, results, wait, bar),
-            ]:
-                todo.remove(made)
-    once = {r.path(results): r for r in wanted}
-    records = dict(zip(once, read_jobs(once.values(), results), strict=True))
-    return [records[r.path(results)] for r in wanted]
-
-
-def _run_here(runs: list[Run], results: str | Path | None, wait: bool, bar: Progress) -> list[Run]:
-    """The runs in this process, one by one, but for those that another process is making, unless
-    told to `wait`; those that were made."""
-    made = []
-    for job in runs:
-        if make_job(job, results, partial(bar.epoch, job.digest), wait):
-            bar.ended(job.digest)
-            made.append(job)
-    return made
-
-
-def _run_apart(
-    runs: list[Run], results: str | Path | None, jobs: int, wait: bool, bar: Progress
-) -> list[Run]:
-    """`_run_here` in workers, on this machine each with its share of the threads: the same however
-    many runs are left, so that a run that goes on has as many as before."""
-    if not runs:
-        return []
-    share = max(1, torch.get_num_threads() // joblib.effective_n_jobs(jobs))
-    own = [job.with_threads(share) for job in runs]
-    # the longest first, as most rounds are: else a core waits at the end
-    own.sort(key=lambda r: (not r.config.scheme.centralized, r.config.scheme.local_steps))
-    load_data(own[0].config)  # decode once
-    made, pool = set(), joblib.Parallel(min(jobs, len(own)), return_as="generator_unordered")
-    with rows_shown(bar) as told:
-        with interrupts_held():  # workers do not see Ctrl-C: it is for this process
-            ended = pool(joblib.delayed(_work)(r, results, wait, told, os.getpid()) for r in own)
-        try:
-            with contextlib.closing(ended):  # whatever is raised, kills the workers
-                for digest in filter(None, ended):
-                    bar.ended(digest)
-                    made.add(digest)
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                "a worker process was killed (out of memory?); the same command goes on"
-            ) from error
-    get_reusable_executor().shutdown()  # joblib would keep them for five minutes
-    return [job for job in runs if job.digest in made]
-
-
-_ONE_RUN = threading.Lock()  # a process: threads of a backend would share torch's random numbers
-
-
-def _work(job: Run, results: str | Path | None, wait: bool, told: Path, parent: int) -> str | None:
-    """In a worker: makes a run; its digest, or None if another process is making it."""
-    if current_process().name.startswith("LokyProcess"):
-        end_with_parent(parent)
-    with _ONE_RUN:
-        record = make_job(job, results, tell_file(told, job.digest), wait)
-    return job.digest if record else None
+    once = list({run.path(results): run for run in wanted}.values())
+    if jobs > 1:
+        # the longest first, as most rounds are: else a core waits at the end
+        once.sort(
+            key=lambda run: (not run.config.scheme.centralized, run.config.scheme.local_steps)
+        )
+        if missing := [run for run in missing_jobs(once, results) if run.can_travel]:
+            load_data(missing[0].config)  # decode the images once, not in every worker
+    made = run_queue(lambda: once, results, progress, jobs)
+    records = {run.path(results): record for run, record in zip(once, made, strict=True)}
+    return [records[run.path(results)] for run in wanted]

@@ -39,7 +39,7 @@ from tcs_lab.runs.records import (
     results_folder,
     rounding,
 )
-from tcs_lab.runs.runs import _arithmetic, _memory_kept
+from tcs_lab.runs.runs import keep_freed_memory, set_arithmetic
 from tcs_lab.support.errors import reject_unknown
 from tcs_lab.tasks.images import synthetic_dataset
 from tcs_lab.training.compiled import uses_compilation
@@ -213,7 +213,7 @@ def bench_round(
     """
     net = f"{model} width {width}" + (f", {size} x {size}" if size != 32 else "")
     net += f", threads {threads}" if threads else ""
-    with _arithmetic(threads), _memory_kept():
+    with set_arithmetic(threads), keep_freed_memory():
 
         def make_training(**settings: Any) -> Training:
             return _bench_federation(
@@ -251,7 +251,7 @@ def _one_pass(training: Training) -> Callable[[], None]:
 def bench_compiled(bench: Bench, model: str, width: int, batch: int) -> None:
     """Measure a pass by torch.compile beside the same pass without it, where that is possible.
     Compiling takes minutes."""
-    with _memory_kept():
+    with keep_freed_memory():
         eager, compiled = (
             _bench_federation(bench, "TCS", model, width, batch, compiled=is_compiled)
             for is_compiled in (False, True)
@@ -450,7 +450,7 @@ class BenchRun(Job):
     def make(self, tell: Tell = None) -> Record:
         bench = Bench(self.repeat, self.device, self.precision)
         cases = [case for part in self.parts for case in BENCHES[part]]
-        with _arithmetic(self.threads):
+        with set_arithmetic(self.threads):
             for place, case in enumerate(cases, 1):
                 began = time.perf_counter()
                 case(bench)
@@ -473,7 +473,7 @@ def run_benches(
     """
     job = BenchRun(tuple(parts), repeat, device, precision, threads)
     with Progress([job]) as bar:
-        return make_anew(job, results, partial(bar.epoch, job.digest))
+        return make_anew(job, results, partial(bar.show_row, job.digest))
 
 
 def bench_table(record: dict[str, Any]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""How accuracies are compared: scheme + seed by least squares, with seeds and images both drawn.
+"""How accuracies are compared: by least squares over scheme and seed, with seeds and images both drawn.
 
 The rules, and why, stand at the head of params/claims.yaml. Accuracies are in percent, differences
 and half-widths in percentage points, variances in squared points.
@@ -16,8 +16,10 @@ import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
 
 DRAWS = 4000  # of the bootstrap
-Cell = Any  # what a run is of, hashable: a scheme at its rate
-Run = tuple[Cell, int]  # and its seed
+Cell = (
+    Any  # that which runs of several seeds have in common, such as a scheme at its rate; hashable
+)
+Run = tuple[Cell, int]  # a cell and a seed
 
 
 # Least squares ────────────────────────────────────────────────────────────────────────────────────
@@ -35,13 +37,14 @@ class Fit:
 
     @property
     def variance(self) -> float:
-        """Of one residual; nan without degrees of freedom."""
+        """The variance of one residual; nan without degrees of freedom."""
         squares = float(self.residuals_R @ self.residuals_R)
         return squares / self.freedom if self.freedom else math.nan
 
     def weights(self, signs: Mapping[Cell, float]) -> np.ndarray:
-        """(R,): with these weights the values add up to the estimate of sum(sign x cell); their
-        squares, to what its variance is of a residual's. The signs have to add up to zero."""
+        """The weights (R,) with which the values add up to the estimate of sum(sign x cell). The sum of
+        their squares is the estimate's variance in units of a residual's variance. The signs have to
+        add up to zero."""
         places = {cell: place for place, cell in enumerate(self.cells)}
         contrast_P = np.zeros(len(self.solver_PR))
         for cell, sign in signs.items():
@@ -49,8 +52,8 @@ class Fit:
         return contrast_P @ self.solver_PR
 
 
-def additive(values: Sequence[float], cells: Sequence[Cell], blocks: Sequence[Hashable]) -> Fit:
-    """The fit of R values, each of a cell (scheme) and a block (seed)."""
+def fit_additive(values: Sequence[float], cells: Sequence[Cell], blocks: Sequence[Hashable]) -> Fit:
+    """Fit R values, each of which belongs to a cell (scheme) and a block (seed)."""
     columns = [*dict.fromkeys(cells)], [*dict.fromkeys(blocks)]
     halves = [
         np.array([[one == column for column in names] for one in of_runs], dtype=float)
@@ -68,11 +71,11 @@ def additive(values: Sequence[float], cells: Sequence[Cell], blocks: Sequence[Ha
 
 
 def images_variance(gaps_SI: np.ndarray) -> float:
-    """The part of a difference's variance that comes from drawing images: of gaps (seeds, images)
-    in points, 100 x (right minus right).
+    """The part of a difference's variance that comes from drawing images, by gaps (seeds, images) in
+    points, 100 x (right minus right).
 
-    What images and seeds do together is taken out: it is in the seeds' part. nan for one seed,
-    which can't tell them apart.
+    The interaction of images and seeds is taken out, because it is in the seeds' part already. nan
+    for one seed, which cannot tell the two apart.
     """
     seeds, images = gaps_SI.shape
     if seeds < 2:
@@ -88,7 +91,7 @@ def images_variance(gaps_SI: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A difference in points, over n seeds, and what its variance is made of."""
+    """A difference in points, over n seeds, and the parts of its variance."""
 
     value: float = math.nan
     n: int = 0
@@ -104,20 +107,20 @@ class Estimate:
 
     @property
     def freedom(self) -> float:
-        """Satterthwaite's, the images' part being exact."""
+        """Satterthwaite's degrees of freedom, where the images' part of the variance counts as exact."""
         if not self.seeds:
             return math.inf
         return self.residual_freedom * (self.variance / self.seeds) ** 2
 
     def half_of(self, variance: float) -> float:
-        """Student's half-width for a variance, or a part of it: parts add up by their squares."""
+        """Student's half-width for a variance or a part of it; parts add up by their squares."""
         if not self.residual_freedom or self.n < 2:
             return math.nan
         return float(stdtrit(self.freedom, (1 + self.confidence) / 2)) * math.sqrt(variance)
 
     @property
     def half(self) -> float:
-        """Of the interval; nan where there is none: fewer than two seeds, or no freedom."""
+        """Half the width of the interval; nan for fewer than two seeds or no degrees of freedom."""
         return self.half_of(self.variance)
 
     @property
@@ -129,7 +132,7 @@ class Estimate:
         return self.value + self.half
 
     def p(self, bound: float) -> float:
-        """Two-sided, of the difference from a bound; nan where there is no interval."""
+        """The two-sided p of the difference from a bound; nan where there is no interval."""
         if math.isnan(self.half):
             return math.nan
         if not self.variance:
@@ -138,10 +141,10 @@ class Estimate:
 
 
 class Comparison:
-    """The additive model over all judged runs, with what each got right, image by image.
+    """The additive model over all judged runs, with the images that each run got right.
 
-    `accuracies` are in percent, by cell and seed. `right` has a run's (images,) bool, or nothing for
-    it. `block` says which runs share a seed's effect: those of the same seed.
+    `accuracies` are in percent, by cell and seed. `right` has the outcomes (images,) bool of those runs
+    that kept them. `block` says which runs share an effect of the seed; by default all of one seed.
     """
 
     def __init__(
@@ -156,15 +159,15 @@ class Comparison:
     def fit(self) -> Fit:
         runs = list(self.accuracies)
         blocks = [self.block(*run) for run in runs]
-        return additive(list(self.accuracies.values()), [cell for cell, _ in runs], blocks)
+        return fit_additive(list(self.accuracies.values()), [cell for cell, _ in runs], blocks)
 
     def seeds(self, *cells: Cell) -> list[int]:
-        """Those that all of the cells have."""
+        """The seeds that all of the cells have."""
         of_each = [{seed for c, seed in self.accuracies if c == cell} for cell in cells]
         return sorted(set.intersection(*of_each))
 
     def estimate(self, signs: Mapping[Cell, float], confidence: float) -> Estimate:
-        """Of sum(sign x cell), like {"TCS": 1, "Baseline": -1}; nan if no seed has all of them."""
+        """Estimate sum(sign x cell), such as {"TCS": 1, "Baseline": -1}; nan if no seed has all of them."""
         seeds = self.seeds(*signs)
         if not seeds:
             return Estimate(confidence=confidence)
@@ -188,7 +191,7 @@ class Comparison:
         return math.nan if gaps_SI is None else images_variance(gaps_SI)
 
     def _gaps(self, signs: Mapping[Cell, float], seeds: Sequence[int]) -> np.ndarray | None:
-        """(seeds, images) in points; None if a run's outcomes were not kept."""
+        """The gaps (seeds, images) in points; None if a run did not keep its outcomes."""
         if any((cell, seed) not in self.right for cell in signs for seed in seeds):
             return None
         rows = [
@@ -199,7 +202,7 @@ class Comparison:
 
 
 def minus(one: Estimate, other: Estimate, images: float) -> Estimate:
-    """The first estimate minus the second, of runs that have nothing but the images in common.
+    """Subtract the second estimate from the first, if their runs have only the images in common.
 
     Each has a residual deviation of its own: the seeds' parts of both variances add up, with the
     degrees of freedom that Satterthwaite's formula gives for the sum. `images` is the images' part
@@ -226,11 +229,11 @@ def minus(one: Estimate, other: Estimate, images: float) -> Estimate:
 def bootstrap_half(
     fit: Fit, weights_R: np.ndarray, gaps_SI: np.ndarray | None, confidence: float
 ) -> float:
-    """Half the width of the middle `confidence` of DRAWS differences: residuals are drawn from
-    all runs, images from all images. nan without degrees of freedom.
+    """Half the width of the interval by the bootstrap: of the middle `confidence` of DRAWS differences, for
+    which residuals are drawn from all runs and images from all images. nan without degrees of freedom.
 
-    Images carry a run's own share of chance, too, which is in the residuals already: so it is a
-    little wider than Student's interval.
+    It is a little wider than Student's interval, because images also carry a run's own share of
+    chance, which is in the residuals already.
     """
     if not fit.freedom:
         return math.nan
@@ -246,7 +249,7 @@ def bootstrap_half(
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's corrected p, of as many claims as there are; one that has none yet counts as 1."""
+    """Correct p values by Holm's method, over all claims; a claim without a p yet counts as 1."""
     ranked = sorted(
         p_values, key=lambda name: math.inf if math.isnan(p_values[name]) else p_values[name]
     )

@@ -1,4 +1,8 @@
-"""Figures from records, and how a scheme looks in all of them."""
+"""Figures that are drawn from records, and how a scheme looks in all of them.
+
+`draw_accuracy_figure` draws figures 3, 4 and 5 of the paper (accuracy over epochs), each with the
+schemes of its table. `draw_megabytes_figure` draws accuracy against traffic.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ BLACK, BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY = COLOURS
 INDIGO, WINE, BROWN = "#332288", "#882255", "#7A4B00"  # darker than any of those
 _FREE = (BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY, INDIGO, WINE, BROWN)  # black is the Baseline's
 
-# Colour, marker and dashes of a scheme: the same wherever it is drawn.
+# The colour, marker and dashes of a scheme, which are the same wherever it is drawn.
 _DRAWN = {
     "Baseline": (BLACK, "o", "-"),
     "Baseline-Momentum": (GREY, "X", "--"),
@@ -53,11 +57,11 @@ _DRAWN = {
     "PowerSGD": (ORANGE, "h", "-."),
 }
 
-# What notebooks call some of them.
+# Names that notebooks give to some of them.
 _ALSO = {"everything sent": "FedAvg", "dense (FedAvg)": "FedAvg", "plain": "Baseline"}
 _DRAWN |= {name: _DRAWN[scheme] for name, scheme in _ALSO.items()}
 
-CONTRAST = 4.5  # of text on white, the least that WCAG 2 asks for
+CONTRAST = 4.5  # the least contrast of text on white that WCAG 2 asks for
 # Sizes that can be read when a figure is shown at half its width.
 LOOK: dict[Any, Any] = {
     "font.size": 11,
@@ -68,30 +72,30 @@ LOOK: dict[Any, Any] = {
 
 
 def series_style(i: int) -> dict[str, Any]:
-    """Colour, dashes and marker of a figure's i-th curve, where curves are no schemes."""
+    """The colour, dashes and marker of a figure's i-th curve, where curves are not schemes."""
     return {"color": COLOURS[i % 8], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 8]}
 
 
 def curve_style(name: str, others: Iterable[str] = ()) -> dict[str, Any]:
-    """Colour, dashes and marker of a scheme's curve: the same in all figures.
+    """The colour, dashes and marker of a scheme's curve, which are the same in all figures.
 
-    A name that is not in the list has a colour of its own that depends on the name alone, but for
-    those that the `others` in the figure have; black is the Baseline's.
+    A name that is not in the list gets a colour that depends on the name alone, unless one of the
+    `others` in the figure has it already. Black is only for the Baseline.
     """
-    taken = {_DRAWN[other][0] for other in others if other in _DRAWN}
+    used = {_DRAWN[other][0] for other in others if other in _DRAWN}
     unknown = dict.fromkeys(other for other in [*others, name] if other not in _DRAWN)
     looks = dict(_DRAWN)
     for other in unknown:
         number = int(hashlib.sha256(other.encode()).hexdigest(), 16)
         colours = [_FREE[(number + i) % len(_FREE)] for i in range(len(_FREE))]
-        free = [colour for colour in colours if colour not in taken]
+        free = [colour for colour in colours if colour not in used]
         looks[other] = ((free or colours)[0], MARKERS[number % 8], DASHES[number % 4])
-        taken.add(looks[other][0])
+        used.add(looks[other][0])
     return dict(zip(("color", "marker", "linestyle"), looks[name], strict=True))
 
 
 def contrast(colour: str) -> float:
-    """Of a colour, "#rrggbb", on white: 1 (white) to 21 (black), as WCAG 2 defines it."""
+    """The contrast of a colour, "#rrggbb", on white, as WCAG 2 defines it: 1 (white) to 21 (black)."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 1.05 / (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
@@ -109,9 +113,12 @@ def text_colour(colour: str) -> str:
 # Curves ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
-    """Test accuracy over epochs, one curve a scheme, and beside it the last points, enlarged: means
-    over seeds; bands and bars are one standard deviation."""
+def draw_accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
+    """Draw test accuracy over epochs, with a curve for each scheme, and beside it the last points,
+    enlarged. Curves and points are means over seeds; bands and bars are one standard deviation.
+
+    Figures 3, 4 and 5 of the paper are this figure for the schemes of tables 1, 2 and 3.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -139,8 +146,8 @@ def accuracy_figure(records: Iterable[dict[str, Any]], title: str) -> Any:
 def _draw_curve(
     axes: Any, group: Sequence[dict[str, Any]], style: dict[str, Any]
 ) -> tuple[float, float] | None:
-    """A scheme's mean over seeds and a band around it, in percent; its last point, mean and
-    deviation, or None if there is none."""
+    """Draw a scheme's mean over seeds and a band around it, in percent. Returns mean and deviation of the
+    last epoch, or None without any epoch."""
     curves = [pd.Series({r["epoch"]: 100 * r["accuracy"] for r in g["rows"]}) for g in group]
     table = pd.DataFrame(curves).dropna(axis="columns")  # epochs that all seeds have
     mean, deviation = table.mean(), table.std().fillna(0.0)
@@ -152,7 +159,7 @@ def _draw_curve(
 
 
 def _draw_last(axes: Any, ends: Sequence[tuple[str, float, float, int, dict[str, Any]]]) -> None:
-    """A line a scheme, the best at the top: its name, and (mean, deviation) of its n last points."""
+    """Draw a point with a bar for each scheme (name, mean, deviation, n, style), the best at the top."""
     ends = sorted(ends, key=lambda end: end[1])
     for place, (_, mean, deviation, _, style) in enumerate(ends):
         look = {"color": style["color"], "fmt": style["marker"], "markersize": 6, "capsize": 3}
@@ -165,8 +172,8 @@ def _draw_last(axes: Any, ends: Sequence[tuple[str, float, float, int, dict[str,
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names beside the right frame, each with a thin line to its (name, x, y, colour); those that
-    would lie on each other are moved apart."""
+    """Write the names of curves beside the right frame, each with a thin line to the curve's end, which
+    is given as (name, x, y, colour). Names that would overlap are moved apart."""
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end[2])
     places, step = [end[2] for end in ends], 0.055 * (high - low)
@@ -185,10 +192,10 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
         )  # fmt: skip
 
 
-def megabytes_figure(
+def draw_megabytes_figure(
     table: pd.DataFrame, title: str, names: Mapping[str, str] | None = None
 ) -> Any:
-    """Final accuracy against what one client sent and received in the whole training.
+    """Draw final accuracy against what one client sent and received in the whole training.
 
     `table` is a `summary`; `names` are the words to write for a scheme instead of its name. Bars
     are one standard deviation over the seeds. The Baseline, which sends nothing, is a line with a
@@ -230,7 +237,7 @@ _SHORT = {"gigabytes": "GB", "megabytes": "MB"}
 
 
 def _about_bars(counts: pd.Series) -> str:
-    """What the bars of a figure are, and over how many seeds."""
+    """Say what the bars of a figure are, and over how many seeds."""
     few, many = (counts.min(), counts.max()) if len(counts) else (0, 0)
     if many <= 1:
         return "one seed each"
@@ -239,7 +246,7 @@ def _about_bars(counts: pd.Series) -> str:
 
 
 def _draw_better(axes: Any) -> None:
-    """An arrow in the lower right corner: less traffic and a higher accuracy are better."""
+    """Draw an arrow in the lower right corner, since less traffic and a higher accuracy are better."""
     axes.annotate(
         "better", (0.86, 0.16), (0.97, 0.04), xycoords="axes fraction", textcoords="axes fraction",
         ha="right", va="bottom", fontsize=10, color="#555555",
@@ -248,7 +255,7 @@ def _draw_better(axes: Any) -> None:
 
 
 def _draw_level(axes: Any, words: str, mean: float, spread: float, colour: str) -> None:
-    """A line across the axes with a band around it and words on it."""
+    """Draw a line across the axes with a band around it and words on it."""
     axes.axhline(mean, color=colour, linestyle="--", linewidth=1)
     axes.axhspan(mean - spread, mean + spread, color=colour, alpha=0.08, linewidth=0)
     at = {"transform": axes.get_yaxis_transform(), "va": "bottom", "fontsize": 10}
@@ -256,21 +263,21 @@ def _draw_level(axes: Any, words: str, mean: float, spread: float, colour: str) 
 
 
 def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Words beside each (words, x, y, colour): at the first side, and near, where they fit and hide
-    no curve."""
+    """Write words beside each point, given as (words, x, y, colour), at the nearest side where they fit
+    and hide no curve."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # settles the layout
-    taken = [text.get_window_extent() for text in axes.texts]
+    occupied = [text.get_window_extent() for text in axes.texts]
     level = [line for line in axes.lines if list(line.get_xdata()) == [0, 1]]  # across the axes
-    taken += [line.get_window_extent().padded(2) for line in level]
+    occupied += [line.get_window_extent().padded(2) for line in level]
     bars = [bar for drawn in axes.collections for bar in drawn.get_segments() if len(bar)]
     for line in [*bars, *([(x, y)] for _, x, y, _ in points)]:
         at = axes.transData.transform(line)
-        taken.append(Bbox([at.min(axis=0), at.max(axis=0)]).padded(4))
+        occupied.append(Bbox([at.min(axis=0), at.max(axis=0)]).padded(4))
     for line in axes.lines:
         if len(line.get_xdata()) > 2:
-            taken += _boxes_along(axes.transData.transform(line.get_xydata()))
+            occupied += _boxes_along(axes.transData.transform(line.get_xydata()))
     for words, x, y, colour in points:
         for far, up, side in itertools.product((1, 4, 7), (-1, 1), (1, -1, 0)):
             text = axes.annotate(
@@ -281,18 +288,18 @@ def label_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
             box = text.get_window_extent()
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
             inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
-            if (far, up, side) == (7, 1, 0) or (inside and not any(map(box.overlaps, taken))):
+            if (far, up, side) == (7, 1, 0) or (inside and not any(map(box.overlaps, occupied))):
                 break
             text.remove()
-        taken.append(box)
+        occupied.append(box)
 
 
-def _boxes_along(way: np.ndarray) -> list[Any]:
-    """Small boxes that cover a curve of (x, y) pixels."""
+def _boxes_along(pixels: np.ndarray) -> list[Any]:
+    """Small boxes that cover a curve, which is given as (x, y) pixels."""
     from matplotlib.transforms import Bbox
 
     boxes = []
-    for start, end in itertools.pairwise(way[np.isfinite(way).all(axis=1)]):
+    for start, end in itertools.pairwise(pixels[np.isfinite(pixels).all(axis=1)]):
         pieces = max(2, int(np.hypot(*(end - start)) / 6))
         for one, other in itertools.pairwise(np.linspace(start, end, pieces)):
             boxes.append(Bbox([np.minimum(one, other) - 1, np.maximum(one, other) + 1]))
@@ -300,7 +307,7 @@ def _boxes_along(way: np.ndarray) -> list[Any]:
 
 
 def name_pair(left: Any, right: Any, step: str, loss: str, sent: str) -> None:
-    """Names two axes with the same curves: against steps, and against megabytes `sent`."""
+    """Label two axes that show the same curves, once against steps and once against megabytes `sent`."""
     left.set(xlabel=step, ylabel=loss, title=f"The same {step}s …")
     right.set(xlabel=f"{sent} (log)", xscale="log", title="… for fewer bytes")
     plain_log(right.xaxis)
@@ -309,7 +316,7 @@ def name_pair(left: Any, right: Any, step: str, loss: str, sent: str) -> None:
 
 
 def plain_log(axis: Any) -> None:
-    """A log axis whose ticks read 1, 2, 5, 10, ..., or, where it is long, 1, 3, 10, ..."""
+    """Make a log axis with ticks at 1, 2, 5, 10, ..., or at 1, 3, 10, ... if it is long."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -319,8 +326,8 @@ def plain_log(axis: Any) -> None:
 
 
 def save_figure(figure: Any, path: str | Path | None) -> bytes:
-    """As .png and .svg beside each other; the same bytes every time. Returns those of the .png, also
-    where neither can be written. Without a path, neither is."""
+    """Save a figure as .png and .svg beside each other, with the same bytes every time. Returns the bytes
+    of the .png, also where nothing can be written. Without a path nothing is written."""
     import matplotlib
 
     pictures = []

@@ -1,4 +1,4 @@
-"""Tables: the records that are there, as rows; rows as tables that a person reads."""
+"""Tables: records become rows of numbers, and rows become tables that a person reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tcs_lab.training.configuration import RunConfig, record_file_name
 from tcs_lab.training.training import Row
 
 Record = dict[str, Any]
-CONFIDENCE, PAPER_TRIALS = 0.95, 5  # of every interval; the trials behind the paper's figures
+CONFIDENCE = 0.95  # of every interval
+PAPER_TRIALS = 5  # the trials behind the numbers that the paper prints
 NONE = (math.nan,) * 3
 
 
 def with_every_seed(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of runs whose records are drawn: with all seeds that may be there, where the
-    parameters only say how many. A list of seeds stays: other seeds are not the table's (those of a
-    pilot, or those that tuned a learning rate)."""
+    """Parameters that ask for all seeds that may have records, if they only say how many seeds. A list of
+    seeds stays as it is, because other seeds do not belong to the table (they are those of a pilot,
+    or have tuned a learning rate)."""
     return params if isinstance(params.get("seeds"), list) else params | {"seeds": 100}
 
 
@@ -33,10 +34,11 @@ def with_every_seed(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
-    """Measured traffic of a run, in bits per parameter per local iteration.
+    """The measured traffic of a run, in bits per parameter and local iteration.
 
-    "uplink" and "downlink" leave the warm-up out, as the paper does; "... with warm-up" do not. nan
-    for centralized training, which sends nothing, or where nothing comes after the warm-up.
+    "uplink" and "downlink" leave the warm-up out, as the paper does; "... with warm-up" include it.
+    The values are nan for centralized training, which sends nothing, and for a run that ends with
+    its warm-up.
     """
     scheme, dimension = record["config"]["scheme"], record["dimension"]
     names = ("uplink", "downlink")
@@ -54,22 +56,24 @@ def bits_per_parameter(record: dict[str, Any]) -> dict[str, float]:
     return values
 
 
-def turns(record: Record) -> int:
-    """How often an entry gets to be sent: rounds x the share of the shared mask."""
+def count_sends(record: Record) -> int:
+    """Count how often an entry is sent on average: the rounds, times the share of the shared mask."""
     rounds = sum(row["rounds"] for row in record["rows"])
     return round(rounds * record["config"]["scheme"]["phi_global"])
 
 
 def participants(record: Record) -> int:
-    """Clients that take part in a round."""
+    """The number of clients that take part in a round."""
     config = record["config"]
     return kept(config["participation"], config["clients"])
 
 
 def traffic(record: dict[str, Any]) -> dict[str, float]:
-    """Bytes of one client's messages in a whole run, all overhead in: "up", "down", and "warm-up",
-    the part of both that its dense rounds, or those of larger masks, took. Zeros for centralized
-    training. Where only some clients take part, it is one that does in every round.
+    """The bytes of one client's messages in a whole run, with all overhead: "up", "down", and "warm-up",
+    which is the part of both that dense rounds, or rounds with larger masks, took.
+
+    All are zero for centralized training. Where only some clients take part in a round, the client
+    is one that takes part in every round.
     """
     config, dimension = record["config"], record["dimension"]
     total = dict.fromkeys(("up", "down", "warm-up"), 0.0)
@@ -103,7 +107,8 @@ def _always_dense(scheme: dict[str, Any]) -> bool:
 def mean_interval(
     values: Iterable[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """Mean of the values and Student's interval for it; of one value, no interval (infinite)."""
+    """The mean of the values with Student's interval, (mean, low, high). The interval of a single value
+    is infinite."""
     values = np.asarray(list(values), dtype=float)
     if not len(values):
         return NONE
@@ -112,7 +117,7 @@ def mean_interval(
 
 
 def half_interval(values: np.ndarray, confidence: float) -> float:
-    """Half of Student's interval for the mean; of fewer than two values it is infinite."""
+    """Half of Student's interval for the mean of the values; infinite for fewer than two of them."""
     if len(values) < 2:
         return math.inf
     deviation = values.std(ddof=1) / math.sqrt(len(values))
@@ -122,29 +127,31 @@ def half_interval(values: np.ndarray, confidence: float) -> float:
 def welch_interval(
     one: tuple[float, float], other: tuple[float, float]
 ) -> tuple[float, float, float]:
-    """Difference of two means, each (mean, standard deviation) over PAPER_TRIALS, and Welch's
-    interval for it: all that can be said of figures in print, which are not paired."""
+    """The difference of two printed means with Welch's interval. Both are given as (mean, standard
+    deviation) over PAPER_TRIALS trials. Printed numbers are not paired, so nothing better is
+    possible."""
     a, b = one[1] ** 2 / PAPER_TRIALS, other[1] ** 2 / PAPER_TRIALS
     freedom = (a + b) ** 2 * (PAPER_TRIALS - 1) / (a**2 + b**2) if a + b else math.nan
     half = stdtrit(freedom, (1 + CONFIDENCE) / 2) * math.sqrt(a + b) if a + b else 0.0
     return one[0] - other[0], float(one[0] - other[0] - half), float(one[0] - other[0] + half)
 
 
-# One row a scheme ─────────────────────────────────────────────────────────────────────────────────
+# One row for each scheme ─────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(
     records: Iterable[Record], paper: dict[str, list] | None = None,
     planned: Iterable[RunConfig] = (), gaps: Mapping[str, dict[str, float]] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """One row a scheme: accuracy over seeds (0..1), its difference to Baseline, and bits, beside
-    the paper's figures. A scheme that is `planned` and has no record has a row with n = 0.
+    """Summarize records in a row for each scheme: its accuracy over seeds (0..1), the difference to the
+    Baseline, and bits, beside the paper's numbers. A scheme that is `planned` and has no record has
+    a row with n = 0.
 
     `paper` maps a scheme's name to its accuracy in percent, standard deviation and bit budget (None
-    where the paper has none). A scheme with a diverged seed has no mean: `diverged` counts them.
+    where the paper has none). A scheme with diverged seeds has no mean; `diverged` counts them.
     Differences are paired by seed, over `difference_n` common seeds, with Student's interval, unless
-    `gaps` has them by scheme (what `claims.planned_gaps` gives); the paper's are Welch's.
-    Raises ValueError for two runs of one scheme and seed: they are of different settings.
+    `gaps` has them by scheme (what `evidence.estimate_gaps` gives); the paper's have Welch's interval.
+    Raises ValueError for two runs of one scheme and seed, since these have different settings.
     """
     configs = {config.scheme.name: config.identity() for config in planned}
     groups: dict[str, list[Record]] = {name: [] for name in configs}
@@ -155,7 +162,9 @@ def summary(
     rows = []
     for name, group in groups.items():
         if len({record["config"]["seed"] for record in group}) < len(group):
-            raise ValueError(f"{name}: got two runs of one seed, allowed: one (a table a setting)")
+            raise ValueError(
+                f"{name}: got two runs of one seed, allowed: one, so draw a table for each setting"
+            )
         gap = NO_GAP
         if name != "Baseline":
             gap = _gaps(group, base) if gaps is None else gaps.get(name, NO_GAP)
@@ -164,14 +173,14 @@ def summary(
 
 
 def _finals(records: list[Record]) -> dict[int, float]:
-    """Final accuracies by seed; none if a seed diverged."""
+    """Final accuracies by seed; {} if a seed diverged."""
     if any(record["status"] != "finished" for record in records):
         return {}
     return {r["config"]["seed"]: r["rows"][-1]["accuracy"] for r in records}
 
 
 def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
-    """What the records of one scheme say."""
+    """The columns that the records of one scheme fill."""
     finished = [r for r in records if r["status"] == "finished"]
     final = pd.Series(_finals(records), dtype=float)
     losses = [r["rows"][-1].get("train_loss", math.nan) for r in finished]
@@ -197,7 +206,7 @@ SENT = (
 
 
 def _sent(record: Record) -> dict[str, float]:
-    """Bits per parameter and iteration, and megabytes of a whole run; nan where nothing is sent."""
+    """A run's bits per parameter and iteration, and its megabytes in all; nan where nothing is sent."""
     bits = bits_per_parameter(record)
     unit = math.nan if record["config"]["scheme"]["centralized"] else 1e6
     flow = [number / unit for number in traffic(record).values()]
@@ -210,14 +219,14 @@ NO_GAP = dict(zip(_GAP, NONE, strict=True)) | {"difference_n": 0}
 
 
 def _gaps(records: list[Record], base: dict[int, float]) -> dict[str, float]:
-    """Accuracy minus the Baseline's of the same seed, mean and interval over the seeds of both."""
+    """The accuracy minus the Baseline's of the same seed, with mean and interval over the seeds of both."""
     ours = _finals(records)
     pairs = [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
     return dict(zip(_GAP, mean_interval(pairs), strict=True)) | {"difference_n": len(pairs)}
 
 
 def _printed(name: str, paper: dict[str, list]) -> dict[str, float]:
-    """The paper's figures for a scheme, accuracies 0..1, and their difference to its Baseline."""
+    """The paper's numbers for a scheme, accuracies 0..1, and the difference to its Baseline."""
     (mean, deviation, bits), base = (
         [math.nan if v is None else v for v in paper.get(n, NONE)] for n in (name, "Baseline")
     )
@@ -254,46 +263,45 @@ NOTE_PLANNED = _NOTE.format(
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The summary as a person reads it, of what is measured: levels in percent, mean ± std, and
-    differences in points with 95 % intervals; bits per parameter and local iteration; megabytes.
-
-    Eight columns at most; those of the paper are left out where it says nothing.
+    """The measured rows of a summary, as a person reads them: accuracies in percent, mean ± standard
+    deviation; differences in points with 95 % intervals; bits per parameter and local iteration;
+    megabytes. The paper's columns are left out where it says nothing.
     """
-    rows = [_readable_row(row) for row in measured(table).itertuples()]
+    rows = [_readable_row(row) for row in keep_measured(table).itertuples()]
     text = pd.DataFrame(rows, columns=COLUMNS)
     empty = [c for c in (OURS, "Paper: accuracy %", PAPERS) if (text[c] == "–").all()]
     return text.drop(columns=empty)
 
 
-def measured(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a table that have a run, also if it diverged."""
+def keep_measured(table: pd.DataFrame) -> pd.DataFrame:
+    """Keep the rows of a table that have a run, also if it diverged."""
     return table[(table["n"] > 0) | (table["diverged"] > 0)]
 
 
-def unmeasured(table: pd.DataFrame) -> str:
-    """One line that lists the schemes without a run; "" if there are none."""
-    names = table.drop(measured(table).index)["scheme"]
+def _name_unmeasured(table: pd.DataFrame) -> str:
+    """Say in a line which schemes have no run; "" if there are none."""
+    names = table.drop(keep_measured(table).index)["scheme"]
     return f"Not measured yet: {', '.join(names)}." if len(names) else ""
 
 
 def _readable_row(r: Any) -> tuple[str, ...]:
-    gap = with_interval(*(100 * v for v in (r.difference, r.difference_low, r.difference_high)))
+    gap = format_interval(*(100 * v for v in (r.difference, r.difference_low, r.difference_high)))
     theirs = (r.paper_difference, r.paper_difference_low, r.paper_difference_high)
-    sent = f"{_digits(r.formula_bits)} / {_digits(r.uplink_bits)}"
+    sent = f"{format_four_digits(r.formula_bits)} / {format_four_digits(r.uplink_bits)}"
     return (
         r.scheme,
         str(r.n),
-        _ours(r),
+        format_accuracy(r),
         gap + (f", n = {r.difference_n}" if 0 < r.difference_n < r.n else ""),
         _percent(r.paper_accuracy, r.paper_accuracy_std, ".5g"),
-        with_interval(*(100 * v for v in theirs)),
+        format_interval(*(100 * v for v in theirs)),
         "–" if sent == "– / –" else sent,
-        _digits(r.megabytes_up + r.megabytes_down),
+        format_four_digits(r.megabytes_up + r.megabytes_down),
     )
 
 
-def _ours(row: Any) -> str:
-    """Accuracy over the seeds of one row of a table."""
+def format_accuracy(row: Any) -> str:
+    """The accuracy of a row of a table, over its seeds, as a person writes it."""
     if row.diverged:
         return f"diverged ({row.diverged} of {row.n + row.diverged})"
     return _percent(row.accuracy, row.accuracy_std, ".2f") if row.n else "not measured"
@@ -306,12 +314,13 @@ def _percent(mean: float, deviation: float, form: str) -> str:
     return f"{100 * mean:{form}}{spread}"
 
 
-def _digits(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 9999.5 else number(value, 4)
+def format_four_digits(value: float) -> str:
+    """A number with at most four digits."""
+    return f"{value:.4g}" if abs(value) < 9999.5 else format_number(value, 4)
 
 
-def number(value: float, digits: int = 3) -> str:
-    """A number as a person writes it, of so many digits: 0.0123, 1,870, 4 × 10⁻⁷; – where is none."""
+def format_number(value: float, digits: int = 3) -> str:
+    """A number as a person writes it, with so many digits: 0.0123, 1,870, 4 × 10⁻⁷; – for nan."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -327,19 +336,20 @@ def number(value: float, digits: int = 3) -> str:
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def times(ratio: float) -> str:
-    """How many times fewer: 8.8, 88, 1,910; three digits at most."""
+def format_times(ratio: float) -> str:
+    """A factor as a person writes it, with three digits at most: 8.8, 88, 1,910."""
     return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
 def paper_factor(name: str) -> float:
-    """Times fewer bits than dense training, on the way up and after the warm-up, that the paper's
-    formula promises for a scheme. (Its tables print the formula's bits with four digits at most.)"""
+    """How many times fewer bits a scheme sends than dense training, on the uplink and after the warm-up,
+    by the paper's formula. (The paper's tables print the formula's bits with four digits at most.)"""
     return 32 / bit_budget(name)
 
 
-def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
-    """Like "+0.21 (−0.08 to +0.50)"; no interval where there is none, – where there is nothing."""
+def format_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
+    """A number with its interval, as in "+0.21 (−0.08 to +0.50)", or without one where there is none; –
+    for nan."""
     if math.isnan(mean):
         return "–"
     mean_, low_, high_ = (form.format(value).replace("-", "−") for value in (mean, low, high))
@@ -350,12 +360,15 @@ def save_table(
     table: pd.DataFrame, path: str | Path | None, title: str,
     reader: Callable[[pd.DataFrame], pd.DataFrame] = readable, note: str | None = None,
 ) -> str:  # fmt: skip
-    """The summary as .csv (numbers) and .md (as a person reads it, by `reader`; a line about what is
-    not measured; a note: of a summary, what its columns mean). Returns the text of the .md, also
-    where neither can be written. Without a path, neither is."""
+    """Save a table as .csv and .md, and return the text of the .md, also where nothing can be written.
+    Without a path nothing is written.
+
+    The .csv has all numbers. The .md has the table as a person reads it, by `reader`, a line that
+    says what is not measured, and a note; the note of a summary says what its columns mean.
+    """
     csv = table.to_csv(index=False, lineterminator="\n")
     shown = reader(table)
-    missing = unmeasured(table) if reader is readable else ""
+    missing = _name_unmeasured(table) if reader is readable else ""
     parts = [f"**{title}**", plain_markdown(shown) if len(shown) else "", missing]
     parts.append(NOTE if note is None and reader is readable and len(shown) else note or "")
     text = "\n\n".join(part for part in parts if part) + "\n"
@@ -366,19 +379,19 @@ def save_table(
 
 
 def plain_markdown(table: pd.DataFrame) -> str:
-    """A table of text as a Markdown table, for files and terminals."""
+    """A table of texts as Markdown, for files and terminals."""
     lines = [list(table.columns), ["---"] + ["---:"] * (len(table.columns) - 1), *table.values]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The same for a page: names and numbers stay on one line."""
-    return unbroken(plain_markdown(table))
+    """A table of texts as Markdown, for a page: names and numbers stay on one line."""
+    return prevent_line_breaks(plain_markdown(table))
 
 
-def unbroken(text: str) -> str:
-    """A Markdown text in whose tables no scheme's name, "n = 5", interval or number with its unit
-    is broken over two lines. (Hyphens stay hyphens, so that a name can be copied.)"""
+def prevent_line_breaks(text: str) -> str:
+    """Prevent that the tables of a Markdown text break a scheme's name, "n = 5", an interval or a number
+    with its unit over two lines. (Hyphens stay hyphens, so that a name can be copied.)"""
     return "\n".join(
         _unbroken_row(line) if line.startswith("| ") else line for line in text.split("\n")
     )

@@ -1,4 +1,4 @@
-"""What each notebook has found, as data: results/verdicts/<notebook>.json.
+"""The verdicts of notebooks as data: each notebook writes results/verdicts/<notebook>.json.
 
 A notebook writes its file when it runs to its end with its own parameters. Sentences about the
 paper and README read these files; nobody reads what a notebook has printed.
@@ -37,7 +37,7 @@ class NotebookVerdicts(BaseModel, extra="forbid"):
 
 
 def read_verdicts(notebook: str, folder: Path | None = None) -> NotebookVerdicts | None:
-    """What the notebook has written; None if it has not run yet. ValueError for a broken file."""
+    """Read what a notebook has written; None if it has not run yet. ValueError for a broken file."""
     path = (folder or VERDICTS_FOLDER) / f"{notebook}.json"
     try:
         text = path.read_text(encoding="utf-8")
@@ -46,8 +46,8 @@ def read_verdicts(notebook: str, folder: Path | None = None) -> NotebookVerdicts
     try:
         content = json.loads(text)
     except ValueError as error:
-        way = f"execute the notebook {notebook} again, or restore the file"
-        raise ValueError(f"{path}: this is not JSON ({error}): {way}") from None
+        advice = f"execute the notebook {notebook} again, or restore the file"
+        raise ValueError(f"{path}: this is not JSON ({error}); {advice}") from None
     return validate(NotebookVerdicts, content, path)
 
 

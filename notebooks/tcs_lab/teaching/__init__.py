@@ -1,6 +1,6 @@
-"""What the notebooks' own cells are made of: parameters checked, claims said, exercises.
+"""What the cells of notebooks are made of: checks of parameters, statements with verdicts, exercises.
 
-To import this room is to register the exercises. Here belongs a new exercise.
+Importing this room registers the exercises. A new exercise belongs here, in `exercise_cases`.
 """
 
 import tcs_lab.teaching.exercise_cases  # noqa: F401  (registers the exercises)
@@ -10,8 +10,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "cells": (
-            "Count Listening Positive Share Statements bold check_values decided literals paired_gain "
-            "show_code"
+            "Count ListeningLink Positive Share Statements bold check_values judge_mean paired_gain "
+            "read_literals show_code"
         ),
         "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise judge_solution",
     },

@@ -1,5 +1,5 @@
-"""What notebooks' own cells share: parameters checked, messages heard, claims said, gains taken
-seed by seed."""
+"""What the cells of notebooks share: checks of their parameters, a link that keeps messages, statements
+with verdicts, and gains over seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 import tcs_core as tcs
-from tcs_lab.runs.parameters import literals
+from tcs_lab.runs.parameters import read_literals
 from tcs_lab.support.errors import text_hint, to_python, validate
 from tcs_lab.tables.tables import CONFIDENCE, half_interval
 from tcs_lab.tables.verdicts import (
@@ -26,17 +26,20 @@ from tcs_lab.tables.verdicts import (
     write_verdicts,
 )
 
+# Kinds of parameters that notebooks have beside those of runs.
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
-    """ValueError in one line if a notebook's own parameter is not of its kind (a pydantic type), or
-    missing."""
+    """Raise ValueError, in one line, if a parameter of a notebook is missing or not of its kind (a
+    pydantic type)."""
     missing = [name for name in kinds if name not in namespace]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: missing in the cell of parameters")
+        raise ValueError(
+            f"{', '.join(missing)}: missing, allowed: a value in the notebook's cell of parameters"
+        )
     for name, kind in kinds.items():
         check = partial(validate, kind, source=name, strict=True)
         given = to_python(namespace[name])
@@ -46,8 +49,8 @@ def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
             raise ValueError(f"{error}{text_hint(name, given, check)}") from None
 
 
-class Listening(tcs.Link):
-    """Keeps the clients' messages of a round."""
+class ListeningLink(tcs.Link):
+    """A link that keeps the clients' messages of the current round."""
 
     def __init__(self, channel: Callable[[int, bytes], bytes] | None = None):
         super().__init__(channel)
@@ -65,8 +68,8 @@ class Listening(tcs.Link):
 
 
 def show_code(*things: Any) -> None:
-    """Functions, methods and classes as they stand in their files, one below the other, each moved
-    to the left margin and nothing else."""
+    """Show functions, methods and classes as they stand in their files, one below the other, each moved
+    to the left margin and otherwise unchanged."""
     from IPython.display import Markdown, display
 
     texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
@@ -74,7 +77,7 @@ def show_code(*things: Any) -> None:
 
 
 def bold(word: str) -> str:
-    """For print, in a notebook or on a terminal."""
+    """A word that `print` shows in bold, in a notebook or on a terminal."""
     return f"\x1b[1m{word}\x1b[0m"
 
 
@@ -87,7 +90,7 @@ class Statements:
     """
 
     def __init__(self, namespace: dict[str, Any], notebook: str):
-        cells = (literals(cell) for cell in namespace.get("In", []))
+        cells = (read_literals(cell) for cell in namespace.get("In", []))
         names = next((list(values) for values in cells if values), [])
         self.notebook = notebook
         self.parameters = {name: namespace.get(name) for name in names}
@@ -96,9 +99,9 @@ class Statements:
         self.words: dict[str, str] = {}
 
     def __call__(self, text: str, ok: bool | str | None, numbers: str = "") -> None:
-        """Prints the verdict on a statement: True, False, None (not measured), or a verdict itself.
+        """Print the verdict on a statement that is `ok`: True, False, None (not measured), or a verdict.
 
-        Raises AssertionError, at the notebook's own parameters, unless it is "supported".
+        With the notebook's own parameters, raises AssertionError unless the verdict is "supported".
         """
         word = self._word(ok)
         line = f"{text} ({numbers})" if numbers else text
@@ -106,7 +109,7 @@ class Statements:
         self.judge(text, word, numbers)
 
     def judge(self, text: str, word: str, numbers: str = "") -> None:
-        """Prints and keeps a verdict that may come out either way, such as one on the paper."""
+        """Print and keep a verdict that may come out either way, such as one on the paper."""
         self.words[text] = word
         print(f"{bold(word)}: {text}" + (f" ({numbers})" if numbers else ""))
 
@@ -119,9 +122,9 @@ class Statements:
         return SUPPORTED if ok else CONTRADICTED
 
     def summary(self, strong: str = "\x1b[1m{}\x1b[0m") -> str:
-        """How many of the page's own statements hold, and the verdict on each of the others; to be
-        printed, or as Markdown with `strong` "**{}**". Saves the verdicts, too, if the parameters
-        are the notebook's own."""
+        """Say how many of the page's statements hold, and the verdict on each of the others, as text for
+        `print`, or as Markdown with `strong` "**{}**". This also saves the verdicts if the
+        parameters are the notebook's own."""
         self.save()
         held = list(self.words.values()).count(SUPPORTED)
         count = f"{held} of {len(self.words)} statements checked on this page"
@@ -130,22 +133,22 @@ class Statements:
         return f"{strong.format(SUPPORTED)}: {count}" + "".join(rest)
 
     def save(self) -> None:
-        """Writes the verdicts to results/verdicts, if the parameters are the notebook's own."""
+        """Write the verdicts to results/verdicts if the parameters are the notebook's own."""
         if self.asserted:
             write_verdicts(self.notebook, self.parameters, self.words)
 
 
-def decided(mean: float, half: float, least: float = 0.0) -> str:
-    """Whether a mean, known to ± `half`, is above `least`: supported, contradicted or open."""
+def judge_mean(mean: float, half: float, least: float = 0.0) -> str:
+    """Judge whether a mean, known to ± `half`, is above `least`: supported, contradicted or open."""
     if mean - half > least:
         return SUPPORTED
     return CONTRADICTED if mean + half < least else OPEN
 
 
 def paired_gain(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float]:
-    """Mean of the differences, pair by pair, and half of Student's interval for it.
+    """The mean of the differences, pair by pair, and half of Student's interval for it.
 
-    Of one pair there is no interval: half is infinite. ValueError if the counts differ.
+    For one pair there is no interval, and half is infinite. ValueError if the counts differ.
     """
     gains = np.array([a - b for a, b in zip(ours, theirs, strict=True)], dtype=float)
     mean = float(gains.mean()) if len(gains) else math.nan

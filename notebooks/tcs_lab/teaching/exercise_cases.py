@@ -1,4 +1,4 @@
-"""The exercises of notebooks 01 to 07: inputs, what the core makes of them, and typical mistakes."""
+"""The exercises of notebooks 01 to 07: inputs, the results of the core, and typical mistakes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import tcs_core as tcs
 from tcs_lab.teaching.exercises import Case, exercise, shown_value
 
 
-def _as_it_is(vector_D: Tensor | None) -> Tensor:
-    """A copy of what a client or a server keeps."""
+def _copy(vector_D: Tensor | None) -> Tensor:
+    """A copy of a vector that a client or a server of the core keeps."""
     if vector_D is None:
-        raise ValueError("nothing is kept")
+        raise ValueError(
+            "got None, allowed: a vector, which a client or server keeps from its start"
+        )
     return vector_D.clone()
 
 
-def _drawn(seed: int, *shape: int) -> Tensor:
-    """Seeded numbers from -5 to 5, with one decimal, so that a learner can follow them."""
+def _draw(seed: int, *shape: int) -> Tensor:
+    """Draw seeded numbers from -5 to 5 with one decimal, so that a learner can follow them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-50, 51, shape, generator=generator) / 10
 
 
 class _Valley(nn.Module):
-    """One vector of parameters; its loss is slope / 2 times the square of what is off."""
+    """A model of one vector of parameters, for a loss of slope / 2 times its squared distance from the
+    bottom."""
 
     def __init__(self, theta_D: Tensor):
         super().__init__()
@@ -40,7 +43,9 @@ def _valley_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (slope_D * (model.theta_D - bottom_D).square()).sum() / 2
 
 
-def _trained(theta_D: Tensor, batches: list, scheme: tcs.Scheme, eta: float) -> tcs.Federation:
+def _make_federation(
+    theta_D: Tensor, batches: list, scheme: tcs.Scheme, eta: float
+) -> tcs.Federation:
     """The core's federation of one client, with a batch for every local step."""
     return tcs.Federation(_Valley(theta_D), [batches], scheme, eta, loss=_valley_loss)
 
@@ -66,7 +71,7 @@ def _undivided(theta_D: Tensor, differences_ND: Tensor, weights_N: list[float]) 
 )
 def _fedavg_round() -> Iterator[Case]:
     for seed, weights in enumerate(([1.0, 1.0], [1.0, 3.0], [2.0, 1.0, 5.0])):
-        theta_D, deltas_ND = _drawn(seed, 4), _drawn(seed + 10, len(weights), 4)
+        theta_D, deltas_ND = _draw(seed, 4), _draw(seed + 10, len(weights), 4)
         known = tcs.Known("FedAvg", [4])
         server = tcs.Server(known, weights)
         known.begin()
@@ -102,7 +107,7 @@ def _turned(theta_D: Tensor, gradient: Callable, eta: float, steps: int) -> Tens
 )
 def _local_difference() -> Iterator[Case]:
     for seed, steps in enumerate((1, 2, 4)):
-        theta_D, bottom_D = _drawn(seed, 3), _drawn(seed + 20, 3)
+        theta_D, bottom_D = _draw(seed, 3), _draw(seed + 20, 3)
         slope_D, eta = torch.tensor([1.0, 0.5, 2.0]), 0.1
 
         def gradient(theta_D: Tensor, slope_D: Tensor = slope_D, bottom_D: Tensor = bottom_D):
@@ -110,7 +115,7 @@ def _local_difference() -> Iterator[Case]:
 
         gradient.__doc__ = f"{shown_value(slope_D)} · (theta_D − {shown_value(bottom_D)})"
         scheme = tcs.Scheme.named("FedAvg", local_steps=steps)
-        update_D = _trained(theta_D, [(slope_D, bottom_D)] * steps, scheme, eta).round()
+        update_D = _make_federation(theta_D, [(slope_D, bottom_D)] * steps, scheme, eta).round()
         yield Case({"theta_D": theta_D, "gradient": gradient, "eta": eta, "steps": steps}, update_D)
 
 
@@ -135,7 +140,7 @@ def _higher_index(vector_D: Tensor, k: int) -> Tensor:
 )
 def _s_top() -> Iterator[Case]:
     tied = [[1.0, -3, 2, 0], [3.0, -3, 1, 3], [0.0, 2, -2, 2, 5, -2]]
-    vectors = [*map(torch.tensor, tied), *(_drawn(seed, 8) for seed in range(3))]
+    vectors = [*map(torch.tensor, tied), *(_draw(seed, 8) for seed in range(3))]
     for vector_D, k in zip(vectors, (1, 2, 3, 1, 4, 8), strict=True):
         yield Case({"vector_D": vector_D, "k": k}, tcs.top_k_positions(vector_D, k))
 
@@ -163,12 +168,12 @@ def _accumulate() -> Iterator[Case]:
     known = tcs.Known(tcs.Scheme.named("top-K", phi_local=0.4), [5])
     client = tcs.Client(known)
     for number in range(1, 5):
-        delta_D, errors_D = _drawn(number + 30, 5), _as_it_is(client.errors_D)
+        delta_D, errors_D = _draw(number + 30, 5), _copy(client.errors_D)
         known.begin()
         sent_D = known.expand_message(client.send(delta_D))
         client.arrived()
         given = {"errors_D": errors_D, "delta_D": delta_D, "k": 2}
-        yield Case(given, (sent_D, _as_it_is(client.errors_D)), f"round {number},")
+        yield Case(given, (sent_D, _copy(client.errors_D)), f"round {number},")
         known.observe(sent_D)
 
 
@@ -207,13 +212,13 @@ def _client_lines() -> Iterator[Case]:
     client = tcs.Client(known)
     known.begin()  # dense: there is no update yet to take a mask from
     for number in range(1, 6):
-        delta_D, errors_D = _drawn(number + 40, 8), _as_it_is(client.errors_D)
+        delta_D, errors_D = _draw(number + 40, 8), _copy(client.errors_D)
         message = client.send(delta_D)
         client.arrived()
         if not known.dense:
             k, shared_K = known.rule.k_local, known.shared_K
             given = {"errors_D": errors_D, "delta_D": delta_D, "shared_K": shared_K, "k_local": k}
-            result = message.positions, known.expand_message(message), _as_it_is(client.errors_D)
+            result = message.positions, known.expand_message(message), _copy(client.errors_D)
             yield Case(given, result, f"round {number},")
         known.observe(known.expand_message(message))
         known.begin()
@@ -237,7 +242,7 @@ def _from_own(theta_D: Tensor, delta_D: Tensor, update_D: Tensor, k: int) -> Ten
 )
 def _shared_mask() -> Iterator[Case]:
     for seed in range(3):
-        theta_D, deltas_ND = _drawn(seed + 50, 8), _drawn(seed + 60, 2, 8)
+        theta_D, deltas_ND = _draw(seed + 50, 8), _draw(seed + 60, 2, 8)
         known = tcs.Known(tcs.Scheme.named("TCS", phi_global=0.25, phi_local=0.25), [8])
         update_D = deltas_ND.mean(0)
         known.begin()
@@ -297,7 +302,7 @@ def _shares_alone(vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: flo
 def _fair_top_k() -> Iterator[Case]:
     sizes = [2, 3, 5]
     for seed, (k, phi_min) in enumerate(((4, 0.2), (6, 0.4), (5, 0.2), (5, 0.1))):
-        vector_D = _drawn(seed + 70, 10) * torch.tensor([8.0] * 2 + [2] * 3 + [0.5] * 5)
+        vector_D = _draw(seed + 70, 10) * torch.tensor([8.0] * 2 + [2] * 3 + [0.5] * 5)
         wanted = tcs.layerwise_top_k_positions(vector_D, k, sizes, phi_min)
         given = {"vector_D": vector_D, "k": k, "layer_sizes": sizes, "phi_min": phi_min}
         yield Case(given, wanted)
@@ -308,13 +313,13 @@ def _fair_top_k() -> Iterator[Case]:
 
 def _momentum_rounds(seed: int, rounds: int, eta: float, beta: float) -> Iterator[tuple]:
     """The core's theta and momentum before a round, its update, and both after it."""
-    batches = [(torch.tensor([1.0, 0.5, 2.0]), _drawn(seed + t, 3)) for t in range(1, rounds + 1)]
+    batches = [(torch.tensor([1.0, 0.5, 2.0]), _draw(seed + t, 3)) for t in range(1, rounds + 1)]
     scheme = tcs.Scheme.named("FedSGD", momentum=beta)
-    federation = _trained(_drawn(seed, 3), batches, scheme, eta)
+    federation = _make_federation(_draw(seed, 3), batches, scheme, eta)
     for _ in range(rounds):
-        before = federation.theta_D.clone(), _as_it_is(federation.momentum_D)
+        before = federation.theta_D.clone(), _copy(federation.momentum_D)
         update_D = federation.round().clone()
-        yield before, update_D, (federation.theta_D.clone(), _as_it_is(federation.momentum_D))
+        yield before, update_D, (federation.theta_D.clone(), _copy(federation.momentum_D))
 
 
 def _beta_elsewhere(theta_D: Tensor, w_D: Tensor, g_D: Tensor, eta: float, beta: float) -> tuple:
@@ -471,6 +476,6 @@ def _signless(codes: list[int], means: list[float]) -> Tensor:
 )
 def _dequantize() -> Iterator[Case]:
     for seed, intervals in itertools.product(range(2), (1, 2, 4)):
-        codes_K, means_P = tcs.fractional_quantize(_drawn(seed + 100, 6), intervals)
+        codes_K, means_P = tcs.fractional_quantize(_draw(seed + 100, 6), intervals)
         wanted = tcs.fractional_dequantize(codes_K, means_P)
         yield Case({"codes": codes_K.tolist(), "means": means_P.tolist()}, wanted)

@@ -1,4 +1,4 @@
-"""Exercises: what a learner has written, beside the core. One line says what is off, in words."""
+"""Exercises: they compare what a learner has written with the core, and say in one line what is off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Case(NamedTuple):
-    """One input, by the names of its arguments, and what the core makes of it."""
+    """One input, by the names of its arguments, and the result of the core."""
 
     given: dict[str, Any]
     wanted: Any
@@ -21,11 +21,12 @@ class Case(NamedTuple):
 
 
 Cases = Callable[[], Iterator[Case]]
-Mistake = tuple[Callable[..., Any], str]  # a wrong solution, and what to think of then
+Mistake = tuple[Callable[..., Any], str]  # a wrong solution, and a hint for who has written it
 
 
 class Exercise(NamedTuple):
-    """`returns` names what comes back; positions, numbers or vectors, as the core's are."""
+    """An exercise. `returns` names what the learner's function returns: positions, numbers or vectors, in
+    the form in which the core has them."""
 
     returns: tuple[str, ...]
     cases: Cases
@@ -37,7 +38,7 @@ RIGHT, UNWRITTEN = "right", "not written yet"
 
 
 def exercise(name: str, *returns: str, mistakes: tuple[Mistake, ...] = ()) -> Callable:
-    """Decorator of the function that yields an exercise's cases."""
+    """Decorate the function that yields the cases of an exercise, and register the exercise."""
 
     def register(cases: Cases) -> Cases:
         EXERCISES[name] = Exercise(returns, cases, mistakes)
@@ -47,14 +48,14 @@ def exercise(name: str, *returns: str, mistakes: tuple[Mistake, ...] = ()) -> Ca
 
 
 def check_exercise(name: str, function: Any) -> None:
-    """Prints one line: "right", "not written yet", or what is off. Never raises for a mistake."""
+    """Print one line: "right", "not written yet", or what is off. A mistake never raises an error."""
     print(f"{name}: {judge_solution(name, function)}")
 
 
 def judge_solution(name: str, function: Any) -> str:
-    """What `check_exercise` prints after the name."""
+    """Judge a solution: the text that `check_exercise` prints after the name."""
     if name not in EXERCISES:
-        return f"no exercise has this name; there are {', '.join(EXERCISES)}"
+        return f"no exercise has this name, allowed: {', '.join(EXERCISES)}"
     if not callable(function):
         return "give the function itself: its name, without brackets"
     found = EXERCISES[name]
@@ -71,7 +72,11 @@ def judge_solution(name: str, function: Any) -> str:
             off = _off(found.returns, case.wanted, got)
             hint = off and _hint(found, cases[: number + 1], got)
         except Exception:
-            return _line(f"a {type(got).__name__} of no use came back", "", case)
+            return _line(
+                f"a {type(got).__name__} came back that cannot be compared with the result",
+                "",
+                case,
+            )
         changed = [key for key in given if not _same(given[key], case.given[key])]
         if off:
             return _line(off, hint, case)
@@ -85,8 +90,8 @@ def _line(off: str, hint: str, case: Case) -> str:
 
 
 def _hint(found: Exercise, cases: list[Case], got: Any) -> str:
-    """What was overlooked, if the result is that of a typical mistake (which, like the learner, had
-    all cases but the last one right)."""
+    """A hint, if the result is that of a typical mistake (which, like the learner, had all cases but the
+    last one right)."""
     for mistaken, text in found.mistakes:
         *before, now = (mistaken(*copy.deepcopy(list(case.given.values()))) for case in cases)
         pairs = zip(before, cases, strict=False)
@@ -103,7 +108,7 @@ def _hint(found: Exercise, cases: list[Case], got: Any) -> str:
 
 
 def _off(returns: tuple[str, ...], wanted: Any, got: Any) -> str:
-    """In words; "" if nothing is."""
+    """Say what is off in a result; "" if nothing is."""
     if len(returns) == 1:
         return _off_in(returns[0], wanted, got)
     if not isinstance(got, (tuple, list)) or len(got) != len(returns):
