@@ -135,10 +135,11 @@ def _make_jobs(connection: Any, results: str | Path | None, told: Path, parent: 
     _end_when_told(parent)
     while True:
         try:
-            job = connection.recv()
+            content = connection.recv_bytes()
         except EOFError:  # the other side has closed it
             return
         try:
+            job = pickle.loads(content)
             make_job(job, results, _teller(told, job.digest), wait=False)
             error = None
         except Exception as raised:
