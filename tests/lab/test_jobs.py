@@ -1,6 +1,7 @@
 """Jobs of different kinds: one plan, one queue, one way to write and find records."""
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -151,6 +152,17 @@ def test_two_processes_share_a_queue(tmp_path):
     assert sorted(begun(tmp_path)) == list(range(6))
     makers = {record["process"] for record in find_records(Wait, tmp_path).values()}
     assert makers == {process.pid for process in both}
+
+
+def test_workers_make_one_job_after_another(tmp_path, monkeypatch):
+    """Two processes for five jobs, which end with the queue."""
+    monkeypatch.setenv("TCS_WAITS", str(tmp_path / "begun"))
+    jobs = [Wait(number, seconds=0.1) for number in range(5)]
+    records = run_queue(lambda: jobs, tmp_path, progress=False, jobs=2)
+    makers = {record["process"] for record in records}
+    assert [record["number"] for record in records] == sorted(begun(tmp_path)) == list(range(5))
+    assert len(makers) <= 2 and os.getpid() not in makers
+    assert not multiprocessing.active_children()
 
 
 def test_a_run_of_a_subclass_is_made_in_its_own_way(tmp_path, small):

@@ -1,9 +1,9 @@
-"""A run's life: what is asked for, the queue, checkpoints and progress, the record in the end.
+"""A run's life: from what is asked for, by the queue, checkpoints and progress, to the record.
 
-`parameters` and `plans` read what files and notebooks ask for. `queue` and `deadline` make many jobs;
-`jobs` makes one, writes its record, and says what a new kind of run has to bring. `runs` is the first
-kind, the training of a RunConfig. `records` says what is in a record, reads and checks it, and `index`
-finds it. Whatever touches a file of a run belongs here.
+`parameters` and `plans` read what files and notebooks ask for, and `estimates` says how long that will
+take. `queue` and `deadline` make many jobs, with the processes of `workers`; `jobs` makes one, and says
+what a new kind of run has to bring. `runs` is the first kind, the training of a RunConfig. `records`
+writes, reads and checks a record, and `index` finds it. Whatever touches a file of a run belongs here.
 """
 
 from tcs_lab.support.lazy import lazily

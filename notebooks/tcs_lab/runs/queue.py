@@ -102,7 +102,7 @@ def _by_workers(results: str | Path | None, jobs: int, bar: Progress) -> Iterato
         if not busy:  # what is left cannot travel, or is made by others
             while workers:
                 workers.pop().close()
-            work_here(missing)
+            work_here([job.with_threads(share) if job.can_travel else job for job in missing])
             return
         for worker in wait_for_any(busy, None if len(busy) == jobs else _LOOK_SECONDS):
             if worker.job:

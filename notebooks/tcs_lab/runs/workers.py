@@ -135,10 +135,11 @@ def _make_jobs(connection: Any, results: str | Path | None, told: Path, parent: 
     _end_when_told(parent)
     while True:
         try:
-            job = connection.recv()
+            content = connection.recv_bytes()
         except EOFError:  # the other side has closed it
             return
         try:
+            job = pickle.loads(content)
             make_job(job, results, _teller(told, job.digest), wait=False)
             error = None
         except Exception as raised:
@@ -176,7 +177,12 @@ def _teller(told: Path, digest: str) -> Callable[[dict[str, Any]], None]:
 def _end_when_told(parent: int) -> None:
     """From now on SIGTERM ends this process in good order, and it ends at once when its parent
     process is gone."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    def end(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not disturb the clean-up
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
     def watch() -> None:
         while os.getppid() == parent:
