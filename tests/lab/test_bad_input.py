@@ -130,7 +130,7 @@ WORDS = [
     (["--set", "epochs=none"], "epochs: got 'none' (str)"), (["--set", "learning_rate=1e-3"], "write 1.0e-3"),
     (["--set", "clients=500"], "clients: got 500"), (["--set", "device=cuda:99"], "device: got 'cuda:99'"),
     (["--set", "data_root=/nowhere", "--set", "dataset=folder"], "data_root: /nowhere"),
-    (["--set", "data_root=~nobody_of_this_name/x", "--set", "dataset=folder"], "data_root: '~nobody_of"),
+    (["--set", "data_root=~nobody_of_this_name/x", "--set", "dataset=folder"], "data_root: got '~nobody_of"),
     (["--set", "width=1024", "--set", "clients=40000"], "clients: got 40000"),
     (["--scheme", "x"], "known"), (["--scheme", "TCS-L" + "9" * 5000], "scheme"), (["--scheme", "TCS-Q99"], "got 99"),
     (["--scheme", "x" * 5000], "scheme"), (["--seed", "-1"], "seeds"), (["--jobs", "0"], "jobs"),
