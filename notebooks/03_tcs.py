@@ -180,7 +180,7 @@ marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
 lines = [[line, words, *marked[line]] for line, words in BOX.items()]
 lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "code in the core", "method"])
-display(Markdown(lab.markdown(lines).replace("---:", "---")))
+display(Markdown(lab.markdown(lines)))
 
 # %% [markdown]
 # Below is the complete code, in the order of the algorithm. First comes what the server and all clients know (at the end of a

@@ -485,7 +485,7 @@ print(
     f"{len(found)} sentences:",
     "; ".join(f"{n} {word}" for word, n in found["verdict"].value_counts().items()),
 )
-display(Markdown(lab.markdown(shown).replace("---:", "---")))
+display(Markdown(lab.markdown(shown)))
 
 # %% [markdown]
 # ## Appendix: every claim
