@@ -108,10 +108,11 @@ def test_words_stand_on_the_left_of_their_column_and_numbers_on_the_right():
         "gap": ["−0.17 (−0.34 to −0.01), n = 8", "**+0.2**"],
         "if": ["≥ −0.5", "×88.2"],
         "verdict": ["**open**", "–"],
-        "not made": ["–", "–"],
+        "rate": ["not made", "77.83"],
+        "later": ["–", "–"],
     }
     marks = lab.plain_markdown(pd.DataFrame(columns)).splitlines()[1]
-    assert marks == "| :--- | ---: | ---: | ---: | :--- | ---: |"
+    assert marks == "| :--- | ---: | ---: | ---: | :--- | ---: | ---: |"
 
 
 # Records as rows ──────────────────────────────────────────────────────────────────────────────────

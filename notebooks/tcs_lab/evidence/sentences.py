@@ -81,12 +81,12 @@ def beside(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
 
 
 def together(words: Iterable[str]) -> str:
-    """Several verdicts as one: the word of all, or each word with how often it came."""
+    """Several verdicts as one: the word of all, or how often each word came."""
     found = list(words)
     drawn = [word for word in found if word != BY_CONSTRUCTION] or found  # counting decides nothing
     if len(set(drawn)) == 1:
         return drawn[0]
-    return ", ".join(f"{word} ({drawn.count(word)})" for word in dict.fromkeys(drawn))
+    return ", ".join(f"{drawn.count(word)} {word}" for word in dict.fromkeys(drawn))
 
 
 def sentences_table(

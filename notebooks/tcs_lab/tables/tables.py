@@ -344,7 +344,9 @@ def with_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -
     if math.isnan(mean):
         return "–"
     texts = (form.format(value).replace("-", "−") for value in (mean, low, high))
-    mean_, low_, high_ = (text if re.search("[1-9inf]", text) else text.lstrip("+−") for text in texts)
+    mean_, low_, high_ = (
+        text if re.search("[1-9inf]", text) else text.lstrip("+−") for text in texts
+    )
     return f"{mean_} ({low_} to {high_})" if math.isfinite(low) and low_ != high_ else mean_
 
 
@@ -375,7 +377,7 @@ def plain_markdown(table: pd.DataFrame) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-_EMPTY = ("", "–", "-", "nan")
+_EMPTY = ("", "–", "-", "nan", "not made", "not measured")
 _NUMBER = re.compile(r"[\s*]*[+−\-×~±<>≤≥= ]*[\d∞]")  # how a cell with a number begins
 _WORD = re.compile(r"[^\W\d_]{4,}")
 
