@@ -28,13 +28,13 @@
 # *Run time*: seconds as it is, and three to seven minutes for profile `quick` on two cores. *Read before*: the README. *Names of schemes*:
 # [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes, such as -L4 for four local steps.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import io
 
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 tables = [1, 2, 3]  # which tables of the paper: params/table<n>.yaml
 points = [
     "Baseline",
@@ -94,7 +94,7 @@ device = None  # auto, cpu or cuda
 #
 # The tables share runs: Baseline is a row of all three, and TCS at η = 0.5 of two. Each run is made only once.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 given = lab.given_notebook_params(globals(), own=["tables", "points", "evidence"])
 of_profile = ("profile", profile) if profile else ("evidence", evidence)
 base = lab.profile_params(*of_profile, given)
@@ -104,7 +104,7 @@ configs = {config.record_name: config for params in plans.values() for config in
 if profile:
     print(lab.forecast(configs.values(), given.get("jobs", 1)))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 if profile:
     records = lab.run_all(configs.values(), jobs=given.get("jobs", 1))
 else:
@@ -194,5 +194,5 @@ for t, params in plans.items():
 # This notebook shows numbers but does not judge them. [13_evidence](13_evidence.ipynb) judges the paper's claims, and notebooks 01 to 07
 # explain what each scheme does. Next: [01_fedavg](01_fedavg.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · {lab.made_with(records)}")

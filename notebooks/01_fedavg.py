@@ -28,7 +28,7 @@
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. Each notebook has a twin in plain text
 # (`.py`), which you can edit in any editor. When you save one of the two in JupyterLab, the other is written as well.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
 import dataclasses
 from typing import Annotated
@@ -55,7 +55,7 @@ torch.set_num_threads(1)
 #   noisy statistics.
 # - `epochs = 10` should raise the accuracy of every run. In our trial it did, but H = 4 did not come closer to H = 1.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
@@ -73,7 +73,7 @@ drops = [0.6]  # when eta is divided by 10, as shares of the epochs
 weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "01_fedavg")
 lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
@@ -96,7 +96,7 @@ print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def box(axes, x, y, width, height, text, size=10):
     style = {"boxstyle": "round,pad=0.12", "facecolor": "white", "linewidth": 1.8, "zorder": -1}
     axes.add_patch(FancyBboxPatch((x, y), width, height, **style))
@@ -138,7 +138,7 @@ axes.set(xlim=(0, 10.8), ylim=(0, 5.2), title="Fig. 1: one round of federated av
 axes.set_axis_off()
 drawing.legend(loc="outside lower center", ncols=2, frameon=False)
 lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # Each box at the bottom shows four of that client's images. Only what the arrows show is transmitted; the images stay where
@@ -174,7 +174,7 @@ lab.show_code(tcs.LocalTrainer.local_training, tcs.LocalTrainer._steps)
 # lower?
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def train(steps):
     scheme = tcs.Scheme.named("FedAvg", local_steps=steps)
     trained = lab.Training(dataclasses.replace(config, scheme=scheme), data, keep_deltas=True)
@@ -198,7 +198,7 @@ panels[0].locator_params(axis="x", integer=True)
 panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="The same passes over the data …")
 panels[1].set(xlabel="rounds (messages of each client)", title="… need fewer messages")
 panels[0].legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower
@@ -389,7 +389,7 @@ print("eta at epoch  " + "".join(f"{epoch:>9g}" for epoch in moments))
 for n, run in paper.items():
     print(f"N = {n:2d}        " + "".join(f"{run.learning_rate_at(e):9.4g}" for e in moments))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baseline}
 for panel, last in zip(panels, (300, 10), strict=True):
@@ -402,7 +402,7 @@ panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="Al
 panels[1].set(xlabel="epoch", ylabel="learning rate η", title="The warm-up")
 lab.plain_log(panels[0].yaxis)
 panels[0].legend(frameon=False, loc="lower left")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # With the paper's ten clients the warm-up ends at η = 0.5. With half or twice as many clients it ends at half or twice that
@@ -562,7 +562,7 @@ lab.check_exercise("local_difference", local_difference)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def fedavg_round(theta_D, differences_ND, weights_N):
     shares_N = torch.tensor(weights_N) / sum(weights_N)
     return theta_D + shares_N @ differences_ND
@@ -596,6 +596,6 @@ What surprised us: for {k} steps of length {rates[-1]:g}, linear scaling is off 
 # %% [markdown]
 # Next, [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out of the message.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
       f"{train_samples} images · one run (n = 1) for each H")  # fmt: skip

@@ -25,7 +25,7 @@
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The first such cell below the imports
 # holds the parameters. Change them there and run all cells again.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import inspect
 import re
@@ -43,7 +43,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 phi_global = 1e-2  # share of the entries kept by the mask that all sides know
 phi_local = 1e-3  # share kept by each client's own mask
 local_steps = 1  # H, local steps of a round
@@ -68,7 +68,7 @@ ticket_seeds = 3  # trainings with one mask for ever
 ticket_epochs = 5  # passes over the data in these trainings
 seed = 0  # of everything random
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
@@ -86,7 +86,7 @@ print(f"D = {dimension:,} parameters, K_global = {k_global}, K_local = {k_local}
 print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoch(s) dense")
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def follow(scheme):
     """Train, and record for every round where the update is not zero and where its K largest are."""
     federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
@@ -120,7 +120,7 @@ def raster(masks_TD, rows=60):
     return seen_RT[seen_RT.argmax(1).argsort(stable=True)]
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 start = max(1, warmup_epochs * probe.rounds_per_epoch)  # the first sparse round of a TCS run
 dense = follow(tcs.Scheme.named("FedAvg", local_steps=local_steps))
 runs = {"TCS": follow(scheme)}
@@ -140,7 +140,7 @@ for axes, (name, run) in zip(panels, pair.items(), strict=True):
     axes.imshow(rows, cmap="Blues", vmax=1.2, aspect="auto", interpolation="none", extent=extent)
     axes.set(title=name, xlabel="round", yticks=[])
 panels[0].set_ylabel(f"{len(rows)} of the positions in these masks")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The picture shows a sample of the positions that are ever in these masks. Each row is one position, that is, one of the $D$
@@ -159,7 +159,7 @@ plt.show()
 # magnitude. The table leaves out a few lines of the algorithm: lines 1 and 3 only start loops, lines 2, 8 and 14 are headings, and
 # in line 4 the client receives the update.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 BOX = {
     5: r"$m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$",
     6: r"$\theta \leftarrow \theta + \Delta\theta_{t-1}$",
@@ -309,7 +309,7 @@ print(
 )
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def line(i, every=None, dash=0):
     look = lab.series_style(i) | {"linestyle": lab.tables.DASHES[dash], "linewidth": 1.5}
     return look | ({"markersize": 5, "markevery": every} if every else {"marker": ""})
@@ -323,7 +323,7 @@ axes.axhline(chance, label="chance, K/D", **line(0, dash=3))
 axes.set(title="Dense updates: overlap with the round before", ylim=(0, 1))
 axes.set(xlabel="round", ylabel="share of the K largest in common")
 axes.legend(frameon=False, ncols=3, loc="upper center")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The correlation in time is the distance between the measured line and the line *chance, layers known*. Most of the overlap only
@@ -379,7 +379,7 @@ axes.axhline(100 * bound / dimension, label="TCS, bound", **line(0, dash=3))
 axes.set(title="Entries in the server's message", xlabel="round", ylabel="% of all entries")
 axes.set_ylim(0, 1.3 * 100 * float(shares["top-K"].max()))
 axes.legend(frameon=False, ncols=3, loc="upper center")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # ## Take the parts away, one by one
@@ -387,7 +387,7 @@ plt.show()
 # We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so
 # $e_n = 0$), and then with a larger $\phi_{local}$.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 larger = f"TCS, φ_local {large_local_share:g}"
 runs["no local mask"] = follow(dataclasses.replace(scheme, phi_local=None))
 runs["no error accumulation"] = follow(dataclasses.replace(scheme, error_accumulation=False))
@@ -401,7 +401,7 @@ for name in order:
 axes.set(title="Training loss, parts of TCS taken away", xlabel="epoch", ylabel="cross-entropy")
 axes.grid(alpha=0.25)
 figure.legend(loc="outside right upper", frameon=False)
-plt.show()
+lab.show_figures()
 masks = {name: runs[name]["mask"][start - 1 :] for name in order}
 table = pd.DataFrame({
     "scheme": order,
@@ -611,7 +611,7 @@ lab.check_exercise("shared_mask", shared_mask)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def client_lines(errors_D, delta_D, shared_K, k_local):
     intended_D = delta_D + errors_D  # line 9
     own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10

@@ -30,7 +30,7 @@
 # *Run time*: seconds as it stands; 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
 # Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes in the names of schemes.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
@@ -41,7 +41,7 @@ from IPython.display import Image, Markdown, display
 # say **how large** the runs are. Each of the values below can be set in either file. If two files set the same value, the later `-f` wins, and `-p`
 # wins over both. Where a value below is `None`, it comes from the files of the table and the profile, or else from the paper.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 table = 1  # which table of the paper: params/table<n>.yaml
 evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
@@ -101,7 +101,7 @@ device = None  # auto, cpu or cuda
 # shown: if you change a setting of the profile, if a new profile has no record yet for one of the schemes, or if the folder is not
 # writable.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 given = lab.given_notebook_params(globals(), own=["evidence"])
 of_profile = ("profile", profile) if profile else ("evidence", evidence)
 params = lab.read_params([lab.params_file("table", table)])
@@ -222,5 +222,5 @@ for row in summary.itertuples():
 # The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a
 # scheme of your own to this table.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · {lab.made_with(records)}")

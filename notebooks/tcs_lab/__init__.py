@@ -81,7 +81,8 @@ __getattr__, __dir__ = lazily(
         "evidence.paper_tables": "draw_table",
         "studies.bench": "bench_codecs bench_compiled bench_round bench_step bench_table run_benches",
         "teaching.cells": (
-            "Count Listening Positive Share Statements bold check_values decided paired_gain show_code"
+            "Count Listening Positive Share Statements bold check_values decided paired_gain "
+            "show_code show_figures"
         ),
         "teaching.exercises": "check_exercise",
         "compare": "",

@@ -11,7 +11,7 @@ __getattr__, __dir__ = lazily(
     {
         "cells": (
             "Count Listening Positive Share Statements bold check_values decided literals paired_gain "
-            "show_code"
+            "show_code show_figures"
         ),
         "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise judge_solution",
     },
