@@ -334,7 +334,7 @@ def cell(name: str, rate: float) -> str:
     return f"**{text}**" if best.get(name) == rate else text
 
 
-grid = [{"Scheme": n} | {f"η {rate:g}": cell(n, rate) for rate in rates} for n in schemes]
+grid = [{"scheme": n} | {f"rate {rate:g}": cell(n, rate) for rate in rates} for n in schemes]
 display(Markdown(lab.markdown(pd.DataFrame(grid))))
 
 # %% [markdown]
@@ -357,11 +357,11 @@ def rate_of(name: str) -> str:
 
 # %%
 lines = [
-    {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
-     "n": r.n, "Accuracy %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
-     "− FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
-     "MB up": f"{r.up:,.1f}", "MB both": f"{r.both:,.1f}",
-     "× less than FedAvg": f"{dense / r.both:.1f}"}
+    {"scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "learning rate": rate_of(r.scheme),
+     "seeds": r.n, "accuracy, %": lab.with_interval(r.mean, r.low, r.high, "{:.2f}"),
+     "difference from FedAvg, points": lab.with_interval(r.gap, r.gap - r.half, r.gap + r.half),
+     "MB up": f"{r.up:,.1f}", "MB both ways": f"{r.both:,.1f}",
+     "times fewer bytes than FedAvg": f"{dense / r.both:.1f}"}
     for r in table.itertuples()
 ]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "no record yet"))
@@ -395,6 +395,34 @@ panels[0][0].set(ylabel=f"seconds of communication to {goal:.1f} %")
 handles, labels = panels[0][0].get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 figure.suptitle(f"Time to the target on a link: {scale}", fontsize=10)
+lab.show_figures()
+
+# %% [markdown]
+# On the fastest link the curves meet. The next figure tells them apart: it has the same seconds for that link alone, on a scale that is not
+# logarithmic, with the fastest method on top.
+
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+def draw_fastest(axes, latency: float) -> None:
+    """A line for each method on the fastest link, and its seconds."""
+    part = times[(times["latency"] == latency) & (times["link"] == fast)]
+    part = part[part["scheme"].isin(arrive)].sort_values("seconds", ascending=False)
+    for at, row in enumerate(part.itertuples()):
+        look = lab.curve_style(row.scheme, arrive)
+        axes.plot([0, row.seconds], [at, at], color=look["color"], lw=1)
+        axes.plot(row.seconds, at, look["marker"], color=look["color"], ms=7)
+        axes.annotate(lab.number(row.seconds), (row.seconds, at), (8, 0), va="center",
+                      textcoords="offset points", fontsize=10)  # fmt: skip
+    axes.set_yticks(range(len(part)), part["scheme"])
+    axes.set(xlabel="seconds", title=f"latency {latency:g} ms per round")
+    axes.set_xlim(0, 1.2 * part["seconds"].max() if len(part) else 1)
+    axes.grid(alpha=0.25, axis="x")
+
+
+figure, panels = plt.subplots(1, len(latencies), figsize=(8.6, 3.6), squeeze=False)
+for axes, latency in zip(panels[0], latencies, strict=True):
+    draw_fastest(axes, latency)
+figure.suptitle(f"Time to the target at {fast:g} Mbit/s, without computing", fontsize=11)
 lab.show_figures()
 
 # %% [markdown]
