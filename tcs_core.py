@@ -22,6 +22,7 @@ Contents, with the main names of each section
     7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
+   10 states           check_same_state; names that are gone
 
 Symbols (a suffix such as _D or _NS names the dimensions of a tensor)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
@@ -114,25 +115,6 @@ __all__ = [  # noqa: RUF022
     "top_k_mask", "top_k_positions", "unchanged",
 ]  # fmt: skip
 
-# Names that are gone, and what has taken their place.
-_SUCCESSORS = {
-    "Agreement": "Known", "Arrival": "Link.up", "ByteLink": "Link(unchanged)",
-    "Checks": "Known.finite_part", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
-    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
-    "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
-    "Size": "bytes_of", "register_code": "CODES[name] = BlockCode()",
-    "register_downlink": "Server.downlink",
-    "register_part": "SHARED_FROM[name] = a subclass of TCS",
-    "register_sides": "MaskRule.client_type and server_type",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUCCESSORS:
-        raise AttributeError(f"tcs_core.{name} is gone, allowed: {_SUCCESSORS[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
 #    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
 #    paper's, and by the same functions yours.
@@ -148,129 +130,6 @@ SUFFIXES: list[Suffix] = []
 # the scheme's field `shared_from`, and the rule then stands in for TCS. The core has none of its
 # own; importing tcs_lab.schemes puts "stale", "weights" and "random" here.
 SHARED_FROM: dict[str, type[TCS]] = {}
-
-
-def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
-    raise ValueError(f"{key}: got {shorten(value)} ({type(value).__name__}), allowed: {allowed}")
-
-
-def _number(value: Any) -> Any:
-    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
-    into states, and torch.load refuses numpy's."""
-    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
-        return value.item()
-    return value
-
-
-def _check_whole(key: str, value: Any, low: int, high: int) -> int:
-    """The number, as one of Python's. ValueError for a bool, a float, or one out of range."""
-    number = _number(value)
-    if type(number) is not int or not low <= number <= high:
-        _refuse(key, number, f"a whole number from {low} to {high}")
-    return number
-
-
-def _check_bits(key: str, value: Any) -> None:
-    if type(value) is not int or not (1 <= value <= 16 or value == 32):
-        _refuse(key, value, "1 to 16, or 32 for float32")
-
-
-def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
-    names = list(known)
-    if not isinstance(value, str) or value not in names:
-        _refuse(key, value, ", ".join(names))
-
-
-# States that are loaded: everything is checked first, then changed ────────────────────────────────
-
-STATE_VERSION = 2  # of every state_dict here; to be raised when the keys or their meaning change
-
-
-def check_state_version(key: str, given: Any) -> None:
-    """ValueError unless it is a state of this version, for `key`, the kind of object it is of."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
-    version = given.get("version", 1)
-    if type(version) is not int or version != STATE_VERSION:
-        way = "load it with the version of tcs_core that saved it, or begin anew"
-        raise ValueError(
-            f"{key}: version: got {shorten(version)}, allowed: {STATE_VERSION} ({way})"
-        )
-
-
-def check_same_state(key: str, given: Any, like: Any) -> None:
-    """ValueError unless `given` can take the place of `like`, a state of the object that loads it.
-
-    Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
-    all else the same type (a whole number may stand for a float). Values are not compared. `key`
-    says what the state is of; the error names the place inside it, what it is and what is allowed.
-    """
-    if isinstance(like, dict):
-        if not isinstance(given, dict):
-            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-        missing, unknown = like.keys() - given.keys(), given.keys() - like.keys()
-        if missing or unknown:
-            names = "is missing" if missing else "is not known"
-            raise ValueError(f"{key}: {', '.join(sorted(map(str, missing or unknown)))} {names}")
-        for name, value in like.items():
-            check_same_state(f"{key}: {name}", given[name], value)
-    elif isinstance(like, list | tuple):
-        if not isinstance(given, list | tuple) or len(given) != len(like):
-            got = len(given) if isinstance(given, list | tuple) else f"a {type(given).__name__}"
-            raise ValueError(f"{key}: got {got}, allowed: {len(like)} entries")
-        for place, value in enumerate(like):
-            check_same_state(f"{key}: {place}", given[place], value)
-    elif isinstance(like, Tensor):
-        wanted = f"{tuple(like.shape)} {like.dtype}"
-        if not isinstance(given, Tensor):
-            raise ValueError(f"{key}: got {shorten(given)}, allowed: a tensor {wanted}")
-        if given.shape != like.shape or given.dtype != like.dtype:
-            got = f"{tuple(given.shape)} {given.dtype}"
-            raise ValueError(f"{key}: got shape {got}, allowed: {wanted}")
-    elif type(given) is not type(like) and not (type(like) is float and type(given) is int):
-        wanted = "none" if like is None else f"a {type(like).__name__}"
-        raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
-
-
-def _by_value(value: Any) -> Any:
-    """A copy for a state, which nobody else changes: at any depth, tensors are cloned, and numpy's
-    numbers become Python's."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {_number(key): _by_value(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        inside = [_by_value(inner) for inner in value]
-        return inside if isinstance(value, list) else tuple(inside)
-    return copy.deepcopy(_number(value))
-
-
-def scheme_state(scheme: Scheme) -> dict[str, Any]:
-    """The fields of a scheme that differ from their defaults, for a state. What a later version
-    adds, with a default that means "as before", is not among them until somebody uses it."""
-    fields = dataclasses.fields(scheme)
-    return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
-
-
-def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
-    """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
-    one. A field that the state lacks has its default."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
-    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Scheme)}
-    defaults["name"] = None  # it has none, so that a state without it is refused
-    if unknown := given.keys() - defaults.keys():
-        raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
-    said = []
-    for field, allowed in dataclasses.asdict(like).items():
-        got = given.get(field, defaults[field])
-        if type(got) is not type(allowed) or got != allowed:
-            said.append(f"{field}: got {shorten(got)}, allowed: {allowed!r}")
-    if said:
-        raise ValueError(f"{key}: {'; '.join(said)}")
-
-
-_SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
 @dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
@@ -395,8 +254,42 @@ class Scheme:
                     )
             said |= sets.keys()
             fields |= sets
-        spelt = "".join(_spelt(part, suffix, fields) for part, suffix, _ in found)
+        spelt = "".join(_spelling(part, suffix, fields) for part, suffix, _ in found)
         return Scheme(name=family + spelt, **(fields | changes))
+
+
+_SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
+
+
+def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"{key}: got {shorten(value)} ({type(value).__name__}), allowed: {allowed}")
+
+
+def _number(value: Any) -> Any:
+    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
+    into states, and torch.load refuses numpy's."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
+        return value.item()
+    return value
+
+
+def _check_whole(key: str, value: Any, low: int, high: int) -> int:
+    """The number, as one of Python's. ValueError for a bool, a float, or one out of range."""
+    number = _number(value)
+    if type(number) is not int or not low <= number <= high:
+        _refuse(key, number, f"a whole number from {low} to {high}")
+    return number
+
+
+def _check_bits(key: str, value: Any) -> None:
+    if type(value) is not int or not (1 <= value <= 16 or value == 32):
+        _refuse(key, value, "1 to 16, or 32 for float32")
+
+
+def _check_one_of(key: str, value: Any, known: Iterable[str]) -> None:
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        _refuse(key, value, ", ".join(names))
 
 
 def _intervals(value_bits: int) -> int:
@@ -453,7 +346,13 @@ def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
-_NEEDS = ("own", "shared", "masks", "S_top", "any scheme")
+_NEEDS = {  # of a suffix, and how an error names them
+    "own": "masks of the clients' own (phi_local)",
+    "shared": "a shared mask (phi_global)",
+    "masks": "masks",
+    "S_top": "masks of the largest entries",
+    "any scheme": "",
+}
 
 
 def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -> None:
@@ -466,9 +365,9 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
         "S_top": rule not in ("dense", "rand-K"),
         "any scheme": True,  # centralized training, too
     }
-    lacking = [need for need in suffix.needs if not has[need]]
+    lacking = [_NEEDS[need] for need in suffix.needs if not has[need]]
     if fields.get("centralized") and "any scheme" not in suffix.needs:
-        lacking = ["clients"]
+        lacking = ["clients that send something"]
     if lacking:
         what = f"{shorten(part)} makes no sense without {lacking[0]}"
         raise ValueError(f"scheme {shorten(name)}: {what}; {_known_schemes()}")
@@ -486,7 +385,7 @@ def _check_shares(family: str, changes: dict[str, Any]) -> None:
             _refuse(f"{family}: {key}", changes[key], f"{usual}: another has no meaning there")
 
 
-def _spelt(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
+def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
     """A suffix as the names of records have it, however it was typed."""
     if part.lower().endswith("momentum"):
         return "-Momentum" if fields.get("centralized") else "-Global Momentum"
@@ -562,7 +461,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
         known = ", ".join(sorted(allowed))
         raise ValueError(f"unknown field: {', '.join(unknown)}; allowed: {known}")
     papers = name in _THE_PAPERS and (name in FAMILIES or name in RULES)
-    if papers or name.endswith("+") or _is_suffixed(name):
+    if papers or name.endswith("+") or _has_suffixes(name):
         raise ValueError(f"scheme {name!r} is known already: choose another name")
     Scheme(name=name, rule="dense", **fields)  # raises for a field that is wrong
 
@@ -577,7 +476,7 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
 _THE_PAPERS = ("TCS", "top-K", "rand-K", "dense", "FedAvg", "FedSGD", "Baseline")
 
 
-def _is_suffixed(name: str) -> bool:
+def _has_suffixes(name: str) -> bool:
     """Whether it is the name of a known family with suffixes."""
     if name in FAMILIES:
         return False
@@ -609,11 +508,11 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
     others = [suffix for suffix in SUFFIXES if (suffix.form, suffix.says) != (form, says)]
     taken = any(re.fullmatch(suffix.pattern, f"{letter.lower()}5") for suffix in others)
     if taken or not letter.isalpha():
-        raise ValueError(f"letter: got {letter!r}, allowed: letters that no suffix has")
+        raise ValueError(f"letter: got {letter!r}, allowed: letters that begin no other suffix")
     if name == "fractional" and name in QUANTIZERS:
         raise ValueError(f"quantizer {name!r} is the paper's: choose another name")
     if any(suffix.says == says and suffix.form != form for suffix in SUFFIXES):
-        raise ValueError(f"name: got {name!r}, which has another letter, allowed: a new name")
+        raise ValueError(f"name: got {name!r}, which another letter stands for: choose a new name")
 
     @register_suffix(form, pattern, says)
     def _quantized(fields: dict[str, Any], number: int) -> dict[str, Any]:
@@ -658,24 +557,26 @@ def top_k_above(
     long vector gives one.
 
     `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
-    CPU no other entry is read then, unless fewer than k of these are different from 0. Give it only
-    without `excluded`, which is not looked at on this shorter path. With any floor, and with an
-    `among_K` that is true of the vector, the positions are the same.
+    CPU no other entry is read then, unless fewer than k of these are different from 0. With any
+    floor, and with an `among_K` that is true of the vector, the positions are the same. ValueError
+    for `among_K` together with `excluded`.
 
     This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
     would have to wait to learn how many candidates there are: there, and for other types, `topk`
     chooses among all entries, and the floor stays as it is.
     """
+    if among_K is not None and excluded is not None:
+        raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
     numbers_D = vector_D.detach()
     taken_D = None if excluded is None else _as_mask(excluded, numbers_D)
     if k <= 0 or not len(numbers_D):
         _check_k(k, len(numbers_D))
         return torch.empty(0, dtype=torch.int64, device=numbers_D.device), floor
-    if not may_look(numbers_D) or numbers_D.dtype != torch.float32:
+    if not is_on_cpu(numbers_D) or numbers_D.dtype != torch.float32:
         magnitudes_D, eligible = numbers_D.abs(), len(numbers_D)
         if taken_D is not None:
             magnitudes_D.masked_fill_(taken_D, -1.0)
-            eligible -= int(taken_D.sum()) if may_look(taken_D) else 0
+            eligible -= int(taken_D.sum()) if is_on_cpu(taken_D) else 0
         _check_k(k, eligible)
         return _largest_by_topk(magnitudes_D, k), floor
     values_D = numbers_D.numpy()
@@ -732,24 +633,24 @@ def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) ->
     return float(np.partition(sample, len(sample) - wanted)[len(sample) - wanted])
 
 
-def may_look(tensor: Tensor) -> bool:
-    """Whether the host may look at a value at no cost: not on a GPU, where it would have to wait
-    until all that was asked for is done."""
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether Python can read values of the tensor at no cost. On a GPU it would have to wait until
+    everything that was asked of the GPU before is done."""
     return tensor.device.type == "cpu"
 
 
 def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
     """Positions of the k >= 1 largest numbers, ascending; of a GPU's the host looks at none."""
-    largest_K, places_K = numbers_D.topk(k, sorted=False)
+    largest_K, positions_K = numbers_D.topk(k, sorted=False)
     kth = largest_K.min()
-    if may_look(kth) and kth.isnan():
+    if is_on_cpu(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
     # topk takes any of those that tie with the k-th: the n-th of these becomes the n-th tie of all
     is_tie_K = largest_K == kth
     first_ties_K = _first(numbers_D == kth, k)
     nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
-    places_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], places_K)
-    return _first(positions_to_mask(places_K, len(numbers_D)), k)
+    positions_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], positions_K)
+    return _first(positions_to_mask(positions_K, len(numbers_D)), k)
 
 
 def _first(mask_D: Tensor, k: int) -> Tensor:
@@ -815,7 +716,7 @@ def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
 
 def mask_to_positions(mask_D: Tensor) -> Tensor:
     """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
-    if may_look(mask_D):  # numpy's call costs less
+    if is_on_cpu(mask_D):  # numpy's call costs less
         return torch.from_numpy(mask_D.numpy().nonzero()[0])
     return mask_D.nonzero(as_tuple=True)[0]
 
@@ -863,7 +764,7 @@ def layerwise_top_k_positions(
 
 def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
     """Positions of the k >= 1 largest, ascending, by what is quicker on their device."""
-    if not may_look(magnitudes_D) or magnitudes_D.dtype != torch.float32:
+    if not is_on_cpu(magnitudes_D) or magnitudes_D.dtype != torch.float32:
         return _largest_by_topk(magnitudes_D, k)
     values = magnitudes_D.numpy()
     if k == 1:  # argmax is the first of equals
@@ -893,7 +794,7 @@ def block_for(count: int, dimension: int) -> int:
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
 
-def _checked_code(dimension: int, block: int) -> tuple[int, int]:
+def _check_code(dimension: int, block: int) -> tuple[int, int]:
     dimension, block = _number(dimension), _number(block)
     if dimension < 1 or not block >= 1:
         raise ValueError(f"dimension, block: got {dimension}, {block}, allowed: >= 1")
@@ -907,7 +808,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
     Raises ValueError for positions out of range or out of order.
     """
-    dimension, block = _checked_code(dimension, block)
+    dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
     width = intra_block_bits(block)
     order = torch.arange(len(positions_K), device=positions_K.device)
@@ -930,12 +831,12 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
     if not numbers.size:
         return
     if not (numbers[1:] > numbers[:-1]).all():
-        raise ValueError("positions: not strictly ascending")
+        raise ValueError("positions: not strictly ascending, allowed: sorted, each position once")
     if numbers[0] < 0 or numbers[-1] >= dimension:
         got = f"{numbers[0]} to {numbers[-1]}"
         raise ValueError(f"positions: got {got}, allowed: 0 to {dimension - 1}")
     if taken_D is not None and taken_D.numpy()[numbers].any():
-        raise ValueError("own mask: entries of the shared mask, allowed: only others")
+        raise ValueError("own mask: got entries of the shared mask, allowed: only others")
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
@@ -945,9 +846,10 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     entry, over all block ends between two of them at once; what it finds is read side by side.
     Raises ValueError for anything that is not the code of some set of positions.
     """
-    dimension, block = _checked_code(dimension, block)
+    dimension, block = _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
-        raise ValueError("bits: allowed: a one-dimensional uint8 tensor of 0 and 1")
+        got = f"{tuple(bits.shape)} {bits.dtype}"
+        raise ValueError(f"bits: got {got}, allowed: a one-dimensional uint8 tensor of 0 and 1")
     width = intra_block_bits(block)
     starts_K = torch.from_numpy(_flag_starts(bits, width)).to(bits.device)
     count = len(starts_K)
@@ -958,7 +860,8 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     inside = bits[starts_K.unsqueeze(1) + torch.arange(1, width + 1, device=bits.device)].long()
     inside_K = (inside << torch.arange(width - 1, -1, -1, device=bits.device)).sum(1)
     if (inside_K >= block).any():
-        raise ValueError(f"bits: a position of {int(inside_K.max())} inside a block of {block}")
+        got = f"position {int(inside_K.max())} inside a block"
+        raise ValueError(f"bits: got {got}, allowed: 0 to {block - 1}")
     positions_K = block_index_K * block + inside_K
     check_positions(positions_K, dimension)
     return positions_K
@@ -972,7 +875,7 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
         starts.append(place)
         place = find(b"\x01", place + 1 + width)
     if starts and starts[-1] + width >= len(stream):
-        raise ValueError("bits: the stream ends inside an entry")
+        raise ValueError("bits: got a stream that ends inside an entry, allowed: whole entries")
     return np.fromiter(starts, np.int64, len(starts))
 
 
@@ -1041,7 +944,8 @@ def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
     """
     intervals = len(means_P)
     if len(codes_K) and not 0 <= int(codes_K.min()) <= int(codes_K.max()) < 2 * intervals:
-        raise ValueError(f"codes: allowed: 0 to {2 * intervals - 1}")
+        got = f"{int(codes_K.min())} to {int(codes_K.max())}"
+        raise ValueError(f"codes: got {got}, allowed: 0 to {2 * intervals - 1}")
     return _dequantize(codes_K, means_P)
 
 
@@ -1208,7 +1112,7 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
     fit = torch.int32, (count,), torch.float32, (intervals,)
     if got != fit:
         raise ValueError(f"quantizer {name}: got {got}; allowed: {fit}, codes and means")
-    if not may_look(codes) or not count:
+    if not is_on_cpu(codes) or not count:
         return
     low, high = int(codes.min()), int(codes.max())
     if not 0 <= low <= high < 2 * intervals:
@@ -1316,22 +1220,24 @@ def _check_values(message: Message, wire: Wire) -> None:
         got = f"{tuple(values.shape)} {values.dtype}"
         raise ValueError(f"values: got shape {got}, allowed: one dimension, torch.float32")
     if not values.isfinite().all():
-        raise ValueError("values: NaN or infinity can't be sent")
+        raise ValueError("values: got NaN or infinity, allowed: finite numbers")
     if message.dense:
         got = f"{len(values)} and {len(message.positions)} positions"
         if len(values) != wire.dimension or len(message.positions):
-            raise ValueError(f"values: got {got}, allowed in a dense message: {wire.dimension}, 0")
+            raise ValueError(
+                f"values: got {got}, allowed in a dense message: {wire.dimension} and 0"
+            )
         return
     if len(values) < len(message.positions):
         got = f"{len(values)} for {len(message.positions)} positions"
-        raise ValueError(f"values: got {got}, allowed: one or more for each")
+        raise ValueError(f"values: got {got}, allowed: at least one per position")
     if (codes is None or means is None) == bool(wire.intervals):
         got = "float32 values" if codes is None else "quantized values"
-        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits each")
+        raise ValueError(f"values: got {got}, allowed on this wire: {wire.value_bits} bits a value")
     if codes is not None and means is not None:
         _check_quantized("of the message", (codes, means), len(values), wire.intervals)
         if not torch.equal(_dequantize(codes, means), values):
-            raise ValueError("values: got others than codes and means say, allowed: the same")
+            raise ValueError("values: got others than codes and means stand for, allowed: the same")
 
 
 def decode_message(
@@ -1346,7 +1252,7 @@ def decode_message(
     values (finite) and positions (in range, ascending, not shared) too; memory stays within a small
     multiple of its length and of the shared positions.
     """
-    kind, who, when, own = _checked_header(data, wire.tag ^ mask_tag)
+    kind, who, when, own = _check_header(data, wire.tag ^ mask_tag)
     dense = shared_K is None
     _expect("dense", kind == _DENSE, dense)
     _expect("kind", kind, kind if kind <= _PLAIN else f"0 to {_PLAIN}")
@@ -1359,23 +1265,26 @@ def decode_message(
     else:
         shared_K = shared_K.cpu()
         if own > wire.dimension - len(shared_K):
-            raise ValueError(f"message: {own} positions, allowed: those that are not shared")
+            most = wire.dimension - len(shared_K)
+            raise ValueError(f"message: got {own} own positions, allowed: 0 to {most}")
         reader = CODES["block" if kind == _PLAIN else wire.code]
         found = reader.decode(code, len(shared_K), own, wire)
         message = dataclasses.replace(found, sender=who, round=when)
         if torch.isin(message.positions, shared_K).any():
-            raise ValueError("message: positions of the shared mask, allowed: only others")
+            raise ValueError("message: got positions of the shared mask, allowed: only others")
     if not message.values.isfinite().all():
-        raise ValueError("message: a value is NaN or infinity")
+        raise ValueError("message: a value is NaN or infinity, allowed: finite values")
     return message
 
 
-def _checked_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
+def _check_header(data: bytes, wanted: int) -> tuple[int, int, int, int]:
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) < OVERHEAD_BYTES:
-        raise ValueError(f"message: allowed: {OVERHEAD_BYTES} bytes or more")
+        is_long = isinstance(data, bytes | bytearray | memoryview)
+        got = f"{len(data)} bytes" if is_long else f"a {type(data).__name__}"
+        raise ValueError(f"message: got {got}, allowed: {OVERHEAD_BYTES} bytes or more")
     end = len(data) - _CHECKSUM.size
     if zlib.crc32(memoryview(data)[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
-        raise ValueError("message: wrong checksum")
+        raise ValueError("message: wrong checksum: these bytes are not as they were sent")
     version, kind, who, when, tag, own = _HEADER.unpack_from(data)
     _expect("version", version, MESSAGE_VERSION)
     if tag != wanted:
@@ -1406,7 +1315,8 @@ def means_of(data: memoryview, intervals: int) -> Tensor:
     means_P = floats_of(data[: 4 * intervals], intervals)
     if (means_P.isfinite() & (means_P >= 0)).all():
         return means_P
-    raise ValueError("message: means of intervals, allowed: finite numbers >= 0")
+    got = f"{means_P.min().item():g} to {means_P.max().item():g}"
+    raise ValueError(f"message: means: got {got}, allowed: finite numbers >= 0")
 
 
 def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
@@ -1440,7 +1350,7 @@ class BlockCode:
             block = block_for(own, wire.dimension)
             places = encode_positions(message.positions.cpu(), wire.dimension, block)
             streams.append(places.numpy())
-        return floats + packed_bits(streams), False
+        return floats + pack_bits(streams), False
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
         """The message of so many shared and own values."""
@@ -1452,7 +1362,7 @@ class BlockCode:
         size = floats + -(-(coded + places) // 8)
         if len(code) != size:
             raise ValueError(f"message: got {len(code)} bytes of code, allowed: {size}")
-        bits = unpacked_bits(code[floats:], coded + places)
+        bits = unpack_bits(code[floats:], coded + places)
         positions = torch.empty(0, dtype=torch.int64, device="cpu")
         if own:
             positions = decode_positions(torch.from_numpy(bits[coded:]), wire.dimension, block)
@@ -1485,16 +1395,18 @@ def from_bits(bits: np.ndarray, width: int) -> np.ndarray:
     return numbers
 
 
-def packed_bits(streams: list[np.ndarray]) -> bytes:
+def pack_bits(streams: list[np.ndarray]) -> bytes:
     """Streams of 0 and 1, one after another, eight to a byte, filled with zeros."""
     return np.packbits(np.concatenate(streams)).tobytes() if streams else b""
 
 
-def unpacked_bits(data: memoryview, count: int) -> np.ndarray:
+def unpack_bits(data: memoryview, count: int) -> np.ndarray:
     """The first `count` bits; ValueError unless `data` is just as long and ends in zeros."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if len(data) != -(-count // 8) or bits[count:].any():
-        raise ValueError(f"message: got {8 * len(data)} bits, allowed: {count}, filled with zeros")
+        raise ValueError(
+            f"message: got {8 * len(data)} bits, allowed: {count}, filled up with zeros"
+        )
     return bits[:count]
 
 
@@ -1603,7 +1515,7 @@ class MaskRule:
         return chosen_K
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: _by_value(getattr(self, key)) for key in kept_names(self)}
+        return {key: _by_value(getattr(self, key)) for key in names_to_keep(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load.
@@ -1616,7 +1528,7 @@ class MaskRule:
         """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
-        wanted = {key: getattr(self, key) for key in kept_names(self)}
+        wanted = {key: getattr(self, key) for key in names_to_keep(self)}
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
             mine, numbers = wanted[key], (Tensor, int, float, type(None))
@@ -1639,7 +1551,7 @@ class MaskRule:
             setattr(self, key, copied)
 
 
-def kept_names(kept: Any) -> list[str]:
+def names_to_keep(kept: Any) -> list[str]:
     """What `keeps` names, of an object's class and its base classes."""
     named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
     return list(dict.fromkeys(chain.from_iterable(named)))
@@ -1701,7 +1613,7 @@ class TCS(MaskRule):
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
         # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
-        if may_look(update_D):
+        if is_on_cpu(update_D):
             first = chosen_K[:1]  # says it most often; to read all, far apart, takes long
             if not update_D[first].any() and not update_D[chosen_K].any():
                 return
@@ -1726,7 +1638,7 @@ class TCS(MaskRule):
         like = torch.empty(self.k_global, dtype=torch.int64, device="cpu")
         if not isinstance(positions_K, Tensor) or positions_K.dtype != torch.int64:
             check_same_state("state: rule: positions", positions_K, like)
-        if may_look(positions_K):
+        if is_on_cpu(positions_K):
             check_positions(positions_K, self.dimension)
         if magnitudes_K is not None:
             like = torch.empty(len(positions_K), dtype=torch.float32, device="cpu")
@@ -1781,7 +1693,7 @@ class Known:
         for field in ("momentum", "error_unit"):
             got = getattr(self.scheme, field)
             if got != getattr(Scheme, field):
-                what = f"{field} {got!r} is a federation's"
+                what = f"{field} {got!r} needs more than compression"
                 raise ValueError(f"{self.scheme.name}: {what}: use tcs_core.Federation")
         whole = all(type(size) is int and size >= 1 for size in self.layer_sizes)
         if not self.layer_sizes or not whole:
@@ -1790,13 +1702,13 @@ class Known:
         self.dimension, self.device = sum(self.layer_sizes), device
         self.rule = rule_of(self.scheme)(self.scheme, self.layer_sizes, device, self.seed)
         order = tuple(order)
-        self.up = Wire.up(self.scheme, self.layer_sizes, order)
-        self.down = Wire.down(self.scheme, self.layer_sizes, order)
+        self.wire_up = Wire.up(self.scheme, self.layer_sizes, order)
+        self.wire_down = Wire.down(self.scheme, self.layer_sizes, order)
         self.round = 0  # that is open, or the next one
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
-        # A sender, and whether its values were finite: bool (). `finite_part` adds these on a GPU,
-        # and the DDP hook adds one of its own on a CPU, too.
+        # Senders, and whether their values were finite: bool (). `require_finite` adds these on a
+        # GPU, and the DDP hook adds one of its own on a CPU, too.
         self.flags: list[tuple[int, Tensor]] = []
         self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
@@ -1804,7 +1716,7 @@ class Known:
         self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
         self.own_count: int | None = 0  # of a client's own positions; None: the message says it
         self._mask_tag: int | None = 0  # None: not worked out yet in this round
-        self.may_look = may_look(self.shared_D)
+        self.on_cpu = is_on_cpu(self.shared_D)
 
     def begin(
         self, dense: bool = False, theta_D: Tensor | None = None, mask_factor: int = 1
@@ -1817,7 +1729,8 @@ class Known:
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
-            raise ValueError(f"begin: {what}, allowed: after observe, or lose")
+            way = "after observe, which ends that round, or lose, which gives it up"
+            raise ValueError(f"begin: {what}, allowed: {way}")
         self.rule.round = self.round
         self.rule.begin(theta_D, mask_factor)
         dense = dense or self.scheme.always_dense
@@ -1860,24 +1773,24 @@ class Known:
         at the numbers.)"""
         if not isinstance(mask, Tensor):
             got = type(mask).__name__
-            raise ValueError(f"mask: got a {got}, allowed: a tensor, a mask or positions")
+            raise ValueError(f"mask: got a {got}, allowed: a tensor, either bool (D,) or positions")
         if mask.dtype == torch.bool:
             if tuple(mask.shape) != (self.dimension,):
                 shape = tuple(mask.shape)
                 raise ValueError(f"mask: got shape {shape}, allowed: ({self.dimension},)")
             mask = mask_to_positions(mask)
-        if self.may_look:
+        if self.on_cpu:
             check_positions(mask, self.dimension, taken_D)
         return mask
 
-    def finite_part(self, values: Tensor, sender: int) -> Tensor:
-        """The values; NotFiniteError if some are NaN or infinite.
+    def require_finite(self, values: Tensor, sender: int) -> Tensor:
+        """Return the values; NotFiniteError, which names the sender, if any is NaN or infinite.
 
         On a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any
-        of its entries is not finite, and a flag is kept. `look`, at the end of a round, reads all
-        flags together.
+        of its entries is not finite, and a flag is kept. `check_flags`, at the end of a round,
+        reads all flags together and raises the error.
         """
-        if self.may_look:  # a sum is quick, but it can overflow: then all values are looked at
+        if self.on_cpu:  # a sum is quick, but it can overflow: then all values are looked at
             if not math.isfinite(values.sum().item()) and not values.isfinite().all():
                 raise NotFiniteError(sender)
             return values
@@ -1885,18 +1798,18 @@ class Known:
         self.flags.append((sender, is_finite))
         return torch.where(is_finite, values, 0.0)
 
-    def look(self, counted_D: Tensor | None = None) -> int:
-        """Read everything that the host wants to know from a GPU in a round, in one wait.
+    def check_flags(self, counted_D: Tensor | None = None) -> int:
+        """Raise NotFiniteError for the first sender whose flag says that values were not finite.
+        Return how many entries of the mask `counted_D` (D,) are set, 0 without one.
 
-        Return how many entries of the mask `counted_D` (D,) are set, 0 without one. Raise
-        NotFiniteError for the first sender whose flag says that its values were not finite. On a
-        CPU `finite_part` has raised that already, and flags are not read.
+        On a GPU this is the round's only wait for values, which is why flags and count are read
+        together. On a CPU `require_finite` has raised the error already, and flags are not read.
 
         An ordinary round has no other wait. These have some more: layer-wise fairness, which checks
         its vector; a rule that gives its masks as bool tensors; a `Server.reply` that is really
         made, which has to know how many entries were explored; and `to_bytes`.
         """
-        if self.may_look:
+        if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
         asked = [is_finite.long() for _, is_finite in self.flags]
         asked += [] if counted_D is None else [counted_D.sum()]
@@ -1908,7 +1821,7 @@ class Known:
                 raise NotFiniteError(sender)
         return 0 if counted_D is None else said[-1]
 
-    def expanded(self, message: Message) -> Tensor:
+    def expand_message(self, message: Message) -> Tensor:
         """What a message says, with zeros where it says nothing: (D,), in memory of its own."""
         if message.dense:
             return message.values.detach().clone()
@@ -1940,7 +1853,7 @@ class Known:
                 got = f"{tuple(part.shape)} {part.dtype}" if is_tensor else type(part).__name__
                 want = f"a tensor of one dimension, {wanted_type}"
                 raise MessageError(sender, f"message: {name}: got {got}, allowed: {want}")
-        wire, own = (self.up, self.own_count) if sender != SERVER else (self.down, None)
+        wire, own = (self.wire_up, self.own_count) if sender != SERVER else (self.wire_down, None)
         own = 0 if self.dense else own
         wanted = {
             "sender": (message.sender, sender),
@@ -1956,7 +1869,7 @@ class Known:
         for name, (found, allowed) in wanted.items():
             if found != allowed:
                 raise MessageError(sender, f"message: {name}: got {found}, allowed: {allowed}")
-        if not self.may_look:
+        if not self.on_cpu:
             return
         try:
             check_positions(positions, self.dimension, None if self.dense else self.shared_D)
@@ -1965,7 +1878,9 @@ class Known:
         if sender != SERVER and self.dense:
             return
         if not math.isfinite(values.sum().item()) and not values.isfinite().all():
-            raise MessageError(sender, "message: a value is NaN or infinity")
+            raise MessageError(
+                sender, "message: a value is NaN or infinity, allowed: finite values"
+            )
 
     @property
     def mask_tag(self) -> int:
@@ -1978,14 +1893,14 @@ class Known:
     def to_bytes(self, message: Message) -> bytes:
         """A message of this round as bytes. NotFiniteError where it was not known until now, on a
         GPU, that what was sent is not finite."""
-        self.look()
-        wire = self.down if message.sender == SERVER else self.up
+        self.check_flags()
+        wire = self.wire_down if message.sender == SERVER else self.wire_up
         return encode_message(message, wire, self.mask_tag)
 
     def from_bytes(self, data: bytes, sender: int) -> Message:
         """The message of this round that `sender` (SERVER: the server) sent; MessageError for
         anything else. `data` may come from anyone."""
-        wire, count = (self.down, None) if sender == SERVER else (self.up, self.own_count)
+        wire, count = (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
         shared_K = None if self.dense else self.shared_K
         try:
             message = decode_message(data, wire, shared_K, sender, self.round, count, self.mask_tag)
@@ -2002,7 +1917,7 @@ class Known:
         """What two sides, or a state and who loads it, must have in common."""
         return {
             "version": STATE_VERSION, "scheme": scheme_state(self.scheme), "seed": self.seed,
-            "layer_sizes": list(self.layer_sizes), "order": self.up.order,
+            "layer_sizes": list(self.layer_sizes), "order": self.wire_up.order,
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -2077,10 +1992,11 @@ class Client:
             got = f"round {known.round} is {known.status}"
             raise ValueError(f"{what}: {got}, allowed: after Known.begin")
         if self.number in known.senders or self.sent_in(known.round):
-            raise ValueError(f"{what}: has sent in round {known.round} already")
-        return self.message_of(self.checked(delta_D))
+            got = f"has sent in round {known.round} already"
+            raise ValueError(f"{what}: {got}, allowed: once per round")
+        return self.message_of(self.check_difference(delta_D))
 
-    def checked(self, delta_D: Tensor) -> Tensor:
+    def check_difference(self, delta_D: Tensor) -> Tensor:
         """A difference that `message_of` can use, before anything is changed."""
         known = self.known
         if not isinstance(delta_D, Tensor):
@@ -2090,25 +2006,27 @@ class Client:
             raise ValueError(f"{got}, allowed: ({known.dimension},)")
         if delta_D.dtype != torch.float32:
             raise ValueError(f"delta_D: got {delta_D.dtype}, allowed: torch.float32")
-        return known.finite_part(delta_D.detach(), self.number)
+        return known.require_finite(delta_D.detach(), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12 for a difference that was `checked`, in a round that is open."""
+        """Lines 9 to 12 for a difference that was checked, in a round that is open."""
         known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
         intended_D = self.intended(delta_D)  # line 9
         known.senders.add(self.number)
         try:
             if known.dense:
-                values_D = known.finite_part(intended_D, self.number).clone()  # the message's own
+                values_D = known.require_finite(
+                    intended_D, self.number
+                ).clone()  # the message's own
                 none = values_D[:0].clone()
                 self.in_flight = InFlight(known.round, none.long(), none, none, True)
                 return Message.dense_of(values_D, *who)
             own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
-            finite_K = known.finite_part(intended_K, self.number).clone()
-            # line 12: sent, quantized (Sec. II-F)
-            message = Message.of(finite_K, own_K, self.value_bits, *who, self.quantizer)
+            finite_K = known.require_finite(intended_K, self.number).clone()
+            bits, quantizer = self.value_bits, self.quantizer
+            message = Message.of(finite_K, own_K, bits, *who, quantizer)  # line 12: quantize, send
         except NotFiniteError:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
@@ -2129,8 +2047,8 @@ class Client:
         )
         own_K = known.positions_of(mask, known.shared_D)
         if k is not None and len(own_K) != k:
-            advice = "own_count says so; let it return None if their number is open"
-            raise ValueError(f"own_mask: got {len(own_K)}, allowed: {k} ({advice})")
+            way = "as own_count has returned; let it return None if clients choose the number"
+            raise ValueError(f"own_mask: got {len(own_K)} entries, allowed: {k} ({way})")
         return own_K
 
     def arrived(self, received: Message | None = None) -> None:
@@ -2144,7 +2062,7 @@ class Client:
         what = f"client {self.number}: arrived"
         if self.in_flight is None:
             got = f"has sent nothing that could have arrived in round {self.known.round}"
-            raise ValueError(f"{what}: {got}, allowed: once after send")
+            raise ValueError(f"{what}: {got}, allowed: once after each send")
         _, positions_K, intended_K, values_K, dense = self.in_flight
         if received is not None:
             count = self.known.dimension if dense else len(values_K)
@@ -2178,11 +2096,11 @@ class Client:
         """
         known = self.known
         known.check_message(reply, SERVER)
-        known.look()
+        known.check_flags()
         if heard and not self.sent_in(known.round):
-            what = f"has sent nothing in round {known.round}"
+            what = f"has sent nothing in round {known.round}, allowed: heard=False"
             raise ValueError(f"client {self.number}: receive: heard: got True, but it {what}")
-        update_D = known.expanded(reply)
+        update_D = known.expand_message(reply)
         known.observe(update_D)
         if heard:
             self.arrived()
@@ -2207,35 +2125,41 @@ class Client:
     def forget_overflow(self) -> None:
         """If errors, or what else is kept, outgrew float32, all of it begins anew; else no later
         round could be sent."""
-        kept = [tensor for tensor in self._kept().values() if tensor is not None]
+        kept = [tensor for tensor in self._kept_tensors().values() if tensor is not None]
         if not all(tensor.isfinite().all() for tensor in kept):
             for tensor in kept:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
         """Multiply errors, and what else is kept, by a factor, because their unit changes."""
-        for tensor in self._kept().values():
+        for tensor in self._kept_tensors().values():
             if tensor is not None:
                 tensor.mul_(factor)
 
-    def _kept(self) -> dict[str, Tensor | None]:
-        return {name: getattr(self, name) for name in kept_names(self)}
+    def _kept_tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in names_to_keep(self)}
 
     def state_dict(self) -> dict[str, Any]:
         """By value: errors, and a message that nobody has acknowledged yet."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
-        parts = {"number": self.number, "in_flight": flight} | self._kept()
+        parts = {"number": self.number, "in_flight": flight} | self._kept_tensors()
         return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError for the state of another client, for errors of another size, or for a state in
         which something is missing or of the wrong type."""
         check_state_version("state of Client", state)
-        wanted = {"version": STATE_VERSION, "number": self.number, "in_flight": None} | self._kept()
+        wanted = {
+            "version": STATE_VERSION,
+            "number": self.number,
+            "in_flight": None,
+        } | self._kept_tensors()
         flight = state.get("in_flight")
         check_same_state("state", state | ({} if flight is None else {"in_flight": None}), wanted)
         if state["number"] != self.number:
-            raise ValueError(f"state: client: got {state['number']}, allowed: {self.number}")
+            raise ValueError(
+                f"state: number of the client: got {state['number']}, allowed: {self.number}"
+            )
         if flight is None:
             return
         if not isinstance(flight, dict):
@@ -2258,7 +2182,7 @@ class Client:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError, with nothing changed, for what `check_state` refuses."""
         self.check_state(state)
-        for name, tensor in self._kept().items():
+        for name, tensor in self._kept_tensors().items():
             if tensor is not None:
                 tensor.copy_(state[name])
         flight, device = state["in_flight"], self.known.device
@@ -2327,7 +2251,7 @@ class Server:
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
         self.known = known
         numbers = None if weights is None else list(weights)
-        self.weights = None if numbers is None else _checked_weights(numbers, len(numbers))
+        self.weights = None if numbers is None else _check_weights(numbers, len(numbers))
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
         self.heard: list[int] = []  # whose messages are in the sum
@@ -2341,13 +2265,17 @@ class Server:
         known, weights = self.known, self.weights
         limit = SERVER if weights is None else len(weights)
         if not 0 <= number < limit:
-            raise MessageError(number, f"add: has no weight, allowed: clients below {limit}")
+            raise MessageError(number, f"add: has no weight, allowed: clients 0 to {limit - 1}")
         known.check_message(message, number)
         if known.status == AVERAGED:
-            raise MessageError(number, f"add: round {known.round} has been averaged without it")
+            raise MessageError(
+                number, f"add: too late, round {known.round} has been averaged without it"
+            )
         is_first = self.senders is not known.senders  # of its round
         if number in self.heard and not is_first:
-            raise MessageError(number, f"add: a second message in round {known.round}")
+            raise MessageError(
+                number, f"add: a second message in round {known.round}, allowed: one"
+            )
         if is_first:
             self.drop()  # what came in a round that was never finished
             self.senders = known.senders
@@ -2363,13 +2291,13 @@ class Server:
         overflowed."""
         known = self.known
         if not self.heard or self.senders is not known.senders or known.status == CLOSED:
-            way = "allowed: finish after add"
+            way = "allowed: finish after add, or Known.lose, which gives the round up"
             raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
             shares = self.weights
             total = len(self.heard) if shares is None else sum(shares[n] for n in self.heard)
             update_D = self.sum_D.div_(total)  # line 15
-            self.average_D = known.finite_part(update_D, SERVER)
+            self.average_D = known.require_finite(update_D, SERVER)
             known.status = AVERAGED
         return self.average_D
 
@@ -2385,6 +2313,18 @@ class Server:
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
+    def average_and_bits(self) -> tuple[Tensor, int]:
+        """The average, and the length in bits that `reply` would have in code "block" if all of the
+        average was sent. This takes less time than to make the reply. Raises what `finish` does."""
+        known, update_D = self.known, self.average()
+        if known.dense:
+            known.check_flags()
+            return update_D, 32 * known.dimension
+        explored = known.check_flags(self.explored_D)
+        values = len(known.shared_K) + explored
+        value_bits = known.wire_down.value_bits
+        return update_D, block_code_bits(value_bits, values, explored, known.dimension)
+
     def finish(self) -> tuple[Tensor, Message]:
         """Return the update that all sides have after the round, (D,), and the server's message
         that tells it to the clients.
@@ -2398,12 +2338,12 @@ class Server:
         """
         update_D = self.average()
         try:
-            self.known.look()
+            self.known.check_flags()
         except NotFiniteError:
             self.drop()
             raise
         reply = self.reply(update_D)
-        update_D = update_D if self.downlink is None else self.known.expanded(reply)
+        update_D = update_D if self.downlink is None else self.known.expand_message(reply)
         self.drop()
         return update_D, reply
 
@@ -2430,8 +2370,9 @@ class Server:
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
-            got = "none" if state["downlink"] is None else "one"
-            raise ValueError(f"state of Server: downlink: got {got}, allowed: as the scheme says")
+            got, allowed = ("none", "one") if state["downlink"] is None else ("one", "none")
+            why = f"as {self.known.scheme.name} has it"
+            raise ValueError(f"state of Server: downlink: got {got}, allowed: {allowed}, {why}")
         if self.downlink is not None:
             self.downlink.check_state(state["downlink"])
 
@@ -2466,7 +2407,7 @@ class Link:
             raise ValueError(f"on_bad: got {on_bad!r}, allowed: stop or skip")
         self.channel, self.on_bad = channel, on_bad
 
-    def up(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
+    def to_server(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
         """Client n's message as the server has it (None: refused), and the bits of its code."""
         if self.channel is not None:
             data = self.channel(n, known.to_bytes(message))
@@ -2476,30 +2417,22 @@ class Link:
                 if self.on_bad == "stop":
                     raise
                 return None, 0
-        return message, message_bits(message, known.up)
+        return message, message_bits(message, known.wire_up)
 
-    def down(self, server: Server) -> tuple[Tensor, int]:
+    def to_clients(self, server: Server) -> tuple[Tensor, int]:
         """The update that all clients have, (D,), and the length of the server's message in bits.
 
-        Often this message need not be made, because its length follows from the number of entries
-        that clients explored. That is so if it says all of the average, in code "block", and does
-        not become bytes.
+        Where nobody reads the message, and its length follows from the number of entries that
+        clients explored, it is not made.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
-            update_D = server.average()
-            if known.dense:
-                known.look()
-                return update_D, 32 * known.dimension
-            explored = known.look(server.explored_D)
-            values = len(known.shared_K) + explored
-            bits = block_code_bits(known.down.value_bits, values, explored, known.dimension)
-            return update_D, bits
+            return server.average_and_bits()
         update_D, reply = server.finish()
-        bits = message_bits(reply, known.down)
+        bits = message_bits(reply, known.wire_down)
         if self.channel is not None:
             data = self.channel(SERVER, known.to_bytes(reply))
-            update_D = known.expanded(known.from_bytes(data, SERVER))
+            update_D = known.expand_message(known.from_bytes(data, SERVER))
         return update_D, bits
 
 
@@ -2565,7 +2498,7 @@ class Compressor:
         server_type = self.rule.server_type or Server
         made = [client_type(self.known, n, errors_D) for n, errors_D in enumerate(errors)]
         self.clients = dict(enumerate(made))
-        self.server = server_type(self.known, _checked_weights(weights, clients))
+        self.server = server_type(self.known, _check_weights(weights, clients))
         self.traffic = Traffic()
         self._is_whole = True  # False in a round, and after one whose end was interrupted
 
@@ -2587,10 +2520,10 @@ class Compressor:
         expected = (self.client_count, self.known.dimension)
         if tuple(deltas_ND.shape) != expected:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
-        chosen = self.checked_clients(clients)
+        chosen = self.check_clients(clients)
         deltas = dict[int, Tensor]()
         for n in chosen:  # before any is changed
-            deltas[n] = self.clients[n].checked(deltas_ND[n])
+            deltas[n] = self.clients[n].check_difference(deltas_ND[n])
         return self._round(deltas.__getitem__, chosen, dense)
 
     def round(
@@ -2606,8 +2539,8 @@ class Compressor:
         are updated, is interrupted, every later call raises until a state is loaded.
         """
         self._check_usable(begins=True)
-        checked = lambda n: self.clients[n].checked(difference(n))  # noqa: E731
-        return self._round(checked, self.checked_clients(chosen), dense, theta_D, mask_factor)
+        checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
+        return self._round(checked, self.check_clients(chosen), dense, theta_D, mask_factor)
 
     def _round(
         self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
@@ -2632,7 +2565,9 @@ class Compressor:
             known.begin(dense, theta_D, mask_factor)
             for n in chosen:
                 asked = n
-                message, bits = self.link.up(known, n, self.clients[n].message_of(checked(n)))
+                message, bits = self.link.to_server(
+                    known, n, self.clients[n].message_of(checked(n))
+                )
                 if message is None:
                     refused.append(n)
                     continue
@@ -2640,7 +2575,7 @@ class Compressor:
                 bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
                 del message  # of a dense round it is as large as the model
             asked, heard = None, tuple(server.heard)
-            update_D, bits_down = self.link.down(server)  # lines 15 and 16
+            update_D, bits_down = self.link.to_clients(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
             server.drop()
             is_closing = True
@@ -2692,9 +2627,10 @@ class Compressor:
             raise ValueError(f"Compressor: {got}; {_WAY_ON}")
         if begins and self.known.status != CLOSED:
             got = f"round {self.known.round} is {self.known.status}"
-            raise ValueError(f"Compressor: {got}, allowed: after Known.observe, or Known.lose")
+            way = "after Known.observe, which ends it, or Known.lose, which gives it up"
+            raise ValueError(f"Compressor: {got}, allowed: {way}")
 
-    def checked_clients(self, chosen: Iterable[int] | None) -> list[int]:
+    def check_clients(self, chosen: Iterable[int] | None) -> list[int]:
         """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
         if chosen is None:
             return list(range(self.client_count))
@@ -2767,7 +2703,7 @@ class Compressor:
 _WAY_ON = "allowed: load_state_dict of a saved state, or a new Compressor"
 
 
-def _checked_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
+def _check_weights(weights: Iterable[float] | None, clients: int) -> list[float] | None:
     if weights is None:
         return None
     numbers = [_number(weight) for weight in weights]
@@ -2869,7 +2805,10 @@ class Federation:
         self.scheme, self._schedule = _scheme(scheme), schedule
         self.feed = feed if hasattr(feed, "batch") else Feed(feed, seed)
         if not hasattr(self.feed, "clients"):
-            raise ValueError("feed: got one with no number of `clients`, allowed: as `Feed` has it")
+            allowed = "a list of one iterable per client, or an object with `clients` and `batch`"
+            raise ValueError(
+                f"feed: got a {type(feed).__name__} without `clients`, allowed: {allowed}"
+            )
         self.clients = self.feed.clients
         _check_whole("seed", seed, 0, 2**64 - 1)
         _check_optimizers(self.scheme, schedule, weight_decay, local_optimizer, server_optimizer)
@@ -2917,7 +2856,7 @@ class Federation:
         while theta moves (by Ctrl-C, or by a `server_optimizer`), comes too late for all that: the
         federation then refuses every call until a state is loaded.
         """
-        chosen = self.compressor.checked_clients(clients)
+        chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
@@ -2928,17 +2867,21 @@ class Federation:
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
         self.t += 1
         try:
-            with self.trainer.lent():
+            with self.trainer.lend_module():
                 update_D = self.exchange(chosen, t, phase.eta, phase.dense, phase.mask_factor)
                 self.is_whole = False  # until all below is done
                 heard = list(self.compressor.traffic.heard)
                 weights = self.compressor.server.weights
-                average_S = self.trainer.averaged_statistics(heard, weights)
+                average_S = self.trainer.average_statistics(heard, weights)
                 self.move(update_D, phase.eta)
                 self.trainer.left_S = average_S
         except BaseException as error:
             if isinstance(error, NotFiniteError):
                 self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
+            if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
+                error.add_note(
+                    "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
+                )
             if not self.is_whole:
                 error.add_note(f"round {t} is half done: load a state, or make a new Federation")
             raise
@@ -2962,13 +2905,14 @@ class Federation:
     ) -> Tensor:  # fmt: skip
         """The part of a round in which these clients train, send and receive: update_D (D,).
 
-        The module has to be lent (`LocalTrainer.lent`). t and eta may be tensors (a CUDA graph).
+        The module has to be lent (`LocalTrainer.lend_module`). In a CUDA graph, t and eta are
+        tensors.
         """
 
         def difference(n: int) -> Tensor:
             delta_D = self.trainer.difference(n, t, eta)  # Alg. 2, line 7
             if self.on_delta is not None:
-                self.compressor.known.finite_part(delta_D, n)
+                self.compressor.known.require_finite(delta_D, n)
                 self.on_delta(n, delta_D)
             return delta_D
 
@@ -2994,12 +2938,12 @@ class Federation:
         """ValueError after an interrupted round and, but for what may be `shown`, inside of
         `evaluated`."""
         if not self.is_whole:
-            got = f"{what}: got called after round {self.t - 1} was interrupted while theta moved"
+            got = f"{what}: round {self.t - 1} was interrupted while theta moved, and is half done"
             raise ValueError(
                 f"{got}, allowed: load_state_dict of a saved state, or a new Federation"
             )
         if self._is_shown and not shown:
-            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after it")
+            raise ValueError(f"{what}: got called inside `evaluated`, allowed: after its block")
 
     # Evaluation.
 
@@ -3065,7 +3009,9 @@ class Federation:
         """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
         that of another scheme, seed or model."""
         if self._is_shown:
-            raise ValueError("load_state_dict: got called inside `evaluated`, allowed: after it")
+            raise ValueError(
+                "load_state_dict: got called inside `evaluated`, allowed: after its block"
+            )
         self.flat.check_unchanged()
         made = self._check_state(state)
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
@@ -3111,8 +3057,9 @@ class Federation:
         self.compressor.check_state(state["compressor"])
         server = self.server_optimizer
         if (state["server_optimizer"] is not None) != (server is not None):
-            got = "none" if state["server_optimizer"] is None else "one"
-            raise ValueError(f"state: server_optimizer: got {got}, allowed: as this federation's")
+            got, allowed = ("one", "none") if server is None else ("none", "one")
+            why = "as this federation has it"
+            raise ValueError(f"state: server_optimizer: got {got}, allowed: {allowed}, {why}")
         if server is not None:
             _check_optimizer_state("state: server_optimizer", state["server_optimizer"], server)
         if not isinstance(state["optimizers"], dict):
@@ -3183,7 +3130,7 @@ class LocalTrainer:
         """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
         With global momentum, its summed gradients."""
         if self.local_optimizer is not None:
-            return self._optimized(n, t, eta)
+            return self._train_with_optimizer(n, t, eta)
         gradient_D = self.local_training(n, t, eta)
         return gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
 
@@ -3204,7 +3151,7 @@ class LocalTrainer:
                 self.put_theta()
         return gradient_D
 
-    def _optimized(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
+    def _train_with_optimizer(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
         """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
         optimizer = self.optimizer_of(n, self.optimizers)
         if not math.isnan(eta):  # NaN: there is no schedule
@@ -3232,7 +3179,9 @@ class LocalTrainer:
             found = cast(Any, self.local_optimizer)(self.flat.parameters)
             _check_made("local_optimizer", found, self.flat.parameters)
             if any(found is other for other in made.values()):
-                raise ValueError("local_optimizer: gave one optimizer twice, allowed: a new one")
+                raise ValueError(
+                    "local_optimizer: gave one optimizer twice, allowed: a new one per call"
+                )
             if self.first_eta is not None:
                 _check_rate(found, self.first_eta)
             made[n] = found
@@ -3287,7 +3236,7 @@ class LocalTrainer:
         if not statistics:
             return
         changed = (now_S != self.left_S).any()  # loaded, or trained elsewhere
-        if may_look(changed) and not changed:
+        if is_on_cpu(changed) and not changed:
             return  # a GPU is not asked: it chooses below
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
         self.left_S = now_S
@@ -3297,7 +3246,7 @@ class LocalTrainer:
         self.flat.put(self.theta_views)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def lend_module(self) -> Iterator[None]:
         """Around a round: the module trains, and is given back as it was, with the statistics
         `left_S`. If anything is raised, theta is put into it and the clients' statistics are those
         from before."""
@@ -3330,7 +3279,7 @@ class LocalTrainer:
                 p.grad = gradient
             _set_modes(modules, modes)
 
-    def averaged_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
+    def average_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
         """The norms' statistics of these clients, by their weights: (S,)."""
         rows_NS = self.statistics_NS[clients]
         if weights is None:
@@ -3398,7 +3347,7 @@ class FlatView:
         self.norms = _norms(model)
         for m in self.norms:
             if m.momentum is None:
-                raise ValueError("model: a norm's momentum: got None, allowed: a number")
+                raise ValueError("model: a norm's momentum: got None, allowed: a number, as 0.1")
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
@@ -3577,9 +3526,9 @@ class Feed:
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
         if not isinstance(sources, list | tuple):
             got = type(sources).__name__
-            raise ValueError(f"feed: got a {got}, allowed: a list of one iterable a client")
+            raise ValueError(f"feed: got a {got}, allowed: a list of one iterable per client")
         if not sources:
-            raise ValueError("feed: got an empty list, allowed: one iterable a client")
+            raise ValueError("feed: got an empty list, allowed: one iterable per client")
         workers = sum(getattr(source, "num_workers", 0) for source in sources)
         if workers > self.most_workers:
             got = f"got loaders with {workers} workers in all, which would all be open at once"
@@ -3587,7 +3536,9 @@ class Feed:
             raise ValueError(f"feed: {got}, allowed: {way}")
         for n, source in enumerate(sources):
             if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
-                raise ValueError(f"feed: client {n}: got {shorten(source)}, allowed: an iterable")
+                raise ValueError(
+                    f"feed: client {n}: got {shorten(source)}, allowed: an iterable of batches"
+                )
             one_pass = isinstance(source, Iterator) or getattr(source, "persistent_workers", False)
             if one_pass and any(source is other for other in sources[:n]):
                 what = "iterator" if isinstance(source, Iterator) else "persistent loader"
@@ -3604,18 +3555,18 @@ class Feed:
         """What client n trains on in its local step tau of a round, counted from 0."""
         running = self._running[n]
         if running is None and self.given[n]:  # as it was when this was saved
-            running = self._begun(n, skip=self.given[n])
+            running = self._begin_pass(n, skip=self.given[n])
         batch = _END if running is None else next(running, _END)
         if batch is _END:
             self.passes[n], self.given[n] = self.passes[n] + 1, 0
-            batch = next(self._begun(n), _END)
+            batch = next(self._begin_pass(n), _END)
         if batch is _END:
             what = "its iterable has ended, or is empty"
             raise ValueError(f"feed: client {n} has no batch for step {tau + 1}: {what}")
         self.given[n] += 1
         return batch
 
-    def _begun(self, n: int, skip: int = 0) -> Iterator[Any]:
+    def _begin_pass(self, n: int, skip: int = 0) -> Iterator[Any]:
         """A pass over client n's batches, without the first ones."""
         # the last number keeps a pass from drawing what a client draws in the round of its number
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
@@ -3753,9 +3704,11 @@ def _check_optimizers(
     if not isinstance(weight_decay, Real) or not 0 <= weight_decay < math.inf:
         _refuse("weight_decay", weight_decay, "a number >= 0")
     if local is None and schedule is None:
-        raise ValueError("schedule: got None, allowed: a learning rate, or a local_optimizer")
+        allowed = "a learning rate, a function of the round, or None beside a local_optimizer"
+        raise ValueError(f"schedule: got None, allowed: {allowed}")
     if local is not None and weight_decay:
-        raise ValueError(f"weight_decay: got {weight_decay}, allowed with local_optimizer: its own")
+        way = "0 beside a local_optimizer, which is given its decay itself"
+        raise ValueError(f"weight_decay: got {weight_decay}, allowed: {way}")
     for key, given in (("local_optimizer", local), ("server_optimizer", server)):
         if given is not None and (scheme.momentum or scheme.error_unit == "gradient"):
             what = "allowed: with neither global momentum nor errors in units of gradients"
@@ -3873,7 +3826,7 @@ def tcs_hook(
 
     # 1. A dense step.
     if known.dense:
-        done = state.summed(buffer.div_(ranks), "dense")
+        done = state.all_reduce(buffer.div_(ranks), "dense")
         return done.then(lambda sums: _dense_average(known, sums.value()[0], gives_mask))
 
     # 2. What this rank sends. Where its gradient is not finite, it sends only errors, and says so.
@@ -3888,7 +3841,7 @@ def tcs_hook(
     # 4. All ranks have as many entries of their own.
     packed = torch.cat([message.positions.int(), own_K.float().view(torch.int32)])
     gathered = [torch.empty_like(packed) for _ in range(ranks)]
-    futures = [state.summed(summed, "shared"), *state.gathered(gathered, packed)]
+    futures = [state.all_reduce(summed, "shared"), *state.all_gather(gathered, packed)]
 
     # 5. What this names stays in memory while the collectives run: little. What was meant to be
     # sent is in the errors, too, and the mask has served.
@@ -3991,7 +3944,7 @@ class TCSState:
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("process_group: got one without this rank, allowed: one with it")
+            raise ValueError("process_group: got one without this rank, allowed: one that has it")
         self.process_group = process_group
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
@@ -4018,7 +3971,9 @@ class TCSState:
             got = type(model).__name__
             raise ValueError(f"model: got a {got}, allowed: a DistributedDataParallel")
         if process_group not in (None, model.process_group):
-            raise ValueError("process_group: got another one than the model's, allowed: none")
+            raise ValueError(
+                "process_group: got another one than the model's, allowed: the model's, or none"
+            )
         self.process_group = model.process_group
         for name, p in trained_parameters(model.module).items():
             if name not in model.parameters_to_ignore:
@@ -4039,14 +3994,14 @@ class TCSState:
         sizes = [p.numel() for p in parameters]
         if sum(sizes) != len(buffer):
             got = f"{len(buffer)} entries for parameters of {sum(sizes)}"
-            raise ValueError(f"gradients: got {got}, allowed: as many (real parameters)")
+            raise ValueError(f"gradients: got {got}, allowed: as many (no complex parameters)")
         if not self._agreed:
             if not self._by_name and any(p not in self._names for p in parameters):
                 self._names, self._came = {}, []  # a loaded state goes on in new objects
             self._agree(buffer.device)
         names = self._names_of(parameters, last)
         if names not in self._buckets:
-            self._buckets[names] = self._assembled(names, sizes, buffer.device)
+            self._buckets[names] = self._assemble(names, sizes, buffer.device)
         client = self._buckets[names]
         if client.known.status != CLOSED:  # the last backward pass was abandoned
             client.known.lose()
@@ -4099,12 +4054,12 @@ class TCSState:
         for client in made:
             client.go_back(self.iter)
 
-    def summed(self, tensor: Tensor, kind: str) -> torch.futures.Future[list[Tensor]]:
+    def all_reduce(self, tensor: Tensor, kind: str) -> torch.futures.Future[list[Tensor]]:
         """A tensor, given to an all_reduce and counted."""
         self.bytes_sent[kind] += tensor.nbytes
         return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
 
-    def gathered(self, tensors: list[Tensor], tensor: Tensor) -> list[torch.futures.Future]:
+    def all_gather(self, tensors: list[Tensor], tensor: Tensor) -> list[torch.futures.Future]:
         """A tensor, given to an all_gather and counted; if it is empty, there is none."""
         if not len(tensor):
             return []
@@ -4126,8 +4081,10 @@ class TCSState:
         }
         saved_rank, saved_ranks = self._saved_by.values()
         zero = {  # if a loaded state is this rank's own
-            "rank of the saved state": 0 if saved_rank is None else saved_rank - rank,
-            "world size of the saved state": 0 if saved_ranks is None else saved_ranks - ranks,
+            "has loaded the state of another rank": 0 if saved_rank is None else saved_rank - rank,
+            "has loaded a state of another world size": 0
+            if saved_ranks is None
+            else saved_ranks - ranks,
         }
         numbers = torch.tensor([*alike.values(), *zero.values()], device=device)
         gathered = [torch.empty_like(numbers) for _ in range(ranks)]
@@ -4137,8 +4094,10 @@ class TCSState:
         for other in range(ranks):
             for name, got, allowed in zip([*alike, *zero], said[other], wanted, strict=True):
                 if got != allowed:
-                    what = "as rank 0" if name in alike else _OWN_STATE
-                    raise ValueError(f"TCSState: rank {other}: another {name}, allowed: {what}")
+                    what = f"{name}, allowed: {_OWN_STATE}"
+                    if name in alike:
+                        what = f"begins with another {name} than rank 0, allowed: the same"
+                    raise ValueError(f"TCSState: rank {other} {what}")
         self._agreed = True
 
     def _names_of(self, parameters: list[Tensor], last: bool) -> tuple[Name, ...]:
@@ -4162,7 +4121,7 @@ class TCSState:
             self._settled, self._expects, self._packing = True, False, list(self._came)
         return tuple(self._names[p] for p in parameters)
 
-    def _assembled(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
+    def _assemble(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
         """A client for a bucket that was not there before, with the errors and the shared mask
         that its parameters had in other buckets, or in a loaded state."""
         for other in [key for key in self._buckets if not set(key).isdisjoint(names)]:
@@ -4263,7 +4222,9 @@ class TCSState:
         self._saved_by = {key: state[key] if has_own else None for key in self._saved_by}
         self._buckets, self._agreed = {}, False
         parts = state["parameters"].items()
-        self._loose = {name: {key: _by_value(part[key]) for key in _KEPT} for name, part in parts}
+        self._loose = {
+            name: {key: _by_value(part[key]) for key in _PER_PARAMETER} for name, part in parts
+        }
         for part in self._loose.values():
             if part["errors"] is not None and not errors:
                 part["errors"].zero_()
@@ -4283,9 +4244,9 @@ class TCSState:
 
 Name = str | int  # of a parameter
 _LAYOUT = ("shape", "order")  # of a parameter in a state: by these it is known again
-_KEPT = ("errors", "mask")  # and what is kept for it
-_OWN_STATE = ("its own state_dict (load_state_dict(state, errors=False) on all ranks keeps the "
-              "masks and gives up the errors)")  # fmt: skip
+_PER_PARAMETER = ("errors", "mask")  # and what is kept for it
+_OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
+              "all ranks, which keeps the masks and gives up the errors")  # fmt: skip
 _THROWN_AWAY = (
     "TCSState: two backward passes with the same parameters. What the first of them did not send "
     "comes back in later steps, even if its gradients were thrown away. Run a pass whose gradients "
@@ -4385,7 +4346,7 @@ def _another_model(got: str) -> ValueError:
 def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
     """ValueError unless it is what a state has of a parameter."""
     check_same_state(key, part if type(part) is not dict else dict.fromkeys(part),
-                     dict.fromkeys([*_LAYOUT, *_KEPT]))  # fmt: skip
+                     dict.fromkeys([*_LAYOUT, *_PER_PARAMETER]))  # fmt: skip
     for name in _LAYOUT:
         if type(part[name]) is not list or any(type(n) is not int or n < 0 for n in part[name]):
             _refuse(f"{key}: {name}", part[name], "a list of whole numbers >= 0")
@@ -4412,7 +4373,7 @@ def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
     numbers_D = update_D.float()
     if not gives_mask:
         is_finite = False
-    elif may_look(numbers_D):
+    elif is_on_cpu(numbers_D):
         # a sum takes no temporary vector, but it can overflow
         total = numbers_D.sum().item()
         is_finite = math.isfinite(total) or bool(numbers_D.isfinite().all())
@@ -4433,7 +4394,7 @@ def _host_reads(flag: Tensor) -> bool:
 def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
     """Which parameters have a gradient that is not all 0, (L,) bool."""
     parts = buffer.split(sizes)
-    if not may_look(buffer):
+    if not is_on_cpu(buffer):
         return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
     few = 1024  # most often enough
     used = [bool(part[:few].any()) or bool(part.any()) for part in parts]
@@ -4480,8 +4441,10 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     void = (flags[-1] > 0) | ~torch.stack(finite).all()
     counts_L = (flags[:-1] > 0) & ~void
     client.counted = counts_L.any()
-    may_be_void = not may_look(void) or bool(void)  # a CPU can leave out what need not be done
-    counted = _everything if may_look(void) and bool(counts_L.all()) else _counting(known, counts_L)
+    may_be_void = not is_on_cpu(void) or bool(void)  # a CPU can leave out what need not be done
+    counted = (
+        _everything if is_on_cpu(void) and bool(counts_L.all()) else _counting(known, counts_L)
+    )
 
     # 5.2. Line 13. After a void step the gradient is taken back, too: errors are as before it, but
     # for rounding.
@@ -4493,25 +4456,25 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     # 5.3. The average. The ranks' own places lie outside the shared mask.
     fits = buffer.dtype == torch.float32
     update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
-    for places_K, values_K in explored:
-        update_D.index_add_(0, places_K, counted(values_K, places_K))
+    for positions_K, values_K in explored:
+        update_D.index_add_(0, positions_K, counted(values_K, positions_K))
     update_D.index_copy_(0, shared_K, counted(sums_K.float(), shared_K))
 
     # 5.4. The next shared mask. A void step's average is all zero, from which no mask follows. On a
     # GPU this holds for a mask of the usual size only; other buckets may have left another one.
-    looks = may_look(void) or len(shared_K) != known.rule.k_global
+    looks = is_on_cpu(void) or len(shared_K) != known.rule.k_global
     if looks and _host_reads(void):
         known.lose()
     else:
         rule = cast(TCS, known.rule)
-        rule.among_K = _merged(shared_K, [places_K for places_K, _ in explored])
+        rule.among_K = _merged(shared_K, [positions_K for positions_K, _ in explored])
         known.observe(update_D)
     if may_be_void:
         update_D.masked_fill_(void, math.nan)
     return buffer if fits else buffer.copy_(update_D)
 
 
-def _everything(values_K: Tensor, places_K: Tensor) -> Tensor:
+def _everything(values_K: Tensor, positions_K: Tensor) -> Tensor:
     """Of a bucket whose parameters all count: the values."""
     return values_K
 
@@ -4519,8 +4482,8 @@ def _everything(values_K: Tensor, places_K: Tensor) -> Tensor:
 def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of values and places: the values, with 0 where a parameter does not count."""
 
-    def counted(values_K: Tensor, places_K: Tensor) -> Tensor:
-        parameters_K = _parameters_at(places_K, known.layer_sizes)
+    def counted(values_K: Tensor, positions_K: Tensor) -> Tensor:
+        parameters_K = _parameters_at(positions_K, known.layer_sizes)
         return torch.where(counts_L[parameters_K], values_K, 0.0)
 
     return counted
@@ -4543,24 +4506,138 @@ def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tens
 def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
     """All places of a bucket at which something was sent, ascending. None on a GPU, where nobody
     can say how many these are without waiting."""
-    if not may_look(shared_K):
+    if not is_on_cpu(shared_K):
         return None
     if not explored:
         return shared_K
-    own_K = np.sort(np.concatenate([places_K.numpy() for places_K in explored]), kind="stable")
+    own_K = np.sort(
+        np.concatenate([positions_K.numpy() for positions_K in explored]), kind="stable"
+    )
     own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # ranks may have sent the same
     places = np.searchsorted(shared_K.numpy(), own_K)
     return torch.from_numpy(np.insert(shared_K.numpy(), places, own_K))
 
 
-def _parameters_at(places_K: Tensor, sizes: list[int]) -> Tensor:
+def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
     """Which of a bucket's parameters entries belong to, int64 (K,)."""
     ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
-    ends_L = ends_L.to(places_K.device, non_blocking=True)  # a plain copy would make the host wait
-    return torch.searchsorted(ends_L, places_K, right=True)
+    ends_L = ends_L.to(
+        positions_K.device, non_blocking=True
+    )  # a plain copy would make the host wait
+    return torch.searchsorted(ends_L, positions_K, right=True)
 
 
 def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
     """After a void step, errors that outgrew float32 begin anew; else all steps would be void."""
     if errors_D is not None:
         errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)
+
+
+# ══ 10. States that are loaded, and names that are gone ═══════════════════════════════════════════
+#    Everything is checked first, then changed: each `load_state_dict` compares all of a state with
+#    its object before it assigns the first part.
+
+STATE_VERSION = 2  # of every state_dict here; to be raised when the keys or their meaning change
+
+
+def check_state_version(key: str, given: Any) -> None:
+    """ValueError unless it is a state of this version, for `key`, the kind of object it is of."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
+    version = given.get("version", 1)
+    if type(version) is not int or version != STATE_VERSION:
+        way = "load it with the version of tcs_core that saved it, or begin anew"
+        raise ValueError(
+            f"{key}: version: got {shorten(version)}, allowed: {STATE_VERSION} ({way})"
+        )
+
+
+def check_same_state(key: str, given: Any, like: Any) -> None:
+    """ValueError unless `given` can take the place of `like`, a state of the object that loads it.
+
+    Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
+    all else the same type (a whole number may stand for a float). Values are not compared. `key`
+    says what the state is of; the error names the place inside it, what it is and what is allowed.
+    """
+    if isinstance(like, dict):
+        if not isinstance(given, dict):
+            raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
+        missing, unknown = like.keys() - given.keys(), given.keys() - like.keys()
+        if missing or unknown:
+            names = "is missing" if missing else "is not known"
+            raise ValueError(f"{key}: {', '.join(sorted(map(str, missing or unknown)))} {names}")
+        for name, value in like.items():
+            check_same_state(f"{key}: {name}", given[name], value)
+    elif isinstance(like, list | tuple):
+        if not isinstance(given, list | tuple) or len(given) != len(like):
+            got = len(given) if isinstance(given, list | tuple) else f"a {type(given).__name__}"
+            raise ValueError(f"{key}: got {got}, allowed: {len(like)} entries")
+        for place, value in enumerate(like):
+            check_same_state(f"{key}: {place}", given[place], value)
+    elif isinstance(like, Tensor):
+        wanted = f"{tuple(like.shape)} {like.dtype}"
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{key}: got {shorten(given)}, allowed: a tensor {wanted}")
+        if given.shape != like.shape or given.dtype != like.dtype:
+            got = f"{tuple(given.shape)} {given.dtype}"
+            raise ValueError(f"{key}: got shape {got}, allowed: {wanted}")
+    elif type(given) is not type(like) and not (type(like) is float and type(given) is int):
+        wanted = "none" if like is None else f"a {type(like).__name__}"
+        raise ValueError(f"{key}: got {shorten(given)}, allowed: {wanted}")
+
+
+def _by_value(value: Any) -> Any:
+    """A copy for a state, which nobody else changes: at any depth, tensors are cloned, and numpy's
+    numbers become Python's."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {_number(key): _by_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        inside = [_by_value(inner) for inner in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return copy.deepcopy(_number(value))
+
+
+def scheme_state(scheme: Scheme) -> dict[str, Any]:
+    """The fields of a scheme that differ from their defaults, for a state. What a later version
+    adds, with a default that means "as before", is not among them until somebody uses it."""
+    fields = dataclasses.fields(scheme)
+    return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
+
+
+def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
+    """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
+    one. A field that the state lacks has its default."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
+    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Scheme)}
+    defaults["name"] = None  # it has none, so that a state without it is refused
+    if unknown := given.keys() - defaults.keys():
+        raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
+    said = []
+    for field, allowed in dataclasses.asdict(like).items():
+        got = given.get(field, defaults[field])
+        if type(got) is not type(allowed) or got != allowed:
+            said.append(f"{field}: got {shorten(got)}, allowed: {allowed!r}")
+    if said:
+        raise ValueError(f"{key}: {'; '.join(said)}")
+
+
+# Names that are gone, and what has taken their place.
+_SUCCESSORS = {
+    "Agreement": "Known", "Arrival": "Link.to_server", "ByteLink": "Link(unchanged)",
+    "Checks": "Known.require_finite", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
+    "Hub": "Server", "RULE_PARTS": "SHARED_FROM", "Selection": "top_k_above",
+    "SIDES": "MaskRule.client_type and server_type", "Sent": "InFlight", "Side": "Client",
+    "Size": "bytes_of", "may_look": "is_on_cpu", "register_code": "CODES[name] = BlockCode()",
+    "register_downlink": "Server.downlink",
+    "register_part": "SHARED_FROM[name] = a subclass of TCS",
+    "register_sides": "MaskRule.client_type and server_type",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUCCESSORS:
+        raise AttributeError(f"tcs_core.{name} is gone, allowed: {_SUCCESSORS[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

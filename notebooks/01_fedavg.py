@@ -243,7 +243,7 @@ models_ND = torch.stack([small_steps([batch(n, t) for t in range(H)], eta) for n
 
 # %%
 average_D = models_ND.mean(0)  # line 8: federated averaging, of models
-with training.federation.trainer.lent():  # the core's round, at this rate
+with training.federation.trainer.lend_module():  # the core's round, at this rate
     update_D = training.federation.exchange(list(range(clients)), 0, eta)
     training.federation.move(update_D, eta)  # of theta_D
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())

@@ -123,7 +123,7 @@ print(f"the model has D = {D:,} parameters, so a dense message would be {4 * D:,
 lab.show_code(tcs.encode_message)
 
 # %%
-wire = compressor.known.up  # how both sides write and read what goes up
+wire = compressor.known.wire_up  # how both sides write and read what goes up
 block = tcs.encode_message(message, wire)
 names = [
     "version",

@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_rule_is_a_round_in_which_nobody_was_heard(interrupted, wher
 
 
 def test_on_a_gpu_what_was_not_read_accuses_nobody_in_the_next_round(monkeypatch):
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     compressor = tcs.Compressor("TCS", [20], 2)
     compressor.step(torch.randn(2, 20))
 
@@ -132,7 +132,7 @@ def test_on_a_gpu_what_was_not_read_accuses_nobody_in_the_next_round(monkeypatch
 
 @pytest.mark.parametrize("way", ["bytes", "reply"])
 def test_on_a_gpu_a_lone_clients_nan_is_found_before_it_leaves_or_the_round_ends(way, monkeypatch):
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     known = tcs.Known("TCS", [20])
     client = tcs.Client(known)
     known.begin(dense=True)

@@ -180,7 +180,7 @@ def test_a_message_that_is_not_this_rounds_is_named_and_changes_nothing(forged, 
     assert torch.equal(sides.server.sum_D, sum_D) and sides.server.heard == heard == [0]
     sides.server.add(1, sent[1]), sides.server.add(2, sent[2])
     update_D, _ = sides.server.finish()
-    full_ND = torch.stack([sides.known.expanded(message) for message in sent])
+    full_ND = torch.stack([sides.known.expand_message(message) for message in sent])
     torch.testing.assert_close(update_D, full_ND.mean(0))
 
 

@@ -62,7 +62,7 @@ def on_cuda(monkeypatch):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     leave_random_numbers(monkeypatch)
     with FakeTensorMode():
         yield
@@ -95,7 +95,7 @@ def test_the_host_looks_at_no_value_before_the_end_of_a_round(name, on_cpu):
     compressor = play(name).compressor
     compressor.known.flags += compressor.link.flags
     with pytest.raises(DataDependentOutputException):
-        compressor.known.look()
+        compressor.known.check_flags()
 
 
 @pytest.mark.parametrize("name", ["TCS-Q5", "top-K", "rand-K", "FedAvg"])

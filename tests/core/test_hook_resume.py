@@ -286,11 +286,11 @@ SHARE = "another phi_global, phi_local or error_accumulation"
 
 @pytest.mark.parametrize(
     ("case", "text"),
-    [("step", "rank 1: another step"), ("mask", "rank 1: another shared mask"),
-     ("one has loaded nothing", "rank 1: another step"),
-     ("rank", "rank 1: another rank of the saved state, allowed: its own state_dict"),
-     ("world size", "rank 0: another world size of the saved state"), ("phi_global", SHARE),
-     ("phi_local", SHARE), ("error_accumulation", SHARE), ("start_iter", "rank 1: another start_iter")],
+    [("step", "rank 1 begins with another step"), ("mask", "rank 1 begins with another shared mask"),
+     ("one has loaded nothing", "rank 1 begins with another step"),
+     ("rank", "rank 1 has loaded the state of another rank"),
+     ("world size", "rank 0 has loaded a state of another world size"), ("phi_global", SHARE),
+     ("phi_local", SHARE), ("error_accumulation", SHARE), ("start_iter", "rank 1 begins with another start_iter")],
 )  # fmt: skip
 def test_ranks_that_begin_with_different_things_all_end_with_one_line(tmp_path, files, case, text):
     shutil.copytree(files / ("3" if case == "world size" else "2"), tmp_path, dirs_exist_ok=True)

@@ -80,7 +80,7 @@ def default(kind):
 def outcome(kind, monkeypatch, on_a_gpu, dtype):
     """Averages and what is kept, of steps of which one is void and one leaves a parameter unused."""
     if on_a_gpu:
-        monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     parameters = [torch.zeros(size, device="cpu", dtype=torch.float32) for size in SIZES]
     gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(8, 1, SIZES)]
     gradients[3][7], gradients[5][SIZES[0] :] = torch.inf, 0.0

@@ -69,7 +69,7 @@ def test_the_measure_counts_what_a_gpu_would_wait_for():
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The host may look at nothing at no cost."""
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
 
 
 FREE = ["TCS", "TCS-Q5", "top-K", "top-K-Q5", "rand-K", "rand-K-Q3"]
@@ -92,12 +92,12 @@ def test_what_is_not_looked_at_comes_out_the_same(name, monkeypatch):
     """Update, errors and traffic, whether the host may look or not."""
     with_looks = tcs.Compressor(name, SIZES, 3)
     with monkeypatch.context() as as_on_a_gpu:
-        as_on_a_gpu.setattr(tcs, "may_look", lambda tensor: False)
+        as_on_a_gpu.setattr(tcs, "is_on_cpu", lambda tensor: False)
         without = tcs.Compressor(name, SIZES, 3)
     for deltas_ND in deltas_like_training(ROUNDS, 3, SIZES):
         expected_D = with_looks.step(deltas_ND)
         with monkeypatch.context() as as_on_a_gpu:
-            as_on_a_gpu.setattr(tcs, "may_look", lambda tensor: False)
+            as_on_a_gpu.setattr(tcs, "is_on_cpu", lambda tensor: False)
             update_D = without.step(deltas_ND)
         assert torch.equal(update_D, expected_D)
         assert torch.equal(without.errors_ND, with_looks.errors_ND)
@@ -131,12 +131,12 @@ def test_a_cpus_federation_and_one_that_may_not_look_give_the_same_bits(monkeypa
         return tcs.Federation(model, [[(torch.randn(4, 20), torch.arange(4))]] * 2, "TCS-Q5", 0.1)
 
     looks = made()
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     late = made()
     for _ in range(4):
         late_D = late.round()
         with monkeypatch.context() as as_on_a_cpu:
-            as_on_a_cpu.setattr(tcs, "may_look", lambda tensor: True)
+            as_on_a_cpu.setattr(tcs, "is_on_cpu", lambda tensor: True)
             assert torch.equal(looks.round(), late_D)
 
 
@@ -144,17 +144,17 @@ def test_a_cpus_federation_and_one_that_may_not_look_give_the_same_bits(monkeypa
 def test_numbers_whose_sum_overflows_are_finite_all_the_same(last, finite, monkeypatch):
     values, at_once = torch.tensor([3e38] * 40 + [last]), tcs.Known("TCS", [41])
     with contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError):
-        at_once.finite_part(values, 0)
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+        at_once.require_finite(values, 0)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     late = tcs.Known("TCS", [41])
-    kept = late.finite_part(values, 0)
+    kept = late.require_finite(values, 0)
     assert [bool(flag) for _, flag in late.flags] == [finite] and torch.equal(
         kept, values if finite else torch.zeros(41)
     )
     with (
         contextlib.nullcontext() if finite else pytest.raises(tcs.NotFiniteError, match="client 0")
     ):
-        late.look()
+        late.check_flags()
 
 
 def steps_of_a_hook(state, every_D, buckets):
@@ -203,7 +203,7 @@ def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkey
     looks, late = (tcs.TCSState(Alone(), start_iter=2, **SHARED_AND_OWN) for _ in range(2))
     _, expected = steps_of_a_hook(looks, gradients, buckets)
     with monkeypatch.context() as as_on_a_gpu:
-        as_on_a_gpu.setattr(tcs, "may_look", lambda tensor: False)
+        as_on_a_gpu.setattr(tcs, "is_on_cpu", lambda tensor: False)
         _, averages = steps_of_a_hook(late, gradients, buckets)
         parts = late.state_dict()["parameters"]
     for average, wanted in zip(averages, expected, strict=True):
@@ -219,7 +219,7 @@ def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkey
 def test_masks_survive_a_void_step_in_buckets_that_were_packed_anew(looks, cuts, monkeypatch):
     """The first step has one bucket, the second, void, has several: their masks are of any size."""
     alone_in_a_group(monkeypatch)
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: looks)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: looks)
     parameters = [torch.zeros(size) for size in cuts]
     state = tcs.TCSState(Alone(), start_iter=1, **SHARED_AND_OWN)
     first_D, void_D, *_ = (deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES))

@@ -22,21 +22,23 @@ def rewritten(compressor, data, **changes):
     """The message with other fields, encoded as its client would."""
     shared_K = compressor.rule.shared_mask()
     known = compressor.known
-    message = tcs.decode_message(data, known.up, shared_K, mask_tag=known.mask_tag)
-    return tcs.encode_message(dataclasses.replace(message, **changes), known.up, known.mask_tag)
+    message = tcs.decode_message(data, known.wire_up, shared_K, mask_tag=known.mask_tag)
+    return tcs.encode_message(
+        dataclasses.replace(message, **changes), known.wire_up, known.mask_tag
+    )
 
 
 def with_more_positions(compressor, data, more):
     """As many own positions as before and `more`, none of them shared, each with a value."""
     shared_K = compressor.rule.shared_mask()
     known = compressor.known
-    message = tcs.decode_message(data, known.up, shared_K, mask_tag=known.mask_tag)
+    message = tcs.decode_message(data, known.wire_up, shared_K, mask_tag=known.mask_tag)
     free = torch.ones(sum(SIZES), dtype=torch.bool)
     free[shared_K] = False
     own = free.nonzero().squeeze(1)[: len(message.positions) + more]
     values = torch.ones(len(shared_K) + len(own))
     forged = tcs.Message.of(values, own, compressor.scheme.value_bits, message.sender, message.round)  # fmt: skip
-    return tcs.encode_message(forged, known.up, known.mask_tag)
+    return tcs.encode_message(forged, known.wire_up, known.mask_tag)
 
 
 def expanding(compressor, data):
@@ -150,7 +152,9 @@ def test_the_servers_memory_is_bounded_whatever_a_client_sends():
         data = ATTACKS[attack](compressor, good_message(compressor))
         tracemalloc.start()
         with pytest.raises(ValueError, match="message"):
-            tcs.decode_message(data, compressor.known.up, compressor.rule.shared_mask(), 1, 2, 1)
+            tcs.decode_message(
+                data, compressor.known.wire_up, compressor.rule.shared_mask(), 1, 2, 1
+            )
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 100 * compressor.known.dimension, attack
@@ -161,7 +165,7 @@ def good_message(compressor):
     sent = {}
     compressor.link.channel = lambda sender, data: sent.setdefault(sender, data)
     compressor.known.begin()
-    compressor.link.up(compressor.known, 1, compressor.clients[1].send(deltas(2)[1]))
+    compressor.link.to_server(compressor.known, 1, compressor.clients[1].send(deltas(2)[1]))
     return sent[1]
 
 

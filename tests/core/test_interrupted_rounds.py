@@ -61,7 +61,7 @@ def test_an_exception_in_the_averaging_of_statistics_moves_nothing(scheme, error
     made.round(), made.round()
     before, active = vectors(made), list(made.active)
     with monkeypatch.context() as patched:
-        raises(made, patched, "averaged_statistics", error)
+        raises(made, patched, "average_statistics", error)
         with pytest.raises(error):
             made.round([0, 2])
     assert same_state(vectors(made), before)
@@ -76,7 +76,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("where", ["averaged_statistics", "put_theta", "server"])
+@pytest.mark.parametrize("where", ["average_statistics", "put_theta", "server"])
 @pytest.mark.parametrize("scheme", ["TCS", "FedAvg", "TCS-L2-Q5"])
 def test_after_an_interruption_while_theta_moves_all_is_refused_until_a_state_is_loaded(
     scheme, where, monkeypatch
@@ -205,10 +205,10 @@ def trained(model, feed, optimizer, steps):
         model, tcs.Feed(feed), tcs.Scheme.named(f"TCS-L{steps}"), loss=tcs.cross_entropy,
         weight_decay=0.0 if optimizer else 1e-3, local_optimizer=optimizer, seed=3,
     )  # fmt: skip
-    with trainer.lent():
+    with trainer.lend_module():
         differences = [trainer.difference(n, 0, 0.1).clone() for n in range(CLIENTS)]
-        weighted_S = trainer.averaged_statistics([0, 2], [1.0, 2.0, 3.0])
-        trainer.left_S = trainer.averaged_statistics([0, 1], None)
+        weighted_S = trainer.average_statistics([0, 2], [1.0, 2.0, 3.0])
+        trainer.left_S = trainer.average_statistics([0, 1], None)
     flat = [*differences, weighted_S, trainer.left_S, trainer.statistics_NS, trainer.losses_N]
     assert {one.dtype for one in flat} == {torch.float32}
     return [*flat, *trainer.model.state_dict().values()]

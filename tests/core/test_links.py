@@ -15,8 +15,8 @@ CLIENTS = 3
 class Watched(tcs.Link):
     """Bytes, and what came of them."""
 
-    def up(self, known, n, message):
-        self.came[n], bits = super().up(known, n, message)
+    def to_server(self, known, n, message):
+        self.came[n], bits = super().to_server(known, n, message)
         return self.came[n], bits
 
 
@@ -38,7 +38,9 @@ def test_what_a_client_does_not_send_it_keeps(name, link):
     for t, deltas_ND in enumerate(deltas_like_training(12, CLIENTS, LAYERS)):
         intended_ND, given_ND = compressor.errors_ND + deltas_ND, deltas_ND.clone()
         known.begin(dense=t == 6)
-        messages = [link.up(known, n, clients[n].send(given_ND[n]))[0] for n in range(CLIENTS)]
+        messages = [
+            link.to_server(known, n, clients[n].send(given_ND[n]))[0] for n in range(CLIENTS)
+        ]
         assert torch.equal(given_ND, deltas_ND)
         assert torch.equal(compressor.errors_ND, intended_ND)  # till the round is finished
         sent_ND = torch.stack([placed(message, known) for message in messages])

@@ -22,7 +22,7 @@ def test_exactly_k_with_ties_to_the_lower_index(values, data):
     expected = reference.s_top(values, k)
     vector = torch.tensor(values)
     assert tcs.top_k_positions(vector, k).tolist() == expected
-    with mock.patch.object(tcs, "may_look", lambda tensor: False):  # a GPU's
+    with mock.patch.object(tcs, "is_on_cpu", lambda tensor: False):  # a GPU's
         assert tcs.top_k_positions(vector, k).tolist() == expected
     floor = data.draw(st.sampled_from([0.0, 1e-41, 1.0, 2.0, 100.0]))
     assert tcs.top_k_above(floor, vector, k)[0].tolist() == expected
@@ -163,7 +163,7 @@ def test_layerwise_agrees_with_the_reference(sizes, phi_min, seed, data):
     expected = reference.s_top_fair(vector.tolist(), k, sizes, phi_min)
     found = tcs.layerwise_top_k_positions(vector, k, sizes, phi_min)
     assert found.tolist() == expected
-    with mock.patch.object(tcs, "may_look", lambda tensor: False):  # a GPU's
+    with mock.patch.object(tcs, "is_on_cpu", lambda tensor: False):  # a GPU's
         assert torch.equal(tcs.layerwise_top_k_positions(vector, k, sizes, phi_min), found)
 
 
@@ -220,3 +220,9 @@ def test_a_selection_leaves_out_positions_as_it_leaves_out_a_mask():
     vector_D = torch.tensor([5.0, 1.0, -4.0, 3.0])
     for excluded in (torch.tensor([0, 2]), torch.tensor([True, False, True, False])):
         assert tcs.top_k_above(4.5, vector_D, 1, excluded)[0].tolist() == [3]
+
+
+def test_what_is_excluded_and_what_is_known_to_be_zero_are_not_given_together():
+    vector_D, some_K = torch.randn(10), torch.arange(5)
+    with pytest.raises(ValueError, match="among_K"):
+        tcs.top_k_above(0.0, vector_D, 2, excluded=some_K, among_K=some_K)

@@ -156,7 +156,7 @@ def test_what_came_in_a_round_that_was_forgotten_is_in_no_later_average(name, ho
     sides.known.begin()
     sides.call("send 0"), sides.call("add 0")
     update_D, _ = sides.server.finish()
-    assert sides.known.expanded(sides.sent[0]).equal(update_D)
+    assert sides.known.expand_message(sides.sent[0]).equal(update_D)
 
 
 @pytest.mark.parametrize("received", ["fewer values", "dense", "two dimensions"])

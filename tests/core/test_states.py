@@ -138,16 +138,16 @@ def test_two_sides_whose_parameters_lie_in_another_order_refuse_each_other():
         tcs.MessageError, match=r"^server: message: tag: .*, shared mask or order in memory"
     ):
         last.from_bytes(data, tcs.SERVER)
-    assert torch.equal(again.expanded(again.from_bytes(data, tcs.SERVER)), update_D)
+    assert torch.equal(again.expand_message(again.from_bytes(data, tcs.SERVER)), update_D)
 
 
 def test_the_order_of_a_federations_model_is_in_its_messages():
     models = net(), net().to(memory_format=torch.channels_last)
     batch = torch.ones(2, 3, 4, 4), torch.tensor([0, 1])
     made = [tcs.Federation(model, [[batch]], "TCS", 0.1) for model in models]
-    orders = [one.compressor.known.up.order for one in made]
+    orders = [one.compressor.known.wire_up.order for one in made]
     assert orders == [((0, 1, 2, 3), (0,), (0, 1), (0,)), ((0, 2, 3, 1), (0,), (0, 1), (0,))]
-    assert len({one.compressor.known.up.tag for one in made}) == 2
+    assert len({one.compressor.known.wire_up.tag for one in made}) == 2
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_sides_that_refuse_each_others_messages_refuse_each_others_states():
 
 def test_an_order_from_a_file_is_the_same_order():
     asked, listed = (tcs.Known("TCS", [12], order=order) for order in ([(0, 1)], [[0, 1]]))
-    assert asked.up.tag == listed.up.tag and asked.down.tag == listed.down.tag
+    assert asked.wire_up.tag == listed.wire_up.tag and asked.wire_down.tag == listed.wire_down.tag
 
 
 def test_another_clients_state_is_refused():

@@ -95,7 +95,7 @@ def refuses(server, number, message):
 
 def goes_on(server, sent):
     """The right messages are still heard, and their average is that of three."""
-    full_ND = torch.stack([server.known.expanded(message) for message in sent])
+    full_ND = torch.stack([server.known.expand_message(message) for message in sent])
     server.add(1, sent[1]), server.add(2, sent[2])
     assert server.heard == [0, 1, 2]
     torch.testing.assert_close(server.finish()[0], full_ND.mean(0))

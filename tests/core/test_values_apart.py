@@ -177,7 +177,7 @@ HUGE = 3e38
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_compressors_client_whose_errors_overflow_is_named_and_recovers(name, looks, monkeypatch):
     if not looks:
-        monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     made, other = (tcs.Compressor(scheme_of(name), SIZES, 3) for _ in range(2))
     rounds = list(deltas_like_training(6, 3, SIZES))
     for one in (made, other):
@@ -188,7 +188,7 @@ def test_a_compressors_client_whose_errors_overflow_is_named_and_recovers(name, 
     with pytest.raises(tcs.NotFiniteError, match=r"^client 1: ") as raised:
         made.step(spoiled)
     assert raised.value.client == 1 and raised.value.round == 2
-    kept = [one for one in made.clients[1]._kept().values() if one is not None]
+    kept = [one for one in made.clients[1]._kept_tensors().values() if one is not None]
     assert all(one.isfinite().all() for one in kept)
     for deltas_ND in rounds[3:]:
         assert made.step(deltas_ND).isfinite().all()
@@ -234,7 +234,7 @@ def test_all_that_a_client_keeps_begins_anew_if_it_overflows(name, value):
 @pytest.mark.parametrize("name", ["TCS-D2", "TCS-D1", "STC"])
 def test_a_server_whose_errors_overflow_is_named_and_recovers(name, looks, monkeypatch):
     if not looks:
-        monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     made = tcs.Compressor(name, SIZES, 2)
     made.step(torch.ones(2, 200)), made.step(torch.ones(2, 200))
     made.server.downlink.errors_D.fill_(HUGE)
@@ -252,7 +252,7 @@ def test_a_server_whose_errors_overflow_is_named_and_recovers(name, looks, monke
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_average_that_was_not_finite_is_not_given_a_second_time(times, monkeypatch):
     """On a GPU what is not finite counts as 0 until the end of the round, which is then lost."""
-    monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+    monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     known, server, clients = halves("TCS")
     known.begin()
     bad_D = torch.ones(200)
@@ -326,7 +326,7 @@ def test_a_subclass_keeps_what_its_parents_keep(rule):
 @pytest.mark.parametrize("name", ["TCS", "TCS-W10", "TCS-LF", "TCS-Stale"])
 def test_an_update_of_zeros_keeps_the_mask(name, masks, looks, monkeypatch):
     if not looks:
-        monkeypatch.setattr(tcs, "may_look", lambda tensor: False)
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
     known = tcs.Known(name, [150, 50])
     for update_D in (torch.linspace(-1, 1, 200), torch.linspace(3, 1, 200)):
         known.begin(mask_factor=masks)
@@ -405,7 +405,7 @@ def test_numbers_of_numpy_and_torch_are_plain_numbers(kind, real):
     tcs.Client(tcs.Known(plain, SIZES, 7), 2).load_state_dict(saved(client.state_dict()))
     tcs.Known(plain, SIZES, 7).load_state_dict(saved(known.state_dict()))
     assert all(type(weight) is float for weight in made.server.weights)
-    checked = made.checked_clients([whole(1), whole(0)])
+    checked = made.check_clients([whole(1), whole(0)])
     assert checked == [1, 0] and all(type(n) is int for n in checked)
     assert made.round(deltas_ND.__getitem__, [whole(1)]).any()
 
@@ -424,7 +424,7 @@ def test_bools_and_floats_are_no_whole_numbers(wrong):
         "seed ": lambda: tcs.Compressor("TCS", SIZES, 2, seed=wrong),
         "layer_sizes": lambda: tcs.Known("TCS", [150, wrong]),
         "number": lambda: tcs.Client(tcs.Known("TCS", SIZES), wrong),
-        "clients ": lambda: tcs.Compressor("TCS", SIZES, 3).checked_clients([0, wrong]),
+        "clients ": lambda: tcs.Compressor("TCS", SIZES, 3).check_clients([0, wrong]),
     }
     for key, make in makes.items():
         with pytest.raises(ValueError, match=rf"^{key.strip()}: got .*allowed: "):

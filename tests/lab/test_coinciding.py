@@ -18,12 +18,12 @@ class Seen(tcs.Link):
         super().__init__()
         self.round, self.rounds = -1, []
 
-    def up(self, known, n, message):
+    def to_server(self, known, n, message):
         if self.round != known.round:
             self.round = known.round
             self.rounds.append((known.dense, len(known.shared_K), []))
         self.rounds[-1][2].append(message.positions)
-        return super().up(known, n, message)
+        return super().to_server(known, n, message)
 
 
 def sent_at(settings):

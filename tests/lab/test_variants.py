@@ -195,7 +195,7 @@ def test_a_client_and_a_server_apart_know_the_same_mask(name):
         update_D, reply = hub.finish()
         server.observe(update_D)
         received = client.from_bytes(server.to_bytes(reply), tcs.SERVER)
-        client.observe(client.expanded(received))
+        client.observe(client.expand_message(received))
 
 
 @pytest.mark.parametrize("more", ["", "-Q5", "-K4", "-W4", "-W4-Q5"])

@@ -17,7 +17,7 @@ from tcs_lab.training.training import Training, load_data
 def test_positions_in_common(looks, pairs):
     """As sets have it, on a GPU's way, too."""
     one, other = (sorted(set(part)) for part in zip(*pairs, strict=True))
-    with mock.patch.object(watching, "may_look", lambda tensor: looks):
+    with mock.patch.object(watching, "is_on_cpu", lambda tensor: looks):
         common = watching.in_common(torch.tensor(one), torch.tensor(other))
     assert int(common) == len(set(one) & set(other))
 

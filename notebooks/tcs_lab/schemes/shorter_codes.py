@@ -23,10 +23,10 @@ from tcs_core import (
     floats_of,
     from_bits,
     means_of,
-    packed_bits,
+    pack_bits,
     quantized_message,
     to_bits,
-    unpacked_bits,
+    unpack_bits,
 )
 
 
@@ -52,7 +52,7 @@ def _entropy_code(message: Message, wire: Wire) -> bytes:
     if message.codes is not None and message.means is not None:
         codes = message.codes.cpu().numpy()
         interval = (codes & wire.intervals - 1).astype(np.uint16)
-        values = [float_bytes(message.means), packed_bits([codes >= wire.intervals])]
+        values = [float_bytes(message.means), pack_bits([codes >= wire.intervals])]
         width = wire.value_bits - 1
         values += [_shortest(part, width) for part in (interval[:shared], interval[shared:])]
     else:
@@ -66,7 +66,7 @@ def _read_entropy_code(code: memoryview, shared: int, own: int, wire: Wire) -> M
     floats = 4 * (wire.intervals or count)
     head, rest = code[:floats], code[floats:]
     if wire.intervals:
-        signs = unpacked_bits(rest[: -(-count // 8)], count)
+        signs = unpack_bits(rest[: -(-count // 8)], count)
         rest, width = rest[-(-count // 8) :], wire.value_bits - 1
         parts = []
         for length in (shared, own):
@@ -93,7 +93,7 @@ def _shortest(numbers: np.ndarray, width: int) -> bytes:
         codes[choice] = deflate.compress(symbols) + deflate.flush()
     sizes = {0: -(-len(numbers) * width // 8)} | {key: len(code) for key, code in codes.items()}
     best = min(sizes, key=lambda key: sizes[key])
-    return bytes([best]) + (codes[best] if best else packed_bits([to_bits(numbers, width)]))
+    return bytes([best]) + (codes[best] if best else pack_bits([to_bits(numbers, width)]))
 
 
 def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray, memoryview]:
@@ -105,7 +105,7 @@ def _read_shortest(data: memoryview, count: int, width: int) -> tuple[np.ndarray
     choice, data = data[0], data[1:]
     if not choice:
         size = -(-count * width // 8)
-        return from_bits(unpacked_bits(data[:size], count * width), width), data[size:]
+        return from_bits(unpack_bits(data[:size], count * width), width), data[size:]
     symbols, rest = _inflated(data, count)
     numbers = np.frombuffer(symbols, np.uint8).astype(np.uint16)
     if numbers.max() >> width:
@@ -199,7 +199,7 @@ def _gap_code(positions: np.ndarray, layer_sizes: Iterable[int]) -> bytes:
     sizes = np.array(layer_sizes)
     whole_or_layers = enumerate((sizes.sum(keepdims=True), sizes))
     options = [[np.array([i], np.uint8), *_gap_bits(positions, s)] for i, s in whole_or_layers]
-    return packed_bits(min(options, key=lambda streams: sum(map(len, streams))))
+    return pack_bits(min(options, key=lambda streams: sum(map(len, streams))))
 
 
 def _read_gap_code(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tensor:

@@ -28,7 +28,7 @@ from tcs_core import (
     Scheme,
     check_positions,
     check_same_state,
-    may_look,
+    is_on_cpu,
     random_positions,
     register_quantizer,
     register_suffix,
@@ -156,7 +156,7 @@ class FromOlderUpdate(TCS):
         count = history_MK.shape[1] if is_tensor else self.k_global
         like = torch.empty(min(rows, self.rounds_ago), count, dtype=torch.int64, device="cpu")
         check_same_state("state: rule: history_MK", history_MK, like)
-        if may_look(history_MK):
+        if is_on_cpu(history_MK):
             for positions_K in history_MK:
                 check_positions(positions_K, self.dimension)
 

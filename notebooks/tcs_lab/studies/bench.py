@@ -119,7 +119,7 @@ def _passes(training: Training) -> Callable[[], None]:
     ready = [feed.batches.augmented(draws) for draws in feed.draws(0)]
 
     def work() -> None:
-        with federation.trainer.lent():
+        with federation.trainer.lend_module():
             for first in range(0, len(ready[0][1]), feed.size):
                 for batch in ready:
                     part = [tensor[first : first + feed.size] for tensor in batch]
@@ -347,7 +347,7 @@ def bench_codecs(bench: Bench, dimension: int = 11_173_962) -> None:
         known.begin()
         shared_K, own_K = known.shared_K, compressor.clients[0].own_positions(deltas_ND[0].roll(7))
         intended = deltas_ND[0][torch.cat([shared_K, own_K])]
-        wire, message = known.up, Message.of(intended, own_K, scheme.value_bits)
+        wire, message = known.wire_up, Message.of(intended, own_K, scheme.value_bits)
         data = encode_message(message, wire)
         works: dict[str, Any] = {
             "quantize": lambda i=intended, o=own_K, s=scheme: Message.of(i, o, s.value_bits),

@@ -53,10 +53,12 @@ class Listening(tcs.Link):
         super().__init__(channel)
         self.round, self.messages = -1, list[tcs.Message]()
 
-    def up(self, known: tcs.Known, n: int, message: tcs.Message) -> tuple[tcs.Message | None, int]:
+    def to_server(
+        self, known: tcs.Known, n: int, message: tcs.Message
+    ) -> tuple[tcs.Message | None, int]:
         if known.round != self.round:
             self.round, self.messages = known.round, []
-        arrived, bits = super().up(known, n, message)
+        arrived, bits = super().to_server(known, n, message)
         if arrived is not None:
             self.messages.append(arrived)
         return arrived, bits

@@ -175,7 +175,7 @@ def _accumulate() -> Iterator[Case]:
     for number in range(1, 5):
         delta_D, errors_D = _drawn(number + 30, 5), _as_it_is(client.errors_D)
         known.begin()
-        sent_D = known.expanded(client.send(delta_D))
+        sent_D = known.expand_message(client.send(delta_D))
         client.arrived()
         given = {"errors_D": errors_D, "delta_D": delta_D, "k": 2}
         yield Case(given, (sent_D, _as_it_is(client.errors_D)), f"round {number},")
@@ -230,9 +230,9 @@ def _client_lines() -> Iterator[Case]:
         if not known.dense:
             k, shared_K = known.rule.k_local, known.shared_K
             given = {"errors_D": errors_D, "delta_D": delta_D, "shared_K": shared_K, "k_local": k}
-            result = message.positions, known.expanded(message), _as_it_is(client.errors_D)
+            result = message.positions, known.expand_message(message), _as_it_is(client.errors_D)
             yield Case(given, result, f"round {number},")
-        known.observe(known.expanded(message))
+        known.observe(known.expand_message(message))
         known.begin()
 
 

@@ -79,8 +79,8 @@ class ClientThreads(LocalTrainer):
         self.pool = ThreadPoolExecutor(threads, "client", torch.set_num_threads, (1,))
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        with _one_core(), super().lent():
+    def lend_module(self) -> Iterator[None]:
+        with _one_core(), super().lend_module():
             try:
                 yield
             finally:

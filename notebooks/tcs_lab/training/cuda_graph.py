@@ -56,7 +56,7 @@ class DeferredLink(Link):
         self.flags: list[tuple[int, Tensor]] = []
         self.explored = torch.zeros((), dtype=torch.int64, device=known.device)
 
-    def down(self, server: Server) -> tuple[Tensor, int]:
+    def to_clients(self, server: Server) -> tuple[Tensor, int]:
         known, update_D = server.known, server.average()
         self.flags, known.flags = known.flags, []
         self.explored = self.explored.new_zeros(()) if known.dense else server.explored_D.sum()
@@ -118,12 +118,12 @@ class GraphRounds:
         trainer, everyone = federation.trainer, list(range(federation.clients))
         trainer.read_module()
         federation.feed.hold(rounds)
-        with trainer.lent():
+        with trainer.lend_module():
             federation.is_whole = False  # until all rounds are made, and good
             for index, t in enumerate(rounds):
                 self._play(index, federation.schedule(t).eta)
             weights = federation.compressor.server.weights
-            trainer.left_S = trainer.averaged_statistics(everyone, weights)
+            trainer.left_S = trainer.average_statistics(everyone, weights)
         federation.t, federation.active = rounds.stop, everyone
         known.round = before + len(rounds)
         for index, n in (~self.finite_TN[: len(rounds)]).nonzero().tolist()[:1]:
@@ -141,9 +141,9 @@ class GraphRounds:
             bits = 32 * known.dimension
             return Traffic(bits, bits, bytes_of(bits) * clients, bytes_of(bits), everyone)
         shared, own = rule.k_global, rule.k_local
-        up = block_code_bits(known.up.value_bits, shared + own, own, known.dimension)
+        up = block_code_bits(known.wire_up.value_bits, shared + own, own, known.dimension)
         values = shared + explored
-        down = block_code_bits(known.down.value_bits, values, explored, known.dimension)
+        down = block_code_bits(known.wire_down.value_bits, values, explored, known.dimension)
         return Traffic(up, down, bytes_of(up) * clients, bytes_of(down), everyone)
 
     def _play(self, index: int, eta: float) -> None:

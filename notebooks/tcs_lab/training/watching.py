@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import tcs_core
-from tcs_core import TCS, Known, may_look, top_k_above
+from tcs_core import TCS, Known, is_on_cpu, top_k_above
 
 Row = dict[str, Any]  # of a record: what one epoch did
 
 
 def in_common(one_K: Tensor, other_K: Tensor) -> Tensor:
     """How many positions two masks of K entries share, both ascending: int64 ()."""
-    if may_look(one_K):  # a stable sort merges what is ascending already
+    if is_on_cpu(one_K):  # a stable sort merges what is ascending already
         both_2K = np.concatenate([one_K.numpy(), other_K.numpy()])
         both_2K.sort(kind="stable")
         return torch.tensor(np.count_nonzero(both_2K[1:] == both_2K[:-1]), device="cpu")
