@@ -303,7 +303,8 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 label = records[0]["provenance"]["dataset"]
 drawn = lab.accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
-display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700))
+words = f"{title}: test accuracy by epoch, and the last points enlarged."
+display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700, alt=words))
 
 # %% [markdown]
 # ## Are the bits honest?

@@ -533,7 +533,7 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 # the same difference for unequal clients. Its interval comes from the differences seed by seed of this pair of schemes alone.
 #
 # The table below it shows two things for TCS: the fraction of the shared mask that stays from one round to the next, and how many of the
-# participating clients send a value at the same position, on average ("clients a place").
+# participating clients send a value at the same position, on average ("clients per entry").
 
 # %%
 read, equal = lab.planned_records("evidence")

@@ -354,7 +354,7 @@ OURS = ("round", "client threads", "side by side", "graph")  # ways of making on
 def tell_round(rows):
     parts, times = costs(rows), works(rows)
     table = parts[["compression"]].map("{:+.1f} %".format).reset_index()
-    table["seconds a round"] = parts["seconds"].map(lab.number).to_numpy()
+    table["seconds per round"] = parts["seconds"].map(lab.number).to_numpy()
     plain = [way for way in times if way.startswith("plain")]
     for way in [*times.columns.intersection(OURS), *plain]:
         ratios = times[way] / times["passes"]

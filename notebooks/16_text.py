@@ -316,10 +316,10 @@ def train(hook, phi_global=0.01):
         step = (sum(state.bytes_sent.values()) - 4 * start * size) / sparse
     if hook == "PowerSGD":
         step = 4 * state.compression_stats()[2] / sparse
-    return {"losses": (losses / dist.get_world_size()).tolist(), "bytes a step": step, "size": size}
+    return {"losses": (losses / dist.get_world_size()).tolist(), "bytes per step": step, "size": size}
 
 results = {"plain": train("plain"), "PowerSGD": train("PowerSGD")}
-share = results["PowerSGD"]["bytes a step"] / (4 * 1.2 * results["plain"]["size"])
+share = results["PowerSGD"]["bytes per step"] / (4 * 1.2 * results["plain"]["size"])
 results["TCS"] = train("TCS", min(share, 0.5))
 if rank == 0:
     json.dump(results, open(f"{folder}/results.json", "w"))
@@ -358,14 +358,14 @@ for name, run in ddp.items():
         markevery=ddp_steps // 8 or 1,
         label=name,
     )
-    ends[name] = {"bytes a step": run["bytes a step"], "training loss": smooth.iloc[-1]}
+    ends[name] = {"bytes per step": run["bytes per step"], "training loss": smooth.iloc[-1]}
 axes.set(xlabel="step", ylabel="training loss, bits per character", title="Two processes, Adam")
 axes.grid(alpha=0.25)
 axes.legend(frameon=False)
 lab.show_figures()
 ends = pd.DataFrame(ends).T
-ends["times fewer bytes"] = ends["bytes a step"].iloc[0] / ends["bytes a step"]
-shapes = {"bytes a step": "{:,.0f}", "training loss": "{:.3f}", "times fewer bytes": "{:.1f}"}
+ends["times fewer bytes"] = ends["bytes per step"].iloc[0] / ends["bytes per step"]
+shapes = {"bytes per step": "{:,.0f}", "training loss": "{:.3f}", "times fewer bytes": "{:.1f}"}
 shown = pd.DataFrame({name: ends[name].map(shape.format) for name, shape in shapes.items()})
 print("The training loss is a moving average, in bits per character.")
 display(Markdown(lab.markdown(shown.reset_index(names="training"))))
@@ -392,7 +392,7 @@ claim(
 )
 times_less = judged.set_index("claim")["kept"]["x100"]
 claim("recorded: after the warm-up TCS sends about ×100 less", times_less)
-near = ends.loc["TCS", "bytes a step"] / ends.loc["PowerSGD", "bytes a step"]
+near = ends.loc["TCS", "bytes per step"] / ends.loc["PowerSGD", "bytes per step"]
 claim("under DDP, as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f} of them")
 
 # %% [markdown]

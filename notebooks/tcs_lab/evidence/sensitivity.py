@@ -173,10 +173,19 @@ def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
     rows = [
         {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": _ours(r),
          "n": str(r.n), "MB up": _digits(r.megabytes_up), "MB down": _digits(r.megabytes_down),
-         "of both: warm-up": _digits(r.megabytes_warmup)}
+         "MB of the warm-up": _digits(r.megabytes_warmup)}
         for r in measured(table).itertuples()
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-_COLUMNS = ("Setting", "Value", "Scheme", "Accuracy %", "n", "MB up", "MB down", "of both: warm-up")
+_COLUMNS = (
+    "Setting",
+    "Value",
+    "Scheme",
+    "Accuracy %",
+    "n",
+    "MB up",
+    "MB down",
+    "MB of the warm-up",
+)
