@@ -496,20 +496,32 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | only rounding, because it is arithmetic |
 
 # %%
-claim("models and differences average alike", gap_models < 1e-6, lab.number(gap_models, 1))
-claim("a round by hand is the core's", max(gap_core, gap_deltas) < 0.05,
+claim(
+    "averaging models and averaging differences give the same model",
+    gap_models < 1e-6,
+    lab.number(gap_models, 1),
+)
+claim("a round computed by hand gives the core's result", max(gap_core, gap_deltas) < 0.05,
       f"{lab.number(gap_core, 1)}, its differences {lab.number(gap_deltas, 1)}")  # fmt: skip
 half = 0.5 * gain["everything"]
-claim("the largest tenth of a difference does most of what the whole does",
+claim("the largest tenth of a difference brings more than half of what the whole brings",
       gain["largest tenth of the difference"] > half > 0)  # fmt: skip
-claim("the largest tenth of a model undoes it", gain["largest tenth of the model"] < 0)
+claim(
+    "sending only the largest tenth of a model makes it worse",
+    gain["largest tenth of the model"] < 0,
+)
 claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, lab.number(gap_fedsgd[1], 1))
-claim("at H = 2 it is not", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
-claim("running statistics leave theta alone", same_theta, "bit for bit")
-claim("averaging them can wait", gap_statistics < 1e-4, lab.number(gap_statistics, 1))
+claim("FedAvg at H = 2 is not FedSGD", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
+claim("batch-norm statistics do not influence theta", same_theta, "bit for bit")
+claim(
+    "batch-norm statistics can be averaged once, at the end",
+    gap_statistics < 1e-4,
+    lab.number(gap_statistics, 1),
+)
 schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 150, 225)])
 claim(
-    "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))
+    "the learning rates follow the schedule of Sec. III-B",
+    torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005])),
 )
 
 # %% [markdown]

@@ -535,18 +535,22 @@ largest = {name: rows[-1]["last"] for name, rows in down.items()}
 known = {name: printed for name, printed in in_paper.items() if printed}
 off = {name: abs(budget[name] / printed - 1) for name, printed in known.items()}
 printed_so = [off[n] < 0.004 or round(budget[n], 2) == printed for n, printed in known.items()]
-claim("top-K keeps 5 times more of the squares", squares_top > 5 * phi if phi < 0.18 else None,
+claim("top-K keeps at least five times as much of the squared norm as rand-K", squares_top > 5 * phi if phi < 0.18 else None,
       f"{squares_top / phi:.0f} times")  # fmt: skip
-claim("arrived + waiting = meant", lost < 1e-5, f"up to {1e9 * lost:.0f} billionths")
+claim(
+    "what arrived and what waits add up to what was intended",
+    lost < 1e-5,
+    f"up to {1e9 * lost:.0f} billionths",
+)
 sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
-claim("a round of TCS keeps more of what was meant than one of rand-K", sends["TCS"] > sends["rand-K"],
+claim("a round of TCS sends more of what was intended than one of rand-K", sends["TCS"] > sends["rand-K"],
       f"{sends['TCS']:.0%} against {sends['rand-K']:.1%}; top-K {sends['top-K']:.0%}")  # fmt: skip
 claim("in this run, keeping errors raises top-K's accuracy", lab.decided(rescued, noise),
       f"by {rescued:.1f} points; two standard errors are {noise:.1f}")  # fmt: skip
-claim("the way down keeps its bound", over <= 1e-6)
-claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
+claim("the server's message is within its bound", over <= 1e-6)
+claim("the server's message has at least as many entries with top-K as with TCS", largest["top-K"] >= largest["TCS"],
       f"{largest['top-K']:.2%} against {largest['TCS']:.2%} of the entries")  # fmt: skip
-claim("the budgets are the paper's", all(printed_so), f"{len(known)} schemes")
+claim("our bit budgets agree with the paper's", all(printed_so), f"{len(known)} schemes")
 
 # %% [markdown]
 # ## Exercises

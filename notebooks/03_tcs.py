@@ -472,7 +472,10 @@ fewer, half = lab.paired_gain([0.5] * len(without), without)
 print(
     f"the differences alone would have chosen {torch.tensor(without).mean():.0%} of the explored entries"
 )
-claim.judge("most places are explored for what has piled up there", lab.decided(fewer, half))
+claim.judge(
+    "most entries are explored because of errors that have accumulated there",
+    lab.decided(fewer, half),
+)
 
 # %% [markdown]
 # The errors choose most of what is explored. At entries that are explored, a client's accumulated error is a few times as
@@ -549,11 +552,11 @@ display(Markdown(lab.markdown(pd.DataFrame(table))))
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
 places = int(masks["no local mask"].any(0).sum())
-claim("the server's message keeps its bound", largest["TCS"] <= bound,
+claim("the server's message has no more entries than its bound allows", largest["TCS"] <= bound,
       f"at most {largest['TCS']} of {bound} entries")  # fmt: skip
-claim("clients explore at most N · K_local places", int(explored_T.max()) <= clients * k_local)
-claim("without a local mask there is one mask for ever", places == k_global, f"{places} entries")
-claim("dense masks share more than their layers explain", measured > layers,
+claim("clients explore at most N · K_local entries", int(explored_T.max()) <= clients * k_local)
+claim("without a local mask the shared mask never changes", places == k_global, f"{places} entries")
+claim("masks of consecutive dense updates share more than their layers explain", measured > layers,
       f"{measured:.2f} against {layers:.2f}")  # fmt: skip
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,

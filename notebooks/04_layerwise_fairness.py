@@ -418,14 +418,18 @@ fits = int(minimum_L.sum()) <= k_global  # else the K largest of the minimum sha
 for name in schemes:
     masks_TL = seen[name][:, MASK]
     whole = bool((masks_TL.sum(1) == k_global).all())
-    claim(f"{name}: the global mask has K places", whole, f"{k_global}")
+    claim(f"{name}: the global mask has K entries", whole, f"{k_global}")
     if name.endswith("LF"):
         ok = bool((masks_TL >= minimum_L).all()) if fits else None
         claim(f"{name}: every layer has its minimum", ok, f"{len(masks_TL)} rounds")
 empty = float((seen[schemes[0]][:, MASK] == 0).float().mean())
-claim("TCS leaves layers out", empty > 0 if schemes[0] == "TCS" else None, f"{empty:.0%} a round")
+claim(
+    "TCS leaves some layers without an entry",
+    empty > 0 if schemes[0] == "TCS" else None,
+    f"{empty:.0%} a round",
+)
 least, most = (top_k_L / sizes_L)[weights].min(), (top_k_L / sizes_L)[weights].max()
-claim("dense top-K is uneven by a factor of 10", bool(most > 10 * least),
+claim("top-K of dense updates prefers some layers more than tenfold over others", bool(most > 10 * least),
       f"{least:.3%} to {most:.0%} of a layer's weights")  # fmt: skip
 
 # %% [markdown]
@@ -553,11 +557,11 @@ explored_L = seen[schemes[0]][:, EXPLORED].float().mean(0) / sizes_L
 kept_errors, forgot = at_ends[schemes[0]], at_ends[f"{schemes[0]}, no error accumulation"]
 fewest, largest = [float(x) for x in (explored_L[weights].min(), explored_L[weights].max())]
 for says, ok in {
-    "of the body's later half a smaller share is in the mask than of its earlier half": halves[1]
+    "a smaller fraction of the body's later half than of its earlier half is in the mask": halves[1]
     < halves[0],
-    "of the last layer a smaller share is in it than of the body's first convolution": last
+    "a smaller fraction of the last layer than of the body's first convolution is in the mask": last
     < first_of_body,
-    "what TCS explores is uneven by a factor of 10": largest > 10 * fewest,
+    "TCS explores some layers more than ten times as much as others": largest > 10 * fewest,
 }.items():
     claim.judge(says, "supported" if ok else "contradicted")
 for name, eta in compared:

@@ -381,10 +381,10 @@ off = {}
 for name in rules:
     off[name] = max(abs(a - b) for a, b in zip(paths[name], torch_path, strict=True))
 misprints = [name for name in rules if name != "put right"]
-claim("the rule put right is PyTorch's", off["put right"] < 1e-12, lab.number(off["put right"], 1))
+claim("the corrected rule is PyTorch's", off["put right"] < 1e-12, lab.number(off["put right"], 1))
 for name in misprints:
     far = off[name] > 0.1 if momentum >= 0.1 else None
-    claim(f"{name}: is not", far, f"{lab.number(off[name], 2)} away")
+    claim(f"{name}: not PyTorch's rule", far, f"{lab.number(off[name], 2)} away")
 claim("the federation's weights are torch.optim.SGD's", max(dense_gap, sparse_gap) < 1e-6,
       f"to {lab.number(dense_gap, 1)} dense, {lab.number(sparse_gap, 1)} compressed")  # fmt: skip
 sizes = {run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}

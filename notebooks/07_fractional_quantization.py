@@ -447,7 +447,7 @@ apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
 print(f"mean relative error {together.mean():.1%} together and {apart.mean():.1%} apart; "
       f"apart it is smaller in {(apart < together).mean():.0%} of the {len(apart)} messages of this run")  # fmt: skip
 smaller = lab.decided(*lab.paired_gain(together, apart))
-claim.judge("quantized apart the values have a smaller error", smaller)
+claim.judge("shared and own values have a smaller error if they are quantized separately", smaller)
 
 # %% [markdown]
 # ## Claim
@@ -462,13 +462,17 @@ claim.judge("quantized apart the values have a smaller error", smaller)
 # %%
 limit, sure = checked["gamma"] * (1 + 1e-6), checked["sigma"].iloc[-clients:] >= 0.5
 bounded = (checked["one value"] <= limit).all() and (checked["vector"] <= limit).all()
-claim("every value of every message keeps the bound", bool(bounded), f"{len(all_sent)} messages")
-claim("the bound is tight", 0.998 < tight <= 1 + 1e-6, f"{tight:.3f} of it")
+claim(
+    "the error of every value of every message is within the bound",
+    bool(bounded),
+    f"{len(all_sent)} messages",
+)
+claim("some errors come close to the bound", 0.998 < tight <= 1 + 1e-6, f"{tight:.3f} of it")
 claim("sent + errors = intended", rounded and bool(pd.Series(exact)[sure.to_numpy()].all()),
       f"exactly for {sum(exact)} of {clients} clients")  # fmt: skip
 claim("the budget of TCS-LF-Q5 is the paper's", round(tcs.bit_budget("TCS-LF-Q5"), 3) == 0.067)
 alike = torch.allclose(fractional(u[u != 0], 1)[0], tcs.scaled_sign(u[u != 0]))
-claim("one interval is the scaled sign", alike)
+claim("with one interval the quantizer is the scaled sign", alike)
 
 # %% [markdown]
 # ## Exercises

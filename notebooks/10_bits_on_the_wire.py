@@ -399,14 +399,22 @@ coded = any(record["config"]["scheme"]["code"] == "entropy" for record in wired)
 worst = max(abs(off[name]) for name in ("TCS", "TCS-L4-Q5", "top-K"))
 refusals = [one for results in damage.values() for one in results]
 claim("a message comes back as it was sent", intact and averaged)
-claim("damage is refused", all(refusals), f"{sum(refusals):,} of {len(refusals):,}")
-claim("rows on bytes are those on counts", all(alike), f"{sum(alike)} of {len(alike)} runs")
+claim("damaged messages are refused", all(refusals), f"{sum(refusals):,} of {len(refusals):,}")
+claim(
+    "trainings that send real messages give the same rows as those that count bits",
+    all(alike),
+    f"{sum(alike)} of {len(alike)} runs",
+)
 least = -1 / 8 if coded else 0  # "+" counts in whole bytes already
-claim("bytes are the bits, rounded up, and the frame", least <= min(padded) <= max(padded) <= 1,
+claim("a message has its bits, rounded up to bytes, plus the frame", least <= min(padded) <= max(padded) <= 1,
       f"padding {min(padded):.2f} to {max(padded):.2f} bytes a message")  # fmt: skip
-claim("the budget is what messages need at the paper's size", worst < 0.005, f"within {worst:.2%}")
+claim(
+    "at the paper's size, messages have as many bits as the budget says",
+    worst < 0.005,
+    f"within {worst:.2%}",
+)
 paper = (paper_epochs, paper_warmup) == (300, 5)
-claim("the warm-up leaves ×213 to ×214 of ×1,910", 213 <= with_warmup < 214 if paper else None)
+claim("with the warm-up, ×1,910 becomes ×213 to ×214", 213 <= with_warmup < 214 if paper else None)
 
 # %% [markdown]
 # ## What we saw

@@ -430,14 +430,19 @@ accuracy = {name: results[name]["accuracy"] for name in results}
 each_sparse_step = sent.diff().iloc[start_iter:]
 same = bool((each_sparse_step == a_step).all(axis=None)) and total.dense == 4 * D * start_iter
 claim("every sparse step hands over the same bytes", same, f"{a_step.sum():,.0f}")
-claim("a step is at most 1.15 messages long", a_step.sum() <= 1.15 * compressor.bytes_up)
-claim("a fifth of the bytes at most, dense start included", ratio > 5, f"1/{ratio:.1f}")
 claim(
-    "a loss at most 0.25 higher",
+    "a step hands over at most 1.15 times the bytes of a message",
+    a_step.sum() <= 1.15 * compressor.bytes_up,
+)
+claim(
+    "TCS hands over at most a fifth of the bytes, dense start included", ratio > 5, f"1/{ratio:.1f}"
+)
+claim(
+    "the loss of TCS is at most 0.25 higher",
     final["TCS"] < final["plain"] + 0.25,
     f"{final['TCS']:.2f}, {final['plain']:.2f}",
 )
-claim("an accuracy at most 10 points lower", accuracy["TCS"] > accuracy["plain"] - 0.1,
+claim("the accuracy of TCS is at most 10 points lower", accuracy["TCS"] > accuracy["plain"] - 0.1,
       f"{accuracy['TCS']:.1%}, {accuracy['plain']:.1%}")  # fmt: skip
 
 # %% [markdown]

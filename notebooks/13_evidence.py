@@ -459,7 +459,7 @@ for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
                   "n": f"{len(each)}"}] if len(each) else []  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 SAID = {"all": "with TCS, most values that a client sends are of entries that others send, too",
-        "stay": "half of TCS's mask stays for the next round"}  # fmt: skip
+        "stay": "at least half of TCS's shared mask stays for the next round"}  # fmt: skip
 for key, text in SAID.items() if of_tcs else ():
     low, high, count = pd.concat(of_tcs)[key].agg(["min", "max", "count"])
     word = lab.decided((low + high) / 2, (high - low) / 2, 0.5)  # of every record

@@ -607,10 +607,16 @@ most = f"{last['times fewer bytes'].max():.0f} times at most"
 claim("sparse schemes send fewer bytes", fewer, most)
 claim(f"a sparse scheme is within {tolerance:.0%} of {schemes[0]}'s loss", same_loss)
 same = reloaded == tested(federation)
-claim("what was saved is what was tested; the rest is its owner's", same and untouched and modes)
+claim(
+    "the saved model is the tested one, and nothing else of the user's model changes",
+    same and untouched and modes,
+)
 alone = all(n == min(count, 10 * (played - 1)) for count, n in written.items())  # one is dense
-claim("a round works on its participants' errors alone", alone)
-claim("each mistake gets one line", all(line and "\n" not in line for line in said.values()))
+claim("a round changes only the errors of its participants", alone)
+claim(
+    "each mistake gets an error of one line",
+    all(line and "\n" not in line for line in said.values()),
+)
 farthest = max(differences.values())
 claim("the variants are plain PyTorch's, to rounding", farthest < 1e-5, f"{farthest:.0e} at most")
 

@@ -382,18 +382,20 @@ display(Markdown(lab.markdown(shown.reset_index(names="training"))))
 
 # %%
 claim(
-    "the mask stays more than by chance", now > 1.2 * chance, f"{now:.1%}, {chance:.1%} by chance"
+    "more of the mask stays than by chance",
+    now > 1.2 * chance,
+    f"{now:.1%}, {chance:.1%} by chance",
 )
 most = table["times its share"].max()
 claim(
-    "the mask has favourite tensors",
+    "the mask prefers some tensors",
     most > 1.5,
     f"{table['times its share'].idxmax()}: {most:.1f} times its share",
 )
 times_less = judged.set_index("claim")["kept"]["x100"]
-claim("recorded: after the warm-up TCS sends about ×100 less", times_less)
+claim("in the records, TCS sends about 100 times less after the warm-up", times_less)
 near = ends.loc["TCS", "bytes per step"] / ends.loc["PowerSGD", "bytes per step"]
-claim("under DDP, as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f} of them")
+claim("under DDP, TCS sends as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f} of them")
 
 # %% [markdown]
 # ## What we saw

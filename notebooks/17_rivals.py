@@ -456,14 +456,18 @@ claim(
 )
 worst = messages["left"].max()
 claim(
-    "what was meant is what was sent and what waits",
+    "what was intended is what was sent plus what waits",
     bool(worst < 1e-6),
     f"but for {1e9 * worst:.0f} billionths",
 )
 papers = {lab.read_params([lab.ROOT / f"params/table{t}.yaml"])["learning_rate"] for t in (1, 2, 3)}
 configs = [record["config"] for record in lab.find_records(profile=profile).values()]
 used = {c["learning_rate"] for c in configs if c["scheme"]["name"] in schemes}
-claim("every rate is on the grid, or a table's", used <= papers.union(rates), f"{sorted(used)}")
+claim(
+    "every learning rate was planned, or is one of the paper's tables",
+    used <= papers.union(rates),
+    f"{sorted(used)}",
+)
 
 # %% [markdown]
 # ## What we saw

@@ -310,7 +310,7 @@ def same(found):
     return thetas and all(torch.equal(one_D, other_D) for one_D, other_D in pairs)
 
 
-claim("a sparse message is a twentieth of a dense one at most",
+claim("a sparse message has at most a twentieth of the bytes of a dense one",
       20 * compressor.bytes_up <= 4 * D * clients, f"{compressor.bytes_up // clients:,} bytes")  # fmt: skip
 for name, found in results.items():
     claim(f"{name}: theta and errors are those of one process, bit for bit", same(found))
