@@ -164,7 +164,7 @@ def dense_message(sides, messages):
 
 @pytest.mark.parametrize(
     ("forged", "text"),
-    [(lambda sides, sent: (0, sent[0]), "client 0: add: a second message in round 2"),
+    [(lambda sides, sent: (0, sent[0]), "client 0: add: a second message in round 2, allowed: one"),
      (lambda sides, sent: (1, changed(sent[1], round=1)), "client 1: message: round: got 1, allowed: 2"),
      (lambda sides, sent: (1, changed(sent[1], round=3)), "client 1: message: round: got 3, allowed: 2"),
      (lambda sides, sent: (1, sent[2]), "client 1: message: sender: got 2, allowed: 1"),
@@ -219,7 +219,9 @@ def test_a_round_that_was_not_opened_is_named():
 def test_a_client_sends_once_in_a_round_and_takes_nothing_back_twice():
     sides, _ = after_two_rounds()
     client, before_D = sides.clients[1], sides.clients[1].errors_D.clone()
-    with pytest.raises(ValueError, match=r"^client 1: send: has sent in round 2 already$"):
+    with pytest.raises(
+        ValueError, match=r"^client 1: send: has sent in round 2 already, allowed: once per round$"
+    ):
         client.send(torch.ones(sum(LAYERS)))
     assert torch.equal(client.errors_D, before_D)
     client.arrived()
@@ -395,7 +397,7 @@ def test_a_client_is_not_heard_in_a_round_in_which_it_has_not_sent():
     before = client.state_dict()
     with pytest.raises(
         ValueError,
-        match=r"^client 1: receive: heard: got True, but it has sent nothing in round 2$",
+        match=r"^client 1: receive: heard: got True, but it has sent nothing in round 2, allowed: heard=False$",
     ):
         client.receive(reply)
     assert same_state(client.state_dict(), before)

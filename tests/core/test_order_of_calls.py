@@ -116,7 +116,9 @@ def test_a_round_begins_once_and_a_late_message_is_in_no_average(name, count):
     for _ in range(count):
         with pytest.raises(ValueError, match=r"^begin: round 0 is averaged"):
             sides.known.begin()
-        with pytest.raises(tcs.MessageError, match=r"^client 1: add: round 0 has been averaged"):
+        with pytest.raises(
+            tcs.MessageError, match=r"^client 1: add: too late, round 0 has been averaged"
+        ):
             sides.server.add(1, sides.sent[1])
     assert torch.equal(average_D, before_D)
     update_D, _ = sides.server.finish()

@@ -281,8 +281,8 @@ def test_weight_decay_is_part_of_every_local_gradient():
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"schedule": None}, "schedule: got None, allowed: a learning rate, or a local_optimizer$"),
-     ({"local_optimizer": OPTIMIZERS["AdamW"], "weight_decay": 0.1}, "weight_decay: got 0.1, allowed with local"),
+    [({"schedule": None}, "schedule: got None, allowed: a learning rate"),
+     ({"local_optimizer": OPTIMIZERS["AdamW"], "weight_decay": 0.1}, "weight_decay: got 0.1, allowed: 0 beside a local"),
      ({"local_optimizer": OPTIMIZERS["AdamW"], "scheme": "TCS-Momentum"}, "local_optimizer: got one with TCS-Global"),
      ({"server_optimizer": SERVERS["Adam"], "scheme": "TCS-Momentum"}, "server_optimizer: got one with TCS-Global"),
      ({"local_optimizer": OPTIMIZERS["AdamW"], "scheme": tcs.Scheme.named("TCS", error_unit="gradient")},

@@ -104,7 +104,9 @@ def test_a_name_that_is_gone_says_what_has_taken_its_place(name):
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.9}, {"error_unit": "gradient"}])
 def test_a_compressor_refuses_what_only_a_federation_can_do(changes):
-    with pytest.raises(ValueError, match=r"^TCS: .* is a federation's: use tcs_core\.Federation$"):
+    with pytest.raises(
+        ValueError, match=r"^TCS: .* needs more than compression: use tcs_core\.Federation$"
+    ):
         tcs.Compressor(tcs.Scheme.named("TCS", **changes), [10], 2)
 
 

@@ -55,7 +55,7 @@ class Uncounted:
 
 
 def test_a_feed_that_does_not_say_of_how_many_clients():
-    with pytest.raises(ValueError, match=r"^feed: got one with no number of `clients`"):
+    with pytest.raises(ValueError, match=r"^feed: got a .* without `clients`"):
         tcs.Federation(Classifier(), Uncounted(), "TCS", 0.1)
 
 
@@ -230,7 +230,7 @@ def test_the_share_of_a_mask_that_is_not_there(name, key):
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.9}, {"error_unit": "gradient"}])
 def test_what_only_a_federation_does(changes):
-    with pytest.raises(ValueError, match="is a federation's"):
+    with pytest.raises(ValueError, match="needs more than compression"):
         tcs.Known(tcs.Scheme.named("TCS", **changes), [10])
 
 

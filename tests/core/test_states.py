@@ -103,7 +103,9 @@ def test_a_client_saves_a_message_that_nobody_has_acknowledged():
     client.arrived(), other.arrived()
     assert torch.equal(client.errors_D, other.errors_D)
     assert torch.equal(state["in_flight"]["values_K"], message.values)
-    with pytest.raises(ValueError, match=r"^client 1: send: has sent in round 3 already$"):
+    with pytest.raises(
+        ValueError, match=r"^client 1: send: has sent in round 3 already, allowed: once per round$"
+    ):
         other.send(torch.ones(3000))
 
 
@@ -220,7 +222,7 @@ def test_an_order_from_a_file_is_the_same_order():
 def test_another_clients_state_is_refused():
     known = tcs.Known("TCS", [12])
     state = tcs.Client(known, 3).state_dict()
-    with pytest.raises(ValueError, match=r"^state: client: got 3, allowed: 0$"):
+    with pytest.raises(ValueError, match=r"^state: number of the client: got 3, allowed: 0$"):
         tcs.Client(known, 0).load_state_dict(state)
 
 

@@ -33,7 +33,7 @@ def test_a_client_without_a_weight_is_named():
     known.begin(dense=True)
     message = tcs.Message.dense_of(torch.ones(sum(LAYERS)), sender=2)
     with pytest.raises(
-        tcs.MessageError, match=r"^client 2: add: has no weight, allowed: clients below 2$"
+        tcs.MessageError, match=r"^client 2: add: has no weight, allowed: clients 0 to 1$"
     ):
         server.add(2, message)
 

@@ -356,10 +356,10 @@ def test_clients_are_whole_numbers_each_once(clients):
 
 @pytest.mark.parametrize(
     ("feed", "text"),
-    [({0: batches(1)}, "feed: got a dict, allowed: a list of one iterable a client$"),
+    [({0: batches(1)}, "feed: got a dict, allowed: a list of one iterable per client$"),
      (torch.utils.data.DataLoader(torch.zeros(4, 8)), "feed: got a DataLoader, allowed: a list of one"),
-     ([], "feed: got an empty list, allowed: one iterable a client$"),
-     ([batches(1), 5], "feed: client 1: got 5, allowed: an iterable$"),
+     ([], "feed: got an empty list, allowed: one iterable per client$"),
+     ([batches(1), 5], "feed: client 1: got 5, allowed: an iterable of batches$"),
      ([torch.utils.data.DataLoader(torch.zeros(4, 8), num_workers=1)] * 64,
       "feed: got loaders with 64 workers in all, which would all be open at once, allowed: at most 16")],
 )  # fmt: skip

@@ -172,7 +172,7 @@ def test_a_file_that_is_not_the_nodes_is_refused(tmp_path):
 def test_what_it_cannot_do_is_refused_at_once():
     with pytest.raises(ValueError, match="batch norm"):
         Half(dataclasses.replace(job(), model=lambda: nn.Sequential(nn.BatchNorm1d(3))))
-    with pytest.raises(ValueError, match=r"momentum 0\.9 is a federation's"):
+    with pytest.raises(ValueError, match=r"momentum 0\.9 needs more than compression"):
         Half(job("TCS-Global Momentum"))
     with pytest.raises(ValueError, match="scheme: got TCS-W10, allowed: none with a sparse warm"):
         Half(job("TCS-W10"))
