@@ -180,7 +180,7 @@ for t, params in plans.items():
 print(f"{len(drawn)} tables have been drawn.")
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def alternative(t: int) -> str:
     """What the picture beside a table shows, for readers who cannot see it."""
     return f"Training curves of the schemes in Table {t}, and their last points enlarged. The table has the numbers."

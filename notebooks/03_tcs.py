@@ -172,11 +172,14 @@ BOX = {
     15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
     16: r"send $\Delta\theta_t$ to all clients",
 }
-MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
+MARK = re.compile(  # code with a line's number behind it, or below a comment with the number
+    r"^ *(?:(\S.*?)  # (?:Alg\. 2, )?line (\d+)|# line (\d+)[^\n]*\n *(.+))", re.MULTILINE
+)
 methods = [tcs.TCS.observe, tcs.Federation.exchange, tcs.Federation.move, tcs.Client.message_of,
            tcs.Client.arrived, tcs.Server.average, tcs.Server.reply]  # fmt: skip
-marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
-          for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
+marked = {int(line or above): [f"`{code or below}`", f"`{method.__qualname__}`"]
+          for method in methods
+          for code, line, above, below in MARK.findall(inspect.getsource(method))}  # fmt: skip
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
 lines = [[line, words, *marked[line]] for line, words in BOX.items()]
 lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "code in the core", "method"])
