@@ -1410,19 +1410,20 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
     return bits[:count]
 
 
-# ══ 6. Alg. 2: which entries are sent, what all sides know, a client, the server ══════════════════
+# ══ 6. Alg. 2: which entries are sent, shared knowledge, a client, the server ═════════════════════
 #    One round, in the order of its calls:
-#      1. known.begin(): the rule says which mask all sides share in this round.
+#      1. known.begin(): the rule says which mask the server and all clients share in this round.
 #      2. client.send(delta): lines 9 to 12; the rule chooses the client's own mask (line 10).
 #      3. server.add(n, message): checks the message and adds it to the sum.
-#      4. server.finish(): lines 15 and 16, the average, and the reply that tells it to the clients.
-#      5. client.receive(reply): ends the round at a client that has a `Known` of its own. Line 13,
-#         `arrived`, takes what the client has sent out of its errors.
-#      6. known.observe(update): ends the round at the server. The rule takes the next round's mask
-#         from the update.
+#      4. server.finish(): lines 15 and 16, the average, and the reply that sends it to the clients.
+#      5. client.receive(reply): ends the round at a client in a separate process, which has a
+#         separate `Known`. Line 13, `arrived`, subtracts what the client has sent from its errors.
+#      6. known.observe(update): ends the round at the server. The rule chooses the next round's
+#         mask from the update.
 #    Between processes, `Known.to_bytes` makes bytes of a message and `Known.from_bytes` reads them.
-#    In one process all sides can share one `Known`. A `Compressor` then plays the whole round, and
-#    calls `arrived` itself. A `Link` says how messages travel, and counts their bits.
+#    In one process, the server and all clients can share one `Known`. A `Compressor` then does the
+#    whole round, and calls `arrived` itself. A `Link` decides how messages travel, and counts
+#    their bits.
 
 
 class MaskRule:
@@ -1432,9 +1433,9 @@ class MaskRule:
     The methods may return a mask as a (D,) bool tensor or as ascending int64 positions.
 
     `keeps` names the attributes that a resumed run needs: tensors, numbers or None. A derived class
-    lists only its own; those of its base classes are added. Assign new values to these attributes
-    and never change their tensors in place, because the old values are put back after a round that
-    fails.
+    lists only the attributes that it adds; those of its base classes are included automatically.
+    Assign new values to these attributes and never change their tensors in place, because the old
+    values are restored after a round that fails.
 
     `round` is the number of the round that began last. In that round all masks are `mask_factor`
     times as large as usual. The factor is 1 except in the warm-up of a scheme with `warmup_masks`.
@@ -1458,12 +1459,18 @@ class MaskRule:
         self._floors: dict[str, float] = defaultdict(float)  # by kind of vector: see `select`
 
     def size(self, phi: float | None, most: int) -> int:
-        """K of a mask with this share in this round; at most `most`, 0 for no mask."""
+        """Return how many entries a mask with the fraction `phi` keeps in this round.
+
+        This is at most `most`, and 0 if `phi` is None.
+        """
         return min(self.mask_factor * kept(phi, self.dimension), most) if phi else 0
 
     def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
-        """A round begins, and masks get their sizes for it. `theta_D` (D,) is the model, for a rule
-        that looks at it; None where there is none, as in a `Compressor.step`."""
+        """Set the sizes of all masks for the round that begins now.
+
+        `theta_D` (D,) is the model, for a rule that looks at it. It is None where there is no
+        model, as in `Compressor.step`.
+        """
         factor = mask_factor if self.scheme.warmup_masks != 1 else 1
         if factor != self.mask_factor:
             self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
@@ -1471,40 +1478,52 @@ class MaskRule:
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def shared_mask(self) -> Tensor | None:
-        """Return the mask that all sides share in this round, or None if there is none yet. After
-        None, the round is dense or, for a scheme without a dense warm-up, nothing is shared."""
+        """Return the mask that the server and all clients share in this round, or None if there is
+        none yet.
+
+        After None, the round is dense or, for a scheme without a dense warm-up, nothing is shared.
+        """
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def own_count(self, shared: int) -> int | None:
-        """How many entries each client's own mask has in a round whose shared mask has `shared`.
+        """Return how many entries each client's own mask has in a round whose shared mask has
+        `shared` entries.
 
-        Both sides work this out for themselves, so that the server can refuse a message of another
-        length. A rule whose clients decide it on their own returns None: then the number in the
-        message is taken as it is.
+        The server and the clients compute this number independently, so that the server can refuse
+        a message of another length. If clients choose the number themselves, return None: then the
+        server accepts the number that the message contains.
         """
         wanted = self.k_local
         if not shared and not self.scheme.dense_warmup:
-            wanted += self.k_global  # nothing is shared yet: each sends as many of its own choice
+            wanted += self.k_global  # nothing is shared yet, so the own mask is larger
         return min(wanted, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10.
-        Both vectors are the core's own: leave them as they are."""
+        """Choose a sender's own mask: k entries outside the shared mask `shared_D` (D,).
+
+        Here these are S_top of the remaining entries, line 10. Do not change the two vectors, which
+        are used again afterwards.
+        """
         return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
-        """Called at the end of every round, also of a dense one, with its average update (D,). Do
-        not change it in place: all sides add it to their model."""
+        """Use the average update (D,) of a round that ends, for instance to choose the next shared
+        mask.
+
+        This is called at the end of every round, including dense ones. Do not change `update_D` in
+        place, because it is added to the model afterwards.
+        """
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
         whose: str = "shared", among_K: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """S_top outside a mask (D,), layer-wise fair if `phi_min` is given: positions int64 (k,).
+        """Return S_top of a vector outside the mask `excluded_D` (D,), as positions int64 (k,).
 
-        The threshold of the last call with the same `whose` speeds this one up. So does `among_K`:
-        ascending positions outside of which the vector is 0. It must not be combined with
-        `excluded_D` (see `top_k_above`).
+        If `phi_min` is given, the choice is layer-wise fair. Two things make the call faster. The
+        first is the threshold of the last call with the same `whose`, which is remembered. The
+        second is `among_K`: ascending positions outside of which the vector is 0. It must not be
+        combined with `excluded_D` (see `top_k_above`).
         """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
@@ -1515,16 +1534,17 @@ class MaskRule:
         return chosen_K
 
     def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the attributes that `keeps` names."""
         return {key: _by_value(getattr(self, key)) for key in names_to_keep(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load.
 
-        The state has to have exactly the names in `keeps`. What is None, a number or a tensor here
-        may be any of these in the state, since it may begin as one and become another. Two tensors
-        need the same dtype and number of dimensions and, if the one here is a vector (D,), that
-        length. Anything else needs the same type. A rule that knows more about its values extends
-        this method.
+        The state must have exactly the names in `keeps`. An attribute that is None, a number or a
+        tensor in this rule may be any of these in the state, since its type may change during
+        training. If both are tensors, they need the same dtype and number of dimensions. If the
+        tensor of this rule is a vector (D,), the other one needs the same length. Any other
+        attribute needs the same type. A rule that knows more about its values extends this method.
         """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
@@ -1543,7 +1563,10 @@ class MaskRule:
                     check_same_state(f"state: rule: {key}", given, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         for key, value in state.items():
             is_tensor = isinstance(value, Tensor)
@@ -1552,14 +1575,16 @@ class MaskRule:
 
 
 def names_to_keep(kept: Any) -> list[str]:
-    """What `keeps` names, of an object's class and its base classes."""
+    """Return the attribute names that an object's class and its base classes list in `keeps`."""
     named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
     return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 class Dense(MaskRule):
-    """Every entry is sent (FedAvg). With -Q<bits>, values are quantized, and the mask that all
-    sides share is the whole vector."""
+    """Send every entry (FedAvg).
+
+    With -Q<bits>, values are quantized, and the shared mask is the whole vector.
+    """
 
     def shared_mask(self) -> Tensor:
         return torch.arange(self.dimension, device=self.device)
@@ -1573,12 +1598,14 @@ FAMILIES["Baseline"] = _EVERYTHING | {"centralized": True}
 
 @register_scheme("top-K", phi_global=None, phi_local=1e-2)
 class TopK(MaskRule):
-    """Top-K: no shared mask; each client's own S_top, all its positions sent (Sec. I-C)."""
+    """Top-K (Sec. I-C): there is no shared mask. Each client sends its own S_top, with all
+    positions."""
 
 
 @register_scheme("rand-K", phi_global=1e-2, phi_local=None)
 class RandK(MaskRule):
-    """Rand-K: a random mask that all sides draw from one seed; no positions sent (Sec. I-C)."""
+    """Rand-K (Sec. I-C): the server and all clients draw the same random mask from one seed, so no
+    positions are sent."""
 
     def shared_mask(self) -> Tensor:
         drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
@@ -1587,18 +1614,19 @@ class RandK(MaskRule):
 
 @register_scheme("TCS")
 class TCS(MaskRule):
-    """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
+    """Time-correlated sparsification (Alg. 2): the shared mask is S_top of the last update."""
 
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
     positions: Tensor | None = None  # of the shared mask, once there was an update
-    magnitudes_K: Tensor | None = None  # of the last update there, after a round of larger masks
+    # |last update| at `positions`, kept only after a round whose masks were larger than usual
+    magnitudes_K: Tensor | None = None
     among_K: Tensor | None = None  # ascending positions outside of which the next update is 0
 
     def shared_mask(self) -> Tensor | None:
         if not self.k_global:
             return super().shared_mask()
         if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
-            # masks were larger until now, in a sparse warm-up: the largest entries stay
+            # In a sparse warm-up, masks were larger until now. Keep only the largest entries.
             last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
             last_D[self.positions] = self.magnitudes_K
             fair = self.scheme.phi_min_global
@@ -1612,9 +1640,10 @@ class TCS(MaskRule):
         before_K, fair = self.positions, self.scheme.phi_min_global
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
-        # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
+        # An update that is all zero, as after a step at rate 0, says nothing about which entries
+        # are large, so the mask stays.
         if is_on_cpu(update_D):
-            first = chosen_K[:1]  # says it most often; to read all, far apart, takes long
+            first = chosen_K[:1]  # usually enough; reading all scattered entries is slow
             if not update_D[first].any() and not update_D[chosen_K].any():
                 return
             self.positions = chosen_K
@@ -1646,7 +1675,10 @@ class TCS(MaskRule):
 
 
 def rule_of(scheme: Scheme) -> type[MaskRule]:
-    """The class of a scheme's mask rule; ValueError for a variant that nobody has imported."""
+    """Return the class of a scheme's mask rule.
+
+    Raises ValueError if the class for the scheme's `shared_from` has not been imported.
+    """
     if scheme.shared_from == "update":
         return RULES[scheme.rule]
     if scheme.shared_from not in SHARED_FROM:
@@ -1662,27 +1694,27 @@ CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
 class Known:
-    """What the server and all clients know without being told: the number of the round, whether it
-    is dense, and the mask that they share in it.
+    """What the server and all clients know without exchanging it: the number of the round, whether
+    it is dense, and the mask that they share in it.
 
-    In one process all of them can share one object. In several, each makes its own from the same
-    scheme, `layer_sizes`, `seed` and `order`.
+    In one process, the server and all clients can use the same object. In several processes, each
+    makes its own from the same scheme, `layer_sizes`, `seed` and `order`.
 
     - `layer_sizes` are the numbers of entries of the parameter tensors. Their sum is D.
     - `seed` is for rules that draw random masks.
-    - `device` is where tensors live.
-    - `order` says how each parameter lies in memory (see `layout_of`). Without it, nobody checks
-      that the sides flatten their models in the same order.
+    - `device` is where the tensors are stored.
+    - `order` describes how each parameter lies in memory (see `layout_of`). Without it, nothing
+      checks that the server and the clients flatten their models in the same order.
 
     `status` says where the round stands. These methods set it:
 
     - `begin` opens a round. It is refused unless the last round is CLOSED.
     - `Server.average` sets AVERAGED, after which the server refuses further messages. A client with
-      an object of its own goes from OPEN to CLOSED directly.
+      a separate `Known` goes from OPEN to CLOSED directly.
     - `observe` closes the round with its update. It is refused if no round is open.
-    - `lose` closes a round in which nobody was heard. It is never refused: if no round is open, the
-      number of the next one is skipped.
-    - `load_state_dict` forgets an open round.
+    - `lose` closes a round in which no message was averaged. It is never refused: if no round is
+      open, the number of the next one is skipped.
+    - `load_state_dict` discards an open round.
     """
 
     def __init__(
@@ -1704,18 +1736,18 @@ class Known:
         order = tuple(order)
         self.wire_up = Wire.up(self.scheme, self.layer_sizes, order)
         self.wire_down = Wire.down(self.scheme, self.layer_sizes, order)
-        self.round = 0  # that is open, or the next one
+        self.round = 0  # the number of the open round, or of the next one if none is open
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
-        self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
-        # Senders, and whether their values were finite: bool (). `require_finite` adds these on a
-        # GPU, and the DDP hook adds one of its own on a CPU, too.
+        self.senders: set[int] = set()  # clients that have sent through this object in this round
+        # Pairs of a sender and a bool () tensor, which says whether its values were finite.
+        # `require_finite` adds them on a GPU. The DDP hook also adds them on a CPU.
         self.flags: list[tuple[int, Tensor]] = []
         self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
         self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
         none = torch.zeros(1, dtype=torch.bool, device=device)
         self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
-        self.own_count: int | None = 0  # of a client's own positions; None: the message says it
-        self._mask_tag: int | None = 0  # None: not worked out yet in this round
+        self.own_count: int | None = 0  # size of a client's own mask; None: clients decide
+        self._mask_tag: int | None = 0  # None: not computed yet in this round
         self.on_cpu = is_on_cpu(self.shared_D)
 
     def begin(
@@ -1724,8 +1756,8 @@ class Known:
         """Open a round, and ask the rule for its shared mask unless the round is `dense`.
 
         `theta_D` (D,) is the model, for a rule that looks at it. For `mask_factor` see `Phase`. The
-        round is also dense if the scheme is `always_dense`, or if the rule knows no mask yet and
-        the scheme has a dense warm-up. ValueError unless the last round is closed.
+        round is also dense if the scheme is `always_dense`, or if the rule has no mask yet and the
+        scheme has a dense warm-up. Raises ValueError unless the last round is closed.
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
@@ -1744,12 +1776,14 @@ class Known:
         self.dense = mask is None
         self._mask_tag = 0 if self.dense else None
         self.status = OPEN
-        self.senders = set()  # a new one, by which a `Server` knows what is of this round
+        self.senders = set()  # a new set, by which a `Server` recognizes a new round
 
     def observe(self, update_D: Tensor) -> None:
-        """Close the round with its update (D,), from which the rule takes the next round's mask.
-        This is called after a dense round, too. ValueError for another shape, or if no round is
-        open."""
+        """Close the round with its update (D,), from which the rule chooses the next round's mask.
+
+        This must be called after a dense round, too. Raises ValueError for another shape, or if no
+        round is open.
+        """
         if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
         if tuple(update_D.shape) != (self.dimension,):
@@ -1760,17 +1794,24 @@ class Known:
         self.status = CLOSED
 
     def lose(self, round: int | None = None) -> None:
-        """Close a round in which nobody was heard: the one that is open or, if none is, the next
-        one; or the one of the number `round`. The mask stays as it was, and the next round has the
-        next number. This is never refused."""
+        """Close a round in which no message was averaged.
+
+        This is the round with the number `round`; without it, the open round or, if none is open,
+        the next one. The mask stays the same, and the next round has the next number. This call is
+        never refused.
+        """
         self.round = (self.round if round is None else round) + 1
         self.status = CLOSED
         self.flags.clear()
 
     def positions_of(self, mask: Any, taken_D: Tensor | None = None) -> Tensor:
-        """A mask that a rule gave, (D,) bool or positions, as ascending positions int64 (K,), all
-        outside another mask, `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks
-        at the numbers.)"""
+        """Return the mask that a rule chose, (D,) bool or positions, as ascending positions int64
+        (K,).
+
+        Raises ValueError unless it is a valid mask with no entry inside another mask, `taken_D`
+        (D,). On a GPU the positions themselves are not checked, because reading them would make the
+        host wait.
+        """
         if not isinstance(mask, Tensor):
             got = type(mask).__name__
             raise ValueError(f"mask: got a {got}, allowed: a tensor, either bool (D,) or positions")
@@ -1784,13 +1825,14 @@ class Known:
         return mask
 
     def require_finite(self, values: Tensor, sender: int) -> Tensor:
-        """Return the values; NotFiniteError, which names the sender, if any is NaN or infinite.
+        """Return the values if all of them are finite.
 
-        On a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any
-        of its entries is not finite, and a flag is kept. `check_flags`, at the end of a round,
-        reads all flags together and raises the error.
+        On a CPU, raises NotFiniteError, which names the sender, if any value is NaN or infinite. On
+        a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any of
+        its entries is not finite, and a flag is stored. `check_flags`, at the end of a round, reads
+        all flags together and raises the error.
         """
-        if self.on_cpu:  # a sum is quick, but it can overflow: then all values are looked at
+        if self.on_cpu:  # A sum is quick. It can overflow, so then every value is checked.
             if not math.isfinite(values.sum().item()) and not values.isfinite().all():
                 raise NotFiniteError(sender)
             return values
@@ -1799,15 +1841,17 @@ class Known:
         return torch.where(is_finite, values, 0.0)
 
     def check_flags(self, counted_D: Tensor | None = None) -> int:
-        """Raise NotFiniteError for the first sender whose flag says that values were not finite.
-        Return how many entries of the mask `counted_D` (D,) are set, 0 without one.
+        """Raise NotFiniteError for the first sender whose stored flag says that its values were not
+        finite.
 
-        On a GPU this is the round's only wait for values, which is why flags and count are read
+        Returns how many entries of the mask `counted_D` (D,) are set, or 0 without a mask. On a GPU
+        this is the round's only wait for values, which is why the flags and the count are read
         together. On a CPU `require_finite` has raised the error already, and flags are not read.
 
-        An ordinary round has no other wait. These have some more: layer-wise fairness, which checks
-        its vector; a rule that gives its masks as bool tensors; a `Server.reply` that is really
-        made, which has to know how many entries were explored; and `to_bytes`.
+        An ordinary round does not wait anywhere else. The following cases wait once more:
+        layer-wise fairness, which checks its vector; a rule that returns its masks as bool tensors;
+        a call of `Server.reply`, which needs the number of entries that clients sent outside the
+        shared mask; and `to_bytes`.
         """
         if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
@@ -1822,7 +1866,8 @@ class Known:
         return 0 if counted_D is None else said[-1]
 
     def expand_message(self, message: Message) -> Tensor:
-        """What a message says, with zeros where it says nothing: (D,), in memory of its own."""
+        """Return a message's values as a new vector (D,), with zeros where the message has no
+        value."""
         if message.dense:
             return message.values.detach().clone()
         full_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
@@ -1830,12 +1875,13 @@ class Known:
         return full_D
 
     def check_message(self, message: Message, sender: int) -> None:
-        """MessageError unless it is the message of `sender` (SERVER: the server) in the open round,
-        of the size and type that it should have.
+        """Raise MessageError unless this is the message of `sender` in the open round, with the
+        right size and type.
 
-        On a CPU the numbers are checked, too: positions are ascending, in range and outside the
-        shared mask, and values are finite. (Values of a client's dense message are not checked one
-        by one, since the average of all is.)
+        `sender` is a client's number, or SERVER for the server. On a CPU the numbers are checked,
+        too: positions must be ascending, in range and outside the shared mask, and values must be
+        finite. (Values in a client's dense message are not checked one by one, since the average of
+        all messages is checked.)
         """
         if self.status == CLOSED:
             call = "receive" if sender == SERVER else "add"
@@ -1884,22 +1930,30 @@ class Known:
 
     @property
     def mask_tag(self) -> int:
-        """Four bytes of the shared mask; 0 in a dense round. It stands in every message: two sides
-        that do not mean the same mask refuse each other."""
+        """A checksum of the shared mask, four bytes long; 0 in a dense round.
+
+        It is part of every message that becomes bytes. A receiver with another mask therefore
+        refuses the message.
+        """
         if self._mask_tag is None:
             self._mask_tag = zlib.crc32(self.shared_K.cpu().numpy().astype("<i8").tobytes())
         return self._mask_tag
 
     def to_bytes(self, message: Message) -> bytes:
-        """A message of this round as bytes. NotFiniteError where it was not known until now, on a
-        GPU, that what was sent is not finite."""
+        """Return a message of this round as bytes.
+
+        Raises NotFiniteError if it turns out only now, on a GPU, that a client's values were not
+        finite.
+        """
         self.check_flags()
         wire = self.wire_down if message.sender == SERVER else self.wire_up
         return encode_message(message, wire, self.mask_tag)
 
     def from_bytes(self, data: bytes, sender: int) -> Message:
-        """The message of this round that `sender` (SERVER: the server) sent; MessageError for
-        anything else. `data` may come from anyone."""
+        """Return the message of this round that `sender` (SERVER: the server) sent, from its bytes.
+
+        `data` may be untrusted. Raises MessageError for anything but that message.
+        """
         wire, count = (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
         shared_K = None if self.dense else self.shared_K
         try:
@@ -1909,20 +1963,26 @@ class Known:
             raise MessageError(sender, str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, by value. Send this and theta to a side that has missed
-        rounds."""
+        """Return a copy of everything that a resumed run needs.
+
+        Send this state and theta to a client that has missed rounds.
+        """
         return self._identity() | {"round": self.round, "rule": self.rule.state_dict()}
 
     def _identity(self) -> dict[str, Any]:
-        """What two sides, or a state and who loads it, must have in common."""
+        """Return what two participants, or a state and the object that loads it, must have in
+        common."""
         return {
             "version": STATE_VERSION, "scheme": scheme_state(self.scheme), "seed": self.seed,
             "layer_sizes": list(self.layer_sizes), "order": self.wire_up.order,
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state of another scheme, seed or model, of one whose parameters lie
-        otherwise in memory, or one that is not whole."""
+        """Raise ValueError for a state that this object cannot load.
+
+        This is a state of another scheme, seed or model, one of a model whose parameters lie in
+        memory in another order, or an incomplete one.
+        """
         check_state_version("state of Known", state)
         wanted = self._identity()
         check_same_state("state", dict.fromkeys(state), dict.fromkeys([*wanted, "round", "rule"]))
@@ -1936,8 +1996,11 @@ class Known:
         self.rule.check_state(state["rule"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next round is that of the state; one that is open is forgotten. ValueError, with
-        nothing changed, for what `check_state` refuses."""
+        """Load a state; the next round is the one that the state names.
+
+        A round that is open here is discarded. Raises ValueError, with nothing changed, for a state
+        that `check_state` refuses.
+        """
         self.check_state(state)
         self.rule.load_state_dict(state["rule"])
         self.round = state["round"]
@@ -1946,8 +2009,10 @@ class Known:
 
 
 class InFlight(NamedTuple):
-    """A message that a client has sent, while it does not know whether it has arrived. For a dense
-    message the three tensors are empty."""
+    """A message that a client has sent and that has not been acknowledged yet.
+
+    For a dense message the three tensors are empty.
+    """
 
     round: int
     positions_K: Tensor  # where its values belong, shared positions first
@@ -1957,15 +2022,17 @@ class InFlight(NamedTuple):
 
 
 class Client:
-    """Alg. 2's client.
+    """The client of Alg. 2.
 
-    `errors_D` (D,) is what the server has not received yet: zeros at first, if none are given, and
-    None where the scheme keeps no errors. Its unit is that of the vectors given to `send`: model
-    differences or, in a federation with global momentum, sums of gradients.
+    `errors_D` (D,) is what the server has not received yet. It begins as zeros if none are given,
+    and is None if the scheme keeps no errors. Its unit is that of the vectors given to `send`:
+    model differences or, in a federation with global momentum, sums of gradients.
 
-    `send` makes a message. From then until `arrived`, errors_D holds all that was meant to be sent.
-    Only `arrived` takes the sent values out, so that a message which is lost on the way stays in
-    the errors. `keeps` names the tensors (D,) that a resumed run needs, beside those of the base
+    `send` makes a message. From then until `arrived`, `errors_D` holds everything that was meant to
+    be sent. Only `arrived` subtracts the values that were sent, so that the content of a lost
+    message stays in the errors.
+
+    `keeps` names the tensors (D,) that a resumed run needs, in addition to those of the base
     classes. All of them have to be in the unit of the errors, since `scale_` scales them together.
     """
 
@@ -1980,12 +2047,15 @@ class Client:
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12: make this round's message of a model difference (D,), left as it is.
+        """Make this round's message of a model difference (D,), lines 9 to 12.
 
-        Before anything is changed, raises NotFiniteError for NaN or infinity, ValueError for
-        another shape or type, a round that is not open, or a second message in it. Errors that
-        overflow by the sum raise NotFiniteError, too, and begin anew. On a GPU the whole vector
-        becomes 0 if any entry is not finite, and `Known.to_bytes` or the end of the round raises.
+        `delta_D` is not changed. Before anything is changed, this raises NotFiniteError for NaN or
+        infinity. It raises ValueError for another shape or type, a round that is not open, or a
+        second message in one round. If adding the difference makes the errors overflow,
+        NotFiniteError is raised as well, and the errors are reset to 0.
+
+        On a GPU the whole vector becomes 0 if any entry is not finite. The error is then raised by
+        `Known.to_bytes` or at the end of the round.
         """
         known, what = self.known, f"client {self.number}: send"
         if known.status != OPEN:
@@ -1997,7 +2067,8 @@ class Client:
         return self.message_of(self.check_difference(delta_D))
 
     def check_difference(self, delta_D: Tensor) -> Tensor:
-        """A difference that `message_of` can use, before anything is changed."""
+        """Return a difference that `message_of` can use. Raises as `send` does, with nothing
+        changed."""
         known = self.known
         if not isinstance(delta_D, Tensor):
             raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
@@ -2009,7 +2080,7 @@ class Client:
         return known.require_finite(delta_D.detach(), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12 for a difference that was checked, in a round that is open."""
+        """Do lines 9 to 12 for a difference that has been checked, in an open round."""
         known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
         intended_D = self.intended(delta_D)  # line 9
         known.senders.add(self.number)
@@ -2036,11 +2107,12 @@ class Client:
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9: the difference and what the server has not had, (D,). The errors become this."""
+        """Line 9: return the sum of the difference and the errors, (D,). The errors become this
+        sum."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
-        """Line 10: positions outside the shared mask, as the scheme's rule chooses them."""
+        """Line 10: return positions outside the shared mask, as the scheme's rule chooses them."""
         known, k = self.known, self.known.own_count
         mask = known.rule.own_mask(
             intended_D, known.shared_D, known.rule.k_local if k is None else k
@@ -2052,12 +2124,13 @@ class Client:
         return own_K
 
     def arrived(self, received: Message | None = None) -> None:
-        """Line 13: the message in flight has arrived, so its values are taken out of the errors.
+        """Line 13: subtract the values of the message in flight from the errors, because it has
+        arrived.
 
         Give `received` if the values arrived in another form than they were sent, for instance
-        rounded by an all-reduce in fewer bits: then those values are taken out. ValueError if
-        nothing is in flight, if `received` has another number of values than the message that was
-        sent, or if only one of the two is dense. The values themselves are not compared.
+        rounded by an all-reduce in fewer bits: then those values are subtracted. Raises ValueError
+        if nothing is in flight, if `received` has another number of values than the message that
+        was sent, or if only one of the two is dense. The values themselves are not compared.
         """
         what = f"client {self.number}: arrived"
         if self.in_flight is None:
@@ -2081,18 +2154,18 @@ class Client:
         self.in_flight = None
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
-        """End the round with the server's message, at a client that has a `Known` of its own.
-        Return the update (D,).
+        """End the round with the server's message and return the update (D,), at a client with a
+        separate `Known`.
 
         `heard` says whether this client's message of this round is in the average. The reply does
-        not say so: a client in another process has to learn it from whatever carries the messages.
-        With True, the client takes what it sent out of its errors. If the server refused the
-        message, or averaged without it, give False: then the errors keep all of it for the next
-        round. The same holds for a client that took no part.
+        not contain this: a client in another process has to learn it from whatever carries the
+        messages. With True, the client subtracts what it sent from its errors. Give False if the
+        server refused the message or averaged without it: then the errors keep all of it for the
+        next round. Give False, too, at a client that did not take part.
 
-        Raises MessageError, with nothing changed, for a message of another round; ValueError if
-        `heard` is True and this client has sent nothing in this round; and NotFiniteError if it
-        turns out only now, on a GPU, that what was sent is not finite.
+        Raises MessageError, with nothing changed, for a message of another round. Raises ValueError
+        if `heard` is True and this client has sent nothing in this round. Raises NotFiniteError if
+        it turns out only now, on a GPU, that values which were sent are not finite.
         """
         known = self.known
         known.check_message(reply, SERVER)
@@ -2108,30 +2181,34 @@ class Client:
         return update_D
 
     def sent_in(self, round: int) -> bool:
-        """Whether a message of this round is in flight."""
+        """Return whether a message of this round is in flight."""
         return self.in_flight is not None and self.in_flight.round == round
 
     def withdraw(self, delta_D: Tensor) -> None:
-        """Take `delta_D` out of the errors again, for a step that is void on all sides.
+        """Subtract `delta_D` from the errors again, for a round that all participants discard.
 
-        Give the vector that `send` was called with. If nothing was taken out of the errors since,
-        they are what they were before `send`, but for rounding. What was in flight is forgotten.
-        The client still counts as one that has sent in this round.
+        Give the vector that `send` was called with. If nothing was subtracted from the errors since
+        then, they return to their values before `send`, except for rounding. The message in flight
+        is forgotten. The client still counts as one that has sent in this round.
         """
         self.in_flight = None
         if self.errors_D is not None:
             self.errors_D.sub_(delta_D.detach())
 
     def forget_overflow(self) -> None:
-        """If errors, or what else is kept, outgrew float32, all of it begins anew; else no later
-        round could be sent."""
+        """Set all kept tensors to 0 if an entry of the errors, or of another kept tensor, is not
+        finite.
+
+        Without this, the client could not send in any later round.
+        """
         kept = [tensor for tensor in self._kept_tensors().values() if tensor is not None]
         if not all(tensor.isfinite().all() for tensor in kept):
             for tensor in kept:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
-        """Multiply errors, and what else is kept, by a factor, because their unit changes."""
+        """Multiply the errors and all other kept tensors by a factor, because their unit
+        changes."""
         for tensor in self._kept_tensors().values():
             if tensor is not None:
                 tensor.mul_(factor)
@@ -2140,14 +2217,17 @@ class Client:
         return {name: getattr(self, name) for name in names_to_keep(self)}
 
     def state_dict(self) -> dict[str, Any]:
-        """By value: errors, and a message that nobody has acknowledged yet."""
+        """Return a copy of the errors and of a message in flight, if there is one."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
         parts = {"number": self.number, "in_flight": flight} | self._kept_tensors()
         return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of another client, for errors of another size, or for a state in
-        which something is missing or of the wrong type."""
+        """Raise ValueError for a state that this client cannot load.
+
+        This is the state of another client, one with errors of another size, or one in which
+        something is missing or has the wrong type.
+        """
         check_state_version("state of Client", state)
         wanted = {
             "version": STATE_VERSION,
@@ -2180,7 +2260,10 @@ class Client:
             raise ValueError(f"state: in_flight: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         for name, tensor in self._kept_tensors().items():
             if tensor is not None:
@@ -2194,8 +2277,11 @@ class Client:
 
 
 class Downlink(Client):
-    """The server as a sender, where it does not send all that it means to: lines 9 to 13 for the
-    update. Its own positions are a mask of its own, or all that came up; its values are quantized.
+    """The server as a sender of compressed updates: lines 9 to 13, applied to the update.
+
+    `Server` has one if the scheme does not send the whole average in 32 bits. The positions beside
+    the shared mask are chosen by `phi_down` or, without it, are all positions that clients sent.
+    Values are quantized if `down_value_bits` is below 32.
     """
 
     def __init__(self, known: Known):
@@ -2203,33 +2289,35 @@ class Downlink(Client):
         super().__init__(known, 0, errors_D)
         self.number = SERVER
         self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
-        # Where clients sent entries outside the shared mask, bool (D,), as `reply_to` was told. It
-        # is the server's own tensor, which is cleared after the round; (0,) before the first.
+        # Where clients sent entries outside the shared mask, bool (D,), as given to `reply_to`.
+        # It is `Server.explored_D`, which is cleared after the round. Before the first: (0,).
         self.explored_D = known.shared_D[:0]
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """Make the server's message for an update (D,), and take it out of the server's errors at
-        once, since a reply is taken to arrive.
+        """Make the server's message for an update (D,), and subtract its values from the server's
+        errors.
 
-        `explored_D` (D,) bool says where clients sent entries outside the shared mask. Without a
-        `phi_down`, these are the server's own positions. NotFiniteError if errors and update
-        overflow together; then the errors become 0.
+        They are subtracted at once, because a reply is assumed to arrive. `explored_D` (D,) bool
+        says where clients sent entries outside the shared mask. Without `phi_down`, these are the
+        server's own positions. Raises NotFiniteError if the sum of errors and update overflows;
+        then the errors become 0.
         """
         self.explored_D, before_D = explored_D, self.errors_D
         try:
             message = self.message_of(update_D)
         except NotFiniteError:
-            cast(Tensor, before_D).zero_()  # put back or not, what overflowed is forgotten
+            cast(Tensor, before_D).zero_()  # errors that overflow are reset, restored or not
             raise
         self.arrived()
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """In new memory, so that a round that fails can put back the errors from before it."""
+        """Line 9 in new memory, so that the errors from before a failed round can be restored."""
         self.errors_D = cast(Tensor, self.errors_D) + delta_D
         return self.errors_D
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
+        """Return the positions outside the shared mask that the server sends."""
         known, phi_down = self.known, self.known.scheme.phi_down
         if phi_down is None:
             return mask_to_positions(self.explored_D)
@@ -2241,11 +2329,11 @@ class Downlink(Client):
 
 
 class Server:
-    """Alg. 2's server. It adds each message to a sum as it comes.
+    """The server of Alg. 2. It adds each message to a sum as soon as the message arrives.
 
-    `weights` has one number per client: its share of the average. Without it all are equal. Where
-    the scheme compresses the downlink, `downlink` is the server as a sender, with errors of its
-    own; else it is None.
+    `weights` has one number per client: its share of the average. Without it, all clients count
+    equally. If the scheme compresses the downlink, `downlink` is the `Downlink` that sends updates
+    and keeps their errors. Otherwise it is None.
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
@@ -2254,14 +2342,17 @@ class Server:
         self.weights = None if numbers is None else _check_weights(numbers, len(numbers))
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
-        self.heard: list[int] = []  # whose messages are in the sum
+        self.heard: list[int] = []  # clients whose messages are in the sum
         self.senders: set[int] | None = None  # `Known.senders` of the round of these messages
         self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
-        self.average_D: Tensor | None = None  # once it was taken
+        self.average_D: Tensor | None = None  # once `average` has computed it
 
     def add(self, number: int, message: Message) -> None:
-        """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
-        of another client or round, of another size, or for a second one."""
+        """Add client `number`'s message of this round to the sum.
+
+        Raises MessageError, with nothing changed, for a message of another client or round, for one
+        of another size, or for a client's second message in this round.
+        """
         known, weights = self.known, self.weights
         limit = SERVER if weights is None else len(weights)
         if not 0 <= number < limit:
@@ -2277,7 +2368,7 @@ class Server:
                 number, f"add: a second message in round {known.round}, allowed: one"
             )
         if is_first:
-            self.drop()  # what came in a round that was never finished
+            self.drop()  # messages of a round that was never finished
             self.senders = known.senders
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         weight = 1.0 if weights is None else weights[number]
@@ -2286,9 +2377,11 @@ class Server:
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
-        """Line 15: the average of the messages that were added, (D,). Messages that come later in
-        this round are refused. MessageError if there is no message, NotFiniteError if the sum has
-        overflowed."""
+        """Line 15: return the average of the messages that were added, (D,).
+
+        Messages that come later in this round are refused. Raises MessageError if there is no
+        message, and NotFiniteError if the sum has overflowed.
+        """
         known = self.known
         if not self.heard or self.senders is not known.senders or known.status == CLOSED:
             way = "allowed: finish after add, or Known.lose, which gives the round up"
@@ -2302,8 +2395,10 @@ class Server:
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
-        """Line 16: the server's message to all clients, which says the update (D,) or, where the
-        downlink is compressed, a part of it."""
+        """Line 16: make the server's message to all clients.
+
+        It contains the update (D,) or, if the downlink is compressed, a part of it.
+        """
         known = self.known
         if self.downlink is not None:
             return self.downlink.reply_to(update_D, self.explored_D)
@@ -2314,8 +2409,11 @@ class Server:
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def average_and_bits(self) -> tuple[Tensor, int]:
-        """The average, and the length in bits that `reply` would have in code "block" if all of the
-        average was sent. This takes less time than to make the reply. Raises what `finish` does."""
+        """Return the average, and the length in bits of a `reply` in code "block" that contains all
+        of it.
+
+        This takes less time than making the reply. Raises what `finish` raises.
+        """
         known, update_D = self.known, self.average()
         if known.dense:
             known.check_flags()
@@ -2326,12 +2424,12 @@ class Server:
         return update_D, block_code_bits(value_bits, values, explored, known.dimension)
 
     def finish(self) -> tuple[Tensor, Message]:
-        """Return the update that all sides have after the round, (D,), and the server's message
-        that tells it to the clients.
+        """Return the update that the server and all clients apply, (D,), and the message that
+        contains it.
 
-        Where the downlink is compressed, the update is what the message says, not the average. The
-        round ends when you give the update to `Known.observe`. The list `heard` is emptied here, so
-        read it before if you want to know whose messages were averaged.
+        If the downlink is compressed, the update is what the message contains, not the average. The
+        round ends when you give the update to `Known.observe`. This method empties the list
+        `heard`, so read it before if you want to know whose messages were averaged.
 
         Raises what `average` raises. On a GPU it may turn out only now that a client's message is
         not finite: then NotFiniteError is raised and the round is lost; end it with `Known.lose`.
@@ -2348,7 +2446,7 @@ class Server:
         return update_D, reply
 
     def drop(self) -> None:
-        """Forgets what came: the round is over, or failed."""
+        """Forget the messages that were added, because the round is over or has failed."""
         if self.heard:
             self.explored_D.zero_()
         self.heard, self.average_D, self.senders = [], None, None
@@ -2360,12 +2458,13 @@ class Server:
             self.downlink.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """By value: the errors of a compressed downlink, not the messages of an open round."""
+        """Return a copy of the errors of a compressed downlink. Messages of an open round are not
+        included."""
         down = None if self.downlink is None else self.downlink.state_dict()
         return {"version": STATE_VERSION, "downlink": down}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that is not whole, or of another scheme."""
+        """Raise ValueError for a state of another scheme, or one in which something is missing."""
         check_state_version("state of Server", state)
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
@@ -2377,7 +2476,10 @@ class Server:
             self.downlink.check_state(state["downlink"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state; messages of an open round are dropped.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         if self.downlink is not None:
             self.downlink.load_state_dict(state["downlink"])
@@ -2388,15 +2490,16 @@ class Server:
 
 
 class Link:
-    """How messages travel between a server and its clients in a `Compressor`.
+    """How messages travel between the server and the clients of a `Compressor`.
 
-    Without a `channel`, messages arrive as they were sent, and their exact sizes are counted. With
-    one, every message becomes bytes and is decoded before it is used. `channel(sender, data)`
-    returns the bytes that arrive: the same with `unchanged`, or those of a transport or an attack.
+    Without a `channel`, messages arrive exactly as they were sent, and their exact sizes are
+    counted. With one, every message becomes bytes and is decoded before it is used.
+    `channel(sender, data)` returns the bytes that arrive: the same bytes with `unchanged`, or those
+    of a transport or an attack.
 
     A client's message that cannot be accepted raises MessageError. With `on_bad` "skip" it is left
-    out instead: the average is that of the others, and the client's errors keep all that it meant
-    to send. (A scheme without errors loses it.)
+    out instead: the average is that of the others, and the client's errors keep everything that it
+    meant to send. (In a scheme without errors, it is lost.)
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2408,7 +2511,10 @@ class Link:
         self.channel, self.on_bad = channel, on_bad
 
     def to_server(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
-        """Client n's message as the server has it (None: refused), and the bits of its code."""
+        """Return client n's message as the server receives it, and the length of its code in bits.
+
+        With `on_bad` "skip", a message that is refused is returned as None, with a length of 0.
+        """
         if self.channel is not None:
             data = self.channel(n, known.to_bytes(message))
             try:
@@ -2420,10 +2526,11 @@ class Link:
         return message, message_bits(message, known.wire_up)
 
     def to_clients(self, server: Server) -> tuple[Tensor, int]:
-        """The update that all clients have, (D,), and the length of the server's message in bits.
+        """Return the update that all clients receive, (D,), and the length of the server's message
+        in bits.
 
-        Where nobody reads the message, and its length follows from the number of entries that
-        clients explored, it is not made.
+        The message itself is not made if nobody reads it and its length follows from the number of
+        entries that clients sent outside the shared mask.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
@@ -2437,12 +2544,13 @@ class Link:
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
-    """A channel that brings messages as they were sent: `Link(unchanged)`."""
+    """Return the data as it is: a channel without errors, for `Link(unchanged)`."""
     return data
 
 
 def bytes_of(bits: int) -> int:
-    """The length in bytes of a message with so many bits of code, with the overhead."""
+    """Return the length in bytes of a message whose code has this many bits, including the
+    overhead."""
     return OVERHEAD_BYTES + -(-bits // 8)
 
 
@@ -2450,13 +2558,15 @@ def bytes_of(bits: int) -> int:
 
 
 class Traffic(NamedTuple):
-    """What was sent in a round. `bits_up` is the average length of a client's message and
-    `bits_down` the length of the server's, in bits of code. `bytes_up`, of all clients together,
-    and `bytes_down` include the overhead. `heard` are the clients whose messages were averaged, and
-    `refused` those whose messages were not accepted.
+    """What was sent in one round.
 
-    The round of a centralized scheme (Baseline) is counted in the same way, as one dense message
-    each way, although there is nobody to send it to. `bit_budget` is nan there.
+    `bits_up` is the average length of a client's message and `bits_down` the length of the server's
+    message, both in bits of code. `bytes_up`, the sum over all clients, and `bytes_down` include
+    the overhead. `heard` are the clients whose messages were averaged, and `refused` those whose
+    messages were not accepted.
+
+    The round of a centralized scheme (Baseline) is counted in the same way, as one dense message in
+    each direction, although there is nobody to send it to. `bit_budget` is nan there.
     """
 
     bits_up: int = 0
@@ -2468,14 +2578,18 @@ class Traffic(NamedTuple):
 
 
 class Compressor:
-    """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
+    """N clients and a server that share one `Known`: the compression of Alg. 2 in one method,
+    `step`.
 
-    `clients` is N, and `link` says how messages travel. The other arguments are those of `Known`
+    `clients` is N, and `link` decides how messages travel. The other arguments are those of `Known`
     and `Server`.
+
     `errors_ND` (N, D) float32 is what the server has not received yet, in the unit of the vectors
-    that `step` is given; (0, D) without errors.
-    `traffic` is that of the last round. ValueError for a scheme that needs more than compression:
-    global momentum, and errors in units of gradients, take a `Federation`.
+    that `step` is given. Its shape is (0, D) if the scheme keeps no errors. `traffic` describes the
+    last round.
+
+    Raises ValueError for a scheme that needs more than compression: for global momentum, and for
+    errors in units of gradients, use a `Federation`.
     """
 
     def __init__(
@@ -2491,7 +2605,8 @@ class Compressor:
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
         rows = clients if self.scheme.keeps_errors else 0
-        lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
+        # numpy's zeros use no memory until they are written to
+        lazy_ND = np.zeros((rows, self.known.dimension), np.float32)
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
         errors = list(self.errors_ND) if rows else [None] * clients
         client_type = self.rule.client_type or Client
@@ -2500,17 +2615,18 @@ class Compressor:
         self.clients = dict(enumerate(made))
         self.server = server_type(self.known, _check_weights(weights, clients))
         self.traffic = Traffic()
-        self._is_whole = True  # False in a round, and after one whose end was interrupted
+        self._is_whole = True  # False during a round, and after one whose end was interrupted
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
     ) -> Tensor:
-        """One round: (N, D) model differences in, their (D,) average out. These are lines 9 to 13,
-        15 and 16 of Alg. 2, and line 5 of the next round.
+        """Do one round: take the clients' model differences (N, D) and return their compressed
+        average (D,).
 
-        With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A scheme that
-        takes its mask from an update makes its first round dense in any case. `clients` says who
-        takes part; the others keep their errors. `deltas_ND` stays as it is.
+        These are lines 9 to 13, 15 and 16 of Alg. 2, and line 5 of the next round. With `dense`, as
+        in a warm-up, every entry is sent and nothing is quantized. A scheme that takes its mask
+        from an update makes its first round dense unless its `dense_warmup` is False. `clients`
+        lists who takes part; the others keep their errors. `deltas_ND` is not changed.
 
         Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
         be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
@@ -2530,13 +2646,16 @@ class Compressor:
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
+        """Do one round like `step`, but call `difference(n)` for each client's difference (D,) when
+        it is needed.
+
         For `theta_D` and `mask_factor` see `Known.begin`.
 
-        Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
-        be sent, the mask is as before, and the next round has the next number. Schemes without
-        errors lose what was sent, as they lose any message. If the very end of a round, when errors
-        are updated, is interrupted, every later call raises until a state is loaded.
+        If anything is raised during the round, no message counts as received: errors hold what was
+        meant to be sent, the mask is the same as before, and the next round has the next number.
+        Schemes without errors lose what was sent, as they lose any message. If the very end of a
+        round, when errors are updated, is interrupted, every later call raises until a state is
+        loaded.
         """
         self._check_usable(begins=True)
         checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
@@ -2546,20 +2665,22 @@ class Compressor:
         self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """A round in which `checked(n)` is client n's difference: lines 9 to 13, 15 and 16, and
-        line 5 of the next round."""
+        """Do a round in which `checked(n)` is client n's difference, already checked.
+
+        These are lines 9 to 13, 15 and 16, and line 5 of the next round.
+        """
         known, server, t = self.known, self.server, self.known.round
         refused, bits_up, bytes_up = list[int](), 0, 0
         asked: int | None = None  # the client whose message is being made
-        # What a round that fails puts back. Attributes are kept here without copies of their
-        # tensors, since a rule and the downlink replace theirs and change none in place. Of the
+        # These attributes are restored if the round fails. Their tensors need no copies, since
+        # the rule and the downlink replace their tensors and never change them in place. Of the
         # server's tensors, `sum_D` is a new one in each round. `explored_D` does change in place,
-        # but `drop` clears it, as it was at the beginning of the round.
+        # but `drop` clears it, and it is clear at the beginning of a round.
         before = list[tuple[Any, dict[str, Any]]]()
         for part in (known.rule, server, server.downlink):
             if part is not None:
                 before.append((part, vars(part).copy()))
-        is_closing = False  # then too much has changed to put it back
+        is_closing = False  # True once clients' errors change, which cannot be undone
         try:
             self._is_whole = False
             known.begin(dense, theta_D, mask_factor)
@@ -2573,7 +2694,7 @@ class Compressor:
                     continue
                 server.add(n, message)
                 bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
-                del message  # of a dense round it is as large as the model
+                del message  # a dense message is as large as the model
             asked, heard = None, tuple(server.heard)
             update_D, bits_down = self.link.to_clients(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
@@ -2597,12 +2718,13 @@ class Compressor:
         self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
         error: BaseException,
     ) -> None:  # fmt: skip
-        """Undo round t, which `error` has ended before any client was told that it was heard.
+        """Undo round t, which failed with `error` before any message was acknowledged.
 
-        The rule, the server and its downlink get their attributes from `before`, and the round
-        counts as lost. Clients' errors are not put back: they hold all that the clients meant to
-        send, except that errors which have overflowed become 0. A note on the error says which
-        round it was and, unless the error says it itself, for which client (`asked`).
+        `before` has the attributes of the rule, the server and its downlink, which are restored.
+        The round counts as lost. Clients' errors are not restored: they hold everything that the
+        clients meant to send, except that errors which have overflowed become 0. A note is added to
+        the error, which names the round and, unless the error does so already, the client whose
+        message was being made (`asked`).
         """
         is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
         who = "" if is_named else f"client {asked}, "
@@ -2620,8 +2742,10 @@ class Compressor:
         self._is_whole = True
 
     def _check_usable(self, begins: bool = False) -> None:
-        """ValueError inside a round or after one whose end was interrupted and, where a round
-        `begins`, while one is open in `known`."""
+        """Raise ValueError inside a round, or after one whose end was interrupted.
+
+        With `begins`, because a new round is to begin, also raise it if a round is open in `known`.
+        """
         if not self._is_whole:
             got = "a round is under way, or its end was interrupted"
             raise ValueError(f"Compressor: {got}; {_WAY_ON}")
@@ -2631,11 +2755,14 @@ class Compressor:
             raise ValueError(f"Compressor: {got}, allowed: {way}")
 
     def check_clients(self, chosen: Iterable[int] | None) -> list[int]:
-        """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
+        """Return the list of clients that take part; None means all clients.
+
+        Raises ValueError unless these are whole numbers of existing clients, each given once.
+        """
         if chosen is None:
             return list(range(self.client_count))
         numbers = list(map(_number, chosen))
-        whole = set(map(type, numbers)) == {int}  # no bool; and none where there is no client
+        whole = set(map(type, numbers)) == {int}  # not bool; and False for an empty list
         if not whole or len({*numbers} & {*range(self.client_count)}) < len(numbers):
             allowed = f"one or more of 0 to {self.client_count - 1}, each once"
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
@@ -2648,7 +2775,8 @@ class Compressor:
     bytes_down = property(lambda self: self.traffic.bytes_down)
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
-        """Before the first round: errors live in this tensor (N, D), which holds zeros."""
+        """Use the memory of this tensor (N, D), which holds zeros, for the errors. Call it before
+        the first round."""
         check_same_state("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
         for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
@@ -2665,14 +2793,15 @@ class Compressor:
         self._is_whole = True
 
     def state_dict(self) -> dict[str, Any]:
-        """By value, all that a resumed run needs: what is known, errors, the server's errors."""
+        """Return a copy of everything that a resumed run needs, the clients' and the server's
+        errors included."""
         self._check_usable()
         clients = [client.state_dict() for client in self.clients.values()]
         parts = {"known": self.known.state_dict(), "clients": clients}
         return {"version": STATE_VERSION} | parts | {"server": self.server.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of another scheme, seed or model, or one that is not whole."""
+        """Raise ValueError for the state of another scheme, seed or model, or an incomplete one."""
         check_state_version("state of Compressor", state)
         wanted = dict.fromkeys(("version", "known", "clients", "server"))
         check_same_state("state of Compressor", dict.fromkeys(state), wanted)
@@ -2685,7 +2814,10 @@ class Compressor:
         self.server.check_state(state["server"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         self._is_whole = False
         self.known.load_state_dict(state["known"])
@@ -2695,7 +2827,8 @@ class Compressor:
         self._is_whole = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
+        """Restore the object after pickling or a deep copy, where each tensor received separate
+        memory."""
         self.__dict__ |= state
         self.keep_errors_in(self.errors_ND)
 
