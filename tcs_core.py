@@ -2848,64 +2848,68 @@ def _check_weights(weights: Iterable[float] | None, clients: int) -> list[float]
 
 
 # ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
-#    `Federation` is the training, round by round; `LocalTrainer` is a client's part of a round.
-#    Clients take turns on one module: a difference is made, compressed, sent and forgotten. The
-#    module stays its owner's: what a round changes in it but for parameters, it puts back.
+#    `Federation` does the training, round by round; `LocalTrainer` does a client's part of a round.
+#    Clients take turns on one module: a client's difference is computed, compressed, sent and then
+#    discarded. A round changes the module's parameters and the norms' running statistics. Modes and
+#    gradients are restored at its end.
 
 
 class Phase(NamedTuple):
-    """What a schedule says of a round: the learning rate, whether the round is dense, and a factor
-    by which all K are larger. A schedule is a function from the round's number, counted from 0, to
-    a Phase or a learning rate."""
+    """What a schedule returns for a round: the learning rate, whether the round is dense, and the
+    factor by which all K are larger than usual.
+
+    A schedule is a function from the round's number, counted from 0, to a Phase or a learning rate.
+    """
 
     eta: float
     dense: bool = False
-    mask_factor: int = 1  # looked at only where the scheme has `warmup_masks`
+    mask_factor: int = 1  # used only if the scheme's `warmup_masks` is not 1
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean loss of a batch of inputs and class labels."""
+    """Return the mean cross-entropy loss of a batch of inputs and class labels, a scalar tensor."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs).float(), labels)
 
 
 class Federation:
     """Train a model with N clients and a server: Alg. 1 with the compression of Alg. 2, or Alg. 3
-    where the scheme has global momentum. Call `round` once per round.
+    if the scheme has global momentum. Call `round` once per round.
 
     Arguments
 
-    - `model`: any module with float32 parameters. It stays its owner's. Its parameters are ordinary
-      tensors, which hold theta after every round; modes (train or eval) and gradients are put back
-      as they were. If its owner loads other weights or running statistics into it between two
-      rounds, training goes on from these. A module that trains other parameters than at the start
-      is refused, with the parameter's name: make a new Federation of it. Whatever else a forward
-      pass changes, such as a teacher or spectral norm's vectors, clients change in turn. It is not
-      put back after a failed round either.
+    - `model`: any module with float32 parameters. Its parameters hold theta after every round, and
+      remain ordinary tensors. Its modes (train or eval) and gradients are restored after every
+      round. If you load other weights or running statistics into it between two rounds, training
+      continues from these. If you change which parameters are trained, the next round raises an
+      error that names the parameter: make a new Federation of the module. Anything else that a
+      forward pass changes, such as a teacher model or the vectors of spectral norm, is shared by
+      the clients, which change it in turn. It is not restored after a failed round either.
     - `feed`: a list with one iterable of batches per client, on the model's device, or an object
       like `Feed`.
     - `scheme`: a `Scheme` or its name.
     - `schedule`: the learning rate of the local steps, or a function from a round's number to its
       rate or `Phase`. None leaves the rate to `local_optimizer`.
-    - `loss`: `loss(model, batch)` is a scalar tensor. The default is cross-entropy.
+    - `loss`: `loss(model, batch)` returns a scalar tensor. The default is cross-entropy.
     - `weight_decay`: this number times the parameters is added to every gradient of plain SGD. It
-      cannot be combined with `local_optimizer`, which has its own.
+      cannot be combined with `local_optimizer`, which does its own weight decay.
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
-      plain SGD. Each client gets one of its own. With a schedule, its rate is the schedule's.
-      Beside a schedule, an optimizer is refused if it was given another rate than the schedule
-      begins with, or several rates.
+      plain SGD. It is called once for each client. With a schedule, the schedule sets the
+      optimizer's learning rate. Then an optimizer is refused if it was given another rate than the
+      one with which the schedule begins, or several rates.
     - `server_optimizer`: such a function for the server's step. The optimizer sees minus the
       average update as the gradient.
-    - `weights`: the clients' shares of the average, of running statistics too; equal if not given.
+    - `weights`: the clients' shares of the average, also of the average of running statistics.
+      Without it, all are equal.
     - `link`: how messages travel (see `Link`).
-    - `seed`: for rand-K's masks and for what clients draw in torch.
-    - `trainer`: makes the `LocalTrainer` from its arguments. A class derived from it can run the
-      same local steps in another way.
+    - `seed`: for rand-K's masks and for the random numbers that clients draw in torch.
+    - `trainer`: a function that makes the `LocalTrainer` from its arguments. A class derived from
+      `LocalTrainer` can run the same local steps in another way.
 
-    All parameters that are trained are averaged, also those of a head or of a norm. A head that is
-    to stay a client's own has to stand outside the module that is given here, and `loss` applies it
-    (notebook 15 shows how). The weights of a batch norm inside the module cannot be a client's own.
-    Only its running statistics are, until the model is evaluated.
+    All parameters that are trained are averaged, including those of a head or of a norm. If each
+    client is to have a separate head, keep it outside the module that is given here, and let `loss`
+    apply it (notebook 15 shows how). The weights of a batch norm inside the module are always
+    averaged. Only its running statistics differ between clients, until the model is evaluated.
 
     Attributes
 
@@ -2917,12 +2921,12 @@ class Federation:
       momentum, of gradients.
     - `active`: the clients whose messages were averaged in the last round.
     - `t`: the number of rounds begun.
-    - `losses_N`: each client's sum of losses over local steps, those of failed rounds too, until
-      its owner sets it to zero with `losses_N.zero_()`. It is not saved.
-    - `on_delta`: if you set it, `on_delta(n, delta_D)` sees every difference before it is
-      compressed. The next difference takes its memory.
+    - `losses_N`: each client's sum of losses over local steps, including those of failed rounds,
+      since you last called `losses_N.zero_()`. It is not saved.
+    - `on_delta`: if you set it, `on_delta(n, delta_D)` is called with every difference before it is
+      compressed. The next difference overwrites `delta_D`.
 
-    ValueError for a model, a feed or a combination of arguments that cannot be used.
+    Raises ValueError for a model, a feed or a combination of arguments that cannot be used.
     """
 
     def __init__(
@@ -2959,8 +2963,8 @@ class Federation:
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
-        self.is_whole = True  # False: a round's closing part was interrupted
-        self._is_shown = False  # inside `evaluated`
+        self.is_whole = True  # False if the last part of a round was interrupted
+        self._is_shown = False  # True inside `evaluated`
         own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
         self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
         self.server_optimizer: torch.optim.Optimizer | None = None
@@ -2972,7 +2976,7 @@ class Federation:
                 got = f"got {weight_decay}, and the server_optimizer has {decays[0]}"
                 raise ValueError(f"weight_decay: {got}, allowed: one of the two")
 
-    # What the trainer has, and a federation shows.
+    # Attributes of the trainer.
     model = property(lambda self: self.trainer.model)
     flat = property(lambda self: self.trainer.flat)
     theta_D = property(lambda self: self.trainer.theta_D)
@@ -2980,21 +2984,26 @@ class Federation:
     losses_N = property(lambda self: self.trainer.losses_N)
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
-        """One round with all clients, or with these: the update_D (D,) that the server sent to all.
+        """Do one round with all clients, or with these, and return the update_D (D,) that the
+        server sent.
 
-        A round that fails (a gradient is NaN, a feed ends, Ctrl-C): nobody was heard in it. So
-        `t` and the feed go on; theta, momentum, statistics and masks stay; errors keep the
-        differences of those who had sent. What is raised names client and round. The optimizer of a
-        client whose difference was not finite begins anew. Only what is raised after the exchange,
-        while theta moves (by Ctrl-C, or by a `server_optimizer`), comes too late for all that: the
-        federation then refuses every call until a state is loaded.
+        A round can fail, for instance if a gradient is NaN, a feed ends or the user presses Ctrl-C.
+        Then no client's message counts: theta, momentum, running statistics and masks stay the
+        same, and errors keep the differences of the clients that had sent. Only `t` and the feed
+        have advanced. The exception names the client and the round. If a client's difference was
+        not finite, its local optimizer is made anew.
+
+        An exception after the exchange, while theta is updated (by Ctrl-C or in a
+        `server_optimizer`), cannot be undone in this way. Then every later call raises until a
+        state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
-            # with momentum all differences are gradients; a rate of 0 has no unit
+            # Errors are stored as model differences at the last rate that was not 0, and are now
+            # converted to this rate. With momentum this is not needed: clients send gradients.
             rates = (self.schedule(before).eta for before in range(t - 1, -1, -1))
             before = next((eta for eta in rates if eta), 0.0)
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
@@ -3010,7 +3019,8 @@ class Federation:
                 self.trainer.left_S = average_S
         except BaseException as error:
             if isinstance(error, NotFiniteError):
-                self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
+                # the moments of this client's optimizer are not finite either
+                self.trainer.optimizers.pop(error.client, None)
             if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
                 error.add_note(
                     "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
@@ -3022,7 +3032,8 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Round t's phase. ValueError for a rate that is none."""
+        """Return round t's phase. Raises ValueError unless its learning rate is a finite number >=
+        0."""
         if self._schedule is None:
             return Phase(math.nan)  # the optimizer's own
         found = self._schedule(t) if callable(self._schedule) else self._schedule
@@ -3036,10 +3047,9 @@ class Federation:
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
         mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """The part of a round in which these clients train, send and receive: update_D (D,).
+        """Let these clients train, send and receive in round t; return the update_D (D,).
 
-        The module has to be lent (`LocalTrainer.lend_module`). In a CUDA graph, t and eta are
-        tensors.
+        This has to run inside `LocalTrainer.lend_module`. In a CUDA graph, t and eta are tensors.
         """
 
         def difference(n: int) -> Tensor:
@@ -3053,7 +3063,8 @@ class Federation:
         return self.compressor.round(difference, chosen, dense, self.trainer.theta_D, mask_factor)
 
     def move(self, update_D: Tensor, eta: float | Tensor) -> None:
-        """The step that ends a round, of theta and of the module."""
+        """Update theta and the module's parameters with the average update (D,), at the end of a
+        round."""
         theta_D = self.trainer.theta_D
         if self.server_optimizer is not None:
             self.server_theta.data.copy_(theta_D)
@@ -3068,8 +3079,7 @@ class Federation:
         self.trainer.put_theta()
 
     def _check_usable(self, what: str, shown: bool = False) -> None:
-        """ValueError after an interrupted round and, but for what may be `shown`, inside of
-        `evaluated`."""
+        """Raise ValueError after an interrupted round or, unless `shown`, inside of `evaluated`."""
         if not self.is_whole:
             got = f"{what}: round {self.t - 1} was interrupted while theta moved, and is half done"
             raise ValueError(
@@ -3082,11 +3092,13 @@ class Federation:
 
     @contextlib.contextmanager
     def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
-        """The module in eval mode, as it is after the last round: `with fed.evaluated() as model`.
+        """Provide the module in eval mode, as it is after the last round: `with fed.evaluated() as
+        model`.
 
-        Norms have the averaged statistics of the clients of that round, or these (S,); modes and
-        statistics are put back. (A process with some of the clients has only their statistics.)
-        Inside, `round` and `load_state_dict` raise ValueError.
+        Inside, the norms have the averaged statistics of the clients of that round, or
+        `statistics_S` (S,). Afterwards modes and statistics are restored. (A process that runs only
+        some of the clients knows only the statistics of these.) Inside, `round` and
+        `load_state_dict` raise ValueError.
         """
         self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
@@ -3104,16 +3116,20 @@ class Federation:
             _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
-        """What one saves: the module's state, by value, norms with averaged statistics."""
+        """Return a copy of the module's state, in which norms have averaged statistics: the state
+        to save for later use of the model."""
         with self.evaluated() as model:
             return {key: _by_value(value) for key, value in model.state_dict().items()}
 
     # What a resumed run needs.
 
     def state_dict(self) -> dict[str, Any]:
-        """By value, all that a resumed run needs, the feed's place and optimizers too, and what
-        the owner has changed in the module since the last round. Not in it: what a module's own
-        `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
+        """Return a copy of everything that a resumed run needs.
+
+        This includes the position in the feed, the optimizers, and what you have changed in the
+        module since the last round. It does not include buffers that are not persistent, nor the
+        module's `get_extra_state`.
+        """
         self._check_usable("state_dict", shown=True)
         self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
         server = self.server_optimizer
@@ -3129,7 +3145,7 @@ class Federation:
         return _by_value(state) | {"compressor": self.compressor.state_dict()}
 
     def _tensors(self) -> dict[str, Any]:
-        """Those of a state that have a fixed shape; loading copies into them."""
+        """Return the parts of a state that have a fixed shape. Loading a state copies into them."""
         return {
             "theta_D": self.theta_D,
             "momentum_D": self.momentum_D,
@@ -3139,8 +3155,10 @@ class Federation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
-        that of another scheme, seed or model."""
+        """Load a state into this object and the module, and continue where it was saved.
+
+        Raises ValueError, with nothing changed, for a state of another scheme, seed or model.
+        """
         if self._is_shown:
             raise ValueError(
                 "load_state_dict: got called inside `evaluated`, allowed: after its block"
@@ -3150,13 +3168,14 @@ class Federation:
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
         if self.server_optimizer is not None:
             pairs.append((self.server_optimizer, state["server_optimizer"]))
-        with contextlib.ExitStack() as undo:  # a feed or an optimizer of your own may still refuse
+        with contextlib.ExitStack() as undo:  # a user's feed or optimizer may still raise
             if state["feed"] is not None and hasattr(self.feed, "load_state_dict"):
                 undo.callback(self.feed.load_state_dict, self.feed.state_dict())
                 self.feed.load_state_dict(state["feed"])
             for optimizer, saved in pairs:
                 undo.callback(optimizer.load_state_dict, optimizer.state_dict())
-                optimizer.load_state_dict(_by_value(saved["state"]))  # else it shares tensors
+                # without a copy, the optimizer would share tensors with the state
+                optimizer.load_state_dict(_by_value(saved["state"]))
             self.compressor.load_state_dict(state["compressor"])
             undo.pop_all()
         self.is_whole = False  # until all below is done
@@ -3170,8 +3189,11 @@ class Federation:
         self.is_whole = True
 
     def _check_state(self, state: dict[str, Any]) -> dict[int, torch.optim.Optimizer]:
-        """ValueError, with nothing changed, for a state that does not fit here. The optimizers that
-        are to load the clients' states, new where a client has none yet."""
+        """Return the optimizers into which a state's clients' optimizers are to be loaded.
+
+        An optimizer is made for each client that has none yet. Raises ValueError, with nothing
+        changed, for a state that cannot be loaded here.
+        """
         check_state_version("state", state)
         tensors = self._tensors()
         others = ("version", "scheme", "t", "active", "feed", "optimizers", "server_optimizer")
@@ -3209,16 +3231,16 @@ class Federation:
 
 
 class LocalTrainer:
-    """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
+    """Compute each client's model difference from theta (Alg. 1, lines 3 to 6).
 
-    Clients take turns on the module, which is lent for a round. All of them start from `theta_D`
-    (D,). Each client has its own row of the norms' running statistics, `statistics_NS`, its own sum
-    of losses in `losses_N`, and its own optimizer where `local_optimizer` makes one. The arguments
-    are those of `Federation`. A class derived from this one may train several clients at the same
-    time: `begin` tells it which clients come next.
+    Clients take turns on the module, which is used for training during a round and restored after
+    it. All of them start from `theta_D` (D,). Each client has a row of the norms' running
+    statistics in `statistics_NS`, a sum of losses in `losses_N` and, with `local_optimizer`, an
+    optimizer. The arguments are those of `Federation`. A class derived from this one may train
+    several clients at the same time: `begin` tells it which clients come next.
     """
 
-    first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
+    first_eta: float | None = None  # the first rate of a schedule that sets optimizers' rates
 
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
@@ -3230,18 +3252,18 @@ class LocalTrainer:
         self.local_optimizer, self.seed = local_optimizer, seed
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
         modes = [m.training for m in model.modules()]
-        self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
+        self._modes = modes if model.training else [True] * len(modes)  # of submodules in training
         self.use(model)
         self.theta_D = torch.empty_like(self.gradient_D)
-        self.left_S = self.flat.statistics()  # those that the module has between two rounds
+        self.left_S = self.flat.statistics()  # the module's statistics between two rounds
         self.statistics_NS = self.left_S.repeat(feed.clients, 1)
         self.losses_N = torch.zeros(feed.clients, dtype=torch.float32, device=self.flat.device)
         self.make_views()
         self.flat.read_(self.theta_views)
 
     def use(self, model: nn.Module) -> None:
-        """From here on clients train on this module, with memory of its own for their gradients.
-        Then `make_views` is to be called."""
+        """Train on this module from now on, and allocate memory for gradients. Call `make_views`
+        afterwards."""
         self.model, self.flat = model, FlatView(model)
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
         kind: Any = {"dtype": torch.float32, "device": self.flat.device}
@@ -3249,27 +3271,38 @@ class LocalTrainer:
         self.local_D = torch.empty(self.flat.dimension if moves else 0, **kind)  # its parameters
 
     def make_views(self) -> None:
-        """The flat vectors in the parameters' shapes, and each client's statistics."""
+        """Make views of the flat vectors in the parameters' shapes, and of each client's
+        statistics."""
         self.theta_views: list[Tensor] = self.flat.views(self.theta_D)
         self.gradient_views = self.flat.views(self.gradient_D)
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
-        """These clients' differences of round t will be asked for, in this order. Here each is made
-        when it is asked for."""
+        """Prepare for round t, in which `difference` will be called for these clients, in this
+        order.
+
+        Here nothing is done, since each difference is computed when it is asked for.
+        """
 
     def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
-        With global momentum, its summed gradients."""
+        """Return client n's model difference in round t (Eq. 3), (D,) or, with global momentum, the
+        sum of its gradients.
+
+        The next call overwrites it.
+        """
         if self.local_optimizer is not None:
             return self._train_with_optimizer(n, t, eta)
         gradient_D = self.local_training(n, t, eta)
         return gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,), each with
-        its decay. Plain SGD is always at theta minus eta times the sum so far: no more is kept."""
+        """Do client n's H local steps from theta (Alg. 1, lines 3 to 6); return the sum of its
+        gradients, (D,).
+
+        Each gradient includes weight decay. Only this sum is stored: with plain SGD the client's
+        parameters are always theta minus eta times the sum so far.
+        """
         steps, decay = self.scheme.local_steps, self.weight_decay
         gradient_D = torch.mul(self.theta_D, decay, out=self.gradient_D)
         try:
@@ -3285,7 +3318,8 @@ class LocalTrainer:
         return gradient_D
 
     def _train_with_optimizer(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
+        """Do the local steps with the client's optimizer; return its parameters minus theta,
+        (D,)."""
         optimizer = self.optimizer_of(n, self.optimizers)
         if not math.isnan(eta):  # NaN: there is no schedule
             rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
@@ -3307,7 +3341,8 @@ class LocalTrainer:
     def optimizer_of(
         self, n: int, made: dict[int, torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:  # fmt: skip
-        """Client n's among those that were `made`, a new one where it has none yet."""
+        """Return client n's optimizer among those in `made`. If it has none yet, make one and add
+        it."""
         if n not in made:
             found = cast(Any, self.local_optimizer)(self.flat.parameters)
             _check_made("local_optimizer", found, self.flat.parameters)
@@ -3321,9 +3356,10 @@ class LocalTrainer:
         return made[n]
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
-        """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
+        """Do client n's H backward passes, line 5. After each, its gradients are in the parameters'
+        `grad`."""
         self.flat.lend(self.statistics_views[n])
-        if isinstance(t, int):  # what this client draws from here on
+        if isinstance(t, int):  # seeds the random numbers that this client draws from here on
             seed = random_seed(self.seed, t, n)
             torch.default_generator.manual_seed(seed)
             if self.flat.device.type == "cuda":
@@ -3341,7 +3377,8 @@ class LocalTrainer:
             yield tau
 
     def _check_step(self, versions: list[int]) -> None:
-        """ValueError after a forward and backward pass that plain SGD can't go on from."""
+        """Raise ValueError after a backward pass that left no gradient or, with plain SGD, a
+        forward pass that changed parameters."""
         parameters = self.flat.parameters
         for p in parameters:
             if p.grad is not None:
@@ -3360,8 +3397,11 @@ class LocalTrainer:
     # The module, lent for a round.
 
     def read_module(self, statistics: bool = True) -> None:
-        """Takes theta from the module, and `statistics` that its owner has loaded since the last
-        round. ValueError, with nothing changed, if the module trains other parameters."""
+        """Read theta from the module and, with `statistics`, running statistics that were loaded
+        into it since the last round.
+
+        Raises ValueError, with nothing changed, if the module now trains other parameters.
+        """
         self.flat.check_unchanged()
         now_S = self.flat.statistics()
         check_same_state("model: statistics of its norms", now_S, self.left_S)
@@ -3370,19 +3410,21 @@ class LocalTrainer:
             return
         changed = (now_S != self.left_S).any()  # loaded, or trained elsewhere
         if is_on_cpu(changed) and not changed:
-            return  # a GPU is not asked: it chooses below
+            return  # on a GPU, `where` decides below without making the host wait
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
         self.left_S = now_S
 
     def put_theta(self) -> None:
-        """theta into the module."""
+        """Copy theta into the module's parameters."""
         self.flat.put(self.theta_views)
 
     @contextlib.contextmanager
     def lend_module(self) -> Iterator[None]:
-        """Around a round: the module trains, and is given back as it was, with the statistics
-        `left_S`. If anything is raised, theta is put into it and the clients' statistics are those
-        from before."""
+        """Put the module into training mode for a round, and restore it afterwards.
+
+        Afterwards it has its earlier modes and gradients, and the statistics `left_S`. If anything
+        is raised, theta is copied into the module and the clients' statistics are restored, too.
+        """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
         if self.model.training:
@@ -3397,7 +3439,7 @@ class LocalTrainer:
                 _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
-            with torch.random.fork_rng(devices):  # what clients draw
+            with torch.random.fork_rng(devices):  # restores torch's generators after the round
                 yield
         except BaseException:
             self.statistics_NS.copy_(before_NS)
@@ -3413,7 +3455,7 @@ class LocalTrainer:
             _set_modes(modules, modes)
 
     def average_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
-        """The norms' statistics of these clients, by their weights: (S,)."""
+        """Return the average of these clients' norm statistics by their weights, (S,)."""
         rows_NS = self.statistics_NS[clients]
         if weights is None:
             return rows_NS.mean(0)
@@ -3422,7 +3464,7 @@ class LocalTrainer:
         return (weights_N / weights_N.sum()) @ rows_NS
 
     def load(self, theta_D: Tensor, statistics_NS: Tensor, left_S: Tensor) -> None:
-        """Those of a saved state, into the module too."""
+        """Load theta and statistics from a saved state, also into the module."""
         self.theta_D.copy_(theta_D)
         self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
@@ -3432,17 +3474,22 @@ class LocalTrainer:
         self.left_S = self.flat.statistics()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
+        """Restore the object after pickling or a deep copy, where each tensor received separate
+        memory."""
         self.__dict__ |= state
         self.make_views()
 
 
-# Of parameters and modules, in lists: their version, gradient, mode.
+# Functions that read a parameter's version counter or gradient, or a module's mode, for `map`.
 _VERSION, _GRADIENT, _TRAINING = map(operator.attrgetter, ("_version", "grad", "training"))
 
 
 class FlatView:
-    """A module's trained parameters, and its norms' running statistics, as flat vectors."""
+    """A module's trained parameters, and its norms' running statistics, as flat vectors.
+
+    The entries of a flat vector (D,) stand in the order in which the parameters lie in memory.
+    Raises ValueError for a module that cannot be trained in this way.
+    """
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -3484,7 +3531,7 @@ class FlatView:
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
-        """(D,) as tensors of the parameters' shapes, which share its memory."""
+        """Return views of a vector (D,) in the parameters' shapes, which share its memory."""
         views = []
         parts = flat_D.split(self.layer_sizes)
         for part, shape, order in zip(parts, self.shapes, self.order, strict=True):
@@ -3496,19 +3543,21 @@ class FlatView:
 
     @torch.no_grad()
     def read_(self, views: list[Tensor]) -> None:
-        """The parameters into such views."""
+        """Copy the module's parameters into such views."""
         torch._foreach_copy_(views, [*self.parameters])
 
     @torch.no_grad()
     def put(self, views: list[Tensor]) -> None:
-        """Such views into the parameters."""
+        """Copy such views into the module's parameters."""
         torch._foreach_copy_([*self.parameters], views)
-        torch.clear_autocast_cache()  # an autocast around a whole round has not seen this
+        torch.clear_autocast_cache()  # it may hold casts of the old parameters
 
     @torch.no_grad()
     def add_gradients_(self, views: list[Tensor]) -> None:
-        """Adds the gradients that a backward pass left, and takes them away. A parameter that was
-        not used has none."""
+        """Add the parameters' gradients to such views, and set the gradients to None.
+
+        A parameter that was not used in the forward pass has no gradient and is skipped.
+        """
         used, gradients = [], []
         for view, p in zip(views, self.parameters, strict=True):
             if p.grad is not None:
@@ -3520,10 +3569,14 @@ class FlatView:
             p.grad = None
 
     def check_unchanged(self) -> None:
-        """ValueError, which names the parameter, unless the module trains the same tensors as when
-        this was made, of the same kind, and has the same norms."""
+        """Raise ValueError unless the module trains the same parameters and has the same norms as
+        before.
+
+        "Before" means when this object was made. Shapes, strides, types and devices are compared,
+        too. The error names the parameter that differs.
+        """
         now, kinds, norms = dict[Any, None](), [], []
-        for module in self.model.modules():  # in one walk, since this is asked in every round
+        for module in self.model.modules():  # one loop, since this is checked in every round
             for p in module._parameters.values():
                 if p is not None and p.requires_grad and p.numel():
                     now[p] = None  # a tied one counts once
@@ -3539,7 +3592,8 @@ class FlatView:
         raise ValueError(f"model: {name}: got {got}, allowed: {allowed}, as at the start ({way})")
 
     def _change(self) -> tuple[str, str, str]:
-        """The first parameter or norm that is not as it was: its name, what it is, what it was."""
+        """Return the name of the first parameter or norm that has changed, what it is now, and what
+        it was."""
         now = dict(self.model.named_parameters())
         for name, old, kind in zip(self.names, self.parameters, self.kinds, strict=True):
             p, (shape, stride, dtype, device) = now.pop(name, None), kind
@@ -3569,37 +3623,45 @@ class FlatView:
     # Running statistics: mean and variance of every norm in turn, (S,).
 
     def statistics(self) -> Tensor:
-        """Those that the module has."""
+        """Return a copy of the statistics that the module has now, (S,)."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
         return torch.cat([empty, *self.statistics_buffers()])
 
     def statistics_buffers(self) -> list[Tensor]:
+        """Return the running mean and the running variance of every norm, in turn."""
         buffers = list[Tensor]()
         for norm in self.norms:
             buffers += [norm._buffers["running_mean"], norm._buffers["running_var"]]
         return buffers
 
     def lend(self, views: list[Tensor]) -> None:
-        """From here on the norms' statistics live in these tensors."""
+        """Let the norms use these tensors as their running statistics from now on."""
         pairs = iter(views)
-        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
+        # Module.__setattr__ would take a tenth of the time of a small net's forward pass
+        for norm in self.norms:
             norm._buffers["running_mean"] = next(pairs)
             norm._buffers["running_var"] = next(pairs)
 
     def other_buffers(self) -> dict[str, Tensor]:
-        """What the module's state has besides theta and statistics, frozen parameters too; clients
-        share it. (Its own memory.)"""
+        """Return the rest of the module's state, without copies: all but theta and statistics.
+
+        Clients share it. It includes frozen parameters.
+        """
         others = {id(b) for b in [*self.statistics_buffers(), *self.parameters]}
         state = self.model.state_dict(keep_vars=True)
         return {
-            name.replace("_orig_mod.", ""): b.detach()  # torch.compile puts that in front
+            name.replace("_orig_mod.", ""): b.detach()  # a prefix that torch.compile adds
             for name, b in state.items()
             if isinstance(b, Tensor) and id(b) not in others
         }
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
+    """Return the parameters that are trained, by name, each once. Frozen and empty ones are left
+    out.
+
+    Raises ValueError for a parameter whose shape is not known yet, as in nn.LazyLinear.
+    """
     named = list(model.named_parameters())
     for name, p in named:
         if nn.parameter.is_lazy(p):
@@ -3609,13 +3671,16 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def layer_sizes(model: nn.Module) -> list[int]:
-    """Numbers of entries of the parameters that are trained."""
+    """Return the numbers of entries of the parameters that are trained."""
     return [p.numel() for p in trained_parameters(model).values()]
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions of more than one entry, in the order in which they lie in memory, outermost
-    first. A tensor with gaps, or that shares entries, is taken as it is read: (0, 1, 2, ...)."""
+    """Return the parameter's dimensions in the order in which they lie in memory, outermost first.
+
+    Dimensions with a single entry are left out. For a tensor with gaps, or with entries that share
+    memory, this is the order of its dimensions: (0, 1, 2, ...).
+    """
     long = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
     order = sorted(long, key=parameter.stride, reverse=True)
     if not parameter.permute(_all_of(order, parameter.dim())).is_contiguous():
@@ -3624,7 +3689,7 @@ def layout_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
-    """An order of some dimensions with the others before them."""
+    """Return all dimensions: those that are missing in `order` first, then `order`."""
     order = list(order)
     return [d for d in range(dimensions) if d not in order] + order
 
@@ -3639,22 +3704,24 @@ def _norms(model: nn.Module) -> list[Any]:
 
 
 class Feed:
-    """Batches from one iterable per client, such as a DataLoader, which begins anew when it ends.
+    """Batches from one iterable per client, such as a DataLoader. An iterable that ends begins
+    anew.
 
     At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
     (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed. The
-    `generator` of the loader and those of its samplers are seeded, too. Before that, everything
-    that has a `set_epoch` is told the number of the pass, counted from 0: the iterable, its data
-    set, its samplers, and what these are made of. (A data set that several clients share is told by
-    each of them.) Random numbers that are drawn later in a pass, as for a shuffle buffer, or by
-    numpy, differ after a resume.
+    `generator` of the loader and those of its samplers are seeded, too. Before that, `set_epoch` is
+    called with the number of the pass, counted from 0, on everything that has such a method: the
+    iterable, its data set, its samplers, and the objects that these contain. (If several clients
+    share a data set, each of them calls it.) Random numbers that are drawn later in a pass, as for
+    a shuffle buffer, or by numpy, differ after a resume.
 
-    A feed of your own needs `clients`, their number, and `batch`. Raises ValueError for anything
-    but a list of iterables, for a client with no batch, and for persistent workers that the number
-    of the pass would not reach.
+    A feed class of your own needs `clients`, the number of clients, and `batch`. Raises ValueError
+    for anything but a list of iterables, for a client with no batch, and for persistent workers
+    that the number of the pass would not reach.
     """
 
-    most_workers = 16  # of all loaders together; each is a process with open files, for good
+    # for all loaders together: each worker is a process that keeps files open during the training
+    most_workers = 16
 
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
         if not isinstance(sources, list | tuple):
@@ -3680,14 +3747,17 @@ class Feed:
                 _check_workers_hear(n, source)
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
-        self.passes = [0] * self.clients  # that each client has begun
-        self.given = [0] * self.clients  # batches of the pass it is in
+        self.passes = [0] * self.clients  # how many passes each client has begun
+        self.given = [0] * self.clients  # how many batches of its current pass it has received
         self._running: list[Iterator[Any] | None] = [None] * self.clients
 
     def batch(self, n: int, round: Any, tau: int) -> Any:
-        """What client n trains on in its local step tau of a round, counted from 0."""
+        """Return the batch for client n's local step `tau` of a round, counted from 0.
+
+        Raises ValueError if the client's iterable gives no batch.
+        """
         running = self._running[n]
-        if running is None and self.given[n]:  # as it was when this was saved
+        if running is None and self.given[n]:  # a loaded state continues in the middle of a pass
             running = self._begin_pass(n, skip=self.given[n])
         batch = _END if running is None else next(running, _END)
         if batch is _END:
@@ -3700,23 +3770,23 @@ class Feed:
         return batch
 
     def _begin_pass(self, n: int, skip: int = 0) -> Iterator[Any]:
-        """A pass over client n's batches, without the first ones."""
-        # the last number keeps a pass from drawing what a client draws in the round of its number
+        """Begin a pass over client n's batches, and skip the first `skip` of them."""
+        # The last number makes this seed differ from that of a round with the pass's number.
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
         parts = _parts_of(source)
         for part in parts:
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.passes[n] - 1)
         if self._running[n] is None and getattr(source, "persistent_workers", False):
-            iter(source)  # the first iterator of such a loader draws one number more than others
+            iter(source)  # the first iterator of such a loader draws one number more than the next
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for part in parts:
                 if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                     generator.manual_seed(seed)
             running = iter(source)
-            first = next(running, _END)  # a loader draws its order with it: here, under the seed
-            for _ in range(skip - 1):  # `first` was one of those to skip
+            first = next(running, _END)  # now the loader draws its order, with the seed from above
+            for _ in range(skip - 1):  # `first` was one of the batches to skip
                 next(running, _END)
         if not skip and first is not _END:
             running = chain([first], running)
@@ -3724,33 +3794,39 @@ class Feed:
         return running
 
     def state_dict(self) -> dict[str, Any]:
+        """Return how many passes each client has begun, and how many batches of the current one it
+        received."""
         return {
             "version": STATE_VERSION, "passes": list(self.passes), "given": list(self.given)
         }  # fmt: skip
 
     def check_state(self, state: Any) -> None:
-        """ValueError unless it is the state of a feed of as many clients."""
+        """Raise ValueError unless this is the state of a feed with as many clients."""
         check_state_version("state: feed", state)
         check_same_state("state: feed", state, self.state_dict())
         for count in (*state["passes"], *state["given"]):
             _check_whole("state: feed: passes or batches", count, 0, 2**63 - 1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was given before is not given again. ValueError, with nothing changed, for a state
-        of other clients."""
+        """Load a state: batches that had been given before it was saved are skipped.
+
+        Raises ValueError, with nothing changed, for the state of a feed with another number of
+        clients.
+        """
         self.check_state(state)
         self.passes, self.given = list(state["passes"]), list(state["given"])
         self._running = [None] * self.clients
 
 
-_END: Any = object()  # no batch is this
+_END: Any = object()  # stands for "no more batches"
 
 
 _INNER = ("sampler", "batch_sampler", "dataset", "datasets", "data_source")
 
 
 def _parts_of(source: Any) -> list[Any]:
-    """A loader, its samplers and data sets, and those that these are made of, each once."""
+    """Return a loader, its samplers and data sets, and the objects that these contain, each
+    once."""
     found, seen, todo = list[Any](), set[int](), [source]
     while todo:
         part = todo.pop(0)
@@ -3766,8 +3842,11 @@ def _parts_of(source: Any) -> list[Any]:
 
 
 def _check_workers_hear(n: int, source: Any) -> None:
-    """ValueError for a data set whose `set_epoch` would not reach workers that persist: they have a
-    copy of it. (What it keeps in shared memory reaches them.)"""
+    """Raise ValueError for a data set whose `set_epoch` would not reach persistent workers.
+
+    Each worker has a copy of the data set. Only what the data set keeps in shared memory reaches
+    it.
+    """
     for part in _parts_of(source.dataset):
         kept_values = list(getattr(part, "__dict__", {}).values())
         shared = [value for value in kept_values if hasattr(value, "get_lock")]
@@ -3781,7 +3860,7 @@ def _check_workers_hear(n: int, source: Any) -> None:
 
 
 def random_seed(*numbers: int) -> int:
-    """One seed of several numbers."""
+    """Return one seed that depends on all of these numbers."""
     return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
 
 
@@ -3790,7 +3869,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
-    """ValueError for a state that is of another kind of optimizer, or of other parameters."""
+    """Raise ValueError for a state of another kind of optimizer, or of other parameters."""
     like, kind = optimizer.state_dict(), type(optimizer).__name__
     parts: Any = saved.get("state") if isinstance(saved, dict) else None
     whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
@@ -3829,7 +3908,7 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
 def _check_optimizers(
     scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
 ) -> None:
-    """ValueError for settings that contradict each other, or mean nothing."""
+    """Raise ValueError for settings that contradict each other or have no meaning."""
     for key, given in (("local_optimizer", local), ("server_optimizer", server)):
         if given is not None and not callable(given):
             allowed = "a function from parameters to an optimizer, such as its class"
@@ -3849,7 +3928,7 @@ def _check_optimizers(
 
 
 def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
-    """ValueError unless an optimizer was made, and steps some of the parameters it was given."""
+    """Raise ValueError unless `made` is an optimizer of at least one of the given parameters."""
     allowed = "an optimizer of the parameters that it is called with"
     if not hasattr(made, "param_groups"):
         raise ValueError(f"{key}: gave a {type(made).__name__}, allowed: {allowed}")
@@ -3859,10 +3938,10 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
 
 
 def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
-    """ValueError if somebody gave the optimizer another rate than its schedule begins with."""
+    """Raise ValueError if the optimizer was given another rate than the schedule begins with."""
     given, *others = {float(group["lr"]) for group in optimizer.param_groups}
     parameter = inspect.signature(type(optimizer)).parameters.get("lr")
-    usual = None if parameter is None else parameter.default  # no number where it must be given
+    usual = None if parameter is None else parameter.default  # not a number if it is required
     is_given = not others and isinstance(usual, Real) and given != usual
     if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
         got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
@@ -3871,7 +3950,7 @@ def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
-    """start - eta * gradient, into `out`."""
+    """Write start - eta * gradient into `out`."""
     if isinstance(eta, Tensor):
         torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
     else:
@@ -3879,9 +3958,9 @@ def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tens
 
 
 # ══ 8. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and small ones ════════════
-#    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
+#    Convolutions lie in memory with channels last, the layout that CPU and GPU kernels prefer.
 
-# Basic blocks of each stage; where there are none, a single convolution.
+# Numbers of basic blocks in each stage; a stage without blocks is a single convolution.
 STAGES = {"resnet18": (2, 2, 2, 2), "resnet8": (1, 1, 1), "conv3": (0, 0, 0)}
 
 
@@ -3891,14 +3970,15 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, 1x1 where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
         first, second = _conv(inputs, outputs, 3, stride), _conv(outputs, outputs, 3, 1)
         self.body = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
         same, thin = stride == 1 and inputs == outputs, stride > 1 and inputs < 16
-        step = [nn.MaxPool2d(1, stride)] if thin else []  # a stride overruns: oneDNN's issue 6035
+        # Thin inputs are pooled, since a stride in this convolution overruns: oneDNN issue 6035.
+        step = [nn.MaxPool2d(1, stride)] if thin else []
         conv = [] if same else _conv(inputs, outputs, 1, 1 if thin else stride)
         self.shortcut = nn.Sequential(*step, *conv)
 
@@ -3907,7 +3987,10 @@ class BasicBlock(nn.Module):
 
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
-    """A net for (B, 3, h, w) images: stages of blocks, each twice as wide at half the size."""
+    """Return a net for images (B, 3, h, w): stages of blocks, each twice as wide at half the size.
+
+    Raises ValueError for a name that is not in `STAGES`.
+    """
     if name not in STAGES:
         raise ValueError(f"model: got {shorten(name)}, allowed: {', '.join(STAGES)}")
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
@@ -3924,7 +4007,7 @@ def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
 
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
-    """The paper's model, Sec. III-A: 11,173,962 trainable parameters at width 64."""
+    """Return the paper's model, Sec. III-A: 11,173,962 trainable parameters at width 64."""
     return build_model("resnet18", width, classes)
 
 
