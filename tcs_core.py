@@ -4012,28 +4012,31 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
 
 
 # ══ 9. A communication hook for PyTorch's DistributedDataParallel ═════════════════════════════════
-#    What all ranks know the place of is summed by an all-reduce, the rest is gathered. Within a
-#    step everything stays on its device, as tensors.
+#    Values on the shared mask are summed by an all-reduce, since all ranks know their positions.
+#    The values on each rank's own mask are gathered with their positions. Within a step, everything
+#    stays on its device, as tensors.
 
 
 def tcs_hook(
     state: TCSState, bucket: dist.GradBucket, *others: Any
 ) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: gradients averaged by TCS over all ranks, or over the model's group.
+    """DDP communication hook: average gradients by TCS over all ranks, or over the model's process
+    group.
 
     1. The first `start_iter` steps are DDP's plain all-reduce. The last of them gives the first
        shared mask.
     2. After that, each rank does lines 9 to 12 of Alg. 2 for the bucket's gradient: it adds its
-       errors, and chooses its own mask beside the shared one. The chosen values, divided by the
+       errors, and chooses its own mask outside the shared one. The chosen values, divided by the
        number of ranks and rounded to the gradients' type, are this rank's shares of the average.
     3. Shares on the shared mask are summed by an all_reduce, in the gradients' type.
-    4. Shares on the ranks' own masks are exchanged by an all_gather. Each is 8 bytes: a position
+    4. Shares on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a position
        and a float32 value.
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
-       13 takes what this rank's shares contributed out of its errors.
+       13 subtracts what this rank's shares contributed from its errors.
 
-    `TCSState` has an example. ValueError, on all ranks, if they begin with different states; for
-    sparse or complex gradients; for parameters of a second model; and if not DDP is the caller.
+    `TCSState` has an example. Raises ValueError, on all ranks, if they begin with different states.
+    Also raises ValueError for sparse or complex gradients, for parameters of a second model, and if
+    the caller is not DDP.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -4045,28 +4048,29 @@ def tcs_hook(
         done = state.all_reduce(buffer.div_(ranks), "dense")
         return done.then(lambda sums: _dense_average(known, sums.value()[0], gives_mask))
 
-    # 2. What this rank sends. Where its gradient is not finite, it sends only errors, and says so.
+    # 2. What this rank sends. If its gradient is not finite, it sends only errors and sets a flag.
     used_L = _used(buffer, known.layer_sizes)
     message, is_finite = _message_of(client, buffer)
     shares_K = _shares(message.values, ranks, buffer.dtype)
     shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
 
-    # 3. Flags travel with the shares: which parameters have a gradient, and whether all is void.
+    # 3. Flags are sent with the shares: which parameters have a gradient, and whether this rank's
+    # gradient is not finite, which makes the step void.
     flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
     summed = torch.cat([shared_K, flags])
-    # 4. All ranks have as many entries of their own.
+    # 4. The ranks' own masks all have the same size.
     packed = torch.cat([message.positions.int(), own_K.float().view(torch.int32)])
     gathered = [torch.empty_like(packed) for _ in range(ranks)]
     futures = [state.all_reduce(summed, "shared"), *state.all_gather(gathered, packed)]
 
-    # 5. What this names stays in memory while the collectives run: little. What was meant to be
-    # sent is in the errors, too, and the mask has served.
+    # 5. While the collectives run, keep little in memory. The intended values are in the errors,
+    # too, and the shared mask as a (D,) tensor is no longer needed.
     client.in_flight, known.shared_D = None, known.shared_D.new_empty(0)
     step = UnderWay(client, buffer, is_finite, summed, packed, gathered)
     return torch.futures.collect_all(futures).then(lambda done: _average(step, done.value()))
 
 
-# DDP compares annotations with the types themselves; here they are text (PEP 563).
+# DDP compares these annotations with types, but in this module annotations are text (PEP 563).
 tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
@@ -4091,60 +4095,67 @@ class TCSState:
     Make one state per model and rank.
 
     1. `phi_global` and `phi_local` are the fractions of a bucket's entries that are sent: on the
-       mask that all ranks share, and on each rank's own. None means that there is no such mask;
-       without phi_global, the method is top-K.
-    2. The first `start_iter` (at least 1) steps are a plain all-reduce. 10 % of all steps is a good
-       start; a warm-up of the learning rate belongs there.
+       mask that all ranks share, and on each rank's own mask. None means that there is no such
+       mask; without phi_global, the method is top-K.
+    2. The first `start_iter` (at least 1) steps are a plain all-reduce. A tenth of all steps is a
+       good choice. If the learning rate has a warm-up, let it end within these steps.
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
-    4. `model` is the module under DDP. With it, the process group is the model's, and errors and
-       masks are kept by parameter name, so that a state can be loaded after the parameters were
-       reordered or, with find_unused_parameters, under another bucket_cap_mb. Without it, the
-       process group is `process_group`, or else all ranks, even if the model is on some of them
-       only. Errors and masks are then kept in the order in which parameters come in the first step.
-       A state is refused if parameters come in other shapes, another order or other buckets; but
-       two parameters of equal shape that have changed places cannot be told apart.
-    5. `can_undo` lets `undo` take the last step back. It costs one float32 copy of the gradients.
+    4. `model` is the DistributedDataParallel module. With it, the process group is the model's, and
+       errors and masks are stored by parameter name. A state can then be loaded even if parameters
+       come in another order or, with find_unused_parameters, if bucket_cap_mb has changed. Without
+       `model`, the process group is `process_group`, or else all ranks, even if the model is on
+       some of them only. Errors and masks are then stored in the order in which parameters come in
+       the first step. A state is refused if parameters come in other shapes, another order or other
+       buckets; but two parameters of equal shape that have been exchanged cannot be told apart.
+    5. `can_undo` allows `undo` to take the last step back. It costs one float32 copy of the
+       gradients.
 
-    Each backward pass is a step. What it does not send stays in the errors and comes back in later
-    steps, even if you throw the gradients away. Therefore run a pass whose gradients no optimizer
-    will use under `model.no_sync()`: for instance a GAN's generator pass through its discriminator,
-    the first of sharpness-aware minimization's two passes, or a look at gradients. Gradients that
-    are added up over several passes need it for all but the last one. If you skip a step because of
-    what its averaged gradients are, take it back with `undo`. The state warns once when it sees
-    a second backward pass with the same parameters.
+    Each backward pass is a step. What it does not send stays in the errors and is sent in later
+    steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will
+    use under `model.no_sync()`. Examples are a GAN's generator pass through its discriminator, the
+    first of sharpness-aware minimization's two passes, and a pass that only inspects gradients. If
+    gradients are accumulated over several passes, run all passes but the last one under
+    `model.no_sync()`. If you skip a step because of the values of its averaged gradients, take it
+    back with `undo`. The state warns once when it sees a second backward pass with the same
+    parameters.
 
-    Masks are chosen per bucket, so that buckets travel while the backward pass still runs. A
-    `bucket_cap_mb` large enough for the model gives one bucket, and the selection of Alg. 2.
+    Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
+    If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
+    is that of Alg. 2.
 
-    `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
-    "dense" and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values
-    in two steps only: in the first, where the ranks compare what they begin with, and in the last
-    dense one, whose average has to be finite. (A loaded state, buckets that DDP has packed anew, or
-    a second pass with the same parameters may need another look.)
+    `iter` counts steps. `bytes_sent` is what this rank has passed to collectives, in bytes: "dense"
+    and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values in two
+    steps only. In the first step, the ranks compare their states. In the last dense step, the
+    average has to be finite. (The host may wait once more after a state is loaded, after DDP has
+    rebuilt its buckets, or in a second pass with the same parameters.)
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
-    same settings. No error is lost. Other ranks than those that saved, or another number of them,
-    can take the masks alone: see `load_state_dict`. But DDP packs its buckets anew after its first
-    step, and a resumed run begins with the first packing again: one bucket, unless
-    find_unused_parameters is set. Where the later packing has several, the first step after loading
-    therefore selects each rank's own entries, and the next shared mask, within other buckets than a
-    run without a stop would (and sends a few bytes more or less). Where it has one, only the order
-    of the entries differs: it decides which of two equal magnitudes is chosen and, with more than
-    two ranks, how a sum is rounded.
+    same settings. No error is lost. Other ranks than those that saved, or another number of ranks,
+    can load only the masks: see `load_state_dict`.
 
-    Values are not quantized, since an all-reduce adds them up on the way. PyTorch's own
-    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". What rounding to 16
-    bits takes from a rank's values stays in its errors; the rounding of a sum does not.
+    A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
+    first step, and a resumed run begins with the initial buckets again: one bucket, unless
+    find_unused_parameters is set. If there are several buckets after the rebuild, the first step
+    after loading therefore selects each rank's own entries, and the next shared mask, within other
+    buckets (and sends a few bytes more or less). If there is one, only the order of the entries
+    differs. This order decides which of two equal magnitudes is chosen and, with more than two
+    ranks, how a sum is rounded.
+
+    Values are not quantized, since an all-reduce has to add them up. PyTorch's own
+    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". When a rank's values
+    are rounded to 16 bits, the rounding errors stay in its errors. The rounding of a sum is not
+    corrected.
 
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step; errors and mask stay as they were. What is sent for a
-    parameter that no rank has used (its gradient was 0 everywhere; DDP ignores the average) stays
-    in the errors. Errors are in the units of the gradients that DDP hands over: when a GradScaler
-    changes its scale, they still count by the old one.
+    that every GradScaler skips the step. Errors and mask then stay the same. What is sent for a
+    parameter that no rank has used stays in the errors, because DDP ignores the average. A
+    parameter counts as unused if its gradient was 0 everywhere. Errors are in the units of the
+    gradients that DDP passes to the hook. When a GradScaler changes its scale, errors are not
+    converted to the new scale.
 
     Raises ValueError for a fraction or a start_iter that is not allowed, for a group that this rank
-    is not in, or for a model that is not under DDP or has another process group. A state cannot be
-    copied or pickled.
+    is not in, or for a model that is not a DistributedDataParallel or has another process group. A
+    state cannot be copied or pickled.
     """
 
     def __init__(
@@ -4164,22 +4175,22 @@ class TCSState:
         self.process_group = process_group
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
-        # Each bucket has one client, by the names of the bucket's parameters. When DDP packs its
-        # buckets anew, or a state is loaded, errors and masks are loose in between, by name.
+        # One client per bucket; keys are the names of the bucket's parameters.
         self._buckets: dict[tuple[Name, ...], BucketClient] = {}
+        # Errors and masks of parameters that have no bucket at the moment, because DDP has rebuilt
+        # its buckets or a state was loaded.
         self._loose: dict[Name, dict[str, Tensor | None]] = {}
-        # A parameter's name in the model or, without the model, its number in the first step. In
-        # which buckets these came: the numbers of parameters in them.
+        # A parameter's name in the model or, without the model, its number in the first step.
         self._names: dict[Tensor, Name] = {}
         self._layouts: dict[Name, dict[str, list[int]]] = {}
-        self._packing: list[int] = []
-        self._came: list[int] = []  # of these buckets, in the first step, until now
-        self._settled = False  # the first step, of this object or of a loaded state, is over
-        self._expects = False  # until it is, a loaded state says which parameters come
-        self._agreed = False  # the ranks have compared what they begin with
+        self._packing: list[int] = []  # numbers of parameters in the buckets of the first step
+        self._came: list[int] = []  # during the first step: those of the buckets so far
+        self._settled = False  # the first step, also the first after loading a state, is over
+        self._expects = False  # a loaded state says which parameters must come in the first step
+        self._agreed = False  # the ranks have compared their states
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
-        self._watches = error_accumulation  # for gradients that are thrown away
-        self._versions_tell = False  # whether parameters change: seen at least once
+        self._watches = error_accumulation  # still looks for gradients that were not used
+        self._versions_tell = False  # a version counter has advanced at least once
         self._by_name = model is not None
         if model is None:
             return
@@ -4197,11 +4208,16 @@ class TCSState:
 
     @property
     def group(self) -> Any:
+        """The process group over which the hook averages."""
         return dist.group.WORLD if self.process_group is None else self.process_group
 
     def begin(self, bucket: dist.GradBucket) -> BucketClient:
-        """This rank's side of Alg. 2 for a bucket, whose next round has begun; with the last bucket
-        the step is counted. ValueError for gradients or parameters that are not allowed."""
+        """Begin a bucket's next round and return the bucket's client, which does Alg. 2 on this
+        rank.
+
+        With the last bucket of a backward pass, `iter` advances. Raises ValueError for gradients or
+        parameters that are not allowed.
+        """
         buffer, last = bucket.buffer(), bucket.is_last()
         if buffer.is_sparse:
             allowed = "dense (nn.Embedding(sparse=False))"
@@ -4213,7 +4229,7 @@ class TCSState:
             raise ValueError(f"gradients: got {got}, allowed: as many (no complex parameters)")
         if not self._agreed:
             if not self._by_name and any(p not in self._names for p in parameters):
-                self._names, self._came = {}, []  # a loaded state goes on in new objects
+                self._names, self._came = {}, []  # a loaded state continues with new parameters
             self._agree(buffer.device)
         names = self._names_of(parameters, last)
         if names not in self._buckets:
@@ -4233,11 +4249,14 @@ class TCSState:
         return client
 
     def _watch(self, client: BucketClient, parameters: list[Tensor]) -> None:
-        """Warns, once, if parameters are what they were when the bucket's last gradients, of which
-        some counted, were averaged. Then no optimizer has used these gradients.
+        """Warn, once, if gradients that were averaged have not been used by any optimizer.
 
-        Parameters are the same if their version counters are. An optimizer that writes to `p.data`
-        does not count there. Therefore sums are compared, too, until a counter has changed.
+        This is so if the parameters are still the same as when the bucket's last gradients were
+        averaged. Only gradients that counted in the average matter.
+
+        Parameters are taken to be the same if their version counters are. An optimizer that writes
+        to `p.data` does not advance these counters. Therefore sums of the parameters are compared,
+        too, until a counter has advanced at least once.
         """
         before, sums_before = client.versions, client.sums
         client.versions = [p._version for p in parameters]
@@ -4253,12 +4272,14 @@ class TCSState:
             warnings.warn(_THROWN_AWAY, stacklevel=2)
 
     def undo(self) -> None:
-        """Takes the last step back, between two steps and on all ranks: errors, masks and `iter`
-        are as before it, to the bit. `bytes_sent` stays, since these bytes were sent. After an
-        exception in a backward pass, it takes back what that pass had done.
+        """Take the last step back. Call it between two steps and on all ranks.
 
-        ValueError without `can_undo`, or if there is no step to take back: before the first one,
-        right after `load_state_dict`, and after `undo`.
+        Errors, masks and `iter` become exactly what they were before the step. `bytes_sent` stays,
+        since these bytes were sent. After an exception in a backward pass, this takes back what
+        that pass had done.
+
+        Raises ValueError without `can_undo`, or if there is no step to take back: before the first
+        one, right after `load_state_dict`, and after `undo`.
         """
         if not self.can_undo:
             raise ValueError("undo: got can_undo=False, allowed: TCSState(can_undo=True)")
@@ -4271,20 +4292,22 @@ class TCSState:
             client.go_back(self.iter)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> torch.futures.Future[list[Tensor]]:
-        """A tensor, given to an all_reduce and counted."""
+        """Start an all_reduce of a tensor and count its bytes as `kind`."""
         self.bytes_sent[kind] += tensor.nbytes
         return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
 
     def all_gather(self, tensors: list[Tensor], tensor: Tensor) -> list[torch.futures.Future]:
-        """A tensor, given to an all_gather and counted; if it is empty, there is none."""
+        """Start an all_gather of a tensor and count its bytes. For an empty tensor, do nothing."""
         if not len(tensor):
             return []
         self.bytes_sent["explored"] += tensor.nbytes
         return [dist.all_gather(tensors, tensor, group=self.group, async_op=True).get_future()]
 
     def _agree(self, device: Any) -> None:
-        """Before the first step all ranks compare what they begin with. ValueError, on all of
-        them, names the first rank that begins with something else."""
+        """Compare the states of all ranks before the first step.
+
+        Raises ValueError on all ranks, which names the first rank whose state differs.
+        """
         rank, ranks = self.group.rank(), self.group.size()
         masks = [part["mask"] for part in self._loose.values()]
         known = [bytes(mask.cpu().numpy().data) for mask in masks if mask is not None]
@@ -4317,8 +4340,11 @@ class TCSState:
         self._agreed = True
 
     def _names_of(self, parameters: list[Tensor], last: bool) -> tuple[Name, ...]:
-        """The names of a bucket's parameters. In the first step, without a model, each gets the
-        next number, and is compared with the parameter of that number in a loaded state."""
+        """Return the names of a bucket's parameters.
+
+        Without a model, each parameter gets the next number as its name in the first step. If a
+        state was loaded, the parameter is compared with the one that has this number in the state.
+        """
         new = [p for p in parameters if p not in self._names]
         if new and (self._by_name or self._settled):
             whose = "of the given model" if self._by_name else "that came in the first step"
@@ -4338,28 +4364,34 @@ class TCSState:
         return tuple(self._names[p] for p in parameters)
 
     def _assemble(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
-        """A client for a bucket that was not there before, with the errors and the shared mask
-        that its parameters had in other buckets, or in a loaded state."""
+        """Make a client for a new bucket, with the errors and the shared mask of the bucket's
+        parameters.
+
+        These come from the parameters' earlier buckets, or from a loaded state.
+        """
         for other in [key for key in self._buckets if not set(key).isdisjoint(names)]:
             self._loose |= _parts(other, self._buckets.pop(other))
         parts = [self._loose.pop(name, {}) for name in names]
         client = BucketClient(Known(self.scheme, sizes, device=device))
-        if self.iter >= self.start_iter:  # until then errors are 0
+        if self.iter >= self.start_iter:  # before that, errors are 0
             client.hold_errors()
             own_parts = [] if client.errors_D is None else client.errors_D.split(sizes)
             for own, part in zip(own_parts, parts, strict=False):
                 if part.get("errors") is not None:
                     own.copy_(part["errors"])
         masks = [part.get("mask") for part in parts]
-        if all(mask is not None for mask in masks):  # else the bucket's next step is dense
+        if all(mask is not None for mask in masks):  # otherwise the bucket's next step is dense
             mask_D = torch.cat(cast(list[Tensor], masks)).to(device)
             rule = client.known.rule
             rule.load_state_dict(rule.state_dict() | {"positions": mask_to_positions(mask_D)})
         return client
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors and masks, parameter by parameter, and the counters: by value. (Where
-        no step was made yet, there is nothing of parameters.)"""
+        """Return a copy of this rank's errors and masks, parameter by parameter, and of the
+        counters.
+
+        Before the first step, it contains no parameters.
+        """
         parts = dict(self._loose)
         for names, client in self._buckets.items():
             parts |= _parts(names, client)
@@ -4368,7 +4400,7 @@ class TCSState:
             for name, layout in self._layouts.items()
             if self.iter and name in parts
         }
-        saved_by = self._saved_by  # of a state that was loaded, until the ranks have compared it
+        saved_by = self._saved_by  # of a loaded state; otherwise None, and filled in here
         if saved_by["rank"] is None and (self.process_group is not None or dist.is_initialized()):
             saved_by = {"rank": self.group.rank(), "world_size": self.group.size()}
         return {
@@ -4378,8 +4410,11 @@ class TCSState:
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state with other settings, or of other parameters as far as they are
-        known yet, and for one that is not whole."""
+        """Raise ValueError for a state that cannot be loaded here.
+
+        This is a state with other settings, an incomplete one, or one of other parameters, as far
+        as the parameters are known yet.
+        """
         key = "TCSState: state"
         check_state_version(key, state)
         names = ("version", "scheme", "start_iter", "iter", "bytes_sent", "parameters", "packing")
@@ -4402,7 +4437,8 @@ class TCSState:
         self._check_names(state)
 
     def _check_names(self, state: dict[str, Any]) -> None:
-        """The names of a state, and the parameters under them."""
+        """Raise ValueError unless the state's parameter names, and the shapes under them, are those
+        of this object."""
         parameters, packing = state["parameters"], state["packing"]
         found = {name: {key: part[key] for key in _LAYOUT} for name, part in parameters.items()}
         if not self._by_name:
@@ -4423,18 +4459,19 @@ class TCSState:
                 raise ValueError(f"TCSState: state: parameters: {name}: got {got}, allowed: {own}")
 
     def load_state_dict(self, state: dict[str, Any], errors: bool = True) -> None:
-        """Goes on from a state; between two steps. ValueError, with nothing changed, for what
-        `check_state` refuses. Without a model, parameters of a new one are compared with the state
-        as they come, in the first step after this one.
+        """Load a state between two steps, and continue from it.
 
-        Each rank's errors are its own, and together they are what is still to be sent. So the first
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses. Without a
+        `model`, parameters are compared with the state when they come in the next step.
+
+        Each rank has different errors, and together they are what is still to be sent. So the next
         step refuses the state of another rank, or of another number of ranks. After an elastic
-        restart with more or fewer ranks, give `errors=False` on all of them: masks and counters go
-        on, and errors begin at 0. All ranks may then load the same file.
+        restart with more or fewer ranks, give `errors=False` on all of them: masks and counters
+        continue, and errors begin at 0. All ranks may then load the same file.
         """
         self.check_state(state)
         self.iter, self.bytes_sent = state["iter"], dict(state["bytes_sent"])
-        has_own = errors and self.scheme.keeps_errors  # else all ranks' states are alike
+        has_own = errors and self.scheme.keeps_errors  # otherwise any rank may load the state
         self._saved_by = {key: state[key] if has_own else None for key in self._saved_by}
         self._buckets, self._agreed = {}, False
         parts = state["parameters"].items()
@@ -4453,14 +4490,15 @@ class TCSState:
             self._names, self._came = {}, []
 
     def __reduce__(self) -> NoReturn:
+        """Raise TypeError, because process groups cannot be copied or pickled."""
         what = "a TCSState cannot be copied or pickled, since process groups cannot be"
         way = "save its state_dict() and load it into a new TCSState; copy model.module, not model"
         raise TypeError(f"{what}: {way}")
 
 
 Name = str | int  # of a parameter
-_LAYOUT = ("shape", "order")  # of a parameter in a state: by these it is known again
-_PER_PARAMETER = ("errors", "mask")  # and what is kept for it
+_LAYOUT = ("shape", "order")  # of a parameter in a state, to recognize the parameter by
+_PER_PARAMETER = ("errors", "mask")  # what a state contains for each parameter beside these
 _OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
               "all ranks, which keeps the masks and gives up the errors")  # fmt: skip
 _THROWN_AWAY = (
@@ -4472,21 +4510,22 @@ _THROWN_AWAY = (
 
 
 class Before(NamedTuple):
-    """What a step changes, as it was before the step `iter`."""
+    """What a step changes, with the values from before the step `iter`."""
 
     iter: int
     round: int
     positions_K: Tensor | None  # the shared mask
-    errors_D: Tensor | None  # None where the step leaves them alone
+    errors_D: Tensor | None  # None if the step does not change them
 
 
 class BucketClient(Client):
-    """This rank's side of Alg. 2 for a bucket, and what the state must know of its last step."""
+    """A client for one bucket on this rank, with what the state needs to know about its last
+    step."""
 
-    before: Before | None = None  # with `can_undo`, the last step
-    counted: Tensor | None = None  # of a sparse step, bool (): whether some gradient counted
-    versions: list[int] | None = None  # of the parameters, when the last gradients came
-    sums: Tensor | None = None  # and their sums, while versions are not known to tell
+    before: Before | None = None  # with `can_undo`, the values from before the last step
+    counted: Tensor | None = None  # bool (): whether any gradient counted in a sparse step
+    versions: list[int] | None = None  # version counters of the parameters at the last gradients
+    sums: Tensor | None = None  # sums of the parameters then, until a version counter has advanced
 
     def __init__(self, known: Known):
         super().__init__(known, errors_D=torch.zeros(1, dtype=torch.float32, device=known.device))
@@ -4494,12 +4533,16 @@ class BucketClient(Client):
         self.errors_D = cast(Tensor, self.errors_D).expand(known.dimension) if keeps else None
 
     def hold_errors(self) -> None:
-        """Memory for errors. In dense steps they are 0, and have none."""
+        """Allocate memory for errors. Until then, in dense steps, they are a view of a single 0."""
         if self.errors_D is not None and not self.errors_D.is_contiguous():
             self.errors_D = self.errors_D.contiguous()
 
     def remember(self, iter: int, sparse: bool) -> None:
-        """What `go_back` will need. A mask is replaced by the next one, errors change in place."""
+        """Store what `go_back` will need.
+
+        Errors are copied, because they change in place. A mask is not copied, because the next one
+        replaces it.
+        """
         copy_D = None if self.before is None else self.before.errors_D
         if sparse and self.errors_D is not None:
             copy_D = self.errors_D.clone() if copy_D is None else copy_D.copy_(self.errors_D)
@@ -4509,7 +4552,7 @@ class BucketClient(Client):
         self.before = Before(iter, self.known.round, positions_K, copy_D)
 
     def go_back(self, iter: int) -> None:
-        """To before a step, if the bucket came in it."""
+        """Restore the values from before the step `iter`, if this bucket was part of that step."""
         before, self.before, self.counted = self.before, None, None
         if before is None or before.iter != iter:
             return
@@ -4522,23 +4565,24 @@ class BucketClient(Client):
 
 
 class UnderWay(NamedTuple):
-    """A bucket's sparse step while its collectives run."""
+    """A bucket's sparse step while its collectives are running."""
 
     client: BucketClient
     buffer: Tensor
-    is_finite: Tensor  # this rank's gradient, bool ()
-    summed: Tensor  # on the shared mask, and flags
+    is_finite: Tensor  # whether this rank's gradient is finite, bool ()
+    summed: Tensor  # shares on the shared mask, then flags
     packed: Tensor  # int32, this rank's own positions, then the bits of its values
-    gathered: list[Tensor]  # all ranks'
+    gathered: list[Tensor]  # `packed` of every rank
 
 
 def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
-    """ValueError unless it is DDP that hands over a bucket, and no optimizer steps meanwhile."""
+    """Raise ValueError unless the caller is DDP, and no optimizer steps during the backward
+    pass."""
     allowed = "DistributedDataParallel.register_comm_hook(state, tcs_hook)"
     if others or isinstance(bucket, Tensor):
         got = "gradients from FSDP, which has no buckets and may shard them"
         raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}")
-    frame = None if state._agreed else sys._getframe(1)  # a look before the first step
+    frame = None if state._agreed else sys._getframe(1)  # checked only before the first step
     while frame is not None:
         if frame.f_globals.get("__name__", "").endswith("ddp_comm_hooks.ddp_zero_hook"):
             got = "a call from hook_with_zero_step, which steps before all buckets are averaged"
@@ -4548,7 +4592,8 @@ def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None
 
 
 def _layout(parameter: Tensor) -> dict[str, list[int]]:
-    """A parameter's shape, and the order in which its entries lie in memory and in buckets."""
+    """Return a parameter's shape, and the order in which its dimensions lie in memory and in
+    buckets."""
     return {"shape": list(parameter.shape), "order": list(layout_of(parameter))}
 
 
@@ -4560,7 +4605,7 @@ def _another_model(got: str) -> ValueError:
 
 
 def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
-    """ValueError unless it is what a state has of a parameter."""
+    """Raise ValueError unless `part` is what a state contains for a parameter."""
     check_same_state(key, part if type(part) is not dict else dict.fromkeys(part),
                      dict.fromkeys([*_LAYOUT, *_PER_PARAMETER]))  # fmt: skip
     for name in _LAYOUT:
@@ -4573,7 +4618,8 @@ def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
 
 
 def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tensor | None]]:
-    """A bucket's errors and shared mask by the names of its parameters; the errors are views."""
+    """Return a bucket's errors and shared mask by the names of its parameters. The errors are
+    views."""
     known, sizes = client.known, client.known.layer_sizes
     errors = [None] * len(sizes) if client.errors_D is None else client.errors_D.split(sizes)
     positions_K = known.rule.state_dict()["positions"]
@@ -4585,12 +4631,13 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
 
 
 def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
-    """Step 1: the average, which gives the first shared mask if it is finite."""
+    """Step 1: return the average. If `gives_mask` and it is finite, it gives the first shared
+    mask."""
     numbers_D = update_D.float()
     if not gives_mask:
         is_finite = False
     elif is_on_cpu(numbers_D):
-        # a sum takes no temporary vector, but it can overflow
+        # a sum needs no temporary vector, but it can overflow
         total = numbers_D.sum().item()
         is_finite = math.isfinite(total) or bool(numbers_D.isfinite().all())
     else:
@@ -4603,27 +4650,31 @@ def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
 
 
 def _host_reads(flag: Tensor) -> bool:
-    """What a flag says. On a GPU, the host waits for it: not in ordinary steps."""
+    """Return a flag as a Python bool. On a GPU the host waits for it, so ordinary steps avoid
+    this."""
     return bool(flag)
 
 
 def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
-    """Which parameters have a gradient that is not all 0, (L,) bool."""
+    """Return which parameters have a gradient that is not 0 everywhere, (L,) bool."""
     parts = buffer.split(sizes)
     if not is_on_cpu(buffer):
         return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
-    few = 1024  # most often enough
+    few = 1024  # usually enough to see an entry that is not 0
     used = [bool(part[:few].any()) or bool(part.any()) for part in parts]
     return torch.tensor(used, device=buffer.device)
 
 
 def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
-    """Step 2: lines 9 to 12 for a bucket's gradient, and whether this was finite, bool (). If not,
-    it counts as 0, so that the message is of the errors alone."""
+    """Step 2: do lines 9 to 12 for a bucket's gradient. Return the message and a flag, bool ().
+
+    The flag says whether the gradient was finite. If not, it counts as 0, so that the message
+    contains only errors.
+    """
     flags, gradient_D = client.known.flags, buffer.float()
     try:
         message = client.send(gradient_D)
-    except NotFiniteError:  # on a CPU, where it is known at once
+    except NotFiniteError:  # on a CPU only; on a GPU `send` adds a flag
         message = client.send(torch.zeros_like(gradient_D))
         flags.append((client.number, torch.zeros((), dtype=torch.bool, device=buffer.device)))
     is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
@@ -4634,15 +4685,18 @@ def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
 
 
 def _shares(values_K: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Values divided by the number of ranks, in a bucket's type. They are cut off so that the sum
-    over all ranks fits this type, and float32, too; what is cut off stays in the errors."""
+    """Return values divided by the number of ranks, in the bucket's type.
+
+    They are clamped so that the sum over all ranks fits this type, and float32, too. What is cut
+    off stays in the errors.
+    """
     most = min(torch.finfo(kind).max for kind in (dtype, torch.float32))  # float16: 65504
     most /= 1 + torch.finfo(dtype).eps * (ranks - 1)  # shares are rounded, and so are their sums
     return values_K.clamp(-most, most).div_(ranks).to(dtype)
 
 
 def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
-    """Step 5: the average of all ranks, in the bucket's buffer."""
+    """Step 5: return the average of all ranks, in the bucket's buffer."""
     for future in done:
         future.wait()
     client, buffer, known = step.client, step.buffer, step.client.known
@@ -4651,33 +4705,34 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     halves = [part.view(2, -1) for part in step.gathered] if len(step.packed) else []
     explored = [(places.long(), values.view(torch.float32)) for places, values in halves]
 
-    # 5.1. If something was not finite on some rank, the step is void on all of them, and nothing
-    # counts. Else all counts but what belongs to a parameter that no rank has used.
+    # 5.1. If something was not finite on some rank, the step is void on all ranks, and no value
+    # counts. Otherwise all values count, except those of parameters that no rank has used.
     finite = [part.isfinite().all() for part in (sums_K, *(values_K for _, values_K in explored))]
     void = (flags[-1] > 0) | ~torch.stack(finite).all()
     counts_L = (flags[:-1] > 0) & ~void
     client.counted = counts_L.any()
-    may_be_void = not is_on_cpu(void) or bool(void)  # a CPU can leave out what need not be done
+    may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
     counted = (
         _everything if is_on_cpu(void) and bool(counts_L.all()) else _counting(known, counts_L)
     )
 
-    # 5.2. Line 13. After a void step the gradient is taken back, too: errors are as before it, but
-    # for rounding.
+    # 5.2. Line 13. After a void step the gradient is subtracted again, too, which restores the
+    # errors from before it, except for rounding.
     _take_out_of_errors(step, counted)
     if may_be_void:
         client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
         _forget_overflow_if(void, client.errors_D)
 
-    # 5.3. The average. The ranks' own places lie outside the shared mask.
+    # 5.3. The average. The ranks' own masks lie outside the shared mask.
     fits = buffer.dtype == torch.float32
     update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
     for positions_K, values_K in explored:
         update_D.index_add_(0, positions_K, counted(values_K, positions_K))
     update_D.index_copy_(0, shared_K, counted(sums_K.float(), shared_K))
 
-    # 5.4. The next shared mask. A void step's average is all zero, from which no mask follows. On a
-    # GPU this holds for a mask of the usual size only; other buckets may have left another one.
+    # 5.4. The next shared mask. A void step's average is all zero, and then `TCS.observe` keeps the
+    # old mask. On a GPU it does so only if the old mask has the usual size. A mask may have another
+    # size after DDP has rebuilt its buckets. Then the host has to read `void`.
     looks = is_on_cpu(void) or len(shared_K) != known.rule.k_global
     if looks and _host_reads(void):
         known.lose()
@@ -4691,12 +4746,13 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
 
 
 def _everything(values_K: Tensor, positions_K: Tensor) -> Tensor:
-    """Of a bucket whose parameters all count: the values."""
+    """Return all values, for a bucket in which every parameter counts."""
     return values_K
 
 
 def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of values and places: the values, with 0 where a parameter does not count."""
+    """Return a function of values and positions, which sets the values of parameters that do not
+    count to 0."""
 
     def counted(values_K: Tensor, positions_K: Tensor) -> Tensor:
         parameters_K = _parameters_at(positions_K, known.layer_sizes)
@@ -4706,7 +4762,10 @@ def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tens
 
 
 def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Line 13, with what this rank's shares have contributed: what rounding lost is sent later."""
+    """Line 13: subtract what this rank's shares contributed from its errors.
+
+    What was lost by rounding stays there and is sent later.
+    """
     client, shared_K = step.client, step.client.known.shared_K
     if client.errors_D is None:
         return
@@ -4720,8 +4779,10 @@ def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tens
 
 
 def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
-    """All places of a bucket at which something was sent, ascending. None on a GPU, where nobody
-    can say how many these are without waiting."""
+    """Return all positions of a bucket at which something was sent, ascending; None on a GPU.
+
+    There, the host would have to wait to learn how many there are.
+    """
     if not is_on_cpu(shared_K):
         return None
     if not explored:
@@ -4729,13 +4790,13 @@ def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
     own_K = np.sort(
         np.concatenate([positions_K.numpy() for positions_K in explored]), kind="stable"
     )
-    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # ranks may have sent the same
+    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # several ranks may have sent the same position
     places = np.searchsorted(shared_K.numpy(), own_K)
     return torch.from_numpy(np.insert(shared_K.numpy(), places, own_K))
 
 
 def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
-    """Which of a bucket's parameters entries belong to, int64 (K,)."""
+    """Return the number of the parameter that each position belongs to, int64 (K,)."""
     ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
     ends_L = ends_L.to(
         positions_K.device, non_blocking=True
@@ -4744,20 +4805,24 @@ def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
-    """After a void step, errors that outgrew float32 begin anew; else all steps would be void."""
+    """Reset errors to 0 if the step is void and an error is not finite; else all steps would be
+    void."""
     if errors_D is not None:
         errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)
 
 
 # ══ 10. States that are loaded, and names that are gone ═══════════════════════════════════════════
-#    Everything is checked first, then changed: each `load_state_dict` compares all of a state with
-#    its object before it assigns the first part.
+#    Each `load_state_dict` first compares the whole state with its object, and only then assigns
+#    the first part.
 
-STATE_VERSION = 2  # of every state_dict here; to be raised when the keys or their meaning change
+STATE_VERSION = 2  # of every state_dict here; raise it when the keys or their meaning change
 
 
 def check_state_version(key: str, given: Any) -> None:
-    """ValueError unless it is a state of this version, for `key`, the kind of object it is of."""
+    """Raise ValueError unless `given` is a state of this version.
+
+    `key` names the kind of object that the state belongs to, for the error message.
+    """
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
     version = given.get("version", 1)
@@ -4769,11 +4834,12 @@ def check_state_version(key: str, given: Any) -> None:
 
 
 def check_same_state(key: str, given: Any, like: Any) -> None:
-    """ValueError unless `given` can take the place of `like`, a state of the object that loads it.
+    """Raise ValueError unless `given` can replace `like`, a state of the object that loads it.
 
     Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
-    all else the same type (a whole number may stand for a float). Values are not compared. `key`
-    says what the state is of; the error names the place inside it, what it is and what is allowed.
+    all other values the same type (a whole number may replace a float). Values are not compared.
+    `key` names the state; the error names the part of it that differs, what it is and what is
+    allowed.
     """
     if isinstance(like, dict):
         if not isinstance(given, dict):
@@ -4803,8 +4869,8 @@ def check_same_state(key: str, given: Any, like: Any) -> None:
 
 
 def _by_value(value: Any) -> Any:
-    """A copy for a state, which nobody else changes: at any depth, tensors are cloned, and numpy's
-    numbers become Python's."""
+    """Return a copy for a state, at any depth: tensors are cloned, and numpy's numbers become
+    Python's."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -4816,19 +4882,24 @@ def _by_value(value: Any) -> Any:
 
 
 def scheme_state(scheme: Scheme) -> dict[str, Any]:
-    """The fields of a scheme that differ from their defaults, for a state. What a later version
-    adds, with a default that means "as before", is not among them until somebody uses it."""
+    """Return the fields of a scheme that differ from their defaults, for a state.
+
+    A later version may add a field with a default that changes nothing. States then stay the same
+    until somebody uses the field.
+    """
     fields = dataclasses.fields(scheme)
     return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
 
 
 def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
-    """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
-    one. A field that the state lacks has its default."""
+    """Raise ValueError if a state's scheme (see `scheme_state`) differs from this one.
+
+    The error names the fields that differ. A field that is missing in the state has its default.
+    """
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Scheme)}
-    defaults["name"] = None  # it has none, so that a state without it is refused
+    defaults["name"] = None  # the name has no default, so a state without it is refused
     if unknown := given.keys() - defaults.keys():
         raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
     said = []
@@ -4840,7 +4911,7 @@ def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
         raise ValueError(f"{key}: {'; '.join(said)}")
 
 
-# Names that are gone, and what has taken their place.
+# Names that no longer exist, and what has replaced them.
 _SUCCESSORS = {
     "Agreement": "Known", "Arrival": "Link.to_server", "ByteLink": "Link(unchanged)",
     "Checks": "Known.require_finite", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",
