@@ -1,16 +1,17 @@
 """Time-Correlated Sparsification (TCS) for communication-efficient federated learning.
 
-This one module holds all of the paper's method. It needs torch and numpy, nothing else. The paper
-is E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
-Communication-Efficient Federated Learning"; "Alg.", "Eq.", "Sec." and "line" refer to it.
+This module contains the paper's whole method. It needs only torch and numpy. The paper is
+E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
+Communication-Efficient Federated Learning". In this file, "Alg.", "Eq.", "Sec." and "line" refer
+to the paper.
 
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
 
 Alg. 2, the paper's main algorithm, is in section 6. `Known` holds the shared mask (line 5),
-`Client` is the client's side (lines 9 to 13), and `Server` the server's (lines 15 and 16). Each may
-live in a process of its own. Local training (line 7) is `LocalTrainer`, and the step of the model
-(line 6) is `Federation.move`, both in section 7.
+`Client` does what a client does (lines 9 to 13), and `Server` does what the server does (lines 15
+and 16). They may run in one process or in separate processes. Local training (line 7) is done by
+`LocalTrainer`, and the model is updated (line 6) by `Federation.move`, both in section 7.
 
 Contents, with the main names of each section
     1 schemes          Scheme, register_scheme, register_quantizer, register_suffix
@@ -22,53 +23,53 @@ Contents, with the main names of each section
     7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
-   10 states           check_same_state; names that are gone
+   10 states           check_same_state; names that no longer exist
 
-Symbols (a suffix such as _D or _NS names the dimensions of a tensor)
+Symbols (a suffix of a name, such as _D or _NS, gives the dimensions of a tensor)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
     S entries of the norms' running statistics
     theta_D      model parameters            (D,) float32, in the order in which they lie in memory
-    delta_D      a client's model difference (D,) float32: after local training minus before
-    errors_D     accumulated errors e        (D,) float32, a client's: what was not sent yet
+    delta_D      a client's model difference (D,) float32: parameters after minus before training
+    errors_D     accumulated errors e        (D,) float32: what a client has not sent yet
     intended     delta + errors              what a client means to send
-    sent         the quantized kept entries  what it sends
+    sent         the quantized kept entries  what a client sends
     update_D     the server's average        (D,) float32
-    phi          the share of entries KEPT   K = ceil(phi * D), at least 1
+    phi          the fraction that is KEPT   K = ceil(phi * D), at least 1
 
 Differences from the paper
-     1. Bits are counted by the paper's formula and, beside it, as the length of the code that
-        really decodes. The latter is counted with and without the dense warm-up, which the paper
-        leaves out, and for the downlink, too.
+     1. Bits are counted in two ways: by the paper's formula, and as the length of a code that can
+        be decoded. This length is reported with and without the dense warm-up, which the paper
+        leaves out, and for the downlink as well.
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
      3. The first sparse round takes its mask from the last dense update, that of the warm-up. A run
-        without a warm-up makes one dense round first.
+        without a warm-up begins with one dense round.
      4. Error accumulation keeps the quantization error, too, so that sent + errors == intended.
-        This is exact in float32 without quantization. With it, it is exact while sigma >= 1/2,
-        because the difference of two such numbers is exact (Sterbenz's lemma); below, it holds up
-        to one rounding of the subtraction. Errors are in units of the model difference, as in the
-        paper's text. In the authors' published code they are in units of gradients, which
-        error_unit "gradient" gives. With global momentum clients send sums of gradients, and errors
-        are in units of these.
+        Without quantization this holds exactly in float32. With quantization it holds exactly if
+        sigma >= 1/2, because the difference of two such numbers is exact (Sterbenz's lemma). For
+        smaller sigma it holds up to one rounding of the subtraction. Errors are in units of the
+        model difference, as in the paper's text. In the authors' published code they are in units
+        of gradients; error_unit "gradient" selects this. With global momentum clients send sums of
+        gradients, and errors are in units of these.
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w. (The
         algorithm box puts beta on the wrong term, and the text has a plus before eta.) A round ends
         with the server's step, at this round's learning rate; in the boxes the next round begins
         with it.
      6. In layer-wise fairness, phi^max with ">=" in the paper means phi^min. A layer is one
-        parameter tensor. The total stays K: if the layers' fair shares alone exceed K, the K
-        largest of their entries win.
+        parameter tensor. The mask always has K entries: if the layers' minimum shares add up to
+        more than K, only the K largest of their entries are kept.
      7. The intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max], and the
-        last includes u_min, the smallest magnitude that is NOT ZERO. Zeros take the last interval's
-        code and do not enter its mean. The shared and the own values of a message are quantized
-        together.
-     8. A block of the position code holds not 1/phi entries but a power of two near it, the one
-        with the shortest code. A position inside a block of 1/phi would take ceil(log2(1/phi))
-        bits, and waste up to one of them.
+        last includes u_min, the smallest magnitude that is NOT ZERO. Zeros get the last interval's
+        code and are left out of its mean. All values of a message, on the shared mask and on the
+        client's own mask, are quantized together.
+     8. A block of the position code has not 1/phi entries but a power of two near that number: the
+        power of two with the shortest code. In a block of 1/phi entries, a position would take
+        ceil(log2(1/phi)) bits, and up to one of them would be wasted.
      9. Batch norm's running statistics never influence training. After a round the module has the
         clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
-    11. With local steps, a round of the warm-up has H of them, too. One published version of the
-        method averages after every single step there.
+    11. Each round of the warm-up has H local steps, too. One published version of the method
+        averages after every single step during the warm-up.
     12. The shortcuts of the ResNets are 1x1 convolutions, since only these give 11,173,962
         parameters. Where the paper says "H = 2 and H = 2", we take H = 2 and H = 4. The "sum" of
         updates in the text is the mean, as in the algorithm box.
@@ -116,58 +117,60 @@ __all__ = [  # noqa: RUF022
 ]  # fmt: skip
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
-#    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
-#    paper's, and by the same functions yours.
+#    The defaults are the paper's (Sec. III-B). The paper's names are registered here by the same
+#    functions with which you can register yours.
 
 Quantize = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (K,), P to codes (K,) and means (P,)
 
-RULES: dict[str, type[MaskRule]] = {}  # by the scheme's `rule`
-QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
-CODES: dict[str, BlockCode] = {}  # by the scheme's `code`: how a message becomes bytes
-FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
+RULES: dict[str, type[MaskRule]] = {}  # values of the scheme's field `rule`
+QUANTIZERS: dict[str, Quantize] = {}  # values of the scheme's field `quantizer`
+CODES: dict[str, BlockCode] = {}  # values of the scheme's field `code`: how a message becomes bytes
+FAMILIES: dict[str, dict[str, Any]] = {}  # names without suffixes, and the fields that each sets
 SUFFIXES: list[Suffix] = []
 # Rules that take TCS's shared mask from something else than the last update. The key is a value of
-# the scheme's field `shared_from`, and the rule then stands in for TCS. The core has none of its
-# own; importing tcs_lab.schemes puts "stale", "weights" and "random" here.
+# the scheme's field `shared_from`, and the rule then replaces TCS. The core defines none; importing
+# tcs_lab.schemes adds "stale", "weights" and "random".
 SHARED_FROM: dict[str, type[TCS]] = {}
 
 
 @dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
 class Scheme:
-    """What a client sends in one round. Make one by its name, as in `Scheme.named("TCS-L4-Q5")`, or
-    from its fields.
+    """What a client sends in one round. Make a scheme from a name, as in
+    `Scheme.named("TCS-L4-Q5")`, or from its fields.
 
-    A phi of None means that the scheme has no such mask: top-K has only the clients' own masks, and
-    rand-K has only a shared one. For `phi_down`, None means that the server sends everything that
-    came up. Raises ValueError, which names the field, its value and what is allowed.
+    `phi_global` and `phi_local` are None if the scheme has no such mask: top-K has only the
+    clients' own masks, and rand-K has only a shared one. If `phi_down` is None, the server sends
+    the average of all entries that any client sent. Raises ValueError, which names the field, its
+    value and what is allowed.
     """
 
     name: str
     rule: str = "TCS"  # which mask rule: a key of RULES
-    phi_global: float | None = 1e-2  # share of the mask that all sides know, Eq. 6
-    phi_local: float | None = 1e-3  # share of a client's own mask, Sec. II-A
-    phi_min_global: float | None = None  # least share of every layer, shared mask, Sec. II-C
-    phi_min_local: float | None = None  # least share of every layer, own mask
+    phi_global: float | None = 1e-2  # fraction of entries in the shared mask, Eq. 6
+    phi_local: float | None = 1e-3  # fraction of entries in a client's own mask, Sec. II-A
+    phi_min_global: float | None = None  # least fraction of every layer, shared mask, Sec. II-C
+    phi_min_local: float | None = None  # least fraction of every layer, own mask
     local_steps: int = 1  # H, Alg. 1
-    value_bits: int = 32  # q of a value, one of them the sign, Sec. II-F
+    value_bits: int = 32  # q, bits per value, one of which is the sign, Sec. II-F
     momentum: float = 0.0  # beta, Alg. 3
     error_accumulation: bool = True  # Sec. II-B
-    centralized: bool = False  # one client, no traffic
-    quantizer: str = "fractional"  # of the clients' values: a key of QUANTIZERS
-    code: str = "block"  # of a message's values and positions: a key of CODES
+    centralized: bool = False  # one client, nothing needs to be sent
+    quantizer: str = "fractional"  # quantizes the clients' values: a key of QUANTIZERS
+    code: str = "block"  # encodes a message's values and positions: a key of CODES
     # Beyond the paper.
-    down_value_bits: int = 32  # of a value from the server
-    down_quantizer: str = "fractional"  # of the server's values
-    phi_down: float | None = None  # share of the server's own mask; None: all that came
-    dense_warmup: bool = True  # False: sparse from the first round, by own S_top
-    warmup_masks: int = 1  # masks so many times as large in a sparse warm-up
+    down_value_bits: int = 32  # bits per value from the server
+    down_quantizer: str = "fractional"  # quantizes the server's values
+    phi_down: float | None = None  # fraction of the server's own mask; None: all entries received
+    dense_warmup: bool = True  # False: the first rounds are sparse, with the clients' own masks
+    warmup_masks: int = 1  # in a sparse warm-up, masks are this many times as large
     # The unit in which errors keep their value when the learning rate changes: model differences
-    # or, as in the authors' code, gradients ("gradient"). With momentum only gradients are sent.
+    # or, as in the authors' code, gradients ("gradient"). With momentum, errors are always in units
+    # of gradients, because gradients are sent.
     error_unit: str = "difference"
     # What TCS takes its shared mask from. "update" is S_top of the last update, as in the paper.
     # Three more are in tcs_lab.schemes: "stale" is S_top of the update of ten rounds ago, "weights"
     # is S_top of the model's weights, and "random" is a mask drawn in each round from the seed.
-    # Your own are keys of SHARED_FROM.
+    # You can add others to SHARED_FROM.
     shared_from: str = "update"
 
     def __post_init__(self) -> None:
@@ -206,17 +209,19 @@ class Scheme:
 
     @cached_property
     def intervals(self) -> int:
-        """P = 2^(q-1) intervals of the quantizer, one of q bits is the sign; 0: no quantizer."""
+        """The number of the quantizer's intervals, P = 2^(q-1), since one of the q bits is the
+        sign. 0 means that values are not quantized."""
         return _intervals(self.value_bits)
 
     @cached_property
     def compresses_downlink(self) -> bool:
-        """Whether the server sends less than the average it has, and so keeps errors of its own."""
+        """Whether the server sends only a part of its average, or quantizes it, and so keeps
+        errors."""
         return self.down_value_bits != 32 or self.phi_down is not None
 
     @cached_property
     def always_dense(self) -> bool:
-        """Whether every entry is sent as it is, in 32 bits, in every round."""
+        """Whether every entry is sent in 32 bits, in every round."""
         return self.rule == "dense" and not self.intervals and not self.compresses_downlink
 
     @cached_property
@@ -226,12 +231,14 @@ class Scheme:
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
-        """The scheme that the paper, or `register_scheme`, calls `name`.
+        """Return the scheme with this name, which is one of the paper's or was registered.
 
-        A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
-        `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
-        Raises ValueError for an unknown name, a suffix that makes no sense, the share of a mask
-        that a family of the paper's does not have, or a change that contradicts what the name says.
+        A name is a family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or one that was registered
+        with `register_scheme`) and any suffixes in `SUFFIXES` that make sense with it and with each
+        other. `changes` replaces fields.
+
+        Raises ValueError for an unknown name, a suffix that makes no sense, a phi of a mask that
+        this family of the paper does not have, or a change that contradicts the name.
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
@@ -245,7 +252,8 @@ class Scheme:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
             for field in sets.keys() & changes.keys():
-                # a suffix says its number and its switch; shares and beta are defaults
+                # `changes` may replace a suffix's phis and beta, which are only defaults, but not
+                # its number or its switch
                 is_said = number or type(sets[field]) is bool
                 if is_said and field not in _SHARES and changes[field] != sets[field]:
                     got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
@@ -266,15 +274,19 @@ def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
 
 
 def _number(value: Any) -> Any:
-    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
-    into states, and torch.load refuses numpy's."""
+    """Convert a numpy number or a tensor with zero dimensions to a Python number; return others
+    unchanged.
+
+    Such numbers become part of states, and torch.load refuses numpy's types.
+    """
     if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
         return value.item()
     return value
 
 
 def _check_whole(key: str, value: Any, low: int, high: int) -> int:
-    """The number, as one of Python's. ValueError for a bool, a float, or one out of range."""
+    """Return the number as a Python int. Raises ValueError for a bool, a float, or one out of
+    range."""
     number = _number(value)
     if type(number) is not int or not low <= number <= high:
         _refuse(key, number, f"a whole number from {low} to {high}")
@@ -297,7 +309,7 @@ def _intervals(value_bits: int) -> int:
 
 
 def _split_name(name: str) -> tuple[str, list[str]]:
-    """A scheme's name as its family and its suffixes, the longest family that fits."""
+    """Split a scheme's name into its family, the longest one that fits, and its suffixes."""
     text = re.sub(r"-\s+", "-", str(name).strip())
     stem = text.rstrip("+")
     for family in sorted(FAMILIES, key=len, reverse=True):
@@ -316,10 +328,11 @@ def _known_schemes() -> str:
 class Suffix(NamedTuple):
     """A part of scheme names, such as "-L<H>".
 
-    `pattern` is its regular expression, in small letters and without the dash; its group, if it has
-    one, is a number. `change(fields, number)` says which fields of Scheme it sets. `needs` is what
-    the scheme must have: "own" and "shared" masks, "masks" at all, chosen by "S_top". A `last` one
-    changes what the others have set.
+    `pattern` is a regular expression, in lower case and without the dash. If it has a group, the
+    group matches a number. `change(fields, number)` returns the fields of Scheme that the suffix
+    sets. `needs` lists what the scheme must have: masks of the clients' own ("own"), a "shared"
+    mask, any "masks", or masks that are chosen by "S_top"; "any scheme" also allows centralized
+    training. A suffix with `last` changes what other suffixes have set, and is applied after them.
     """
 
     form: str
@@ -331,14 +344,14 @@ class Suffix(NamedTuple):
 
 
 def shares_of(fields: dict[str, Any]) -> tuple[float | None, float | None]:
-    """phi_global and phi_local of a scheme of which these fields are set."""
+    """Return phi_global and phi_local of a scheme in which these fields are set."""
     shared = fields.get("phi_global", Scheme.phi_global)
     own = fields.get("phi_local", Scheme.phi_local)
     return shared, own
 
 
 def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
-    """The suffix that a part of a name is, and its number (0: it has none)."""
+    """Return the suffix that matches a part of a name, and its number (0 if it has none)."""
     for suffix in SUFFIXES:
         match = re.fullmatch(suffix.pattern, part.lower())
         if match:
@@ -346,7 +359,7 @@ def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
-_NEEDS = {  # of a suffix, and how an error names them
+_NEEDS = {  # what a suffix may need, and the words for it in an error
     "own": "masks of the clients' own (phi_local)",
     "shared": "a shared mask (phi_global)",
     "masks": "masks",
@@ -374,7 +387,8 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
 
 
 def _check_shares(family: str, changes: dict[str, Any]) -> None:
-    """ValueError for the share of a mask that a family of the paper's does not have."""
+    """Raise ValueError if changes give a mask to a family of the paper that does not have this
+    mask."""
     if family not in _THE_PAPERS:
         return
     fields = FAMILIES[family]
@@ -386,7 +400,7 @@ def _check_shares(family: str, changes: dict[str, Any]) -> None:
 
 
 def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
-    """A suffix as the names of records have it, however it was typed."""
+    """Return a suffix as it is written in the names of records, whichever way the user wrote it."""
     if part.lower().endswith("momentum"):
         return "-Momentum" if fields.get("centralized") else "-Global Momentum"
     has_number = "<" in suffix.form
@@ -396,14 +410,15 @@ def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
 def register_suffix(
     form: str, pattern: str, says: str, needs: tuple[str, ...] = (), last: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Decorator of a function `change(fields, number)`: a suffix of scheme names; see `Suffix`.
+    """Register a suffix of scheme names. This is a decorator of its `change(fields, number)`.
 
         @register_suffix("-G<n>", r"g([1-9])", "a shared mask of n/1000", ("shared",))
         def _shared_mask(fields, number):
             return {"phi_global": number / 1000}
 
-    One of the same form is replaced. The first that fits a part of a name wins. ValueError for a
-    need that `Suffix` does not have.
+    See `Suffix` for the arguments. A suffix with the same form is replaced. If several suffixes
+    match a part of a name, the one that was registered first is used. Raises ValueError for a need
+    that `Suffix` does not know.
     """
     for need in needs:
         _check_one_of("needs", need, _NEEDS)
@@ -441,7 +456,8 @@ def _global_momentum(fields: dict[str, Any], _: int) -> dict[str, Any]:
 
 
 def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
-    """Class decorator: a family of schemes of your own, with -L<H>, -Q<q>, ... for free.
+    """Register a family of schemes. This is a decorator of its mask rule; suffixes such as -L<H>
+    and -Q<q> then work with its name.
 
         @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
         class RunningAverage(TCS):
@@ -452,8 +468,9 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 self.average_D = 0.9 * self.average_D + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are those of Scheme. A name that a suffix already gives can't be taken; a family of
-    the same name is replaced.
+    `fields` are fields of Scheme. A family with the same name is replaced. Raises ValueError for a
+    field that is unknown or not allowed, and for a name that is one of the paper's or that a known
+    family with suffixes already has.
     """
     allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
     unknown = sorted(fields.keys() - allowed)
@@ -477,7 +494,7 @@ _THE_PAPERS = ("TCS", "top-K", "rand-K", "dense", "FedAvg", "FedSGD", "Baseline"
 
 
 def _has_suffixes(name: str) -> bool:
-    """Whether it is the name of a known family with suffixes."""
+    """Return whether this is the name of a known family with suffixes."""
     if name in FAMILIES:
         return False
     try:
@@ -488,7 +505,7 @@ def _has_suffixes(name: str) -> bool:
 
 
 def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]:
-    """Decorator: a quantizer of your own, which -<letter><q> in a scheme's name then asks for.
+    """Register a quantizer for the suffix -<letter><q> of scheme names. This is a decorator.
 
         @register_quantizer("U", "uniform")
         def uniform_quantize(values_K, intervals):
@@ -497,11 +514,13 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
             means_P = edge * (torch.arange(intervals, device=edge.device) + 0.5)
             return (interval_K + intervals * (values_K < 0)).int(), means_P
 
-    It maps finite values (K,) float32, one or more, and P = 2^(q-1) to codes (K,) int32, which
-    interval and plus P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0.
-    It leaves the values as they are; on a GPU the host should look at none of them. The suffix is
-    for what clients send; the field `down_quantizer` for what the server sends. ValueError for a
-    letter or a name that is taken.
+    A quantizer takes one or more finite values (K,) float32 and the number of intervals P =
+    2^(q-1). It returns codes (K,) int32 and the mean magnitude of each interval, (P,) float32 >= 0.
+    A code is the index of the value's interval, plus P if the value is negative. The quantizer must
+    not change the values, and on a GPU it should not read any of them on the host.
+
+    The suffix applies to what clients send. For what the server sends, set the field
+    `down_quantizer`. Raises ValueError for a letter or a name that is already used.
     """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
@@ -526,21 +545,27 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
 
 # ══ 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C) ═════════════════════════════════
-#    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
+#    A mask is a (D,) bool tensor, or its K positions in ascending order, as in messages.
 
 
 def kept(phi: float, dimension: int) -> int:
-    """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
+    """Return how many of D entries are kept, K = ceil(phi * D), at least 1.
+
+    The product is rounded to 9 decimals first, so that a rounding error cannot increase K.
+    """
     return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
 def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
-    """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
+    """Return the positions of the k entries of largest magnitude (S_top), int64 (k,), ascending.
 
-    Of equal magnitudes the lower index wins. `excluded`, a (D,) mask or positions, never enter.
-    ValueError if k is not in 0..D minus the excluded, or if an entry that may be chosen is NaN.
-    (With k = 0 nothing is read, so a NaN goes unnoticed.) On a GPU, where looking at a value means
-    waiting for it, numbers are taken to be finite and a mask to leave k entries.
+    Of equal magnitudes, the entry with the lower index is chosen. Entries in `excluded`, a (D,)
+    mask or positions, are never chosen. Raises ValueError if k is not between 0 and the number of
+    entries that are not excluded, or if an entry that may be chosen is NaN. (With k = 0 nothing is
+    read, so a NaN is not noticed.)
+
+    On a GPU, reading a value on the host means waiting for it. There, values are not checked:
+    numbers are assumed to be finite, and a mask is assumed to leave at least k entries.
     """
     return top_k_above(0.0, vector_D, _number(k), excluded)[0]
 
@@ -549,21 +574,22 @@ def top_k_above(
     floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
     among_K: Tensor | None = None,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """`top_k_positions`, and a floor that speeds up the call for the next vector of this kind.
+    """Return `top_k_positions`, and a floor that makes the call for the next vector of this kind
+    faster.
 
-    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-    few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
-    the floor is tried, and then 0, which leaves all entries. Without a floor (0.0), a sample of a
-    long vector gives one.
+    Magnitudes change slowly from round to round. Therefore few entries lie above the floor, which
+    is slightly lower than the last threshold, and S_top is chosen exactly among these. If there are
+    fewer than k of them, half of the floor is tried, and then 0, which includes all entries.
+    Without a floor (0.0), one is estimated from a sample if the vector is long.
 
     `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
-    CPU no other entry is read then, unless fewer than k of these are different from 0. With any
-    floor, and with an `among_K` that is true of the vector, the positions are the same. ValueError
-    for `among_K` together with `excluded`.
+    CPU no other entry is then read, unless fewer than k of these are different from 0. The
+    positions that are returned do not depend on the floor, nor on a correct `among_K`. Raises
+    ValueError for `among_K` together with `excluded`.
 
-    This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
-    would have to wait to learn how many candidates there are: there, and for other types, `topk`
-    chooses among all entries, and the floor stays as it is.
+    The floor is used only for float32 on a CPU, where numpy's calls cost less than torch's. On a
+    GPU the host would have to wait to learn how many candidates there are. There, and for other
+    types, `topk` chooses among all entries, and the floor is returned unchanged.
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
@@ -583,7 +609,7 @@ def top_k_above(
     if among_K is not None and len(among_K) >= k:
         near = among_K.numpy()
         chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
-        if kth > 0:  # else zeros are chosen, and the first of all of them count
+        if kth > 0:  # otherwise zeros are chosen, and the first zeros may lie outside among_K
             return torch.from_numpy(near[chosen]), floor
     excluded_D = None if taken_D is None else taken_D.numpy()
     first = floor or _first_floor(values_D, k, excluded_D)
@@ -601,8 +627,10 @@ _PIECE = 1 << 17  # entries that stay in a core's cache
 
 
 def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
-    """Positions, outside of a mask, of magnitudes >= floor and of NaN, ascending. Each entry is
-    read once, piece by piece, without another copy of a piece."""
+    """Return positions outside a mask at which the magnitude is >= floor or NaN, ascending.
+
+    Each entry is read once. The vector is processed in pieces, without a copy of any piece.
+    """
     found = []
     below = np.empty(min(len(values_D), _PIECE), dtype=bool)
     above = np.empty_like(below)
@@ -619,8 +647,11 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
 
 
 def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) -> float:
-    """About the k-th largest magnitude, rather lower, from a sample of a long vector. With no floor
-    at all, every entry would be a candidate, which takes several times the vector's memory."""
+    """Estimate a floor somewhat below the k-th largest magnitude, from a sample of a long vector.
+
+    Without a floor, every entry would be a candidate, which takes several times the vector's
+    memory.
+    """
     step = len(values_D) >> 14 | 1
     if step < 64:
         return 0.0
@@ -634,18 +665,22 @@ def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) ->
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether Python can read values of the tensor at no cost. On a GPU it would have to wait until
-    everything that was asked of the GPU before is done."""
+    """Return whether the host can read values of this tensor without waiting.
+
+    On a GPU it would have to wait until all earlier work of the GPU is done.
+    """
     return tensor.device.type == "cpu"
 
 
 def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
-    """Positions of the k >= 1 largest numbers, ascending; of a GPU's the host looks at none."""
+    """Return the positions of the k >= 1 largest numbers, ascending. On a GPU the host reads
+    none."""
     largest_K, positions_K = numbers_D.topk(k, sorted=False)
     kth = largest_K.min()
     if is_on_cpu(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
-    # topk takes any of those that tie with the k-th: the n-th of these becomes the n-th tie of all
+    # Of several entries equal to the k-th, topk returns any. Replace the n-th of them by the n-th
+    # such entry of the whole vector, so that lower indices win.
     is_tie_K = largest_K == kth
     first_ties_K = _first(numbers_D == kth, k)
     nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
@@ -654,15 +689,17 @@ def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
 
 
 def _first(mask_D: Tensor, k: int) -> Tensor:
-    """Positions of a mask's first k ones, ascending, without a look at how many there are."""
+    """Return the positions of a mask's first k ones, ascending, without counting the ones on the
+    host."""
     return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
 
 
 def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Positions of the k >= 1 largest numbers, ascending, and the k-th largest itself."""
+    """Return the positions of the k >= 1 largest numbers, ascending, and the k-th largest
+    number."""
     near, width = numbers_D, max(8 * k, 512)
     if len(near) > 4 * width:
-        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
+        # The maxima of k columns are at least `bound`, so the k-th largest entry is, too.
         rows = len(near) // width
         maxima = near[: rows * width].reshape(rows, width).max(0)
         bound = np.partition(maxima, width - k)[width - k]
@@ -671,7 +708,7 @@ def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]
     if np.isnan(kth):
         raise ValueError(_NOT_A_NUMBER)
     chosen = (numbers_D >= kth).nonzero()[0]
-    if len(chosen) > k:  # of those that tie with the k-th, the first
+    if len(chosen) > k:  # of the entries equal to the k-th, keep the first ones
         tied = numbers_D[chosen] == kth
         room = k - (len(chosen) - int(tied.sum()))
         chosen = chosen[~(tied & (tied.cumsum() > room))]
@@ -687,21 +724,24 @@ def _check_k(k: int, eligible: int) -> None:
 
 
 def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
-    """A mask, or positions, as a (D,) mask on the vector's device."""
+    """Return a mask, or positions, as a (D,) mask on the vector's device."""
     if mask.dtype == torch.bool:
         return mask
     return positions_to_mask(mask.to(vector_D.device), len(vector_D))
 
 
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
-    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
+    """Return S_top(v, K) as a mask, Sec. II-B: (D,) bool with exactly k ones.
+
+    Of equal magnitudes, the entry with the lower index is chosen.
+    """
     return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
 
 
 def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
-    """k different positions out of D, drawn from the seed, on the CPU: int64 (k,), ascending.
+    """Draw k different positions out of D from the seed: int64 (k,), ascending, on the CPU.
 
-    Whoever knows the seed draws the same positions, so that they need not be sent.
+    The same seed always gives the same positions, so they need not be sent.
     """
     generator = np.random.default_rng([_number(number) for number in seed])
     chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
@@ -709,13 +749,13 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
-    """(D,) bool mask with ones at the positions."""
+    """Return a (D,) bool mask with ones at the positions."""
     mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
     return mask_D.index_fill_(0, positions_K, True)
 
 
 def mask_to_positions(mask_D: Tensor) -> Tensor:
-    """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
+    """Return the positions of a (D,) bool mask's ones: int64 (K,), ascending."""
     if is_on_cpu(mask_D):  # numpy's call costs less
         return torch.from_numpy(mask_D.numpy().nonzero()[0])
     return mask_D.nonzero(as_tuple=True)[0]
@@ -727,12 +767,14 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
 def layerwise_top_k_positions(
     vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
 ) -> Tensor:
-    """S_top under layer-wise fairness (Eq. 14, 15): int64 (k,), ascending.
+    """Return S_top under layer-wise fairness (Eq. 14, 15): positions int64 (k,), ascending.
 
-    Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
-    of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
-    ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN, even with
-    k = 0. On a GPU the host waits for these checks.
+    Of every layer l, the ceil(phi_min * d_l) largest entries are chosen, or all that are not
+    excluded if there are fewer. The rest of k is chosen by magnitude among all other entries. If
+    the layers' shares add up to more than k, the k largest entries among them are chosen.
+
+    Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN,
+    even with k = 0. On a GPU the host waits for these checks.
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
@@ -763,33 +805,36 @@ def layerwise_top_k_positions(
 
 
 def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
-    """Positions of the k >= 1 largest, ascending, by what is quicker on their device."""
+    """Return the positions of the k >= 1 largest, ascending, with the faster method on their
+    device."""
     if not is_on_cpu(magnitudes_D) or magnitudes_D.dtype != torch.float32:
         return _largest_by_topk(magnitudes_D, k)
     values = magnitudes_D.numpy()
-    if k == 1:  # argmax is the first of equals
+    if k == 1:  # of equal numbers, argmax returns the first
         return torch.from_numpy(values.argmax(0, keepdims=True))
     return torch.from_numpy(_largest_by_numpy(values, k)[0])
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
-#    Blocks of about 1/phi entries. "1" and the place inside its block for every entry, "0" at the
-#    end of every block: log2(1/phi) + 2 bits an entry when phi of them are set.
+#    The D entries are divided into blocks of about 1/phi entries. Every position is coded as "1"
+#    and its place inside the block, and every block ends with "0". If a fraction phi of the entries
+#    is sent, this takes log2(1/phi) + 2 bits per position.
 
 
 def intra_block_bits(block: int) -> int:
-    """Bits of a position inside a block of `block` entries: ceil(log2(block))."""
+    """Return the bits of a position inside a block of `block` entries: ceil(log2(block))."""
     return (block - 1).bit_length()
 
 
 def position_bits(count: int, dimension: int, block: int) -> int:
-    """Exact length of the code of `count` positions in `dimension` entries, in bits."""
+    """Return the exact length in bits of the code of `count` positions in `dimension` entries."""
     return count * (1 + intra_block_bits(block)) + -(-dimension // block)
 
 
 @lru_cache(1024)
 def block_for(count: int, dimension: int) -> int:
-    """The power of two whose blocks give `count` positions in `dimension` the shortest code."""
+    """Return the power of two whose blocks give `count` positions in `dimension` the shortest
+    code."""
     powers = [2**i for i in range(dimension.bit_length())]
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
@@ -802,11 +847,12 @@ def _check_code(dimension: int, block: int) -> tuple[int, int]:
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
-    """Positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
+    """Encode positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
 
-    `positions_K` int64, 0-based, strictly ascending, below `dimension`. Entry i of block b starts
-    after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
-    Raises ValueError for positions out of range or out of order.
+    `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
+    number of entries per block. The code of entry i in block b comes after i earlier entries and b
+    ends of blocks, so it begins at bit i * (1 + width) + b, where `width` is the number of bits of
+    a place inside a block. Raises ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
@@ -823,7 +869,10 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 
 
 def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None = None) -> None:
-    """ValueError unless they are int64 (K,), ascending, in range, and outside a CPU's mask (D,)."""
+    """Raise ValueError unless positions are int64 (K,), strictly ascending and in range.
+
+    On a CPU, `taken_D` (D,) may be a mask in which no position may lie.
+    """
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
@@ -840,11 +889,12 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
-    """Positions from bits, Alg. 4: int64 (K,), ascending.
+    """Decode positions from bits, Alg. 4: int64 (K,), ascending.
 
-    `bits` uint8 tensor of 0 and 1, exactly one code long. The walk of Alg. 4 goes from entry to
-    entry, over all block ends between two of them at once; what it finds is read side by side.
-    Raises ValueError for anything that is not the code of some set of positions.
+    `bits` must be a uint8 tensor of 0 and 1, exactly one code long. Alg. 4 reads bit by bit. Here a
+    loop finds only the "1" with which each entry begins, and the places inside the blocks are then
+    read for all entries at once. Raises ValueError for anything that is not the code of some set of
+    positions.
     """
     dimension, block = _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
@@ -868,7 +918,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
 
 
 def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
-    """Where the "1" flags of the entries stand: after a flag, the next 1 beyond its position."""
+    """Return where the "1" of each entry is: the next 1 behind the previous entry's place."""
     stream, starts = bits.cpu().numpy().tobytes(), []
     find, place = stream.find, stream.find(b"\x01")
     while place >= 0:
@@ -883,16 +933,17 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
-    """Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32.
+    """Return Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32.
 
-    This takes one bit per value, and one mean, as long as no value is 0. The sign of 0 is 0 here:
-    a zero stays 0, which is a third level that one bit could not say.
+    If no value is 0, this can be sent as one bit per value and one mean. A value of 0 stays 0 here,
+    which is a third level that one bit could not represent.
     """
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
 
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20, 21)."""
+    """Return the P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20,
+    21)."""
     magnitudes_K = values_K.abs().double()
     u_max, u_min = magnitudes_K.max(), torch.where(magnitudes_K > 0, magnitudes_K, math.inf).min()
     sigma = torch.where(u_max > 0, u_min / u_max, 1.0) ** (1.0 / intervals)
@@ -901,12 +952,15 @@ def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 
 
 def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,) float32.
+    """Quantize values by fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,)
+    float32.
 
-    Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus
-    P for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
-    stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
-    intervals have mean 0. ValueError for no value, one that is not finite, or intervals < 1.
+    Interval p = 1..P contains magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1,
+    plus P for a negative value, which takes q = log2(P) + 1 bits. Zeros get the code of the last
+    interval with a positive sign, and are left out of its mean. Therefore |Q(u) - u| <= (1 - sigma)
+    / sigma * |u| for every u != 0. Empty intervals have mean 0.
+
+    Raises ValueError if there is no value, if a value is not finite, or if intervals < 1.
     """
     intervals = _number(intervals)
     if intervals < 1:
@@ -919,14 +973,14 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
 
 @register_quantizer("Q", "fractional")
 def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """`fractional_quantize`, the values never looked at by the host."""
+    """Do `fractional_quantize` without checks, so that the host reads no values."""
     magnitudes_K = values_K.abs().double()
     edges, _ = interval_edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
-    parts = magnitudes_K, (magnitudes_K > 0).double()  # what is added up, and what is counted
+    parts = magnitudes_K, (magnitudes_K > 0).double()  # give sums and counts per interval
     if intervals <= 64 and magnitudes_K.is_cuda:
-        # there, additions to one place wait for each other and come in any order
+        # on a GPU, index_add_ to few places is slow, and its order of additions varies
         is_of_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
         sums_2P = torch.stack([torch.where(is_of_PK, part_K, 0.0).sum(1) for part_K in parts])
     else:
@@ -938,7 +992,7 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 
 
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
-    """Q_f(u), Eq. 22: the mean of the code's interval with the code's sign, (K,) float32.
+    """Return Q_f(u), Eq. 22: the mean of each code's interval with the code's sign, (K,) float32.
 
     Raises ValueError for a code outside 0..2P - 1.
     """
@@ -954,16 +1008,18 @@ def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
 
 
 # ══ 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2) ═══════════
-#    Bits are counted three ways, kept apart: by the paper's formula, as the exact length of a
-#    message's code, and as bytes that really decode: the code in whole bytes, and OVERHEAD_BYTES.
+#    Sizes are counted in three ways: in bits by the paper's formula, in bits as the exact length of
+#    a message's code, and in bytes of a message that can be decoded. Such a message is the code,
+#    rounded up to whole bytes, and OVERHEAD_BYTES.
 
 
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
-    """The paper's formula: uplink bits per parameter per local iteration.
+    """Return the paper's formula: uplink bits per parameter per local iteration.
 
-    (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D,
-    the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
-    nan for centralized training: nothing is sent.
+    This is (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a
+    `dimension` D, each phi is replaced by K / D for its whole number K, and the 32 P bits of the
+    quantizer's means are counted, too. For centralized training, where nothing is sent, the result
+    is nan.
     """
     scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
@@ -984,44 +1040,49 @@ def _scheme(scheme: Scheme | str) -> Scheme:
 
 
 SERVER = 0xFFFF  # the sender of a downlink message
-MESSAGE_VERSION = 3  # to be raised with any change of what stands in a message
+MESSAGE_VERSION = 3  # raise it with any change of the contents of a message
 
 
 class ClientError(ValueError):
-    """Something is wrong with what a client sends; `client` says whose (or SERVER)."""
+    """An error in what a client sends. `client` is the client's number, or SERVER for the
+    server."""
 
-    round: int | None = None  # where somebody knows it
+    round: int | None = None  # set by `happened_in`
 
     def __init__(self, client: int, what: str):
         super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
         self.client = client
 
     def happened_in(self, round: int) -> None:
-        """Says which round it was."""
+        """Record in which round the error happened."""
         self.round = round
 
     def __reduce__(self) -> Any:  # by pickle, from another process
+        """Support pickling, so that the error can come from another process."""
         return ValueError.__new__, (type(self), *self.args), vars(self)
 
 
 class NotFiniteError(ClientError):
-    """An update holds NaN or infinity: a client's or, by a sum that overflows, the server's."""
+    """An update contains NaN or infinity: a client's, or the server's because a sum has
+    overflowed."""
 
     def __init__(self, client: int):
         super().__init__(client, "the update is not finite (NaN or infinity)")
 
 
 class MessageError(ClientError):
-    """A message that can't be accepted: see `decode_message` and `Server.add`."""
+    """A message that cannot be accepted: see `decode_message` and `Server.add`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What one side sends in one round. Two messages are equal if all that they say is equal.
+    """The message of a client or of the server in one round.
 
-    `positions` int64 (K_own,), ascending, are those that the other side does not know; `values`
-    (K,) float32, as the receiver will see them, are on the shared positions first, then on these.
-    Quantized values have `codes` (K,) int32 and `means` (P,) too. A dense message has (D,) values.
+    `positions` int64 (K_own,), ascending, are the positions outside the shared mask. `values` (K,)
+    float32 are the values as the receiver will see them: first those on the shared positions, then
+    those on `positions`. Quantized values also have `codes` (K,) int32 and `means` (P,) float32. A
+    dense message has values (D,) and no positions. Two messages are equal if all their fields are
+    equal.
     """
 
     values: Tensor
@@ -1065,12 +1126,13 @@ class Message:
 
     @staticmethod
     def dense_of(values_D: Tensor, sender: int = 0, round: int = 0) -> Message:
-        """Everything, in 32 bits a value: a round of the warm-up, or of FedAvg."""
+        """Make the message of a dense round, as in a warm-up or in FedAvg: all values (D,), in 32
+        bits each."""
         none = torch.empty(0, dtype=torch.int64, device=values_D.device)
         return Message(values_D, none, sender, round, dense=True)
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
-        """Adds the values, `weight` times, where they belong in (D,)."""
+        """Add the values, times `weight`, to a vector (D,) at their positions."""
         values_K, weight = self.values.detach(), _number(weight)
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
@@ -1092,16 +1154,17 @@ class Message:
     __hash__ = None  # type: ignore[assignment]
 
     def to(self, device: Any) -> Message:
+        """Return the message with all its tensors on another device."""
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return dataclasses.replace(self, **cast(Any, moved))
 
 
 def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
-    """ValueError unless `given` are codes (count,) int32 and means (P,) float32.
+    """Raise ValueError unless `given` are codes (count,) int32 and means (P,) float32.
 
-    On a CPU, and if there are any codes, their numbers are checked, too: codes have to lie in
-    0..2P - 1, and means have to be finite and at least 0. `name` is that of the quantizer in the
-    error. This is asked of what a quantizer other than the paper's gives, and of every quantized
+    On a CPU, if there are any codes, their numbers are checked, too: codes have to lie in 0..2P -
+    1, and means have to be finite and at least 0. `name` is the quantizer's name for the error
+    message. This checks the results of quantizers other than the paper's, and every quantized
     message that is to become bytes.
     """
     two = isinstance(given, tuple | list) and len(given) == 2
@@ -1125,11 +1188,11 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """What both sides know, before the first message, of the messages in one direction.
+    """The format of messages in one direction, which sender and receiver must know in advance.
 
-    `order` is how each parameter lies in memory (see `layout_of`). Two sides that flatten their
-    models in different orders have different tags, and refuse each other's messages. If both give
-    (), this is not checked.
+    `order` describes how each parameter lies in memory (see `layout_of`). Two participants that
+    flatten their models in different orders have different tags, and refuse each other's messages.
+    If both give (), this is not checked.
     """
 
     value_bits: int
@@ -1139,33 +1202,37 @@ class Wire:
 
     @staticmethod
     def up(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        """Return the format of a scheme's messages from clients to the server."""
         sizes = tuple(int(size) for size in layer_sizes)
         return Wire(scheme.value_bits, scheme.code, sizes, tuple(map(tuple, order)))
 
     @staticmethod
     def down(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        """Return the format of a scheme's messages from the server to clients."""
         sizes = tuple(int(size) for size in layer_sizes)
         return Wire(scheme.down_value_bits, scheme.code, sizes, tuple(map(tuple, order)))
 
     @cached_property
     def dimension(self) -> int:
+        """The number of entries of the whole model, D."""
         return sum(self.layer_sizes)
 
     @property
     def intervals(self) -> int:
+        """The number of the quantizer's intervals, P; 0 if values are not quantized."""
         return _intervals(self.value_bits)
 
     @cached_property
     def tag(self) -> int:
-        """Four bytes that two sides agree on if they mean the same code, layers and order."""
+        """A checksum, four bytes long, which is equal for equal formats."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
 
 def message_bits(message: Message, wire: Wire) -> int:
-    """Exact length of the message's code in bits, without the overhead."""
+    """Return the exact length of the message's code in bits, without the overhead."""
     if message.dense:
         return 32 * wire.dimension
-    if wire.code != "block":  # it has to be made
+    if wire.code != "block":  # the length is known only after encoding
         return 8 * len(CODES[wire.code].encode(message, wire)[0])
     count, own = len(message.values), len(message.positions)
     return block_code_bits(wire.value_bits, count, own, wire.dimension)
@@ -1173,30 +1240,33 @@ def message_bits(message: Message, wire: Wire) -> int:
 
 @lru_cache(1024)
 def block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
-    """Exact length of code "block" in bits. It follows from the numbers of values and of own
-    positions alone."""
+    """Return the exact length of code "block" in bits.
+
+    It depends only on the bits per value, on the numbers of values and own positions, and on D.
+    """
     bits = value_bits * values + 32 * _intervals(value_bits)
     if own:
         bits += position_bits(own, dimension, block_for(own, dimension))
     return bits
 
 
-# Kinds of messages: in the code agreed on, dense, in code "block" where another is agreed on.
+# Kinds of messages: in the wire's code, dense, or in code "block" although the wire has another.
 _AGREED, _DENSE, _PLAIN = range(3)
-# Little-endian: version, kind, sender, round, Wire.tag and the shared mask's (exclusive or), own
-# positions; the code; their CRC-32.
+# Little-endian header: version, kind, sender, round, exclusive or of Wire.tag and the shared mask's
+# tag, number of own positions. After it come the code, and the CRC-32 of header and code.
 _HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
 OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
 
 
 def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
-    """The message as bytes: header, code, checksum. `mask_tag` stands for the shared mask that is
-    meant (`Known.mask_tag`); 0 says nothing of it.
+    """Encode the message as bytes: header, code, checksum.
 
-    8 * len(bytes) is message_bits(message, wire), rounded up to whole bytes, plus those of the
-    overhead. Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender,
-    round or position out of range, values of another type, in other bits than the wire's, or that
-    are not those of their codes and means.
+    `mask_tag` identifies the shared mask (`Known.mask_tag`); with 0, the mask is not identified.
+    The result has message_bits(message, wire) bits, rounded up to whole bytes, plus OVERHEAD_BYTES.
+
+    Raises ValueError for a message that could not be decoded to the same message: one with NaN,
+    infinity, or a sender, round or position out of range. The same holds for values of another
+    type, with another number of bits than the wire's, or that do not match their codes and means.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -1214,7 +1284,7 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
 
 
 def _check_values(message: Message, wire: Wire) -> None:
-    """ValueError for values that this wire can't bring as they are."""
+    """Raise ValueError for values that cannot be encoded without a change in this format."""
     values, codes, means = message.values, message.codes, message.means
     if values.dim() != 1 or values.dtype != torch.float32:
         got = f"{tuple(values.shape)} {values.dtype}"
@@ -1244,13 +1314,16 @@ def decode_message(
     data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
     round: int | None = None, count: int | None = None, mask_tag: int = 0,
 ) -> Message:  # fmt: skip
-    """The message in `data`, on the CPU: exactly what was encoded, or ValueError.
+    """Decode a message, on the CPU. The result equals the message that was encoded.
 
-    `shared_K` int64, ascending: the positions that both sides know; None if a dense message is
-    expected. `sender`, `round` and `count` (of own positions), if given, are those expected, and
-    `mask_tag` is what it was encoded with. `data` may come from anyone: all of it is checked,
-    values (finite) and positions (in range, ascending, not shared) too; memory stays within a small
-    multiple of its length and of the shared positions.
+    `shared_K` (int64, ascending) are the positions of the shared mask; None if a dense message is
+    expected. If `sender`, `round` and `count` (the number of own positions) are given, the message
+    must agree with them. `mask_tag` is the one that was given to `encode_message`.
+
+    `data` may be untrusted. All of it is checked, including values (finite) and positions (in
+    range, ascending, not in the shared mask). Memory stays within a small multiple of its length
+    and of the number of shared positions. Raises ValueError for anything that is not a valid
+    message.
     """
     kind, who, when, own = _check_header(data, wire.tag ^ mask_tag)
     dense = shared_K is None
@@ -1299,19 +1372,20 @@ def _expect(name: str, got: Any, allowed: Any) -> None:
 
 
 def float_bytes(values_K: Tensor) -> bytes:
-    """(K,) as little-endian float32."""
+    """Return (K,) values as little-endian float32 bytes."""
     return values_K.detach().cpu().numpy().astype("<f4").tobytes()
 
 
 def floats_of(data: memoryview, count: int) -> Tensor:
-    """(count,) float32 from just so many bytes."""
+    """Return (count,) float32 from bytes. Raises ValueError for another number of bytes."""
     if len(data) != 4 * count:
         raise ValueError(f"message: got {len(data)} bytes of values, allowed: {4 * count}")
     return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
 
 
 def means_of(data: memoryview, intervals: int) -> Tensor:
-    """(P,) float32, finite and at least 0."""
+    """Return means (P,) float32 from bytes. Raises ValueError unless they are finite and at least
+    0."""
     means_P = floats_of(data[: 4 * intervals], intervals)
     if (means_P.isfinite() & (means_P >= 0)).all():
         return means_P
@@ -1320,25 +1394,31 @@ def means_of(data: memoryview, intervals: int) -> Tensor:
 
 
 def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
+    """Return the message with these codes (K,), means and positions, and the values they stand
+    for."""
     codes_K = torch.from_numpy(codes.astype(np.int32))
     return Message(fractional_dequantize(codes_K, means_P), positions, codes=codes_K, means=means_P)
 
 
 class BlockCode:
-    """How values and own positions of a sparse message become bytes, as in the paper: values at 32
-    bits, or means and codes of q bits; then Alg. 4, in one stream.
+    """The code of the paper: how values and own positions of a sparse message become bytes.
 
-    Another code is a subclass with the same two functions, put into CODES by its name. `decode`
-    gets only what was encoded by its own code, but it may come from anyone: ValueError for what
-    `encode` does not make, and memory within a small multiple of its length and of the number of
+    First come the values in 32 bits each. If they are quantized, the means come first, in 32 bits
+    each, and then the codes, in q bits each. The positions follow, encoded by Alg. 4. Codes and
+    positions form one stream of bits.
+
+    To add another code, derive a class with the same two methods and put an object of it into CODES
+    under its name. `decode` is called only for messages that are marked as encoded by this code,
+    but their bytes may be untrusted. It must raise ValueError for bytes that `encode` does not
+    produce, and its memory must stay within a small multiple of their length and of the number of
     values.
     """
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         """Return the bytes of the message, and whether a receiver has to read them as code "block".
 
-        Here the second is False: the wire's own code is the one to read them with. Another code
-        returns True where it gives way to "block" for a message, and returns the bytes of that.
+        In this class the second value is False: the receiver reads the bytes with the wire's code.
+        Another code may encode some messages as code "block" instead; for these it returns True.
         """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
@@ -1353,7 +1433,7 @@ class BlockCode:
         return floats + pack_bits(streams), False
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-        """The message of so many shared and own values."""
+        """Return the message with this many shared and own values."""
         count = shared + own
         block = block_for(own, wire.dimension)
         places = position_bits(own, wire.dimension, block) if own else 0
@@ -1378,7 +1458,7 @@ CODES["block"] = BlockCode()
 
 
 def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
-    """(K,) numbers below 2^width as K * width bits, the highest first: uint8 of 0 and 1."""
+    """Return numbers (K,) below 2^width as K * width bits, highest bit first: uint8 of 0 and 1."""
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < 2**width:
         got = f"{numbers.min()} to {numbers.max()}"
         raise ValueError(f"codes: got {got}, allowed: 0 to {2**width - 1}")
@@ -1387,7 +1467,7 @@ def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def from_bits(bits: np.ndarray, width: int) -> np.ndarray:
-    """(K,) uint16 from K * width bits."""
+    """Return numbers (K,) uint16 from K * width bits."""
     columns = bits.reshape(-1, width)
     numbers = columns[:, 0].astype(np.uint16)
     for place in range(1, width):
@@ -1396,12 +1476,16 @@ def from_bits(bits: np.ndarray, width: int) -> np.ndarray:
 
 
 def pack_bits(streams: list[np.ndarray]) -> bytes:
-    """Streams of 0 and 1, one after another, eight to a byte, filled with zeros."""
+    """Concatenate streams of 0 and 1 and pack eight bits into a byte. The last byte is filled with
+    zeros."""
     return np.packbits(np.concatenate(streams)).tobytes() if streams else b""
 
 
 def unpack_bits(data: memoryview, count: int) -> np.ndarray:
-    """The first `count` bits; ValueError unless `data` is just as long and ends in zeros."""
+    """Return the first `count` bits of the data.
+
+    Raises ValueError unless the data has just the necessary length and ends in zeros.
+    """
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if len(data) != -(-count // 8) or bits[count:].any():
         raise ValueError(
