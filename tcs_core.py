@@ -133,7 +133,8 @@ SUFFIXES: list[Suffix] = []
 SHARED_FROM: dict[str, type[TCS]] = {}
 
 
-@dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
+# Records are named by the fields and defaults of this class: you may add fields, but change none.
+@dataclass(frozen=True)
 class Scheme:
     """What a client sends in one round. Make a scheme from a name, as in
     `Scheme.named("TCS-L4-Q5")`, or from its fields.
@@ -623,7 +624,7 @@ def top_k_above(
     return torch.from_numpy(near[chosen]), 0.85 * kth
 
 
-_PIECE = 1 << 17  # entries that stay in a core's cache
+_PIECE = 1 << 17  # this many entries fit the cache of a CPU core
 
 
 def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
@@ -683,7 +684,7 @@ def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
     # such entry of the whole vector, so that lower indices win.
     is_tie_K = largest_K == kth
     first_ties_K = _first(numbers_D == kth, k)
-    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
+    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first tie, where it is not used
     positions_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], positions_K)
     return _first(positions_to_mask(positions_K, len(numbers_D)), k)
 
@@ -704,7 +705,7 @@ def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]
         maxima = near[: rows * width].reshape(rows, width).max(0)
         bound = np.partition(maxima, width - k)[width - k]
         near = near[~(near < bound)]
-    kth = np.partition(near, len(near) - k)[len(near) - k :].min()  # NaN is last, and wins
+    kth = np.partition(near, len(near) - k)[len(near) - k :].min()  # a NaN comes last here
     if np.isnan(kth):
         raise ValueError(_NOT_A_NUMBER)
     chosen = (numbers_D >= kth).nonzero()[0]
@@ -876,7 +877,7 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
-    numbers = positions_K.cpu().numpy()  # whose calls cost less
+    numbers = positions_K.cpu().numpy()  # numpy's calls cost less
     if not numbers.size:
         return
     if not (numbers[1:] > numbers[:-1]).all():
@@ -1057,7 +1058,7 @@ class ClientError(ValueError):
         """Record in which round the error happened."""
         self.round = round
 
-    def __reduce__(self) -> Any:  # by pickle, from another process
+    def __reduce__(self) -> Any:
         """Support pickling, so that the error can come from another process."""
         return ValueError.__new__, (type(self), *self.args), vars(self)
 
@@ -1106,10 +1107,12 @@ class Message:
 
         `intended_K` (K,) float32 are the values that are meant to be sent, all of them finite:
         first those on the shared positions, then those on the sender's own `positions` (int64,
-        ascending). With 32 `value_bits` they are sent as they are. With fewer, the quantizer of
-        this name (a key of QUANTIZERS) turns them into codes and means, and the message's `values`
-        are what the receiver will make of these. ValueError for a quantizer of your own that gives
-        codes or means that are not allowed (see `register_quantizer`).
+        ascending). With 32 `value_bits` they are sent unchanged. With fewer, the quantizer of this
+        name (a key of QUANTIZERS) turns them into codes and means, and the message's `values` are
+        those that the receiver will compute from these.
+
+        Raises ValueError if a quantizer other than the paper's returns codes or means that are not
+        allowed (see `register_quantizer`).
         """
         value_bits = _number(value_bits)
         if value_bits == 32:
@@ -1511,8 +1514,8 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
 
 
 class MaskRule:
-    """Decide which entries are sent. To make a scheme of your own, derive a class from this one or
-    from `TCS` and register it with `register_scheme`.
+    """Decide which entries are sent. To define a new scheme, derive a class from this one or from
+    `TCS` and register it with `register_scheme`.
 
     The methods may return a mask as a (D,) bool tensor or as ascending int64 positions.
 
@@ -1523,12 +1526,13 @@ class MaskRule:
 
     `round` is the number of the round that began last. In that round all masks are `mask_factor`
     times as large as usual. The factor is 1 except in the warm-up of a scheme with `warmup_masks`.
-    `begin` sets it, and with it the sizes `k_global` and `k_local`, so a `begin` of your own has to
-    call `super().begin(theta_D, mask_factor)`.
+    `begin` sets it, and with it the sizes `k_global` and `k_local`, so an override of `begin` has
+    to call `super().begin(theta_D, mask_factor)`.
     """
 
     keeps: tuple[str, ...] = ()
-    # For schemes whose clients, or whose server, keep more than errors. None: Client and Server.
+    # For schemes whose clients, or whose server, store more than errors. None means `Client` and
+    # `Server`.
     client_type: type[Client] | None = None
     server_type: type[Server] | None = None
     round = 0
@@ -1636,7 +1640,8 @@ class MaskRule:
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
             mine, numbers = wanted[key], (Tensor, int, float, type(None))
-            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))  # saved as Python's
+            # numpy's numbers are saved as Python's
+            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))
             if not isinstance(given, numbers if is_number else type(mine)):
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
@@ -1671,6 +1676,7 @@ class Dense(MaskRule):
     """
 
     def shared_mask(self) -> Tensor:
+        """Return all positions."""
         return torch.arange(self.dimension, device=self.device)
 
 
@@ -1692,6 +1698,7 @@ class RandK(MaskRule):
     positions are sent."""
 
     def shared_mask(self) -> Tensor:
+        """Return the positions that are drawn for this round."""
         drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
         return drawn_K.to(self.device)
 
@@ -1701,12 +1708,13 @@ class TCS(MaskRule):
     """Time-correlated sparsification (Alg. 2): the shared mask is S_top of the last update."""
 
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
-    positions: Tensor | None = None  # of the shared mask, once there was an update
+    positions: Tensor | None = None  # of the shared mask; None before the first update
     # |last update| at `positions`, kept only after a round whose masks were larger than usual
     magnitudes_K: Tensor | None = None
     among_K: Tensor | None = None  # ascending positions outside of which the next update is 0
 
     def shared_mask(self) -> Tensor | None:
+        """Return the shared mask, or None before the first update."""
         if not self.k_global:
             return super().shared_mask()
         if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
@@ -1719,6 +1727,7 @@ class TCS(MaskRule):
         return self.positions
 
     def observe(self, update_D: Tensor) -> None:
+        """Choose the next round's shared mask: S_top of the update (D,), line 5."""
         if not self.k_global:
             return
         before_K, fair = self.positions, self.scheme.phi_min_global
@@ -1743,6 +1752,8 @@ class TCS(MaskRule):
         self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a state that this rule cannot load; check positions and magnitudes,
+        too."""
         super().check_state(state)
         positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
         if positions_K is None:
@@ -1773,7 +1784,7 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
-# The status of a round. Only the server makes it "averaged": then it accepts no more messages.
+# The status of a round. Only the server sets "averaged"; then it accepts no more messages.
 CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
@@ -1827,9 +1838,9 @@ class Known:
         # `require_finite` adds them on a GPU. The DDP hook also adds them on a CPU.
         self.flags: list[tuple[int, Tensor]] = []
         self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
-        self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
+        self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # of a sparse round
         none = torch.zeros(1, dtype=torch.bool, device=device)
-        self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
+        self.shared_D = none.expand(self.dimension)  # needs no memory until there is a mask
         self.own_count: int | None = 0  # size of a client's own mask; None: clients decide
         self._mask_tag: int | None = 0  # None: not computed yet in this round
         self.on_cpu = is_on_cpu(self.shared_D)
@@ -1920,7 +1931,8 @@ class Known:
             if not math.isfinite(values.sum().item()) and not values.isfinite().all():
                 raise NotFiniteError(sender)
             return values
-        is_finite = values.sum(dtype=torch.float64).abs() < math.inf  # no sum of float32 reaches it
+        # a sum of finite float32 values cannot overflow in float64
+        is_finite = values.sum(dtype=torch.float64).abs() < math.inf
         self.flags.append((sender, is_finite))
         return torch.where(is_finite, values, 0.0)
 
@@ -2172,7 +2184,7 @@ class Client:
             if known.dense:
                 values_D = known.require_finite(
                     intended_D, self.number
-                ).clone()  # the message's own
+                ).clone()  # the message shares no memory with the errors
                 none = values_D[:0].clone()
                 self.in_flight = InFlight(known.round, none.long(), none, none, True)
                 return Message.dense_of(values_D, *who)
@@ -2186,7 +2198,7 @@ class Client:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
             raise
-        values_K = message.values.clone()  # whatever becomes of the message
+        values_K = message.values.clone()  # a copy, in case the message is changed
         self.in_flight = InFlight(known.round, positions_K, intended_K, values_K, False)
         return message
 
@@ -2230,7 +2242,7 @@ class Client:
         if self.errors_D is not None:
             if not dense:
                 left_K = intended_K - values_K
-                self.errors_D.index_copy_(0, positions_K, left_K)  # line 13: what stays
+                self.errors_D.index_copy_(0, positions_K, left_K)  # line 13: keep what was not sent
             elif received is None:
                 self.errors_D.zero_()
             else:
@@ -2446,7 +2458,7 @@ class Server:
             raise MessageError(
                 number, f"add: too late, round {known.round} has been averaged without it"
             )
-        is_first = self.senders is not known.senders  # of its round
+        is_first = self.senders is not known.senders  # the first message of a round
         if number in self.heard and not is_first:
             raise MessageError(
                 number, f"add: a second message in round {known.round}, allowed: one"
@@ -2628,7 +2640,7 @@ class Link:
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
-    """Return the data as it is: a channel without errors, for `Link(unchanged)`."""
+    """Return the data unchanged: a channel without errors, for `Link(unchanged)`."""
     return data
 
 
@@ -2722,7 +2734,7 @@ class Compressor:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.check_clients(clients)
         deltas = dict[int, Tensor]()
-        for n in chosen:  # before any is changed
+        for n in chosen:  # check all differences before anything is changed
             deltas[n] = self.clients[n].check_difference(deltas_ND[n])
         return self._round(deltas.__getitem__, chosen, dense)
 
@@ -3050,7 +3062,7 @@ class Federation:
         self.is_whole = True  # False if the last part of a round was interrupted
         self._is_shown = False  # True inside `evaluated`
         own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
-        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
+        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer updates
         self.server_optimizer: torch.optim.Optimizer | None = None
         if server_optimizer is not None:
             self.server_optimizer = server_optimizer([self.server_theta])
@@ -3075,7 +3087,7 @@ class Federation:
         Then no client's message counts: theta, momentum, running statistics and masks stay the
         same, and errors keep the differences of the clients that had sent. Only `t` and the feed
         have advanced. The exception names the client and the round. If a client's difference was
-        not finite, its local optimizer is made anew.
+        not finite, its local optimizer is replaced by a new one.
 
         An exception after the exchange, while theta is updated (by Ctrl-C or in a
         `server_optimizer`), cannot be undone in this way. Then every later call raises until a
@@ -3105,7 +3117,7 @@ class Federation:
             if isinstance(error, NotFiniteError):
                 # the moments of this client's optimizer are not finite either
                 self.trainer.optimizers.pop(error.client, None)
-            if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
+            if "more than 1 value per channel" in str(error):  # torch's message for a batch norm
                 error.add_note(
                     "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
                 )
@@ -3119,7 +3131,7 @@ class Federation:
         """Return round t's phase. Raises ValueError unless its learning rate is a finite number >=
         0."""
         if self._schedule is None:
-            return Phase(math.nan)  # the optimizer's own
+            return Phase(math.nan)  # the optimizer keeps its rate
         found = self._schedule(t) if callable(self._schedule) else self._schedule
         phase = found if isinstance(found, Phase) else Phase(found)
         eta = _number(phase.eta)
@@ -3176,8 +3188,9 @@ class Federation:
 
     @contextlib.contextmanager
     def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
-        """Provide the module in eval mode, as it is after the last round: `with fed.evaluated() as
-        model`.
+        """Provide the module in eval mode, with the parameters after the last round.
+
+        Use it as `with fed.evaluated() as model`.
 
         Inside, the norms have the averaged statistics of the clients of that round, or
         `statistics_S` (S,). Afterwards modes and statistics are restored. (A process that runs only
@@ -3205,7 +3218,7 @@ class Federation:
         with self.evaluated() as model:
             return {key: _by_value(value) for key, value in model.state_dict().items()}
 
-    # What a resumed run needs.
+    # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that a resumed run needs.
@@ -3215,7 +3228,8 @@ class Federation:
         module's `get_extra_state`.
         """
         self._check_usable("state_dict", shown=True)
-        self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
+        # inside `evaluated`, the module has averaged statistics, which must not be read
+        self.trainer.read_module(statistics=not self._is_shown)
         server = self.server_optimizer
         state = self._tensors() | {
             "version": STATE_VERSION,
@@ -3282,7 +3296,7 @@ class Federation:
         tensors = self._tensors()
         others = ("version", "scheme", "t", "active", "feed", "optimizers", "server_optimizer")
         keys = (*others, *tensors, "compressor")
-        check_same_state("state", state, {key: state.get(key) for key in keys})  # all, no others
+        check_same_state("state", state, {key: state.get(key) for key in keys})  # the same keys
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key, like in tensors.items():
             check_same_state(f"state: {key}", state[key], like)
@@ -3351,8 +3365,10 @@ class LocalTrainer:
         self.model, self.flat = model, FlatView(model)
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
         kind: Any = {"dtype": torch.float32, "device": self.flat.device}
-        self.gradient_D = torch.zeros(self.flat.dimension, **kind)  # a client's, summed
-        self.local_D = torch.empty(self.flat.dimension if moves else 0, **kind)  # its parameters
+        self.gradient_D = torch.zeros(self.flat.dimension, **kind)  # sum of a client's gradients
+        self.local_D = torch.empty(
+            self.flat.dimension if moves else 0, **kind
+        )  # and its parameters
 
     def make_views(self) -> None:
         """Make views of the flat vectors in the parameters' shapes, and of each client's
@@ -3478,7 +3494,7 @@ class LocalTrainer:
         way = "with local_optimizer=torch.optim.SGD, which goes on from there"
         raise ValueError(f"model: {what}, allowed: {way}")
 
-    # The module, lent for a round.
+    # The module during a round.
 
     def read_module(self, statistics: bool = True) -> None:
         """Read theta from the module and, with `statistics`, running statistics that were loaded
@@ -3663,7 +3679,7 @@ class FlatView:
         for module in self.model.modules():  # one loop, since this is checked in every round
             for p in module._parameters.values():
                 if p is not None and p.requires_grad and p.numel():
-                    now[p] = None  # a tied one counts once
+                    now[p] = None  # a tied parameter counts once
             if isinstance(module, _NORMS) and module._buffers.get("running_mean") is not None:
                 norms.append(module)
         for p in now:
@@ -3782,14 +3798,14 @@ _NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep runn
 
 
 def _norms(model: nn.Module) -> list[Any]:
-    """A module's norms with running statistics."""
+    """Return a module's norms with running statistics."""
     found = (m for m in model.modules() if isinstance(m, _NORMS))
     return [m for m in found if m._buffers.get("running_mean") is not None]
 
 
 class Feed:
-    """Batches from one iterable per client, such as a DataLoader. An iterable that ends begins
-    anew.
+    """Batches from one iterable per client, such as a DataLoader. An iterable that ends is started
+    again.
 
     At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
     (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed. The
@@ -3799,9 +3815,9 @@ class Feed:
     share a data set, each of them calls it.) Random numbers that are drawn later in a pass, as for
     a shuffle buffer, or by numpy, differ after a resume.
 
-    A feed class of your own needs `clients`, the number of clients, and `batch`. Raises ValueError
-    for anything but a list of iterables, for a client with no batch, and for persistent workers
-    that the number of the pass would not reach.
+    Your own feed class needs `clients`, the number of clients, and `batch`. Raises ValueError for
+    anything but a list of iterables, for a client with no batch, and for persistent workers that
+    the number of the pass would not reach.
     """
 
     # for all loaders together: each worker is a process that keeps files open during the training
@@ -3974,7 +3990,7 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
     for group, of_own in zip(groups, like["param_groups"], strict=True):
         for name, value in of_own.items():
             kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
-            if kinds and not isinstance(group.get(name), kinds):  # flags are torch's own affair
+            if kinds and not isinstance(group.get(name), kinds):  # other types are not compared
                 _refuse(f"{key}: {name}", group.get(name), f"such as {value!r}")
     for place, given in entries.items():
         if place not in range(sum(wanted)) or not isinstance(given, dict):
@@ -4395,7 +4411,7 @@ class TCSState:
         rank, ranks = self.group.rank(), self.group.size()
         masks = [part["mask"] for part in self._loose.values()]
         known = [bytes(mask.cpu().numpy().data) for mask in masks if mask is not None]
-        alike = {  # on all ranks
+        alike = {  # must be equal on all ranks
             "step": self.iter,
             "start_iter": self.start_iter,
             "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
@@ -4403,7 +4419,7 @@ class TCSState:
             "set of parameters": zlib.crc32(repr((self._layouts, self._packing)).encode()),
         }
         saved_rank, saved_ranks = self._saved_by.values()
-        zero = {  # if a loaded state is this rank's own
+        zero = {  # must be 0: is a loaded state the one that this rank saved?
             "has loaded the state of another rank": 0 if saved_rank is None else saved_rank - rank,
             "has loaded a state of another world size": 0
             if saved_ranks is None
@@ -4580,7 +4596,7 @@ class TCSState:
         raise TypeError(f"{what}: {way}")
 
 
-Name = str | int  # of a parameter
+Name = str | int  # a parameter's name or number
 _LAYOUT = ("shape", "order")  # of a parameter in a state, to recognize the parameter by
 _PER_PARAMETER = ("errors", "mask")  # what a state contains for each parameter beside these
 _OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
