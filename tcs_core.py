@@ -3366,9 +3366,7 @@ class LocalTrainer:
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
         kind: Any = {"dtype": torch.float32, "device": self.flat.device}
         self.gradient_D = torch.zeros(self.flat.dimension, **kind)  # sum of a client's gradients
-        self.local_D = torch.empty(
-            self.flat.dimension if moves else 0, **kind
-        )  # and its parameters
+        self.local_D = torch.empty(self.flat.dimension if moves else 0, **kind)  # its parameters
 
     def make_views(self) -> None:
         """Make views of the flat vectors in the parameters' shapes, and of each client's
