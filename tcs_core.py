@@ -818,7 +818,7 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
 #    The D entries are divided into blocks of about 1/phi entries. Every position is coded as "1"
-#    and its place inside the block, and every block ends with "0". If a fraction phi of the entries
+#    and its offset inside the block, and every block ends with "0". If a fraction phi of the entries
 #    is sent, this takes log2(1/phi) + 2 bits per position.
 
 
@@ -853,7 +853,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
     number of entries per block. The code of entry i in block b comes after i earlier entries and b
     ends of blocks, so it begins at bit i * (1 + width) + b, where `width` is the number of bits of
-    a place inside a block. Raises ValueError for positions out of range or out of order.
+    an offset inside a block. Raises ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
@@ -893,7 +893,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
     """Decode positions from bits, Alg. 4: int64 (K,), ascending.
 
     `bits` must be a uint8 tensor of 0 and 1, exactly one code long. Alg. 4 reads bit by bit. Here a
-    loop finds only the "1" with which each entry begins, and the places inside the blocks are then
+    loop finds only the "1" with which each entry begins, and the offsets inside the blocks are then
     read for all entries at once. Raises ValueError for anything that is not the code of some set of
     positions.
     """
@@ -919,7 +919,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
 
 
 def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
-    """Return where the "1" of each entry is: the next 1 behind the previous entry's place."""
+    """Return where the "1" of each entry is: the next 1 after the previous entry's bits."""
     stream, starts = bits.cpu().numpy().tobytes(), []
     find, place = stream.find, stream.find(b"\x01")
     while place >= 0:
