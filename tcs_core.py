@@ -818,8 +818,8 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
 #    The D entries are divided into blocks of about 1/phi entries. Every position is coded as "1"
-#    and its offset inside the block, and every block ends with "0". If a fraction phi of the entries
-#    is sent, this takes log2(1/phi) + 2 bits per position.
+#    and its offset inside the block, and every block ends with "0". If a fraction phi of the
+#    entries is sent, this takes log2(1/phi) + 2 bits per position.
 
 
 def intra_block_bits(block: int) -> int:
@@ -1752,8 +1752,7 @@ class TCS(MaskRule):
         self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state that this rule cannot load; check positions and magnitudes,
-        too."""
+        """Extend the checks of `MaskRule` to the positions and their magnitudes."""
         super().check_state(state)
         positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
         if positions_K is None:
@@ -1804,8 +1803,8 @@ class Known:
     `status` says where the round stands. These methods set it:
 
     - `begin` opens a round. It is refused unless the last round is CLOSED.
-    - `Server.average` sets AVERAGED, after which the server refuses further messages. A client with
-      a separate `Known` goes from OPEN to CLOSED directly.
+    - `Server.average` sets AVERAGED, after which the server refuses further messages. If a client
+      has a separate `Known`, its status goes from OPEN to CLOSED directly.
     - `observe` closes the round with its update. It is refused if no round is open.
     - `lose` closes a round in which no message was averaged. It is never refused: if no round is
       open, the number of the next one is skipped.
@@ -1891,9 +1890,9 @@ class Known:
     def lose(self, round: int | None = None) -> None:
         """Close a round in which no message was averaged.
 
-        This is the round with the number `round`; without it, the open round or, if none is open,
-        the next one. The mask stays the same, and the next round has the next number. This call is
-        never refused.
+        `round` is the number of this round. Without it, the round is the open one or, if none is
+        open, the next one. The mask stays the same, and the next round has the next number. This
+        call is never refused.
         """
         self.round = (self.round if round is None else round) + 1
         self.status = CLOSED
@@ -3128,8 +3127,11 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Return round t's phase. Raises ValueError unless its learning rate is a finite number >=
-        0."""
+        """Return round t's phase. Without a schedule, its learning rate is NaN.
+
+        Raises ValueError if the schedule gives anything but a finite learning rate >= 0, or a Phase
+        with one.
+        """
         if self._schedule is None:
             return Phase(math.nan)  # the optimizer keeps its rate
         found = self._schedule(t) if callable(self._schedule) else self._schedule
