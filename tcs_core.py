@@ -3643,18 +3643,19 @@ class FlatView:
 
     @torch.no_grad()
     def read_(self, views: list[Tensor]) -> None:
-        """Copy the module's parameters into such views."""
+        """Copy the module's parameters into views that `views` has made."""
         torch._foreach_copy_(views, [*self.parameters])
 
     @torch.no_grad()
     def put(self, views: list[Tensor]) -> None:
-        """Copy such views into the module's parameters."""
+        """Copy views that `views` has made into the module's parameters."""
         torch._foreach_copy_([*self.parameters], views)
         torch.clear_autocast_cache()  # it may hold casts of the old parameters
 
     @torch.no_grad()
     def add_gradients_(self, views: list[Tensor]) -> None:
-        """Add the parameters' gradients to such views, and set the gradients to None.
+        """Add the parameters' gradients to views that `views` has made, and set the gradients to
+        None.
 
         A parameter that was not used in the forward pass has no gradient and is skipped.
         """
