@@ -54,7 +54,9 @@ def test_records_of_two_data_sets_are_never_one_table(tmp_path):
     lab.run_all([one], tmp_path)
     for again in (lambda c: lab.run_all([c], tmp_path), lambda c: lab.run(c, tmp_path)):
         assert again(dataclasses.replace(one, data_root=str(tmp_path / "gone.tar")))  # not there
-        with pytest.raises(ValueError, match=r"^data_root: got .*b\.tar, .*other data than that of"):
+        with pytest.raises(
+            ValueError, match=r"^data_root: got .*b\.tar, .*other data than that of"
+        ):
             again(dataclasses.replace(one, data_root=two.data_root))
     fewer = dataclasses.replace(two, train_samples=1)
     for other in (two, fewer):

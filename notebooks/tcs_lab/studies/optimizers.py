@@ -484,7 +484,7 @@ class Costs:
                 continue
             row = {"Optimizer": setup.optimizer + (", corrected" if setup.corrected else ""),
                    "Scheme": setup.scheme, "n": len(found),
-                   "Bytes a step": f"{bytes_per_step(self.stage.schemes[setup.scheme], self.sizes):,}",
+                   "Bytes per step": f"{bytes_per_step(self.stage.schemes[setup.scheme], self.sizes):,}",
                    "Test loss": f"{self.mean_loss(setup):.3f}", "Cost": "", "Verdict": ""}  # fmt: skip
             if setup.scheme != "dense" and str(setup) not in self.diverged:
                 cost = self.cost(setup)
