@@ -1,16 +1,17 @@
 """Time-Correlated Sparsification (TCS) for communication-efficient federated learning.
 
-This one module holds all of the paper's method. It needs torch and numpy, nothing else. The paper
-is E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
-Communication-Efficient Federated Learning"; "Alg.", "Eq.", "Sec." and "line" refer to it.
+This module contains the paper's whole method. It needs only torch and numpy. The paper is
+E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
+Communication-Efficient Federated Learning". In this file, "Alg.", "Eq.", "Sec." and "line" refer
+to the paper.
 
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
 
 Alg. 2, the paper's main algorithm, is in section 6. `Known` holds the shared mask (line 5),
-`Client` is the client's side (lines 9 to 13), and `Server` the server's (lines 15 and 16). Each may
-live in a process of its own. Local training (line 7) is `LocalTrainer`, and the step of the model
-(line 6) is `Federation.move`, both in section 7.
+`Client` does what a client does (lines 9 to 13), and `Server` does what the server does (lines 15
+and 16). They may run in one process or in separate processes. Local training (line 7) is done by
+`LocalTrainer`, and the model is updated (line 6) by `Federation.move`, both in section 7.
 
 Contents, with the main names of each section
     1 schemes          Scheme, register_scheme, register_quantizer, register_suffix
@@ -22,53 +23,53 @@ Contents, with the main names of each section
     7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
-   10 states           check_same_state; names that are gone
+   10 states           check_same_state; names that no longer exist
 
-Symbols (a suffix such as _D or _NS names the dimensions of a tensor)
+Symbols (a suffix of a name, such as _D or _NS, gives the dimensions of a tensor)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
     S entries of the norms' running statistics
     theta_D      model parameters            (D,) float32, in the order in which they lie in memory
-    delta_D      a client's model difference (D,) float32: after local training minus before
-    errors_D     accumulated errors e        (D,) float32, a client's: what was not sent yet
+    delta_D      a client's model difference (D,) float32: parameters after minus before training
+    errors_D     accumulated errors e        (D,) float32: what a client has not sent yet
     intended     delta + errors              what a client means to send
-    sent         the quantized kept entries  what it sends
+    sent         the quantized kept entries  what a client sends
     update_D     the server's average        (D,) float32
-    phi          the share of entries KEPT   K = ceil(phi * D), at least 1
+    phi          the fraction that is KEPT   K = ceil(phi * D), at least 1
 
 Differences from the paper
-     1. Bits are counted by the paper's formula and, beside it, as the length of the code that
-        really decodes. The latter is counted with and without the dense warm-up, which the paper
-        leaves out, and for the downlink, too.
+     1. Bits are counted in two ways: by the paper's formula, and as the length of a code that can
+        be decoded. This length is reported with and without the dense warm-up, which the paper
+        leaves out, and for the downlink as well.
      2. S_top keeps exactly K entries; of equal magnitudes the lower index wins. (The paper keeps
         every entry that ties with the K-th.)
      3. The first sparse round takes its mask from the last dense update, that of the warm-up. A run
-        without a warm-up makes one dense round first.
+        without a warm-up begins with one dense round.
      4. Error accumulation keeps the quantization error, too, so that sent + errors == intended.
-        This is exact in float32 without quantization. With it, it is exact while sigma >= 1/2,
-        because the difference of two such numbers is exact (Sterbenz's lemma); below, it holds up
-        to one rounding of the subtraction. Errors are in units of the model difference, as in the
-        paper's text. In the authors' published code they are in units of gradients, which
-        error_unit "gradient" gives. With global momentum clients send sums of gradients, and errors
-        are in units of these.
+        Without quantization this holds exactly in float32. With quantization it holds exactly if
+        sigma >= 1/2, because the difference of two such numbers is exact (Sterbenz's lemma). For
+        smaller sigma it holds up to one rounding of the subtraction. Errors are in units of the
+        model difference, as in the paper's text. In the authors' published code they are in units
+        of gradients; error_unit "gradient" selects this. With global momentum clients send sums of
+        gradients, and errors are in units of these.
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w. (The
         algorithm box puts beta on the wrong term, and the text has a plus before eta.) A round ends
         with the server's step, at this round's learning rate; in the boxes the next round begins
         with it.
      6. In layer-wise fairness, phi^max with ">=" in the paper means phi^min. A layer is one
-        parameter tensor. The total stays K: if the layers' fair shares alone exceed K, the K
-        largest of their entries win.
+        parameter tensor. The mask always has K entries: if the layers' minimum shares add up to
+        more than K, only the K largest of their entries are kept.
      7. The intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max], and the
-        last includes u_min, the smallest magnitude that is NOT ZERO. Zeros take the last interval's
-        code and do not enter its mean. The shared and the own values of a message are quantized
-        together.
-     8. A block of the position code holds not 1/phi entries but a power of two near it, the one
-        with the shortest code. A position inside a block of 1/phi would take ceil(log2(1/phi))
-        bits, and waste up to one of them.
+        last includes u_min, the smallest magnitude that is NOT ZERO. Zeros get the last interval's
+        code and are left out of its mean. All values of a message, on the shared mask and on the
+        client's own mask, are quantized together.
+     8. A block of the position code has not 1/phi entries but a power of two near that number: the
+        power of two with the shortest code. In a block of 1/phi entries, a position would take
+        ceil(log2(1/phi)) bits, and up to one of them would be wasted.
      9. Batch norm's running statistics never influence training. After a round the module has the
         clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
-    11. With local steps, a round of the warm-up has H of them, too. One published version of the
-        method averages after every single step there.
+    11. Each round of the warm-up has H local steps, too. One published version of the method
+        averages after every single step during the warm-up.
     12. The shortcuts of the ResNets are 1x1 convolutions, since only these give 11,173,962
         parameters. Where the paper says "H = 2 and H = 2", we take H = 2 and H = 4. The "sum" of
         updates in the text is the mean, as in the algorithm box.
@@ -116,58 +117,61 @@ __all__ = [  # noqa: RUF022
 ]  # fmt: skip
 
 # ══ 1. Schemes: what a client sends in one round, by name and by field ════════════════════════════
-#    Defaults are the paper's (Sec. III-B). What a name or a field can say is registered: here the
-#    paper's, and by the same functions yours.
+#    The defaults are the paper's (Sec. III-B). The paper's names are registered here by the same
+#    functions with which you can register yours.
 
 Quantize = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (K,), P to codes (K,) and means (P,)
 
-RULES: dict[str, type[MaskRule]] = {}  # by the scheme's `rule`
-QUANTIZERS: dict[str, Quantize] = {}  # by the scheme's `quantizer`
-CODES: dict[str, BlockCode] = {}  # by the scheme's `code`: how a message becomes bytes
-FAMILIES: dict[str, dict[str, Any]] = {}  # of names: what each sets beyond the defaults below
+RULES: dict[str, type[MaskRule]] = {}  # values of the scheme's field `rule`
+QUANTIZERS: dict[str, Quantize] = {}  # values of the scheme's field `quantizer`
+CODES: dict[str, BlockCode] = {}  # values of the scheme's field `code`: how a message becomes bytes
+FAMILIES: dict[str, dict[str, Any]] = {}  # names without suffixes, and the fields that each sets
 SUFFIXES: list[Suffix] = []
 # Rules that take TCS's shared mask from something else than the last update. The key is a value of
-# the scheme's field `shared_from`, and the rule then stands in for TCS. The core has none of its
-# own; importing tcs_lab.schemes puts "stale", "weights" and "random" here.
+# the scheme's field `shared_from`, and the rule then replaces TCS. The core defines none; importing
+# tcs_lab.schemes adds "stale", "weights" and "random".
 SHARED_FROM: dict[str, type[TCS]] = {}
 
 
-@dataclass(frozen=True)  # records are named by its fields and defaults: add, but change none
+# Records are named by the fields and defaults of this class: you may add fields, but change none.
+@dataclass(frozen=True)
 class Scheme:
-    """What a client sends in one round. Make one by its name, as in `Scheme.named("TCS-L4-Q5")`, or
-    from its fields.
+    """What a client sends in one round. Make a scheme from a name, as in
+    `Scheme.named("TCS-L4-Q5")`, or from its fields.
 
-    A phi of None means that the scheme has no such mask: top-K has only the clients' own masks, and
-    rand-K has only a shared one. For `phi_down`, None means that the server sends everything that
-    came up. Raises ValueError, which names the field, its value and what is allowed.
+    `phi_global` and `phi_local` are None if the scheme has no such mask: top-K has only the
+    clients' own masks, and rand-K has only a shared one. If `phi_down` is None, the server sends
+    the average of all entries that any client sent. Raises ValueError, which names the field, its
+    value and what is allowed.
     """
 
     name: str
     rule: str = "TCS"  # which mask rule: a key of RULES
-    phi_global: float | None = 1e-2  # share of the mask that all sides know, Eq. 6
-    phi_local: float | None = 1e-3  # share of a client's own mask, Sec. II-A
-    phi_min_global: float | None = None  # least share of every layer, shared mask, Sec. II-C
-    phi_min_local: float | None = None  # least share of every layer, own mask
+    phi_global: float | None = 1e-2  # fraction of entries in the shared mask, Eq. 6
+    phi_local: float | None = 1e-3  # fraction of entries in a client's own mask, Sec. II-A
+    phi_min_global: float | None = None  # least fraction of every layer, shared mask, Sec. II-C
+    phi_min_local: float | None = None  # least fraction of every layer, own mask
     local_steps: int = 1  # H, Alg. 1
-    value_bits: int = 32  # q of a value, one of them the sign, Sec. II-F
+    value_bits: int = 32  # q, bits per value, one of which is the sign, Sec. II-F
     momentum: float = 0.0  # beta, Alg. 3
     error_accumulation: bool = True  # Sec. II-B
-    centralized: bool = False  # one client, no traffic
-    quantizer: str = "fractional"  # of the clients' values: a key of QUANTIZERS
-    code: str = "block"  # of a message's values and positions: a key of CODES
+    centralized: bool = False  # one client, nothing needs to be sent
+    quantizer: str = "fractional"  # quantizes the clients' values: a key of QUANTIZERS
+    code: str = "block"  # encodes a message's values and positions: a key of CODES
     # Beyond the paper.
-    down_value_bits: int = 32  # of a value from the server
-    down_quantizer: str = "fractional"  # of the server's values
-    phi_down: float | None = None  # share of the server's own mask; None: all that came
-    dense_warmup: bool = True  # False: sparse from the first round, by own S_top
-    warmup_masks: int = 1  # masks so many times as large in a sparse warm-up
+    down_value_bits: int = 32  # bits per value from the server
+    down_quantizer: str = "fractional"  # quantizes the server's values
+    phi_down: float | None = None  # fraction of the server's own mask; None: all entries received
+    dense_warmup: bool = True  # False: the first rounds are sparse, with the clients' own masks
+    warmup_masks: int = 1  # in a sparse warm-up, masks are this many times as large
     # The unit in which errors keep their value when the learning rate changes: model differences
-    # or, as in the authors' code, gradients ("gradient"). With momentum only gradients are sent.
+    # or, as in the authors' code, gradients ("gradient"). With momentum, errors are always in units
+    # of gradients, because gradients are sent.
     error_unit: str = "difference"
     # What TCS takes its shared mask from. "update" is S_top of the last update, as in the paper.
     # Three more are in tcs_lab.schemes: "stale" is S_top of the update of ten rounds ago, "weights"
     # is S_top of the model's weights, and "random" is a mask drawn in each round from the seed.
-    # Your own are keys of SHARED_FROM.
+    # You can add others to SHARED_FROM.
     shared_from: str = "update"
 
     def __post_init__(self) -> None:
@@ -206,17 +210,19 @@ class Scheme:
 
     @cached_property
     def intervals(self) -> int:
-        """P = 2^(q-1) intervals of the quantizer, one of q bits is the sign; 0: no quantizer."""
+        """The number of the quantizer's intervals, P = 2^(q-1), since one of the q bits is the
+        sign. 0 means that values are not quantized."""
         return _intervals(self.value_bits)
 
     @cached_property
     def compresses_downlink(self) -> bool:
-        """Whether the server sends less than the average it has, and so keeps errors of its own."""
+        """Whether the server sends only a part of its average, or quantizes it, and so keeps
+        errors."""
         return self.down_value_bits != 32 or self.phi_down is not None
 
     @cached_property
     def always_dense(self) -> bool:
-        """Whether every entry is sent as it is, in 32 bits, in every round."""
+        """Whether every entry is sent in 32 bits, in every round."""
         return self.rule == "dense" and not self.intervals and not self.compresses_downlink
 
     @cached_property
@@ -226,12 +232,14 @@ class Scheme:
 
     @staticmethod
     def named(name: str, **changes: Any) -> Scheme:
-        """The scheme that the paper, or `register_scheme`, calls `name`.
+        """Return the scheme with this name, which is one of the paper's or was registered.
 
-        A family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or your own) and any suffixes of
-        `SUFFIXES` that make sense with it and each other. `changes` replaces fields.
-        Raises ValueError for an unknown name, a suffix that makes no sense, the share of a mask
-        that a family of the paper's does not have, or a change that contradicts what the name says.
+        A name is a family (TCS, top-K, rand-K, FedAvg, FedSGD, Baseline, or one that was registered
+        with `register_scheme`) and any suffixes in `SUFFIXES` that make sense with it and with each
+        other. `changes` replaces fields.
+
+        Raises ValueError for an unknown name, a suffix that makes no sense, a phi of a mask that
+        this family of the paper does not have, or a change that contradicts the name.
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
@@ -245,7 +253,8 @@ class Scheme:
                 what = f"{part!r} sets what another suffix sets"
                 raise ValueError(f"scheme {shorten(name)}: {what}")
             for field in sets.keys() & changes.keys():
-                # a suffix says its number and its switch; shares and beta are defaults
+                # `changes` may replace a suffix's phis and beta, which are only defaults, but not
+                # its number or its switch
                 is_said = number or type(sets[field]) is bool
                 if is_said and field not in _SHARES and changes[field] != sets[field]:
                     got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
@@ -266,15 +275,19 @@ def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
 
 
 def _number(value: Any) -> Any:
-    """A number of numpy's, or in a tensor, as one of Python's; all else as it is. What is kept goes
-    into states, and torch.load refuses numpy's."""
+    """Convert a numpy number or a tensor with zero dimensions to a Python number; return others
+    unchanged.
+
+    Such numbers become part of states, and torch.load refuses numpy's types.
+    """
     if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
         return value.item()
     return value
 
 
 def _check_whole(key: str, value: Any, low: int, high: int) -> int:
-    """The number, as one of Python's. ValueError for a bool, a float, or one out of range."""
+    """Return the number as a Python int. Raises ValueError for a bool, a float, or one out of
+    range."""
     number = _number(value)
     if type(number) is not int or not low <= number <= high:
         _refuse(key, number, f"a whole number from {low} to {high}")
@@ -297,7 +310,7 @@ def _intervals(value_bits: int) -> int:
 
 
 def _split_name(name: str) -> tuple[str, list[str]]:
-    """A scheme's name as its family and its suffixes, the longest family that fits."""
+    """Split a scheme's name into its family, the longest one that fits, and its suffixes."""
     text = re.sub(r"-\s+", "-", str(name).strip())
     stem = text.rstrip("+")
     for family in sorted(FAMILIES, key=len, reverse=True):
@@ -316,10 +329,11 @@ def _known_schemes() -> str:
 class Suffix(NamedTuple):
     """A part of scheme names, such as "-L<H>".
 
-    `pattern` is its regular expression, in small letters and without the dash; its group, if it has
-    one, is a number. `change(fields, number)` says which fields of Scheme it sets. `needs` is what
-    the scheme must have: "own" and "shared" masks, "masks" at all, chosen by "S_top". A `last` one
-    changes what the others have set.
+    `pattern` is a regular expression, in lower case and without the dash. If it has a group, the
+    group matches a number. `change(fields, number)` returns the fields of Scheme that the suffix
+    sets. `needs` lists what the scheme must have: masks of the clients' own ("own"), a "shared"
+    mask, any "masks", or masks that are chosen by "S_top"; "any scheme" also allows centralized
+    training. A suffix with `last` changes what other suffixes have set, and is applied after them.
     """
 
     form: str
@@ -331,14 +345,14 @@ class Suffix(NamedTuple):
 
 
 def shares_of(fields: dict[str, Any]) -> tuple[float | None, float | None]:
-    """phi_global and phi_local of a scheme of which these fields are set."""
+    """Return phi_global and phi_local of a scheme in which these fields are set."""
     shared = fields.get("phi_global", Scheme.phi_global)
     own = fields.get("phi_local", Scheme.phi_local)
     return shared, own
 
 
 def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
-    """The suffix that a part of a name is, and its number (0: it has none)."""
+    """Return the suffix that matches a part of a name, and its number (0 if it has none)."""
     for suffix in SUFFIXES:
         match = re.fullmatch(suffix.pattern, part.lower())
         if match:
@@ -346,7 +360,7 @@ def _suffix_of(part: str, name: str) -> tuple[Suffix, int]:
     raise ValueError(f"scheme {shorten(name)}: {shorten(part)} is unknown; {_known_schemes()}")
 
 
-_NEEDS = {  # of a suffix, and how an error names them
+_NEEDS = {  # what a suffix may need, and the words for it in an error
     "own": "masks of the clients' own (phi_local)",
     "shared": "a shared mask (phi_global)",
     "masks": "masks",
@@ -374,7 +388,8 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
 
 
 def _check_shares(family: str, changes: dict[str, Any]) -> None:
-    """ValueError for the share of a mask that a family of the paper's does not have."""
+    """Raise ValueError if changes give a mask to a family of the paper that does not have this
+    mask."""
     if family not in _THE_PAPERS:
         return
     fields = FAMILIES[family]
@@ -386,7 +401,7 @@ def _check_shares(family: str, changes: dict[str, Any]) -> None:
 
 
 def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
-    """A suffix as the names of records have it, however it was typed."""
+    """Return a suffix as it is written in the names of records, whichever way the user wrote it."""
     if part.lower().endswith("momentum"):
         return "-Momentum" if fields.get("centralized") else "-Global Momentum"
     has_number = "<" in suffix.form
@@ -396,14 +411,15 @@ def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
 def register_suffix(
     form: str, pattern: str, says: str, needs: tuple[str, ...] = (), last: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Decorator of a function `change(fields, number)`: a suffix of scheme names; see `Suffix`.
+    """Register a suffix of scheme names. This is a decorator of its `change(fields, number)`.
 
         @register_suffix("-G<n>", r"g([1-9])", "a shared mask of n/1000", ("shared",))
         def _shared_mask(fields, number):
             return {"phi_global": number / 1000}
 
-    One of the same form is replaced. The first that fits a part of a name wins. ValueError for a
-    need that `Suffix` does not have.
+    See `Suffix` for the arguments. A suffix with the same form is replaced. If several suffixes
+    match a part of a name, the one that was registered first is used. Raises ValueError for a need
+    that `Suffix` does not know.
     """
     for need in needs:
         _check_one_of("needs", need, _NEEDS)
@@ -441,7 +457,8 @@ def _global_momentum(fields: dict[str, Any], _: int) -> dict[str, Any]:
 
 
 def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
-    """Class decorator: a family of schemes of your own, with -L<H>, -Q<q>, ... for free.
+    """Register a family of schemes. This is a decorator of its mask rule; suffixes such as -L<H>
+    and -Q<q> then work with its name.
 
         @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
         class RunningAverage(TCS):
@@ -452,8 +469,9 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 self.average_D = 0.9 * self.average_D + update_D.abs()
                 super().observe(self.average_D)
 
-    `fields` are those of Scheme. A name that a suffix already gives can't be taken; a family of
-    the same name is replaced.
+    `fields` are fields of Scheme. A family with the same name is replaced. Raises ValueError for a
+    field that is unknown or not allowed, and for a name that is one of the paper's or that a known
+    family with suffixes already has.
     """
     allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
     unknown = sorted(fields.keys() - allowed)
@@ -477,7 +495,7 @@ _THE_PAPERS = ("TCS", "top-K", "rand-K", "dense", "FedAvg", "FedSGD", "Baseline"
 
 
 def _has_suffixes(name: str) -> bool:
-    """Whether it is the name of a known family with suffixes."""
+    """Return whether this is the name of a known family with suffixes."""
     if name in FAMILIES:
         return False
     try:
@@ -488,7 +506,7 @@ def _has_suffixes(name: str) -> bool:
 
 
 def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]:
-    """Decorator: a quantizer of your own, which -<letter><q> in a scheme's name then asks for.
+    """Register a quantizer for the suffix -<letter><q> of scheme names. This is a decorator.
 
         @register_quantizer("U", "uniform")
         def uniform_quantize(values_K, intervals):
@@ -497,11 +515,13 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
             means_P = edge * (torch.arange(intervals, device=edge.device) + 0.5)
             return (interval_K + intervals * (values_K < 0)).int(), means_P
 
-    It maps finite values (K,) float32, one or more, and P = 2^(q-1) to codes (K,) int32, which
-    interval and plus P for a negative value, and each interval's mean magnitude, (P,) float32 >= 0.
-    It leaves the values as they are; on a GPU the host should look at none of them. The suffix is
-    for what clients send; the field `down_quantizer` for what the server sends. ValueError for a
-    letter or a name that is taken.
+    A quantizer takes one or more finite values (K,) float32 and the number of intervals P =
+    2^(q-1). It returns codes (K,) int32 and the mean magnitude of each interval, (P,) float32 >= 0.
+    A code is the index of the value's interval, plus P if the value is negative. The quantizer must
+    not change the values, and on a GPU it should not read any of them on the host.
+
+    The suffix applies to what clients send. For what the server sends, set the field
+    `down_quantizer`. Raises ValueError for a letter or a name that is already used.
     """
     form, pattern = f"-{letter}<q>", rf"{letter.lower()}([1-9]\d?)"
     says = f"values of q bits, quantizer {name}"
@@ -526,21 +546,27 @@ def register_quantizer(letter: str, name: str) -> Callable[[Quantize], Quantize]
 
 
 # ══ 2. Masks: S_top(v, K), plain and layer-wise (Sec. II-B, II-C) ═════════════════════════════════
-#    A mask is a (D,) bool tensor, or its sorted positions: K numbers, the form of messages.
+#    A mask is a (D,) bool tensor, or its K positions in ascending order, as in messages.
 
 
 def kept(phi: float, dimension: int) -> int:
-    """K = ceil(phi * D), at least 1; rounding errors above a whole number do not count."""
+    """Return how many of D entries are kept, K = ceil(phi * D), at least 1.
+
+    The product is rounded to 9 decimals first, so that a rounding error cannot increase K.
+    """
     return max(1, math.ceil(round(_number(phi) * _number(dimension), 9)))
 
 
 def top_k_positions(vector_D: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
-    """Positions of the k entries of largest magnitude: S_top as int64 (k,), ascending.
+    """Return the positions of the k entries of largest magnitude (S_top), int64 (k,), ascending.
 
-    Of equal magnitudes the lower index wins. `excluded`, a (D,) mask or positions, never enter.
-    ValueError if k is not in 0..D minus the excluded, or if an entry that may be chosen is NaN.
-    (With k = 0 nothing is read, so a NaN goes unnoticed.) On a GPU, where looking at a value means
-    waiting for it, numbers are taken to be finite and a mask to leave k entries.
+    Of equal magnitudes, the entry with the lower index is chosen. Entries in `excluded`, a (D,)
+    mask or positions, are never chosen. Raises ValueError if k is not between 0 and the number of
+    entries that are not excluded, or if an entry that may be chosen is NaN. (With k = 0 nothing is
+    read, so a NaN is not noticed.)
+
+    On a GPU, reading a value on the host means waiting for it. There, values are not checked:
+    numbers are assumed to be finite, and a mask is assumed to leave at least k entries.
     """
     return top_k_above(0.0, vector_D, _number(k), excluded)[0]
 
@@ -549,21 +575,22 @@ def top_k_above(
     floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
     among_K: Tensor | None = None,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """`top_k_positions`, and a floor that speeds up the call for the next vector of this kind.
+    """Return `top_k_positions`, and a floor that makes the call for the next vector of this kind
+    faster.
 
-    Magnitudes change slowly from round to round. So the last threshold, a little lowered, leaves
-    few candidates, among which S_top is chosen exactly. If there are fewer than k of them, half of
-    the floor is tried, and then 0, which leaves all entries. Without a floor (0.0), a sample of a
-    long vector gives one.
+    Magnitudes change slowly from round to round. Therefore few entries lie above the floor, which
+    is slightly lower than the last threshold, and S_top is chosen exactly among these. If there are
+    fewer than k of them, half of the floor is tried, and then 0, which includes all entries.
+    Without a floor (0.0), one is estimated from a sample if the vector is long.
 
     `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
-    CPU no other entry is read then, unless fewer than k of these are different from 0. With any
-    floor, and with an `among_K` that is true of the vector, the positions are the same. ValueError
-    for `among_K` together with `excluded`.
+    CPU no other entry is then read, unless fewer than k of these are different from 0. The
+    positions that are returned do not depend on the floor, nor on a correct `among_K`. Raises
+    ValueError for `among_K` together with `excluded`.
 
-    This is for float32 on a CPU, where numpy's calls cost less than torch's. On a GPU the host
-    would have to wait to learn how many candidates there are: there, and for other types, `topk`
-    chooses among all entries, and the floor stays as it is.
+    The floor is used only for float32 on a CPU, where numpy's calls cost less than torch's. On a
+    GPU the host would have to wait to learn how many candidates there are. There, and for other
+    types, `topk` chooses among all entries, and the floor is returned unchanged.
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
@@ -583,7 +610,7 @@ def top_k_above(
     if among_K is not None and len(among_K) >= k:
         near = among_K.numpy()
         chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
-        if kth > 0:  # else zeros are chosen, and the first of all of them count
+        if kth > 0:  # otherwise zeros are chosen, and the first zeros may lie outside among_K
             return torch.from_numpy(near[chosen]), floor
     excluded_D = None if taken_D is None else taken_D.numpy()
     first = floor or _first_floor(values_D, k, excluded_D)
@@ -597,12 +624,14 @@ def top_k_above(
     return torch.from_numpy(near[chosen]), 0.85 * kth
 
 
-_PIECE = 1 << 17  # entries that stay in a core's cache
+_PIECE = 1 << 17  # this many entries fit the cache of a CPU core
 
 
 def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None) -> np.ndarray:
-    """Positions, outside of a mask, of magnitudes >= floor and of NaN, ascending. Each entry is
-    read once, piece by piece, without another copy of a piece."""
+    """Return positions outside a mask at which the magnitude is >= floor or NaN, ascending.
+
+    Each entry is read once. The vector is processed in pieces, without a copy of any piece.
+    """
     found = []
     below = np.empty(min(len(values_D), _PIECE), dtype=bool)
     above = np.empty_like(below)
@@ -619,8 +648,11 @@ def _not_below(floor: float, values_D: np.ndarray, excluded_D: np.ndarray | None
 
 
 def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) -> float:
-    """About the k-th largest magnitude, rather lower, from a sample of a long vector. With no floor
-    at all, every entry would be a candidate, which takes several times the vector's memory."""
+    """Estimate a floor somewhat below the k-th largest magnitude, from a sample of a long vector.
+
+    Without a floor, every entry would be a candidate, which takes several times the vector's
+    memory.
+    """
     step = len(values_D) >> 14 | 1
     if step < 64:
         return 0.0
@@ -634,44 +666,50 @@ def _first_floor(values_D: np.ndarray, k: int, excluded_D: np.ndarray | None) ->
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether Python can read values of the tensor at no cost. On a GPU it would have to wait until
-    everything that was asked of the GPU before is done."""
+    """Return whether the host can read values of this tensor without waiting.
+
+    On a GPU it would have to wait until all earlier work of the GPU is done.
+    """
     return tensor.device.type == "cpu"
 
 
 def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
-    """Positions of the k >= 1 largest numbers, ascending; of a GPU's the host looks at none."""
+    """Return the positions of the k >= 1 largest numbers, ascending. On a GPU the host reads
+    none."""
     largest_K, positions_K = numbers_D.topk(k, sorted=False)
     kth = largest_K.min()
     if is_on_cpu(kth) and kth.isnan():
         raise ValueError(_NOT_A_NUMBER)
-    # topk takes any of those that tie with the k-th: the n-th of these becomes the n-th tie of all
+    # Of several entries equal to the k-th, topk returns any. Replace the n-th of them by the n-th
+    # such entry of the whole vector, so that lower indices win.
     is_tie_K = largest_K == kth
     first_ties_K = _first(numbers_D == kth, k)
-    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first one: not used
+    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first tie, where it is not used
     positions_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], positions_K)
     return _first(positions_to_mask(positions_K, len(numbers_D)), k)
 
 
 def _first(mask_D: Tensor, k: int) -> Tensor:
-    """Positions of a mask's first k ones, ascending, without a look at how many there are."""
+    """Return the positions of a mask's first k ones, ascending, without counting the ones on the
+    host."""
     return torch.nonzero_static(mask_D, size=k, fill_value=0).squeeze(1)
 
 
 def _largest_by_numpy(numbers_D: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Positions of the k >= 1 largest numbers, ascending, and the k-th largest itself."""
+    """Return the positions of the k >= 1 largest numbers, ascending, and the k-th largest
+    number."""
     near, width = numbers_D, max(8 * k, 512)
     if len(near) > 4 * width:
-        # k columns have a maximum that is at least `bound`: so the k-th largest entry is, too
+        # The maxima of k columns are at least `bound`, so the k-th largest entry is, too.
         rows = len(near) // width
         maxima = near[: rows * width].reshape(rows, width).max(0)
         bound = np.partition(maxima, width - k)[width - k]
         near = near[~(near < bound)]
-    kth = np.partition(near, len(near) - k)[len(near) - k :].min()  # NaN is last, and wins
+    kth = np.partition(near, len(near) - k)[len(near) - k :].min()  # a NaN comes last here
     if np.isnan(kth):
         raise ValueError(_NOT_A_NUMBER)
     chosen = (numbers_D >= kth).nonzero()[0]
-    if len(chosen) > k:  # of those that tie with the k-th, the first
+    if len(chosen) > k:  # of the entries equal to the k-th, keep the first ones
         tied = numbers_D[chosen] == kth
         room = k - (len(chosen) - int(tied.sum()))
         chosen = chosen[~(tied & (tied.cumsum() > room))]
@@ -687,21 +725,24 @@ def _check_k(k: int, eligible: int) -> None:
 
 
 def _as_mask(mask: Tensor, vector_D: Tensor) -> Tensor:
-    """A mask, or positions, as a (D,) mask on the vector's device."""
+    """Return a mask, or positions, as a (D,) mask on the vector's device."""
     if mask.dtype == torch.bool:
         return mask
     return positions_to_mask(mask.to(vector_D.device), len(vector_D))
 
 
 def top_k_mask(vector_D: Tensor, k: int) -> Tensor:
-    """S_top(v, K), Sec. II-B: (D,) bool with exactly k ones; of ties the lower index wins."""
+    """Return S_top(v, K) as a mask, Sec. II-B: (D,) bool with exactly k ones.
+
+    Of equal magnitudes, the entry with the lower index is chosen.
+    """
     return positions_to_mask(top_k_positions(vector_D, k), len(vector_D))
 
 
 def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
-    """k different positions out of D, drawn from the seed, on the CPU: int64 (k,), ascending.
+    """Draw k different positions out of D from the seed: int64 (k,), ascending, on the CPU.
 
-    Whoever knows the seed draws the same positions, so that they need not be sent.
+    The same seed always gives the same positions, so they need not be sent.
     """
     generator = np.random.default_rng([_number(number) for number in seed])
     chosen = generator.choice(_number(dimension), _number(k), replace=False, shuffle=False)
@@ -709,13 +750,13 @@ def random_positions(k: int, dimension: int, *seed: int) -> Tensor:
 
 
 def positions_to_mask(positions_K: Tensor, dimension: int) -> Tensor:
-    """(D,) bool mask with ones at the positions."""
+    """Return a (D,) bool mask with ones at the positions."""
     mask_D = torch.zeros(dimension, dtype=torch.bool, device=positions_K.device)
     return mask_D.index_fill_(0, positions_K, True)
 
 
 def mask_to_positions(mask_D: Tensor) -> Tensor:
-    """Positions of a (D,) bool mask's ones, ascending: int64 (K,)."""
+    """Return the positions of a (D,) bool mask's ones: int64 (K,), ascending."""
     if is_on_cpu(mask_D):  # numpy's call costs less
         return torch.from_numpy(mask_D.numpy().nonzero()[0])
     return mask_D.nonzero(as_tuple=True)[0]
@@ -727,12 +768,14 @@ def mask_to_positions(mask_D: Tensor) -> Tensor:
 def layerwise_top_k_positions(
     vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float, excluded: Tensor | None = None
 ) -> Tensor:
-    """S_top under layer-wise fairness (Eq. 14, 15): int64 (k,), ascending.
+    """Return S_top under layer-wise fairness (Eq. 14, 15): positions int64 (k,), ascending.
 
-    Every layer l gets its ceil(phi_min * d_l) largest entries, or all that are eligible; the rest
-    of k goes by magnitude. Shares that add up to more than k compete by magnitude for k places.
-    ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN, even with
-    k = 0. On a GPU the host waits for these checks.
+    Of every layer l, the ceil(phi_min * d_l) largest entries are chosen, or all that are not
+    excluded if there are fewer. The rest of k is chosen by magnitude among all other entries. If
+    the layers' shares add up to more than k, the k largest entries among them are chosen.
+
+    Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN,
+    even with k = 0. On a GPU the host waits for these checks.
     """
     k, layer_sizes = _number(k), [_number(size) for size in layer_sizes]
     if sum(layer_sizes) != len(vector_D):
@@ -763,33 +806,36 @@ def layerwise_top_k_positions(
 
 
 def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
-    """Positions of the k >= 1 largest, ascending, by what is quicker on their device."""
+    """Return the positions of the k >= 1 largest, ascending, with the faster method on their
+    device."""
     if not is_on_cpu(magnitudes_D) or magnitudes_D.dtype != torch.float32:
         return _largest_by_topk(magnitudes_D, k)
     values = magnitudes_D.numpy()
-    if k == 1:  # argmax is the first of equals
+    if k == 1:  # of equal numbers, argmax returns the first
         return torch.from_numpy(values.argmax(0, keepdims=True))
     return torch.from_numpy(_largest_by_numpy(values, k)[0])
 
 
 # ══ 3. Positions on the wire: the sparse position code (Sec. II-E, Alg. 4) ════════════════════════
-#    Blocks of about 1/phi entries. "1" and the place inside its block for every entry, "0" at the
-#    end of every block: log2(1/phi) + 2 bits an entry when phi of them are set.
+#    The D entries are divided into blocks of about 1/phi entries. Every position is coded as "1"
+#    and its offset inside the block, and every block ends with "0". If a fraction phi of the
+#    entries is sent, this takes log2(1/phi) + 2 bits per position.
 
 
 def intra_block_bits(block: int) -> int:
-    """Bits of a position inside a block of `block` entries: ceil(log2(block))."""
+    """Return the bits of a position inside a block of `block` entries: ceil(log2(block))."""
     return (block - 1).bit_length()
 
 
 def position_bits(count: int, dimension: int, block: int) -> int:
-    """Exact length of the code of `count` positions in `dimension` entries, in bits."""
+    """Return the exact length in bits of the code of `count` positions in `dimension` entries."""
     return count * (1 + intra_block_bits(block)) + -(-dimension // block)
 
 
 @lru_cache(1024)
 def block_for(count: int, dimension: int) -> int:
-    """The power of two whose blocks give `count` positions in `dimension` the shortest code."""
+    """Return the power of two whose blocks give `count` positions in `dimension` the shortest
+    code."""
     powers = [2**i for i in range(dimension.bit_length())]
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
@@ -802,11 +848,12 @@ def _check_code(dimension: int, block: int) -> tuple[int, int]:
 
 
 def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
-    """Positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
+    """Encode positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
 
-    `positions_K` int64, 0-based, strictly ascending, below `dimension`. Entry i of block b starts
-    after i earlier entries and b block ends: its place in the stream is i * (1 + width) + b.
-    Raises ValueError for positions out of range or out of order.
+    `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
+    number of entries per block. The code of entry i in block b comes after i earlier entries and b
+    ends of blocks, so it begins at bit i * (1 + width) + b, where `width` is the number of bits of
+    an offset inside a block. Raises ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
@@ -823,11 +870,14 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 
 
 def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None = None) -> None:
-    """ValueError unless they are int64 (K,), ascending, in range, and outside a CPU's mask (D,)."""
+    """Raise ValueError unless positions are int64 (K,), strictly ascending and in range.
+
+    On a CPU, `taken_D` (D,) may be a mask in which no position may lie.
+    """
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
         raise ValueError(f"positions: got shape {got}, allowed: one dimension, int64")
-    numbers = positions_K.cpu().numpy()  # whose calls cost less
+    numbers = positions_K.cpu().numpy()  # numpy's calls cost less
     if not numbers.size:
         return
     if not (numbers[1:] > numbers[:-1]).all():
@@ -840,11 +890,12 @@ def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None 
 
 
 def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
-    """Positions from bits, Alg. 4: int64 (K,), ascending.
+    """Decode positions from bits, Alg. 4: int64 (K,), ascending.
 
-    `bits` uint8 tensor of 0 and 1, exactly one code long. The walk of Alg. 4 goes from entry to
-    entry, over all block ends between two of them at once; what it finds is read side by side.
-    Raises ValueError for anything that is not the code of some set of positions.
+    `bits` must be a uint8 tensor of 0 and 1, exactly one code long. Alg. 4 reads bit by bit. Here a
+    loop finds only the "1" with which each entry begins, and the offsets inside the blocks are then
+    read for all entries at once. Raises ValueError for anything that is not the code of some set of
+    positions.
     """
     dimension, block = _check_code(dimension, block)
     if bits.dim() != 1 or bits.dtype != torch.uint8 or (bits > 1).any():
@@ -868,7 +919,7 @@ def decode_positions(bits: Tensor, dimension: int, block: int) -> Tensor:
 
 
 def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
-    """Where the "1" flags of the entries stand: after a flag, the next 1 beyond its position."""
+    """Return where the "1" of each entry is: the next 1 after the previous entry's bits."""
     stream, starts = bits.cpu().numpy().tobytes(), []
     find, place = stream.find, stream.find(b"\x01")
     while place >= 0:
@@ -883,16 +934,17 @@ def _flag_starts(bits: Tensor, width: int) -> np.ndarray:
 
 
 def scaled_sign(values_K: Tensor) -> Tensor:
-    """Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32.
+    """Return Q(u) = ||u||_1 / d * sign(u), Eq. 19: (K,) float32.
 
-    This takes one bit per value, and one mean, as long as no value is 0. The sign of 0 is 0 here:
-    a zero stays 0, which is a third level that one bit could not say.
+    If no value is 0, this can be sent as one bit per value and one mean. A value of 0 stays 0 here,
+    which is a third level that one bit could not represent.
     """
     return values_K.abs().mean() * values_K.sign() if len(values_K) else values_K.clone()
 
 
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """The P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20, 21)."""
+    """Return the P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20,
+    21)."""
     magnitudes_K = values_K.abs().double()
     u_max, u_min = magnitudes_K.max(), torch.where(magnitudes_K > 0, magnitudes_K, math.inf).min()
     sigma = torch.where(u_max > 0, u_min / u_max, 1.0) ** (1.0 / intervals)
@@ -901,12 +953,15 @@ def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 
 
 def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,) float32.
+    """Quantize values by fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,)
+    float32.
 
-    Interval p = 1..P holds magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1, plus
-    P for a negative value: q = log2(P) + 1 bits. Zeros take the last interval, a positive sign, and
-    stay out of its mean, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. Empty
-    intervals have mean 0. ValueError for no value, one that is not finite, or intervals < 1.
+    Interval p = 1..P contains magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1,
+    plus P for a negative value, which takes q = log2(P) + 1 bits. Zeros get the code of the last
+    interval with a positive sign, and are left out of its mean. Therefore |Q(u) - u| <= (1 - sigma)
+    / sigma * |u| for every u != 0. Empty intervals have mean 0.
+
+    Raises ValueError if there is no value, if a value is not finite, or if intervals < 1.
     """
     intervals = _number(intervals)
     if intervals < 1:
@@ -919,14 +974,14 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
 
 @register_quantizer("Q", "fractional")
 def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """`fractional_quantize`, the values never looked at by the host."""
+    """Do `fractional_quantize` without checks, so that the host reads no values."""
     magnitudes_K = values_K.abs().double()
     edges, _ = interval_edges(magnitudes_K, intervals)
     interval_K = intervals - 1 - torch.bucketize(magnitudes_K, edges, right=False)
     interval_K.masked_fill_(magnitudes_K == 0, intervals - 1)
-    parts = magnitudes_K, (magnitudes_K > 0).double()  # what is added up, and what is counted
+    parts = magnitudes_K, (magnitudes_K > 0).double()  # give sums and counts per interval
     if intervals <= 64 and magnitudes_K.is_cuda:
-        # there, additions to one place wait for each other and come in any order
+        # on a GPU, index_add_ to few places is slow, and its order of additions varies
         is_of_PK = interval_K == torch.arange(intervals, device=interval_K.device)[:, None]
         sums_2P = torch.stack([torch.where(is_of_PK, part_K, 0.0).sum(1) for part_K in parts])
     else:
@@ -938,7 +993,7 @@ def _fractional(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
 
 
 def fractional_dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
-    """Q_f(u), Eq. 22: the mean of the code's interval with the code's sign, (K,) float32.
+    """Return Q_f(u), Eq. 22: the mean of each code's interval with the code's sign, (K,) float32.
 
     Raises ValueError for a code outside 0..2P - 1.
     """
@@ -954,16 +1009,18 @@ def _dequantize(codes_K: Tensor, means_P: Tensor) -> Tensor:
 
 
 # ══ 5. Messages and the bit budget (Sec. II-A, II-E; the last column of Tables 1 and 2) ═══════════
-#    Bits are counted three ways, kept apart: by the paper's formula, as the exact length of a
-#    message's code, and as bytes that really decode: the code in whole bytes, and OVERHEAD_BYTES.
+#    Sizes are counted in three ways: in bits by the paper's formula, in bits as the exact length of
+#    a message's code, and in bytes of a message that can be decoded. Such a message is the code,
+#    rounded up to whole bytes, and OVERHEAD_BYTES.
 
 
 def bit_budget(scheme: Scheme | str, dimension: int | None = None) -> float:
-    """The paper's formula: uplink bits per parameter per local iteration.
+    """Return the paper's formula: uplink bits per parameter per local iteration.
 
-    (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a `dimension` D,
-    the phis are those of whole numbers K and the 32 P bits of the quantizer's means count too.
-    nan for centralized training: nothing is sent.
+    This is (q (phi_global + phi_local) + phi_local (log2(1 / phi_local) + 2)) / H. With a
+    `dimension` D, each phi is replaced by K / D for its whole number K, and the 32 P bits of the
+    quantizer's means are counted, too. For centralized training, where nothing is sent, the result
+    is nan.
     """
     scheme, dimension = _scheme(scheme), _number(dimension)
     if scheme.centralized:
@@ -984,44 +1041,49 @@ def _scheme(scheme: Scheme | str) -> Scheme:
 
 
 SERVER = 0xFFFF  # the sender of a downlink message
-MESSAGE_VERSION = 3  # to be raised with any change of what stands in a message
+MESSAGE_VERSION = 3  # raise it with any change of the contents of a message
 
 
 class ClientError(ValueError):
-    """Something is wrong with what a client sends; `client` says whose (or SERVER)."""
+    """An error in what a client sends. `client` is the client's number, or SERVER for the
+    server."""
 
-    round: int | None = None  # where somebody knows it
+    round: int | None = None  # set by `happened_in`
 
     def __init__(self, client: int, what: str):
         super().__init__(f"{'server' if client == SERVER else f'client {client}'}: {what}")
         self.client = client
 
     def happened_in(self, round: int) -> None:
-        """Says which round it was."""
+        """Record in which round the error happened."""
         self.round = round
 
-    def __reduce__(self) -> Any:  # by pickle, from another process
+    def __reduce__(self) -> Any:
+        """Support pickling, so that the error can come from another process."""
         return ValueError.__new__, (type(self), *self.args), vars(self)
 
 
 class NotFiniteError(ClientError):
-    """An update holds NaN or infinity: a client's or, by a sum that overflows, the server's."""
+    """An update contains NaN or infinity: a client's, or the server's because a sum has
+    overflowed."""
 
     def __init__(self, client: int):
         super().__init__(client, "the update is not finite (NaN or infinity)")
 
 
 class MessageError(ClientError):
-    """A message that can't be accepted: see `decode_message` and `Server.add`."""
+    """A message that cannot be accepted: see `decode_message` and `Server.add`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What one side sends in one round. Two messages are equal if all that they say is equal.
+    """The message of a client or of the server in one round.
 
-    `positions` int64 (K_own,), ascending, are those that the other side does not know; `values`
-    (K,) float32, as the receiver will see them, are on the shared positions first, then on these.
-    Quantized values have `codes` (K,) int32 and `means` (P,) too. A dense message has (D,) values.
+    `positions` int64 (K_own,), ascending, are the positions outside the shared mask. `values` (K,)
+    float32 are the values as the receiver will see them: first those on the shared positions, then
+    those on `positions`. Quantized values also have `codes` (K,) int32 and `means` (P,) float32. A
+    dense message has values (D,) and no positions. Two messages are equal if all their fields are
+    equal.
     """
 
     values: Tensor
@@ -1045,10 +1107,12 @@ class Message:
 
         `intended_K` (K,) float32 are the values that are meant to be sent, all of them finite:
         first those on the shared positions, then those on the sender's own `positions` (int64,
-        ascending). With 32 `value_bits` they are sent as they are. With fewer, the quantizer of
-        this name (a key of QUANTIZERS) turns them into codes and means, and the message's `values`
-        are what the receiver will make of these. ValueError for a quantizer of your own that gives
-        codes or means that are not allowed (see `register_quantizer`).
+        ascending). With 32 `value_bits` they are sent unchanged. With fewer, the quantizer of this
+        name (a key of QUANTIZERS) turns them into codes and means, and the message's `values` are
+        those that the receiver will compute from these.
+
+        Raises ValueError if a quantizer other than the paper's returns codes or means that are not
+        allowed (see `register_quantizer`).
         """
         value_bits = _number(value_bits)
         if value_bits == 32:
@@ -1065,12 +1129,13 @@ class Message:
 
     @staticmethod
     def dense_of(values_D: Tensor, sender: int = 0, round: int = 0) -> Message:
-        """Everything, in 32 bits a value: a round of the warm-up, or of FedAvg."""
+        """Make the message of a dense round, as in a warm-up or in FedAvg: all values (D,), in 32
+        bits each."""
         none = torch.empty(0, dtype=torch.int64, device=values_D.device)
         return Message(values_D, none, sender, round, dense=True)
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
-        """Adds the values, `weight` times, where they belong in (D,)."""
+        """Add the values, times `weight`, to a vector (D,) at their positions."""
         values_K, weight = self.values.detach(), _number(weight)
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
@@ -1092,16 +1157,17 @@ class Message:
     __hash__ = None  # type: ignore[assignment]
 
     def to(self, device: Any) -> Message:
+        """Return the message with all its tensors on another device."""
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return dataclasses.replace(self, **cast(Any, moved))
 
 
 def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
-    """ValueError unless `given` are codes (count,) int32 and means (P,) float32.
+    """Raise ValueError unless `given` are codes (count,) int32 and means (P,) float32.
 
-    On a CPU, and if there are any codes, their numbers are checked, too: codes have to lie in
-    0..2P - 1, and means have to be finite and at least 0. `name` is that of the quantizer in the
-    error. This is asked of what a quantizer other than the paper's gives, and of every quantized
+    On a CPU, if there are any codes, their numbers are checked, too: codes have to lie in 0..2P -
+    1, and means have to be finite and at least 0. `name` is the quantizer's name for the error
+    message. This checks the results of quantizers other than the paper's, and every quantized
     message that is to become bytes.
     """
     two = isinstance(given, tuple | list) and len(given) == 2
@@ -1125,11 +1191,11 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """What both sides know, before the first message, of the messages in one direction.
+    """The format of messages in one direction, which sender and receiver must know in advance.
 
-    `order` is how each parameter lies in memory (see `layout_of`). Two sides that flatten their
-    models in different orders have different tags, and refuse each other's messages. If both give
-    (), this is not checked.
+    `order` describes how each parameter lies in memory (see `layout_of`). Two participants that
+    flatten their models in different orders have different tags, and refuse each other's messages.
+    If both give (), this is not checked.
     """
 
     value_bits: int
@@ -1139,33 +1205,37 @@ class Wire:
 
     @staticmethod
     def up(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        """Return the format of a scheme's messages from clients to the server."""
         sizes = tuple(int(size) for size in layer_sizes)
         return Wire(scheme.value_bits, scheme.code, sizes, tuple(map(tuple, order)))
 
     @staticmethod
     def down(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
+        """Return the format of a scheme's messages from the server to clients."""
         sizes = tuple(int(size) for size in layer_sizes)
         return Wire(scheme.down_value_bits, scheme.code, sizes, tuple(map(tuple, order)))
 
     @cached_property
     def dimension(self) -> int:
+        """The number of entries of the whole model, D."""
         return sum(self.layer_sizes)
 
     @property
     def intervals(self) -> int:
+        """The number of the quantizer's intervals, P; 0 if values are not quantized."""
         return _intervals(self.value_bits)
 
     @cached_property
     def tag(self) -> int:
-        """Four bytes that two sides agree on if they mean the same code, layers and order."""
+        """A checksum, four bytes long, which is equal for equal formats."""
         return zlib.crc32(repr(dataclasses.astuple(self)).encode())
 
 
 def message_bits(message: Message, wire: Wire) -> int:
-    """Exact length of the message's code in bits, without the overhead."""
+    """Return the exact length of the message's code in bits, without the overhead."""
     if message.dense:
         return 32 * wire.dimension
-    if wire.code != "block":  # it has to be made
+    if wire.code != "block":  # the length is known only after encoding
         return 8 * len(CODES[wire.code].encode(message, wire)[0])
     count, own = len(message.values), len(message.positions)
     return block_code_bits(wire.value_bits, count, own, wire.dimension)
@@ -1173,30 +1243,33 @@ def message_bits(message: Message, wire: Wire) -> int:
 
 @lru_cache(1024)
 def block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
-    """Exact length of code "block" in bits. It follows from the numbers of values and of own
-    positions alone."""
+    """Return the exact length of code "block" in bits.
+
+    It depends only on the bits per value, on the numbers of values and own positions, and on D.
+    """
     bits = value_bits * values + 32 * _intervals(value_bits)
     if own:
         bits += position_bits(own, dimension, block_for(own, dimension))
     return bits
 
 
-# Kinds of messages: in the code agreed on, dense, in code "block" where another is agreed on.
+# Kinds of messages: in the wire's code, dense, or in code "block" although the wire has another.
 _AGREED, _DENSE, _PLAIN = range(3)
-# Little-endian: version, kind, sender, round, Wire.tag and the shared mask's (exclusive or), own
-# positions; the code; their CRC-32.
+# Little-endian header: version, kind, sender, round, exclusive or of Wire.tag and the shared mask's
+# tag, number of own positions. After it come the code, and the CRC-32 of header and code.
 _HEADER, _CHECKSUM = struct.Struct("<BBHIII"), struct.Struct("<I")
 OVERHEAD_BYTES = _HEADER.size + _CHECKSUM.size  # 20
 
 
 def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
-    """The message as bytes: header, code, checksum. `mask_tag` stands for the shared mask that is
-    meant (`Known.mask_tag`); 0 says nothing of it.
+    """Encode the message as bytes: header, code, checksum.
 
-    8 * len(bytes) is message_bits(message, wire), rounded up to whole bytes, plus those of the
-    overhead. Raises ValueError for what nobody could decode as it is: NaN, infinity, a sender,
-    round or position out of range, values of another type, in other bits than the wire's, or that
-    are not those of their codes and means.
+    `mask_tag` identifies the shared mask (`Known.mask_tag`); with 0, the mask is not identified.
+    The result has message_bits(message, wire) bits, rounded up to whole bytes, plus OVERHEAD_BYTES.
+
+    Raises ValueError for a message that could not be decoded to the same message: one with NaN,
+    infinity, or a sender, round or position out of range. The same holds for values of another
+    type, with another number of bits than the wire's, or that do not match their codes and means.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -1214,7 +1287,7 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
 
 
 def _check_values(message: Message, wire: Wire) -> None:
-    """ValueError for values that this wire can't bring as they are."""
+    """Raise ValueError for values that cannot be encoded without a change in this format."""
     values, codes, means = message.values, message.codes, message.means
     if values.dim() != 1 or values.dtype != torch.float32:
         got = f"{tuple(values.shape)} {values.dtype}"
@@ -1244,13 +1317,16 @@ def decode_message(
     data: bytes, wire: Wire, shared_K: Tensor | None = None, sender: int | None = None,
     round: int | None = None, count: int | None = None, mask_tag: int = 0,
 ) -> Message:  # fmt: skip
-    """The message in `data`, on the CPU: exactly what was encoded, or ValueError.
+    """Decode a message, on the CPU. The result equals the message that was encoded.
 
-    `shared_K` int64, ascending: the positions that both sides know; None if a dense message is
-    expected. `sender`, `round` and `count` (of own positions), if given, are those expected, and
-    `mask_tag` is what it was encoded with. `data` may come from anyone: all of it is checked,
-    values (finite) and positions (in range, ascending, not shared) too; memory stays within a small
-    multiple of its length and of the shared positions.
+    `shared_K` (int64, ascending) are the positions of the shared mask; None if a dense message is
+    expected. If `sender`, `round` and `count` (the number of own positions) are given, the message
+    must agree with them. `mask_tag` is the one that was given to `encode_message`.
+
+    `data` may be untrusted. All of it is checked, including values (finite) and positions (in
+    range, ascending, not in the shared mask). Memory stays within a small multiple of its length
+    and of the number of shared positions. Raises ValueError for anything that is not a valid
+    message.
     """
     kind, who, when, own = _check_header(data, wire.tag ^ mask_tag)
     dense = shared_K is None
@@ -1299,19 +1375,20 @@ def _expect(name: str, got: Any, allowed: Any) -> None:
 
 
 def float_bytes(values_K: Tensor) -> bytes:
-    """(K,) as little-endian float32."""
+    """Return (K,) values as little-endian float32 bytes."""
     return values_K.detach().cpu().numpy().astype("<f4").tobytes()
 
 
 def floats_of(data: memoryview, count: int) -> Tensor:
-    """(count,) float32 from just so many bytes."""
+    """Return (count,) float32 from bytes. Raises ValueError for another number of bytes."""
     if len(data) != 4 * count:
         raise ValueError(f"message: got {len(data)} bytes of values, allowed: {4 * count}")
     return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
 
 
 def means_of(data: memoryview, intervals: int) -> Tensor:
-    """(P,) float32, finite and at least 0."""
+    """Return means (P,) float32 from bytes. Raises ValueError unless they are finite and at least
+    0."""
     means_P = floats_of(data[: 4 * intervals], intervals)
     if (means_P.isfinite() & (means_P >= 0)).all():
         return means_P
@@ -1320,25 +1397,31 @@ def means_of(data: memoryview, intervals: int) -> Tensor:
 
 
 def quantized_message(codes: np.ndarray, means_P: Tensor, positions: Tensor) -> Message:
+    """Return the message with these codes (K,), means and positions, and the values they stand
+    for."""
     codes_K = torch.from_numpy(codes.astype(np.int32))
     return Message(fractional_dequantize(codes_K, means_P), positions, codes=codes_K, means=means_P)
 
 
 class BlockCode:
-    """How values and own positions of a sparse message become bytes, as in the paper: values at 32
-    bits, or means and codes of q bits; then Alg. 4, in one stream.
+    """The code of the paper: how values and own positions of a sparse message become bytes.
 
-    Another code is a subclass with the same two functions, put into CODES by its name. `decode`
-    gets only what was encoded by its own code, but it may come from anyone: ValueError for what
-    `encode` does not make, and memory within a small multiple of its length and of the number of
+    First come the values in 32 bits each. If they are quantized, the means come first, in 32 bits
+    each, and then the codes, in q bits each. The positions follow, encoded by Alg. 4. Codes and
+    positions form one stream of bits.
+
+    To add another code, derive a class with the same two methods and put an object of it into CODES
+    under its name. `decode` is called only for messages that are marked as encoded by this code,
+    but their bytes may be untrusted. It must raise ValueError for bytes that `encode` does not
+    produce, and its memory must stay within a small multiple of their length and of the number of
     values.
     """
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
         """Return the bytes of the message, and whether a receiver has to read them as code "block".
 
-        Here the second is False: the wire's own code is the one to read them with. Another code
-        returns True where it gives way to "block" for a message, and returns the bytes of that.
+        In this class the second value is False: the receiver reads the bytes with the wire's code.
+        Another code may encode some messages as code "block" instead; for these it returns True.
         """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
@@ -1353,7 +1436,7 @@ class BlockCode:
         return floats + pack_bits(streams), False
 
     def decode(self, code: memoryview, shared: int, own: int, wire: Wire) -> Message:
-        """The message of so many shared and own values."""
+        """Return the message with this many shared and own values."""
         count = shared + own
         block = block_for(own, wire.dimension)
         places = position_bits(own, wire.dimension, block) if own else 0
@@ -1378,7 +1461,7 @@ CODES["block"] = BlockCode()
 
 
 def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
-    """(K,) numbers below 2^width as K * width bits, the highest first: uint8 of 0 and 1."""
+    """Return numbers (K,) below 2^width as K * width bits, highest bit first: uint8 of 0 and 1."""
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < 2**width:
         got = f"{numbers.min()} to {numbers.max()}"
         raise ValueError(f"codes: got {got}, allowed: 0 to {2**width - 1}")
@@ -1387,7 +1470,7 @@ def to_bits(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def from_bits(bits: np.ndarray, width: int) -> np.ndarray:
-    """(K,) uint16 from K * width bits."""
+    """Return numbers (K,) uint16 from K * width bits."""
     columns = bits.reshape(-1, width)
     numbers = columns[:, 0].astype(np.uint16)
     for place in range(1, width):
@@ -1396,12 +1479,16 @@ def from_bits(bits: np.ndarray, width: int) -> np.ndarray:
 
 
 def pack_bits(streams: list[np.ndarray]) -> bytes:
-    """Streams of 0 and 1, one after another, eight to a byte, filled with zeros."""
+    """Concatenate streams of 0 and 1 and pack eight bits into a byte. The last byte is filled with
+    zeros."""
     return np.packbits(np.concatenate(streams)).tobytes() if streams else b""
 
 
 def unpack_bits(data: memoryview, count: int) -> np.ndarray:
-    """The first `count` bits; ValueError unless `data` is just as long and ends in zeros."""
+    """Return the first `count` bits of the data.
+
+    Raises ValueError unless the data has just the necessary length and ends in zeros.
+    """
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if len(data) != -(-count // 8) or bits[count:].any():
         raise ValueError(
@@ -1410,40 +1497,42 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
     return bits[:count]
 
 
-# ══ 6. Alg. 2: which entries are sent, what all sides know, a client, the server ══════════════════
+# ══ 6. Alg. 2: which entries are sent, shared knowledge, a client, the server ═════════════════════
 #    One round, in the order of its calls:
-#      1. known.begin(): the rule says which mask all sides share in this round.
+#      1. known.begin(): the rule says which mask the server and all clients share in this round.
 #      2. client.send(delta): lines 9 to 12; the rule chooses the client's own mask (line 10).
 #      3. server.add(n, message): checks the message and adds it to the sum.
-#      4. server.finish(): lines 15 and 16, the average, and the reply that tells it to the clients.
-#      5. client.receive(reply): ends the round at a client that has a `Known` of its own. Line 13,
-#         `arrived`, takes what the client has sent out of its errors.
-#      6. known.observe(update): ends the round at the server. The rule takes the next round's mask
-#         from the update.
+#      4. server.finish(): lines 15 and 16, the average, and the reply that sends it to the clients.
+#      5. client.receive(reply): ends the round at a client in a separate process, which has a
+#         separate `Known`. Line 13, `arrived`, subtracts what the client has sent from its errors.
+#      6. known.observe(update): ends the round at the server. The rule chooses the next round's
+#         mask from the update.
 #    Between processes, `Known.to_bytes` makes bytes of a message and `Known.from_bytes` reads them.
-#    In one process all sides can share one `Known`. A `Compressor` then plays the whole round, and
-#    calls `arrived` itself. A `Link` says how messages travel, and counts their bits.
+#    In one process, the server and all clients can share one `Known`. A `Compressor` then does the
+#    whole round, and calls `arrived` itself. A `Link` decides how messages travel, and counts
+#    their bits.
 
 
 class MaskRule:
-    """Decide which entries are sent. To make a scheme of your own, derive a class from this one or
-    from `TCS` and register it with `register_scheme`.
+    """Decide which entries are sent. To define a new scheme, derive a class from this one or from
+    `TCS` and register it with `register_scheme`.
 
     The methods may return a mask as a (D,) bool tensor or as ascending int64 positions.
 
     `keeps` names the attributes that a resumed run needs: tensors, numbers or None. A derived class
-    lists only its own; those of its base classes are added. Assign new values to these attributes
-    and never change their tensors in place, because the old values are put back after a round that
-    fails.
+    lists only the attributes that it adds; those of its base classes are included automatically.
+    Assign new values to these attributes and never change their tensors in place, because the old
+    values are restored after a round that fails.
 
     `round` is the number of the round that began last. In that round all masks are `mask_factor`
     times as large as usual. The factor is 1 except in the warm-up of a scheme with `warmup_masks`.
-    `begin` sets it, and with it the sizes `k_global` and `k_local`, so a `begin` of your own has to
-    call `super().begin(theta_D, mask_factor)`.
+    `begin` sets it, and with it the sizes `k_global` and `k_local`, so an override of `begin` has
+    to call `super().begin(theta_D, mask_factor)`.
     """
 
     keeps: tuple[str, ...] = ()
-    # For schemes whose clients, or whose server, keep more than errors. None: Client and Server.
+    # For schemes whose clients, or whose server, store more than errors. None means `Client` and
+    # `Server`.
     client_type: type[Client] | None = None
     server_type: type[Server] | None = None
     round = 0
@@ -1458,12 +1547,18 @@ class MaskRule:
         self._floors: dict[str, float] = defaultdict(float)  # by kind of vector: see `select`
 
     def size(self, phi: float | None, most: int) -> int:
-        """K of a mask with this share in this round; at most `most`, 0 for no mask."""
+        """Return how many entries a mask with the fraction `phi` keeps in this round.
+
+        This is at most `most`, and 0 if `phi` is None.
+        """
         return min(self.mask_factor * kept(phi, self.dimension), most) if phi else 0
 
     def begin(self, theta_D: Tensor | None = None, mask_factor: int = 1) -> None:
-        """A round begins, and masks get their sizes for it. `theta_D` (D,) is the model, for a rule
-        that looks at it; None where there is none, as in a `Compressor.step`."""
+        """Set the sizes of all masks for the round that begins now.
+
+        `theta_D` (D,) is the model, for a rule that looks at it. It is None where there is no
+        model, as in `Compressor.step`.
+        """
         factor = mask_factor if self.scheme.warmup_masks != 1 else 1
         if factor != self.mask_factor:
             self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
@@ -1471,40 +1566,52 @@ class MaskRule:
             self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def shared_mask(self) -> Tensor | None:
-        """Return the mask that all sides share in this round, or None if there is none yet. After
-        None, the round is dense or, for a scheme without a dense warm-up, nothing is shared."""
+        """Return the mask that the server and all clients share in this round, or None if there is
+        none yet.
+
+        After None, the round is dense or, for a scheme without a dense warm-up, nothing is shared.
+        """
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def own_count(self, shared: int) -> int | None:
-        """How many entries each client's own mask has in a round whose shared mask has `shared`.
+        """Return how many entries each client's own mask has in a round whose shared mask has
+        `shared` entries.
 
-        Both sides work this out for themselves, so that the server can refuse a message of another
-        length. A rule whose clients decide it on their own returns None: then the number in the
-        message is taken as it is.
+        The server and the clients compute this number independently, so that the server can refuse
+        a message of another length. If clients choose the number themselves, return None: then the
+        server accepts the number that the message contains.
         """
         wanted = self.k_local
         if not shared and not self.scheme.dense_warmup:
-            wanted += self.k_global  # nothing is shared yet: each sends as many of its own choice
+            wanted += self.k_global  # nothing is shared yet, so the own mask is larger
         return min(wanted, self.dimension - shared)
 
     def own_mask(self, intended_D: Tensor, shared_D: Tensor, k: int) -> Tensor:
-        """A side's own mask, k entries outside the shared mask (D,): S_top of the rest, line 10.
-        Both vectors are the core's own: leave them as they are."""
+        """Choose a sender's own mask: k entries outside the shared mask `shared_D` (D,).
+
+        Here these are S_top of the remaining entries, line 10. Do not change the two vectors, which
+        are used again afterwards.
+        """
         return self.select(intended_D, k, self.scheme.phi_min_local, shared_D, "own")
 
     def observe(self, update_D: Tensor) -> None:
-        """Called at the end of every round, also of a dense one, with its average update (D,). Do
-        not change it in place: all sides add it to their model."""
+        """Use the average update (D,) of a round that ends, for instance to choose the next shared
+        mask.
+
+        This is called at the end of every round, including dense ones. Do not change `update_D` in
+        place, because it is added to the model afterwards.
+        """
 
     def select(
         self, vector_D: Tensor, k: int, phi_min: float | None, excluded_D: Tensor | None = None,
         whose: str = "shared", among_K: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """S_top outside a mask (D,), layer-wise fair if `phi_min` is given: positions int64 (k,).
+        """Return S_top of a vector outside the mask `excluded_D` (D,), as positions int64 (k,).
 
-        The threshold of the last call with the same `whose` speeds this one up. So does `among_K`:
-        ascending positions outside of which the vector is 0. It must not be combined with
-        `excluded_D` (see `top_k_above`).
+        If `phi_min` is given, the choice is layer-wise fair. Two things make the call faster. The
+        first is the threshold of the last call with the same `whose`, which is remembered. The
+        second is `among_K`: ascending positions outside of which the vector is 0. It must not be
+        combined with `excluded_D` (see `top_k_above`).
         """
         if k == 0:
             return torch.empty(0, dtype=torch.int64, device=vector_D.device)
@@ -1515,16 +1622,17 @@ class MaskRule:
         return chosen_K
 
     def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the attributes that `keeps` names."""
         return {key: _by_value(getattr(self, key)) for key in names_to_keep(self)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that this rule cannot load.
 
-        The state has to have exactly the names in `keeps`. What is None, a number or a tensor here
-        may be any of these in the state, since it may begin as one and become another. Two tensors
-        need the same dtype and number of dimensions and, if the one here is a vector (D,), that
-        length. Anything else needs the same type. A rule that knows more about its values extends
-        this method.
+        The state must have exactly the names in `keeps`. An attribute that is None, a number or a
+        tensor in this rule may be any of these in the state, since its type may change during
+        training. If both are tensors, they need the same dtype and number of dimensions. If the
+        tensor of this rule is a vector (D,), the other one needs the same length. Any other
+        attribute needs the same type. A rule that knows more about its values extends this method.
         """
         if not isinstance(state, dict):
             _refuse("state: rule", state, "a dictionary")
@@ -1532,7 +1640,8 @@ class MaskRule:
         check_same_state("state: rule", dict.fromkeys(state), dict.fromkeys(wanted))
         for key, given in state.items():
             mine, numbers = wanted[key], (Tensor, int, float, type(None))
-            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))  # saved as Python's
+            # numpy's numbers are saved as Python's
+            is_number = isinstance(mine, (*numbers, np.generic, np.ndarray))
             if not isinstance(given, numbers if is_number else type(mine)):
                 _refuse(f"state: rule: {key}", given, "a tensor, a number or None")
             if isinstance(mine, Tensor) and isinstance(given, Tensor):
@@ -1543,7 +1652,10 @@ class MaskRule:
                     check_same_state(f"state: rule: {key}", given, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         for key, value in state.items():
             is_tensor = isinstance(value, Tensor)
@@ -1552,16 +1664,19 @@ class MaskRule:
 
 
 def names_to_keep(kept: Any) -> list[str]:
-    """What `keeps` names, of an object's class and its base classes."""
+    """Return the attribute names that an object's class and its base classes list in `keeps`."""
     named = (vars(base).get("keeps", ()) for base in type(kept).__mro__)
     return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 class Dense(MaskRule):
-    """Every entry is sent (FedAvg). With -Q<bits>, values are quantized, and the mask that all
-    sides share is the whole vector."""
+    """Send every entry (FedAvg).
+
+    With -Q<bits>, values are quantized, and the shared mask is the whole vector.
+    """
 
     def shared_mask(self) -> Tensor:
+        """Return all positions."""
         return torch.arange(self.dimension, device=self.device)
 
 
@@ -1573,32 +1688,37 @@ FAMILIES["Baseline"] = _EVERYTHING | {"centralized": True}
 
 @register_scheme("top-K", phi_global=None, phi_local=1e-2)
 class TopK(MaskRule):
-    """Top-K: no shared mask; each client's own S_top, all its positions sent (Sec. I-C)."""
+    """Top-K (Sec. I-C): there is no shared mask. Each client sends its own S_top, with all
+    positions."""
 
 
 @register_scheme("rand-K", phi_global=1e-2, phi_local=None)
 class RandK(MaskRule):
-    """Rand-K: a random mask that all sides draw from one seed; no positions sent (Sec. I-C)."""
+    """Rand-K (Sec. I-C): the server and all clients draw the same random mask from one seed, so no
+    positions are sent."""
 
     def shared_mask(self) -> Tensor:
+        """Return the positions that are drawn for this round."""
         drawn_K = random_positions(self.k_global, self.dimension, self.seed, self.round)
         return drawn_K.to(self.device)
 
 
 @register_scheme("TCS")
 class TCS(MaskRule):
-    """Time-correlated sparsification: the shared mask is S_top of the last update (Alg. 2)."""
+    """Time-correlated sparsification (Alg. 2): the shared mask is S_top of the last update."""
 
     keeps: tuple[str, ...] = ("positions", "magnitudes_K")
-    positions: Tensor | None = None  # of the shared mask, once there was an update
-    magnitudes_K: Tensor | None = None  # of the last update there, after a round of larger masks
+    positions: Tensor | None = None  # of the shared mask; None before the first update
+    # |last update| at `positions`, kept only after a round whose masks were larger than usual
+    magnitudes_K: Tensor | None = None
     among_K: Tensor | None = None  # ascending positions outside of which the next update is 0
 
     def shared_mask(self) -> Tensor | None:
+        """Return the shared mask, or None before the first update."""
         if not self.k_global:
             return super().shared_mask()
         if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
-            # masks were larger until now, in a sparse warm-up: the largest entries stay
+            # In a sparse warm-up, masks were larger until now. Keep only the largest entries.
             last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
             last_D[self.positions] = self.magnitudes_K
             fair = self.scheme.phi_min_global
@@ -1607,14 +1727,16 @@ class TCS(MaskRule):
         return self.positions
 
     def observe(self, update_D: Tensor) -> None:
+        """Choose the next round's shared mask: S_top of the update (D,), line 5."""
         if not self.k_global:
             return
         before_K, fair = self.positions, self.scheme.phi_min_global
         among_K, self.among_K = self.among_K, None
         chosen_K = self.select(update_D, self.k_global, fair, among_K=among_K)  # line 5
-        # after a step at rate 0 the mask stays: no mask follows from an update that is all zero
+        # An update that is all zero, as after a step at rate 0, says nothing about which entries
+        # are large, so the mask stays.
         if is_on_cpu(update_D):
-            first = chosen_K[:1]  # says it most often; to read all, far apart, takes long
+            first = chosen_K[:1]  # usually enough; reading all scattered entries is slow
             if not update_D[first].any() and not update_D[chosen_K].any():
                 return
             self.positions = chosen_K
@@ -1630,6 +1752,7 @@ class TCS(MaskRule):
         self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
+        """Extend the checks of `MaskRule` to the positions and their magnitudes."""
         super().check_state(state)
         positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
         if positions_K is None:
@@ -1646,7 +1769,10 @@ class TCS(MaskRule):
 
 
 def rule_of(scheme: Scheme) -> type[MaskRule]:
-    """The class of a scheme's mask rule; ValueError for a variant that nobody has imported."""
+    """Return the class of a scheme's mask rule.
+
+    Raises ValueError if the class for the scheme's `shared_from` has not been imported.
+    """
     if scheme.shared_from == "update":
         return RULES[scheme.rule]
     if scheme.shared_from not in SHARED_FROM:
@@ -1657,32 +1783,32 @@ def rule_of(scheme: Scheme) -> type[MaskRule]:
 
 # Alg. 2 ───────────────────────────────────────────────────────────────────────────────────────────
 
-# The status of a round. Only the server makes it "averaged": then it accepts no more messages.
+# The status of a round. Only the server sets "averaged"; then it accepts no more messages.
 CLOSED, OPEN, AVERAGED = "closed", "open", "averaged"
 
 
 class Known:
-    """What the server and all clients know without being told: the number of the round, whether it
-    is dense, and the mask that they share in it.
+    """What the server and all clients know without exchanging it: the number of the round, whether
+    it is dense, and the mask that they share in it.
 
-    In one process all of them can share one object. In several, each makes its own from the same
-    scheme, `layer_sizes`, `seed` and `order`.
+    In one process, the server and all clients can use the same object. In several processes, each
+    makes its own from the same scheme, `layer_sizes`, `seed` and `order`.
 
     - `layer_sizes` are the numbers of entries of the parameter tensors. Their sum is D.
     - `seed` is for rules that draw random masks.
-    - `device` is where tensors live.
-    - `order` says how each parameter lies in memory (see `layout_of`). Without it, nobody checks
-      that the sides flatten their models in the same order.
+    - `device` is where the tensors are stored.
+    - `order` describes how each parameter lies in memory (see `layout_of`). Without it, nothing
+      checks that the server and the clients flatten their models in the same order.
 
     `status` says where the round stands. These methods set it:
 
     - `begin` opens a round. It is refused unless the last round is CLOSED.
-    - `Server.average` sets AVERAGED, after which the server refuses further messages. A client with
-      an object of its own goes from OPEN to CLOSED directly.
+    - `Server.average` sets AVERAGED, after which the server refuses further messages. If a client
+      has a separate `Known`, its status goes from OPEN to CLOSED directly.
     - `observe` closes the round with its update. It is refused if no round is open.
-    - `lose` closes a round in which nobody was heard. It is never refused: if no round is open, the
-      number of the next one is skipped.
-    - `load_state_dict` forgets an open round.
+    - `lose` closes a round in which no message was averaged. It is never refused: if no round is
+      open, the number of the next one is skipped.
+    - `load_state_dict` discards an open round.
     """
 
     def __init__(
@@ -1704,18 +1830,18 @@ class Known:
         order = tuple(order)
         self.wire_up = Wire.up(self.scheme, self.layer_sizes, order)
         self.wire_down = Wire.down(self.scheme, self.layer_sizes, order)
-        self.round = 0  # that is open, or the next one
+        self.round = 0  # the number of the open round, or of the next one if none is open
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
-        self.senders: set[int] = set()  # who has sent in this round, as far as this side knows
-        # Senders, and whether their values were finite: bool (). `require_finite` adds these on a
-        # GPU, and the DDP hook adds one of its own on a CPU, too.
+        self.senders: set[int] = set()  # clients that have sent through this object in this round
+        # Pairs of a sender and a bool () tensor, which says whether its values were finite.
+        # `require_finite` adds them on a GPU. The DDP hook also adds them on a CPU.
         self.flags: list[tuple[int, Tensor]] = []
         self.dense = True  # in this round every entry is sent in 32 bits, and no mask is used
-        self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # in a sparse round
+        self.shared_K = torch.empty(0, dtype=torch.int64, device=device)  # of a sparse round
         none = torch.zeros(1, dtype=torch.bool, device=device)
-        self.shared_D = none.expand(self.dimension)  # takes no memory until there is a mask
-        self.own_count: int | None = 0  # of a client's own positions; None: the message says it
-        self._mask_tag: int | None = 0  # None: not worked out yet in this round
+        self.shared_D = none.expand(self.dimension)  # needs no memory until there is a mask
+        self.own_count: int | None = 0  # size of a client's own mask; None: clients decide
+        self._mask_tag: int | None = 0  # None: not computed yet in this round
         self.on_cpu = is_on_cpu(self.shared_D)
 
     def begin(
@@ -1724,8 +1850,8 @@ class Known:
         """Open a round, and ask the rule for its shared mask unless the round is `dense`.
 
         `theta_D` (D,) is the model, for a rule that looks at it. For `mask_factor` see `Phase`. The
-        round is also dense if the scheme is `always_dense`, or if the rule knows no mask yet and
-        the scheme has a dense warm-up. ValueError unless the last round is closed.
+        round is also dense if the scheme is `always_dense`, or if the rule has no mask yet and the
+        scheme has a dense warm-up. Raises ValueError unless the last round is closed.
         """
         if self.status != CLOSED:
             what = f"round {self.round} is {self.status}"
@@ -1744,12 +1870,14 @@ class Known:
         self.dense = mask is None
         self._mask_tag = 0 if self.dense else None
         self.status = OPEN
-        self.senders = set()  # a new one, by which a `Server` knows what is of this round
+        self.senders = set()  # a new set, by which a `Server` recognizes a new round
 
     def observe(self, update_D: Tensor) -> None:
-        """Close the round with its update (D,), from which the rule takes the next round's mask.
-        This is called after a dense round, too. ValueError for another shape, or if no round is
-        open."""
+        """Close the round with its update (D,), from which the rule chooses the next round's mask.
+
+        This must be called after a dense round, too. Raises ValueError for another shape, or if no
+        round is open.
+        """
         if self.status == CLOSED:
             raise ValueError(f"observe: round {self.round} is not open, allowed: after begin")
         if tuple(update_D.shape) != (self.dimension,):
@@ -1760,17 +1888,24 @@ class Known:
         self.status = CLOSED
 
     def lose(self, round: int | None = None) -> None:
-        """Close a round in which nobody was heard: the one that is open or, if none is, the next
-        one; or the one of the number `round`. The mask stays as it was, and the next round has the
-        next number. This is never refused."""
+        """Close a round in which no message was averaged.
+
+        `round` is the number of this round. Without it, the round is the open one or, if none is
+        open, the next one. The mask stays the same, and the next round has the next number. This
+        call is never refused.
+        """
         self.round = (self.round if round is None else round) + 1
         self.status = CLOSED
         self.flags.clear()
 
     def positions_of(self, mask: Any, taken_D: Tensor | None = None) -> Tensor:
-        """A mask that a rule gave, (D,) bool or positions, as ascending positions int64 (K,), all
-        outside another mask, `taken_D` (D,). ValueError says what is wrong. (On a GPU nobody looks
-        at the numbers.)"""
+        """Return the mask that a rule chose, (D,) bool or positions, as ascending positions int64
+        (K,).
+
+        Raises ValueError unless it is a valid mask with no entry inside another mask, `taken_D`
+        (D,). On a GPU the positions themselves are not checked, because reading them would make the
+        host wait.
+        """
         if not isinstance(mask, Tensor):
             got = type(mask).__name__
             raise ValueError(f"mask: got a {got}, allowed: a tensor, either bool (D,) or positions")
@@ -1784,30 +1919,34 @@ class Known:
         return mask
 
     def require_finite(self, values: Tensor, sender: int) -> Tensor:
-        """Return the values; NotFiniteError, which names the sender, if any is NaN or infinite.
+        """Return the values if all of them are finite.
 
-        On a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any
-        of its entries is not finite, and a flag is kept. `check_flags`, at the end of a round,
-        reads all flags together and raises the error.
+        On a CPU, raises NotFiniteError, which names the sender, if any value is NaN or infinite. On
+        a GPU the host would have to wait for the answer. There the whole vector becomes 0 if any of
+        its entries is not finite, and a flag is stored. `check_flags`, at the end of a round, reads
+        all flags together and raises the error.
         """
-        if self.on_cpu:  # a sum is quick, but it can overflow: then all values are looked at
+        if self.on_cpu:  # A sum is quick. It can overflow, so then every value is checked.
             if not math.isfinite(values.sum().item()) and not values.isfinite().all():
                 raise NotFiniteError(sender)
             return values
-        is_finite = values.sum(dtype=torch.float64).abs() < math.inf  # no sum of float32 reaches it
+        # a sum of finite float32 values cannot overflow in float64
+        is_finite = values.sum(dtype=torch.float64).abs() < math.inf
         self.flags.append((sender, is_finite))
         return torch.where(is_finite, values, 0.0)
 
     def check_flags(self, counted_D: Tensor | None = None) -> int:
-        """Raise NotFiniteError for the first sender whose flag says that values were not finite.
-        Return how many entries of the mask `counted_D` (D,) are set, 0 without one.
+        """Raise NotFiniteError for the first sender whose stored flag says that its values were not
+        finite.
 
-        On a GPU this is the round's only wait for values, which is why flags and count are read
+        Returns how many entries of the mask `counted_D` (D,) are set, or 0 without a mask. On a GPU
+        this is the round's only wait for values, which is why the flags and the count are read
         together. On a CPU `require_finite` has raised the error already, and flags are not read.
 
-        An ordinary round has no other wait. These have some more: layer-wise fairness, which checks
-        its vector; a rule that gives its masks as bool tensors; a `Server.reply` that is really
-        made, which has to know how many entries were explored; and `to_bytes`.
+        An ordinary round does not wait anywhere else. The following cases wait once more:
+        layer-wise fairness, which checks its vector; a rule that returns its masks as bool tensors;
+        a call of `Server.reply`, which needs the number of entries that clients sent outside the
+        shared mask; and `to_bytes`.
         """
         if self.on_cpu:
             return 0 if counted_D is None else int(np.count_nonzero(counted_D.numpy()))
@@ -1822,7 +1961,8 @@ class Known:
         return 0 if counted_D is None else said[-1]
 
     def expand_message(self, message: Message) -> Tensor:
-        """What a message says, with zeros where it says nothing: (D,), in memory of its own."""
+        """Return a message's values as a new vector (D,), with zeros where the message has no
+        value."""
         if message.dense:
             return message.values.detach().clone()
         full_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
@@ -1830,12 +1970,13 @@ class Known:
         return full_D
 
     def check_message(self, message: Message, sender: int) -> None:
-        """MessageError unless it is the message of `sender` (SERVER: the server) in the open round,
-        of the size and type that it should have.
+        """Raise MessageError unless this is the message of `sender` in the open round, with the
+        right size and type.
 
-        On a CPU the numbers are checked, too: positions are ascending, in range and outside the
-        shared mask, and values are finite. (Values of a client's dense message are not checked one
-        by one, since the average of all is.)
+        `sender` is a client's number, or SERVER for the server. On a CPU the numbers are checked,
+        too: positions must be ascending, in range and outside the shared mask, and values must be
+        finite. (Values in a client's dense message are not checked one by one, since the average of
+        all messages is checked.)
         """
         if self.status == CLOSED:
             call = "receive" if sender == SERVER else "add"
@@ -1884,22 +2025,30 @@ class Known:
 
     @property
     def mask_tag(self) -> int:
-        """Four bytes of the shared mask; 0 in a dense round. It stands in every message: two sides
-        that do not mean the same mask refuse each other."""
+        """A checksum of the shared mask, four bytes long; 0 in a dense round.
+
+        It is part of every message that becomes bytes. A receiver with another mask therefore
+        refuses the message.
+        """
         if self._mask_tag is None:
             self._mask_tag = zlib.crc32(self.shared_K.cpu().numpy().astype("<i8").tobytes())
         return self._mask_tag
 
     def to_bytes(self, message: Message) -> bytes:
-        """A message of this round as bytes. NotFiniteError where it was not known until now, on a
-        GPU, that what was sent is not finite."""
+        """Return a message of this round as bytes.
+
+        Raises NotFiniteError if it turns out only now, on a GPU, that a client's values were not
+        finite.
+        """
         self.check_flags()
         wire = self.wire_down if message.sender == SERVER else self.wire_up
         return encode_message(message, wire, self.mask_tag)
 
     def from_bytes(self, data: bytes, sender: int) -> Message:
-        """The message of this round that `sender` (SERVER: the server) sent; MessageError for
-        anything else. `data` may come from anyone."""
+        """Return the message of this round that `sender` (SERVER: the server) sent, from its bytes.
+
+        `data` may be untrusted. Raises MessageError for anything but that message.
+        """
         wire, count = (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
         shared_K = None if self.dense else self.shared_K
         try:
@@ -1909,20 +2058,26 @@ class Known:
             raise MessageError(sender, str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, by value. Send this and theta to a side that has missed
-        rounds."""
+        """Return a copy of everything that a resumed run needs.
+
+        Send this state and theta to a client that has missed rounds.
+        """
         return self._identity() | {"round": self.round, "rule": self.rule.state_dict()}
 
     def _identity(self) -> dict[str, Any]:
-        """What two sides, or a state and who loads it, must have in common."""
+        """Return what two participants, or a state and the object that loads it, must have in
+        common."""
         return {
             "version": STATE_VERSION, "scheme": scheme_state(self.scheme), "seed": self.seed,
             "layer_sizes": list(self.layer_sizes), "order": self.wire_up.order,
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state of another scheme, seed or model, of one whose parameters lie
-        otherwise in memory, or one that is not whole."""
+        """Raise ValueError for a state that this object cannot load.
+
+        This is a state of another scheme, seed or model, one of a model whose parameters lie in
+        memory in another order, or an incomplete one.
+        """
         check_state_version("state of Known", state)
         wanted = self._identity()
         check_same_state("state", dict.fromkeys(state), dict.fromkeys([*wanted, "round", "rule"]))
@@ -1936,8 +2091,11 @@ class Known:
         self.rule.check_state(state["rule"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next round is that of the state; one that is open is forgotten. ValueError, with
-        nothing changed, for what `check_state` refuses."""
+        """Load a state; the next round is the one that the state names.
+
+        A round that is open here is discarded. Raises ValueError, with nothing changed, for a state
+        that `check_state` refuses.
+        """
         self.check_state(state)
         self.rule.load_state_dict(state["rule"])
         self.round = state["round"]
@@ -1946,8 +2104,10 @@ class Known:
 
 
 class InFlight(NamedTuple):
-    """A message that a client has sent, while it does not know whether it has arrived. For a dense
-    message the three tensors are empty."""
+    """A message that a client has sent and that has not been acknowledged yet.
+
+    For a dense message the three tensors are empty.
+    """
 
     round: int
     positions_K: Tensor  # where its values belong, shared positions first
@@ -1957,15 +2117,17 @@ class InFlight(NamedTuple):
 
 
 class Client:
-    """Alg. 2's client.
+    """The client of Alg. 2.
 
-    `errors_D` (D,) is what the server has not received yet: zeros at first, if none are given, and
-    None where the scheme keeps no errors. Its unit is that of the vectors given to `send`: model
-    differences or, in a federation with global momentum, sums of gradients.
+    `errors_D` (D,) is what the server has not received yet. It begins as zeros if none are given,
+    and is None if the scheme keeps no errors. Its unit is that of the vectors given to `send`:
+    model differences or, in a federation with global momentum, sums of gradients.
 
-    `send` makes a message. From then until `arrived`, errors_D holds all that was meant to be sent.
-    Only `arrived` takes the sent values out, so that a message which is lost on the way stays in
-    the errors. `keeps` names the tensors (D,) that a resumed run needs, beside those of the base
+    `send` makes a message. From then until `arrived`, `errors_D` holds everything that was meant to
+    be sent. Only `arrived` subtracts the values that were sent, so that the content of a lost
+    message stays in the errors.
+
+    `keeps` names the tensors (D,) that a resumed run needs, in addition to those of the base
     classes. All of them have to be in the unit of the errors, since `scale_` scales them together.
     """
 
@@ -1980,12 +2142,15 @@ class Client:
         self.value_bits, self.quantizer = known.scheme.value_bits, known.scheme.quantizer
 
     def send(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12: make this round's message of a model difference (D,), left as it is.
+        """Make this round's message of a model difference (D,), lines 9 to 12.
 
-        Before anything is changed, raises NotFiniteError for NaN or infinity, ValueError for
-        another shape or type, a round that is not open, or a second message in it. Errors that
-        overflow by the sum raise NotFiniteError, too, and begin anew. On a GPU the whole vector
-        becomes 0 if any entry is not finite, and `Known.to_bytes` or the end of the round raises.
+        `delta_D` is not changed. Before anything is changed, this raises NotFiniteError for NaN or
+        infinity. It raises ValueError for another shape or type, a round that is not open, or a
+        second message in one round. If adding the difference makes the errors overflow,
+        NotFiniteError is raised as well, and the errors are reset to 0.
+
+        On a GPU the whole vector becomes 0 if any entry is not finite. The error is then raised by
+        `Known.to_bytes` or at the end of the round.
         """
         known, what = self.known, f"client {self.number}: send"
         if known.status != OPEN:
@@ -1997,7 +2162,8 @@ class Client:
         return self.message_of(self.check_difference(delta_D))
 
     def check_difference(self, delta_D: Tensor) -> Tensor:
-        """A difference that `message_of` can use, before anything is changed."""
+        """Return a difference that `message_of` can use. Raises as `send` does, with nothing
+        changed."""
         known = self.known
         if not isinstance(delta_D, Tensor):
             raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
@@ -2009,7 +2175,7 @@ class Client:
         return known.require_finite(delta_D.detach(), self.number)
 
     def message_of(self, delta_D: Tensor) -> Message:
-        """Lines 9 to 12 for a difference that was checked, in a round that is open."""
+        """Do lines 9 to 12 for a difference that has been checked, in an open round."""
         known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
         intended_D = self.intended(delta_D)  # line 9
         known.senders.add(self.number)
@@ -2017,7 +2183,7 @@ class Client:
             if known.dense:
                 values_D = known.require_finite(
                     intended_D, self.number
-                ).clone()  # the message's own
+                ).clone()  # the message shares no memory with the errors
                 none = values_D[:0].clone()
                 self.in_flight = InFlight(known.round, none.long(), none, none, True)
                 return Message.dense_of(values_D, *who)
@@ -2031,16 +2197,17 @@ class Client:
             known.senders.discard(self.number)  # it has sent nothing
             self.forget_overflow()
             raise
-        values_K = message.values.clone()  # whatever becomes of the message
+        values_K = message.values.clone()  # a copy, in case the message is changed
         self.in_flight = InFlight(known.round, positions_K, intended_K, values_K, False)
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9: the difference and what the server has not had, (D,). The errors become this."""
+        """Line 9: return the sum of the difference and the errors, (D,). The errors become this
+        sum."""
         return delta_D if self.errors_D is None else self.errors_D.add_(delta_D)
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
-        """Line 10: positions outside the shared mask, as the scheme's rule chooses them."""
+        """Line 10: return positions outside the shared mask, as the scheme's rule chooses them."""
         known, k = self.known, self.known.own_count
         mask = known.rule.own_mask(
             intended_D, known.shared_D, known.rule.k_local if k is None else k
@@ -2052,12 +2219,13 @@ class Client:
         return own_K
 
     def arrived(self, received: Message | None = None) -> None:
-        """Line 13: the message in flight has arrived, so its values are taken out of the errors.
+        """Line 13: subtract the values of the message in flight from the errors, because it has
+        arrived.
 
         Give `received` if the values arrived in another form than they were sent, for instance
-        rounded by an all-reduce in fewer bits: then those values are taken out. ValueError if
-        nothing is in flight, if `received` has another number of values than the message that was
-        sent, or if only one of the two is dense. The values themselves are not compared.
+        rounded by an all-reduce in fewer bits: then those values are subtracted. Raises ValueError
+        if nothing is in flight, if `received` has another number of values than the message that
+        was sent, or if only one of the two is dense. The values themselves are not compared.
         """
         what = f"client {self.number}: arrived"
         if self.in_flight is None:
@@ -2073,7 +2241,7 @@ class Client:
         if self.errors_D is not None:
             if not dense:
                 left_K = intended_K - values_K
-                self.errors_D.index_copy_(0, positions_K, left_K)  # line 13: what stays
+                self.errors_D.index_copy_(0, positions_K, left_K)  # line 13: keep what was not sent
             elif received is None:
                 self.errors_D.zero_()
             else:
@@ -2081,18 +2249,18 @@ class Client:
         self.in_flight = None
 
     def receive(self, reply: Message, heard: bool = True) -> Tensor:
-        """End the round with the server's message, at a client that has a `Known` of its own.
-        Return the update (D,).
+        """End the round with the server's message and return the update (D,), at a client with a
+        separate `Known`.
 
         `heard` says whether this client's message of this round is in the average. The reply does
-        not say so: a client in another process has to learn it from whatever carries the messages.
-        With True, the client takes what it sent out of its errors. If the server refused the
-        message, or averaged without it, give False: then the errors keep all of it for the next
-        round. The same holds for a client that took no part.
+        not contain this: a client in another process has to learn it from whatever carries the
+        messages. With True, the client subtracts what it sent from its errors. Give False if the
+        server refused the message or averaged without it: then the errors keep all of it for the
+        next round. Give False, too, at a client that did not take part.
 
-        Raises MessageError, with nothing changed, for a message of another round; ValueError if
-        `heard` is True and this client has sent nothing in this round; and NotFiniteError if it
-        turns out only now, on a GPU, that what was sent is not finite.
+        Raises MessageError, with nothing changed, for a message of another round. Raises ValueError
+        if `heard` is True and this client has sent nothing in this round. Raises NotFiniteError if
+        it turns out only now, on a GPU, that values which were sent are not finite.
         """
         known = self.known
         known.check_message(reply, SERVER)
@@ -2108,30 +2276,34 @@ class Client:
         return update_D
 
     def sent_in(self, round: int) -> bool:
-        """Whether a message of this round is in flight."""
+        """Return whether a message of this round is in flight."""
         return self.in_flight is not None and self.in_flight.round == round
 
     def withdraw(self, delta_D: Tensor) -> None:
-        """Take `delta_D` out of the errors again, for a step that is void on all sides.
+        """Subtract `delta_D` from the errors again, for a round that all participants discard.
 
-        Give the vector that `send` was called with. If nothing was taken out of the errors since,
-        they are what they were before `send`, but for rounding. What was in flight is forgotten.
-        The client still counts as one that has sent in this round.
+        Give the vector that `send` was called with. If nothing was subtracted from the errors since
+        then, they return to their values before `send`, except for rounding. The message in flight
+        is forgotten. The client still counts as one that has sent in this round.
         """
         self.in_flight = None
         if self.errors_D is not None:
             self.errors_D.sub_(delta_D.detach())
 
     def forget_overflow(self) -> None:
-        """If errors, or what else is kept, outgrew float32, all of it begins anew; else no later
-        round could be sent."""
+        """Set all kept tensors to 0 if an entry of the errors, or of another kept tensor, is not
+        finite.
+
+        Without this, the client could not send in any later round.
+        """
         kept = [tensor for tensor in self._kept_tensors().values() if tensor is not None]
         if not all(tensor.isfinite().all() for tensor in kept):
             for tensor in kept:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
-        """Multiply errors, and what else is kept, by a factor, because their unit changes."""
+        """Multiply the errors and all other kept tensors by a factor, because their unit
+        changes."""
         for tensor in self._kept_tensors().values():
             if tensor is not None:
                 tensor.mul_(factor)
@@ -2140,14 +2312,17 @@ class Client:
         return {name: getattr(self, name) for name in names_to_keep(self)}
 
     def state_dict(self) -> dict[str, Any]:
-        """By value: errors, and a message that nobody has acknowledged yet."""
+        """Return a copy of the errors and of a message in flight, if there is one."""
         flight = None if self.in_flight is None else self.in_flight._asdict()
         parts = {"number": self.number, "in_flight": flight} | self._kept_tensors()
         return _by_value({"version": STATE_VERSION} | parts)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of another client, for errors of another size, or for a state in
-        which something is missing or of the wrong type."""
+        """Raise ValueError for a state that this client cannot load.
+
+        This is the state of another client, one with errors of another size, or one in which
+        something is missing or has the wrong type.
+        """
         check_state_version("state of Client", state)
         wanted = {
             "version": STATE_VERSION,
@@ -2180,7 +2355,10 @@ class Client:
             raise ValueError(f"state: in_flight: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         for name, tensor in self._kept_tensors().items():
             if tensor is not None:
@@ -2194,8 +2372,11 @@ class Client:
 
 
 class Downlink(Client):
-    """The server as a sender, where it does not send all that it means to: lines 9 to 13 for the
-    update. Its own positions are a mask of its own, or all that came up; its values are quantized.
+    """The server as a sender of compressed updates: lines 9 to 13, applied to the update.
+
+    `Server` has one if the scheme does not send the whole average in 32 bits. The positions beside
+    the shared mask are chosen by `phi_down` or, without it, are all positions that clients sent.
+    Values are quantized if `down_value_bits` is below 32.
     """
 
     def __init__(self, known: Known):
@@ -2203,33 +2384,35 @@ class Downlink(Client):
         super().__init__(known, 0, errors_D)
         self.number = SERVER
         self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
-        # Where clients sent entries outside the shared mask, bool (D,), as `reply_to` was told. It
-        # is the server's own tensor, which is cleared after the round; (0,) before the first.
+        # Where clients sent entries outside the shared mask, bool (D,), as given to `reply_to`.
+        # It is `Server.explored_D`, which is cleared after the round. Before the first: (0,).
         self.explored_D = known.shared_D[:0]
 
     def reply_to(self, update_D: Tensor, explored_D: Tensor) -> Message:
-        """Make the server's message for an update (D,), and take it out of the server's errors at
-        once, since a reply is taken to arrive.
+        """Make the server's message for an update (D,), and subtract its values from the server's
+        errors.
 
-        `explored_D` (D,) bool says where clients sent entries outside the shared mask. Without a
-        `phi_down`, these are the server's own positions. NotFiniteError if errors and update
-        overflow together; then the errors become 0.
+        They are subtracted at once, because a reply is assumed to arrive. `explored_D` (D,) bool
+        says where clients sent entries outside the shared mask. Without `phi_down`, these are the
+        server's own positions. Raises NotFiniteError if the sum of errors and update overflows;
+        then the errors become 0.
         """
         self.explored_D, before_D = explored_D, self.errors_D
         try:
             message = self.message_of(update_D)
         except NotFiniteError:
-            cast(Tensor, before_D).zero_()  # put back or not, what overflowed is forgotten
+            cast(Tensor, before_D).zero_()  # errors that overflow are reset, restored or not
             raise
         self.arrived()
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """In new memory, so that a round that fails can put back the errors from before it."""
+        """Line 9 in new memory, so that the errors from before a failed round can be restored."""
         self.errors_D = cast(Tensor, self.errors_D) + delta_D
         return self.errors_D
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
+        """Return the positions outside the shared mask that the server sends."""
         known, phi_down = self.known, self.known.scheme.phi_down
         if phi_down is None:
             return mask_to_positions(self.explored_D)
@@ -2241,11 +2424,11 @@ class Downlink(Client):
 
 
 class Server:
-    """Alg. 2's server. It adds each message to a sum as it comes.
+    """The server of Alg. 2. It adds each message to a sum as soon as the message arrives.
 
-    `weights` has one number per client: its share of the average. Without it all are equal. Where
-    the scheme compresses the downlink, `downlink` is the server as a sender, with errors of its
-    own; else it is None.
+    `weights` has one number per client: its share of the average. Without it, all clients count
+    equally. If the scheme compresses the downlink, `downlink` is the `Downlink` that sends updates
+    and keeps their errors. Otherwise it is None.
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
@@ -2254,14 +2437,17 @@ class Server:
         self.weights = None if numbers is None else _check_weights(numbers, len(numbers))
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
-        self.heard: list[int] = []  # whose messages are in the sum
+        self.heard: list[int] = []  # clients whose messages are in the sum
         self.senders: set[int] | None = None  # `Known.senders` of the round of these messages
         self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
-        self.average_D: Tensor | None = None  # once it was taken
+        self.average_D: Tensor | None = None  # once `average` has computed it
 
     def add(self, number: int, message: Message) -> None:
-        """Adds client `number`'s message of this round. MessageError, with nothing changed, for one
-        of another client or round, of another size, or for a second one."""
+        """Add client `number`'s message of this round to the sum.
+
+        Raises MessageError, with nothing changed, for a message of another client or round, for one
+        of another size, or for a client's second message in this round.
+        """
         known, weights = self.known, self.weights
         limit = SERVER if weights is None else len(weights)
         if not 0 <= number < limit:
@@ -2271,13 +2457,13 @@ class Server:
             raise MessageError(
                 number, f"add: too late, round {known.round} has been averaged without it"
             )
-        is_first = self.senders is not known.senders  # of its round
+        is_first = self.senders is not known.senders  # the first message of a round
         if number in self.heard and not is_first:
             raise MessageError(
                 number, f"add: a second message in round {known.round}, allowed: one"
             )
         if is_first:
-            self.drop()  # what came in a round that was never finished
+            self.drop()  # messages of a round that was never finished
             self.senders = known.senders
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         weight = 1.0 if weights is None else weights[number]
@@ -2286,9 +2472,11 @@ class Server:
         self.explored_D.index_fill_(0, message.positions, True)
 
     def average(self) -> Tensor:
-        """Line 15: the average of the messages that were added, (D,). Messages that come later in
-        this round are refused. MessageError if there is no message, NotFiniteError if the sum has
-        overflowed."""
+        """Line 15: return the average of the messages that were added, (D,).
+
+        Messages that come later in this round are refused. Raises MessageError if there is no
+        message, and NotFiniteError if the sum has overflowed.
+        """
         known = self.known
         if not self.heard or self.senders is not known.senders or known.status == CLOSED:
             way = "allowed: finish after add, or Known.lose, which gives the round up"
@@ -2302,8 +2490,10 @@ class Server:
         return self.average_D
 
     def reply(self, update_D: Tensor) -> Message:
-        """Line 16: the server's message to all clients, which says the update (D,) or, where the
-        downlink is compressed, a part of it."""
+        """Line 16: make the server's message to all clients.
+
+        It contains the update (D,) or, if the downlink is compressed, a part of it.
+        """
         known = self.known
         if self.downlink is not None:
             return self.downlink.reply_to(update_D, self.explored_D)
@@ -2314,8 +2504,11 @@ class Server:
         return Message(values_K, own_K, SERVER, known.round)  # line 16
 
     def average_and_bits(self) -> tuple[Tensor, int]:
-        """The average, and the length in bits that `reply` would have in code "block" if all of the
-        average was sent. This takes less time than to make the reply. Raises what `finish` does."""
+        """Return the average, and the length in bits of a `reply` in code "block" that contains all
+        of it.
+
+        This takes less time than making the reply. Raises what `finish` raises.
+        """
         known, update_D = self.known, self.average()
         if known.dense:
             known.check_flags()
@@ -2326,12 +2519,12 @@ class Server:
         return update_D, block_code_bits(value_bits, values, explored, known.dimension)
 
     def finish(self) -> tuple[Tensor, Message]:
-        """Return the update that all sides have after the round, (D,), and the server's message
-        that tells it to the clients.
+        """Return the update that the server and all clients apply, (D,), and the message that
+        contains it.
 
-        Where the downlink is compressed, the update is what the message says, not the average. The
-        round ends when you give the update to `Known.observe`. The list `heard` is emptied here, so
-        read it before if you want to know whose messages were averaged.
+        If the downlink is compressed, the update is what the message contains, not the average. The
+        round ends when you give the update to `Known.observe`. This method empties the list
+        `heard`, so read it before if you want to know whose messages were averaged.
 
         Raises what `average` raises. On a GPU it may turn out only now that a client's message is
         not finite: then NotFiniteError is raised and the round is lost; end it with `Known.lose`.
@@ -2348,7 +2541,7 @@ class Server:
         return update_D, reply
 
     def drop(self) -> None:
-        """Forgets what came: the round is over, or failed."""
+        """Forget the messages that were added, because the round is over or has failed."""
         if self.heard:
             self.explored_D.zero_()
         self.heard, self.average_D, self.senders = [], None, None
@@ -2360,12 +2553,13 @@ class Server:
             self.downlink.scale_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """By value: the errors of a compressed downlink, not the messages of an open round."""
+        """Return a copy of the errors of a compressed downlink. Messages of an open round are not
+        included."""
         down = None if self.downlink is None else self.downlink.state_dict()
         return {"version": STATE_VERSION, "downlink": down}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that is not whole, or of another scheme."""
+        """Raise ValueError for a state of another scheme, or one in which something is missing."""
         check_state_version("state of Server", state)
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
@@ -2377,7 +2571,10 @@ class Server:
             self.downlink.check_state(state["downlink"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state; messages of an open round are dropped.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         if self.downlink is not None:
             self.downlink.load_state_dict(state["downlink"])
@@ -2388,15 +2585,16 @@ class Server:
 
 
 class Link:
-    """How messages travel between a server and its clients in a `Compressor`.
+    """How messages travel between the server and the clients of a `Compressor`.
 
-    Without a `channel`, messages arrive as they were sent, and their exact sizes are counted. With
-    one, every message becomes bytes and is decoded before it is used. `channel(sender, data)`
-    returns the bytes that arrive: the same with `unchanged`, or those of a transport or an attack.
+    Without a `channel`, messages arrive exactly as they were sent, and their exact sizes are
+    counted. With one, every message becomes bytes and is decoded before it is used.
+    `channel(sender, data)` returns the bytes that arrive: the same bytes with `unchanged`, or those
+    of a transport or an attack.
 
     A client's message that cannot be accepted raises MessageError. With `on_bad` "skip" it is left
-    out instead: the average is that of the others, and the client's errors keep all that it meant
-    to send. (A scheme without errors loses it.)
+    out instead: the average is that of the others, and the client's errors keep everything that it
+    meant to send. (In a scheme without errors, it is lost.)
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2408,7 +2606,10 @@ class Link:
         self.channel, self.on_bad = channel, on_bad
 
     def to_server(self, known: Known, n: int, message: Message) -> tuple[Message | None, int]:
-        """Client n's message as the server has it (None: refused), and the bits of its code."""
+        """Return client n's message as the server receives it, and the length of its code in bits.
+
+        With `on_bad` "skip", a message that is refused is returned as None, with a length of 0.
+        """
         if self.channel is not None:
             data = self.channel(n, known.to_bytes(message))
             try:
@@ -2420,10 +2621,11 @@ class Link:
         return message, message_bits(message, known.wire_up)
 
     def to_clients(self, server: Server) -> tuple[Tensor, int]:
-        """The update that all clients have, (D,), and the length of the server's message in bits.
+        """Return the update that all clients receive, (D,), and the length of the server's message
+        in bits.
 
-        Where nobody reads the message, and its length follows from the number of entries that
-        clients explored, it is not made.
+        The message itself is not made if nobody reads it and its length follows from the number of
+        entries that clients sent outside the shared mask.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
@@ -2437,12 +2639,13 @@ class Link:
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
-    """A channel that brings messages as they were sent: `Link(unchanged)`."""
+    """Return the data unchanged: a channel without errors, for `Link(unchanged)`."""
     return data
 
 
 def bytes_of(bits: int) -> int:
-    """The length in bytes of a message with so many bits of code, with the overhead."""
+    """Return the length in bytes of a message whose code has this many bits, including the
+    overhead."""
     return OVERHEAD_BYTES + -(-bits // 8)
 
 
@@ -2450,13 +2653,15 @@ def bytes_of(bits: int) -> int:
 
 
 class Traffic(NamedTuple):
-    """What was sent in a round. `bits_up` is the average length of a client's message and
-    `bits_down` the length of the server's, in bits of code. `bytes_up`, of all clients together,
-    and `bytes_down` include the overhead. `heard` are the clients whose messages were averaged, and
-    `refused` those whose messages were not accepted.
+    """What was sent in one round.
 
-    The round of a centralized scheme (Baseline) is counted in the same way, as one dense message
-    each way, although there is nobody to send it to. `bit_budget` is nan there.
+    `bits_up` is the average length of a client's message and `bits_down` the length of the server's
+    message, both in bits of code. `bytes_up`, the sum over all clients, and `bytes_down` include
+    the overhead. `heard` are the clients whose messages were averaged, and `refused` those whose
+    messages were not accepted.
+
+    The round of a centralized scheme (Baseline) is counted in the same way, as one dense message in
+    each direction, although there is nobody to send it to. `bit_budget` is nan there.
     """
 
     bits_up: int = 0
@@ -2468,14 +2673,18 @@ class Traffic(NamedTuple):
 
 
 class Compressor:
-    """N clients and a server, which share one `Known`: Alg. 2's compression as one `step`.
+    """N clients and a server that share one `Known`: the compression of Alg. 2 in one method,
+    `step`.
 
-    `clients` is N, and `link` says how messages travel. The other arguments are those of `Known`
+    `clients` is N, and `link` decides how messages travel. The other arguments are those of `Known`
     and `Server`.
+
     `errors_ND` (N, D) float32 is what the server has not received yet, in the unit of the vectors
-    that `step` is given; (0, D) without errors.
-    `traffic` is that of the last round. ValueError for a scheme that needs more than compression:
-    global momentum, and errors in units of gradients, take a `Federation`.
+    that `step` is given. Its shape is (0, D) if the scheme keeps no errors. `traffic` describes the
+    last round.
+
+    Raises ValueError for a scheme that needs more than compression: for global momentum, and for
+    errors in units of gradients, use a `Federation`.
     """
 
     def __init__(
@@ -2491,7 +2700,8 @@ class Compressor:
         self.known = Known(self.scheme, layer_sizes, seed, device, order)
         self.client_count, self.link = clients, link or Link()
         rows = clients if self.scheme.keeps_errors else 0
-        lazy_ND = np.zeros((rows, self.known.dimension), np.float32)  # memory where it is written
+        # numpy's zeros use no memory until they are written to
+        lazy_ND = np.zeros((rows, self.known.dimension), np.float32)
         self.errors_ND = torch.from_numpy(lazy_ND).to(device)
         errors = list(self.errors_ND) if rows else [None] * clients
         client_type = self.rule.client_type or Client
@@ -2500,17 +2710,18 @@ class Compressor:
         self.clients = dict(enumerate(made))
         self.server = server_type(self.known, _check_weights(weights, clients))
         self.traffic = Traffic()
-        self._is_whole = True  # False in a round, and after one whose end was interrupted
+        self._is_whole = True  # False during a round, and after one whose end was interrupted
 
     def step(
         self, deltas_ND: Tensor, dense: bool = False, clients: Iterable[int] | None = None
     ) -> Tensor:
-        """One round: (N, D) model differences in, their (D,) average out. These are lines 9 to 13,
-        15 and 16 of Alg. 2, and line 5 of the next round.
+        """Do one round: take the clients' model differences (N, D) and return their compressed
+        average (D,).
 
-        With `dense`, as in a warm-up, every entry is sent and nothing is quantized. A scheme that
-        takes its mask from an update makes its first round dense in any case. `clients` says who
-        takes part; the others keep their errors. `deltas_ND` stays as it is.
+        These are lines 9 to 13, 15 and 16 of Alg. 2, and line 5 of the next round. With `dense`, as
+        in a warm-up, every entry is sent and nothing is quantized. A scheme that takes its mask
+        from an update makes its first round dense unless its `dense_warmup` is False. `clients`
+        lists who takes part; the others keep their errors. `deltas_ND` is not changed.
 
         Raises NotFiniteError or ValueError, with nothing changed, for deltas or clients that cannot
         be used. On a GPU it turns out only at the end of the round that a delta is not finite: then
@@ -2522,7 +2733,7 @@ class Compressor:
             raise ValueError(f"deltas_ND: got shape {tuple(deltas_ND.shape)}, allowed: {expected}")
         chosen = self.check_clients(clients)
         deltas = dict[int, Tensor]()
-        for n in chosen:  # before any is changed
+        for n in chosen:  # check all differences before anything is changed
             deltas[n] = self.clients[n].check_difference(deltas_ND[n])
         return self._round(deltas.__getitem__, chosen, dense)
 
@@ -2530,13 +2741,16 @@ class Compressor:
         self, difference: Callable[[int], Tensor], chosen: list[int], dense: bool = False,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """`step` with differences that are made one by one: `difference(n)` is client n's, (D,).
+        """Do one round like `step`, but call `difference(n)` for each client's difference (D,) when
+        it is needed.
+
         For `theta_D` and `mask_factor` see `Known.begin`.
 
-        Whatever is raised on the way, nobody was heard in that round: errors hold what was meant to
-        be sent, the mask is as before, and the next round has the next number. Schemes without
-        errors lose what was sent, as they lose any message. If the very end of a round, when errors
-        are updated, is interrupted, every later call raises until a state is loaded.
+        If anything is raised during the round, no message counts as received: errors hold what was
+        meant to be sent, the mask is the same as before, and the next round has the next number.
+        Schemes without errors lose what was sent, as they lose any message. If the very end of a
+        round, when errors are updated, is interrupted, every later call raises until a state is
+        loaded.
         """
         self._check_usable(begins=True)
         checked = lambda n: self.clients[n].check_difference(difference(n))  # noqa: E731
@@ -2546,20 +2760,22 @@ class Compressor:
         self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """A round in which `checked(n)` is client n's difference: lines 9 to 13, 15 and 16, and
-        line 5 of the next round."""
+        """Do a round in which `checked(n)` is client n's difference, already checked.
+
+        These are lines 9 to 13, 15 and 16, and line 5 of the next round.
+        """
         known, server, t = self.known, self.server, self.known.round
         refused, bits_up, bytes_up = list[int](), 0, 0
         asked: int | None = None  # the client whose message is being made
-        # What a round that fails puts back. Attributes are kept here without copies of their
-        # tensors, since a rule and the downlink replace theirs and change none in place. Of the
+        # These attributes are restored if the round fails. Their tensors need no copies, since
+        # the rule and the downlink replace their tensors and never change them in place. Of the
         # server's tensors, `sum_D` is a new one in each round. `explored_D` does change in place,
-        # but `drop` clears it, as it was at the beginning of the round.
+        # but `drop` clears it, and it is clear at the beginning of a round.
         before = list[tuple[Any, dict[str, Any]]]()
         for part in (known.rule, server, server.downlink):
             if part is not None:
                 before.append((part, vars(part).copy()))
-        is_closing = False  # then too much has changed to put it back
+        is_closing = False  # True once clients' errors change, which cannot be undone
         try:
             self._is_whole = False
             known.begin(dense, theta_D, mask_factor)
@@ -2573,7 +2789,7 @@ class Compressor:
                     continue
                 server.add(n, message)
                 bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
-                del message  # of a dense round it is as large as the model
+                del message  # a dense message is as large as the model
             asked, heard = None, tuple(server.heard)
             update_D, bits_down = self.link.to_clients(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
@@ -2597,12 +2813,13 @@ class Compressor:
         self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
         error: BaseException,
     ) -> None:  # fmt: skip
-        """Undo round t, which `error` has ended before any client was told that it was heard.
+        """Undo round t, which failed with `error` before any message was acknowledged.
 
-        The rule, the server and its downlink get their attributes from `before`, and the round
-        counts as lost. Clients' errors are not put back: they hold all that the clients meant to
-        send, except that errors which have overflowed become 0. A note on the error says which
-        round it was and, unless the error says it itself, for which client (`asked`).
+        `before` has the attributes of the rule, the server and its downlink, which are restored.
+        The round counts as lost. Clients' errors are not restored: they hold everything that the
+        clients meant to send, except that errors which have overflowed become 0. A note is added to
+        the error, which names the round and, unless the error does so already, the client whose
+        message was being made (`asked`).
         """
         is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
         who = "" if is_named else f"client {asked}, "
@@ -2620,8 +2837,10 @@ class Compressor:
         self._is_whole = True
 
     def _check_usable(self, begins: bool = False) -> None:
-        """ValueError inside a round or after one whose end was interrupted and, where a round
-        `begins`, while one is open in `known`."""
+        """Raise ValueError inside a round, or after one whose end was interrupted.
+
+        With `begins`, because a new round is to begin, also raise it if a round is open in `known`.
+        """
         if not self._is_whole:
             got = "a round is under way, or its end was interrupted"
             raise ValueError(f"Compressor: {got}; {_WAY_ON}")
@@ -2631,11 +2850,14 @@ class Compressor:
             raise ValueError(f"Compressor: {got}, allowed: {way}")
 
     def check_clients(self, chosen: Iterable[int] | None) -> list[int]:
-        """Who takes part; None: all. ValueError unless they are whole numbers, each once."""
+        """Return the list of clients that take part; None means all clients.
+
+        Raises ValueError unless these are whole numbers of existing clients, each given once.
+        """
         if chosen is None:
             return list(range(self.client_count))
         numbers = list(map(_number, chosen))
-        whole = set(map(type, numbers)) == {int}  # no bool; and none where there is no client
+        whole = set(map(type, numbers)) == {int}  # not bool; and False for an empty list
         if not whole or len({*numbers} & {*range(self.client_count)}) < len(numbers):
             allowed = f"one or more of 0 to {self.client_count - 1}, each once"
             raise ValueError(f"clients: got {shorten(numbers)}, allowed: {allowed}")
@@ -2648,7 +2870,8 @@ class Compressor:
     bytes_down = property(lambda self: self.traffic.bytes_down)
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
-        """Before the first round: errors live in this tensor (N, D), which holds zeros."""
+        """Use the memory of this tensor (N, D), which holds zeros, for the errors. Call it before
+        the first round."""
         check_same_state("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
         for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
@@ -2665,14 +2888,15 @@ class Compressor:
         self._is_whole = True
 
     def state_dict(self) -> dict[str, Any]:
-        """By value, all that a resumed run needs: what is known, errors, the server's errors."""
+        """Return a copy of everything that a resumed run needs, the clients' and the server's
+        errors included."""
         self._check_usable()
         clients = [client.state_dict() for client in self.clients.values()]
         parts = {"known": self.known.state_dict(), "clients": clients}
         return {"version": STATE_VERSION} | parts | {"server": self.server.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of another scheme, seed or model, or one that is not whole."""
+        """Raise ValueError for the state of another scheme, seed or model, or an incomplete one."""
         check_state_version("state of Compressor", state)
         wanted = dict.fromkeys(("version", "known", "clients", "server"))
         check_same_state("state of Compressor", dict.fromkeys(state), wanted)
@@ -2685,7 +2909,10 @@ class Compressor:
         self.server.check_state(state["server"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, with nothing changed, for what `check_state` refuses."""
+        """Load a copy of a state.
+
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses.
+        """
         self.check_state(state)
         self._is_whole = False
         self.known.load_state_dict(state["known"])
@@ -2695,7 +2922,8 @@ class Compressor:
         self._is_whole = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
+        """Restore the object after pickling or a deep copy, where each tensor received separate
+        memory."""
         self.__dict__ |= state
         self.keep_errors_in(self.errors_ND)
 
@@ -2715,64 +2943,68 @@ def _check_weights(weights: Iterable[float] | None, clients: int) -> list[float]
 
 
 # ══ 7. The federation: local training, FedAvg, global momentum (Alg. 1, 3) ════════════════════════
-#    `Federation` is the training, round by round; `LocalTrainer` is a client's part of a round.
-#    Clients take turns on one module: a difference is made, compressed, sent and forgotten. The
-#    module stays its owner's: what a round changes in it but for parameters, it puts back.
+#    `Federation` does the training, round by round; `LocalTrainer` does a client's part of a round.
+#    Clients take turns on one module: a client's difference is computed, compressed, sent and then
+#    discarded. A round changes the module's parameters and the norms' running statistics. Modes and
+#    gradients are restored at its end.
 
 
 class Phase(NamedTuple):
-    """What a schedule says of a round: the learning rate, whether the round is dense, and a factor
-    by which all K are larger. A schedule is a function from the round's number, counted from 0, to
-    a Phase or a learning rate."""
+    """What a schedule returns for a round: the learning rate, whether the round is dense, and the
+    factor by which all K are larger than usual.
+
+    A schedule is a function from the round's number, counted from 0, to a Phase or a learning rate.
+    """
 
     eta: float
     dense: bool = False
-    mask_factor: int = 1  # looked at only where the scheme has `warmup_masks`
+    mask_factor: int = 1  # used only if the scheme's `warmup_masks` is not 1
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean loss of a batch of inputs and class labels."""
+    """Return the mean cross-entropy loss of a batch of inputs and class labels, a scalar tensor."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs).float(), labels)
 
 
 class Federation:
     """Train a model with N clients and a server: Alg. 1 with the compression of Alg. 2, or Alg. 3
-    where the scheme has global momentum. Call `round` once per round.
+    if the scheme has global momentum. Call `round` once per round.
 
     Arguments
 
-    - `model`: any module with float32 parameters. It stays its owner's. Its parameters are ordinary
-      tensors, which hold theta after every round; modes (train or eval) and gradients are put back
-      as they were. If its owner loads other weights or running statistics into it between two
-      rounds, training goes on from these. A module that trains other parameters than at the start
-      is refused, with the parameter's name: make a new Federation of it. Whatever else a forward
-      pass changes, such as a teacher or spectral norm's vectors, clients change in turn. It is not
-      put back after a failed round either.
+    - `model`: any module with float32 parameters. Its parameters hold theta after every round, and
+      remain ordinary tensors. Its modes (train or eval) and gradients are restored after every
+      round. If you load other weights or running statistics into it between two rounds, training
+      continues from these. If you change which parameters are trained, the next round raises an
+      error that names the parameter: make a new Federation of the module. Anything else that a
+      forward pass changes, such as a teacher model or the vectors of spectral norm, is shared by
+      the clients, which change it in turn. It is not restored after a failed round either.
     - `feed`: a list with one iterable of batches per client, on the model's device, or an object
       like `Feed`.
     - `scheme`: a `Scheme` or its name.
     - `schedule`: the learning rate of the local steps, or a function from a round's number to its
       rate or `Phase`. None leaves the rate to `local_optimizer`.
-    - `loss`: `loss(model, batch)` is a scalar tensor. The default is cross-entropy.
+    - `loss`: `loss(model, batch)` returns a scalar tensor. The default is cross-entropy.
     - `weight_decay`: this number times the parameters is added to every gradient of plain SGD. It
-      cannot be combined with `local_optimizer`, which has its own.
+      cannot be combined with `local_optimizer`, which does its own weight decay.
     - `local_optimizer`: a function from parameters to an optimizer, for local steps other than
-      plain SGD. Each client gets one of its own. With a schedule, its rate is the schedule's.
-      Beside a schedule, an optimizer is refused if it was given another rate than the schedule
-      begins with, or several rates.
+      plain SGD. It is called once for each client. With a schedule, the schedule sets the
+      optimizer's learning rate. Then an optimizer is refused if it was given another rate than the
+      one with which the schedule begins, or several rates.
     - `server_optimizer`: such a function for the server's step. The optimizer sees minus the
       average update as the gradient.
-    - `weights`: the clients' shares of the average, of running statistics too; equal if not given.
+    - `weights`: the clients' shares of the average, also of the average of running statistics.
+      Without it, all are equal.
     - `link`: how messages travel (see `Link`).
-    - `seed`: for rand-K's masks and for what clients draw in torch.
-    - `trainer`: makes the `LocalTrainer` from its arguments. A class derived from it can run the
-      same local steps in another way.
+    - `seed`: for rand-K's masks and for the random numbers that clients draw in torch.
+    - `trainer`: a function that makes the `LocalTrainer` from its arguments. A class derived from
+      `LocalTrainer` can run the same local steps in another way.
 
-    All parameters that are trained are averaged, also those of a head or of a norm. A head that is
-    to stay a client's own has to stand outside the module that is given here, and `loss` applies it
-    (notebook 15 shows how). The weights of a batch norm inside the module cannot be a client's own.
-    Only its running statistics are, until the model is evaluated.
+    All parameters that are trained are averaged, including those of a head or of a norm. If each
+    client is to have a separate head, keep it outside the module that is given here, and let `loss`
+    apply it (notebook 15 shows how). The weights of a batch norm inside the module are always
+    averaged. Only its running statistics differ between clients, until the model is evaluated.
 
     Attributes
 
@@ -2784,12 +3016,12 @@ class Federation:
       momentum, of gradients.
     - `active`: the clients whose messages were averaged in the last round.
     - `t`: the number of rounds begun.
-    - `losses_N`: each client's sum of losses over local steps, those of failed rounds too, until
-      its owner sets it to zero with `losses_N.zero_()`. It is not saved.
-    - `on_delta`: if you set it, `on_delta(n, delta_D)` sees every difference before it is
-      compressed. The next difference takes its memory.
+    - `losses_N`: each client's sum of losses over local steps, including those of failed rounds,
+      since you last called `losses_N.zero_()`. It is not saved.
+    - `on_delta`: if you set it, `on_delta(n, delta_D)` is called with every difference before it is
+      compressed. The next difference overwrites `delta_D`.
 
-    ValueError for a model, a feed or a combination of arguments that cannot be used.
+    Raises ValueError for a model, a feed or a combination of arguments that cannot be used.
     """
 
     def __init__(
@@ -2826,10 +3058,10 @@ class Federation:
         self.momentum_D = torch.zeros_like(self.theta_D) if self.scheme.momentum else None
         self.on_delta: Callable[[int, Tensor], None] | None = None
         self.active, self.t = list(range(self.clients)), 0
-        self.is_whole = True  # False: a round's closing part was interrupted
-        self._is_shown = False  # inside `evaluated`
+        self.is_whole = True  # False if the last part of a round was interrupted
+        self._is_shown = False  # True inside `evaluated`
         own_D = self.theta_D.clone() if server_optimizer else self.theta_D[:0]
-        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer steps
+        self.server_theta = nn.Parameter(own_D)  # what a server_optimizer updates
         self.server_optimizer: torch.optim.Optimizer | None = None
         if server_optimizer is not None:
             self.server_optimizer = server_optimizer([self.server_theta])
@@ -2839,7 +3071,7 @@ class Federation:
                 got = f"got {weight_decay}, and the server_optimizer has {decays[0]}"
                 raise ValueError(f"weight_decay: {got}, allowed: one of the two")
 
-    # What the trainer has, and a federation shows.
+    # Attributes of the trainer.
     model = property(lambda self: self.trainer.model)
     flat = property(lambda self: self.trainer.flat)
     theta_D = property(lambda self: self.trainer.theta_D)
@@ -2847,21 +3079,26 @@ class Federation:
     losses_N = property(lambda self: self.trainer.losses_N)
 
     def round(self, clients: Iterable[int] | None = None) -> Tensor:
-        """One round with all clients, or with these: the update_D (D,) that the server sent to all.
+        """Do one round with all clients, or with these, and return the update_D (D,) that the
+        server sent.
 
-        A round that fails (a gradient is NaN, a feed ends, Ctrl-C): nobody was heard in it. So
-        `t` and the feed go on; theta, momentum, statistics and masks stay; errors keep the
-        differences of those who had sent. What is raised names client and round. The optimizer of a
-        client whose difference was not finite begins anew. Only what is raised after the exchange,
-        while theta moves (by Ctrl-C, or by a `server_optimizer`), comes too late for all that: the
-        federation then refuses every call until a state is loaded.
+        A round can fail, for instance if a gradient is NaN, a feed ends or the user presses Ctrl-C.
+        Then no client's message counts: theta, momentum, running statistics and masks stay the
+        same, and errors keep the differences of the clients that had sent. Only `t` and the feed
+        have advanced. The exception names the client and the round. If a client's difference was
+        not finite, its local optimizer is replaced by a new one.
+
+        An exception after the exchange, while theta is updated (by Ctrl-C or in a
+        `server_optimizer`), cannot be undone in this way. Then every later call raises until a
+        state is loaded.
         """
         chosen = self.compressor.check_clients(clients)
         self._check_usable("round")
         self.trainer.read_module()
         phase, t = self.schedule(self.t), self.t
         if self.scheme.error_unit == "gradient" and phase.eta and self.momentum_D is None:
-            # with momentum all differences are gradients; a rate of 0 has no unit
+            # Errors are stored as model differences at the last rate that was not 0, and are now
+            # converted to this rate. With momentum this is not needed: clients send gradients.
             rates = (self.schedule(before).eta for before in range(t - 1, -1, -1))
             before = next((eta for eta in rates if eta), 0.0)
             self.compressor.scale_errors_(phase.eta / before if before else 1.0)
@@ -2877,8 +3114,9 @@ class Federation:
                 self.trainer.left_S = average_S
         except BaseException as error:
             if isinstance(error, NotFiniteError):
-                self.trainer.optimizers.pop(error.client, None)  # its moments are not finite either
-            if "more than 1 value per channel" in str(error):  # torch's words, of a batch norm
+                # the moments of this client's optimizer are not finite either
+                self.trainer.optimizers.pop(error.client, None)
+            if "more than 1 value per channel" in str(error):  # torch's message for a batch norm
                 error.add_note(
                     "a batch of one sample: DataLoader(drop_last=True) leaves out such a rest"
                 )
@@ -2889,9 +3127,13 @@ class Federation:
         return update_D
 
     def schedule(self, t: int) -> Phase:
-        """Round t's phase. ValueError for a rate that is none."""
+        """Return round t's phase. Without a schedule, its learning rate is NaN.
+
+        Raises ValueError if the schedule gives anything but a finite learning rate >= 0, or a Phase
+        with one.
+        """
         if self._schedule is None:
-            return Phase(math.nan)  # the optimizer's own
+            return Phase(math.nan)  # the optimizer keeps its rate
         found = self._schedule(t) if callable(self._schedule) else self._schedule
         phase = found if isinstance(found, Phase) else Phase(found)
         eta = _number(phase.eta)
@@ -2903,10 +3145,9 @@ class Federation:
         self, chosen: list[int], t: int | Tensor, eta: float | Tensor, dense: bool = False,
         mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """The part of a round in which these clients train, send and receive: update_D (D,).
+        """Let these clients train, send and receive in round t; return the update_D (D,).
 
-        The module has to be lent (`LocalTrainer.lend_module`). In a CUDA graph, t and eta are
-        tensors.
+        This has to run inside `LocalTrainer.lend_module`. In a CUDA graph, t and eta are tensors.
         """
 
         def difference(n: int) -> Tensor:
@@ -2920,7 +3161,8 @@ class Federation:
         return self.compressor.round(difference, chosen, dense, self.trainer.theta_D, mask_factor)
 
     def move(self, update_D: Tensor, eta: float | Tensor) -> None:
-        """The step that ends a round, of theta and of the module."""
+        """Update theta and the module's parameters with the average update (D,), at the end of a
+        round."""
         theta_D = self.trainer.theta_D
         if self.server_optimizer is not None:
             self.server_theta.data.copy_(theta_D)
@@ -2935,8 +3177,7 @@ class Federation:
         self.trainer.put_theta()
 
     def _check_usable(self, what: str, shown: bool = False) -> None:
-        """ValueError after an interrupted round and, but for what may be `shown`, inside of
-        `evaluated`."""
+        """Raise ValueError after an interrupted round or, unless `shown`, inside of `evaluated`."""
         if not self.is_whole:
             got = f"{what}: round {self.t - 1} was interrupted while theta moved, and is half done"
             raise ValueError(
@@ -2949,11 +3190,14 @@ class Federation:
 
     @contextlib.contextmanager
     def evaluated(self, statistics_S: Tensor | None = None) -> Iterator[nn.Module]:
-        """The module in eval mode, as it is after the last round: `with fed.evaluated() as model`.
+        """Provide the module in eval mode, with the parameters after the last round.
 
-        Norms have the averaged statistics of the clients of that round, or these (S,); modes and
-        statistics are put back. (A process with some of the clients has only their statistics.)
-        Inside, `round` and `load_state_dict` raise ValueError.
+        Use it as `with fed.evaluated() as model`.
+
+        Inside, the norms have the averaged statistics of the clients of that round, or
+        `statistics_S` (S,). Afterwards modes and statistics are restored. (A process that runs only
+        some of the clients knows only the statistics of these.) Inside, `round` and
+        `load_state_dict` raise ValueError.
         """
         self._check_usable("evaluated", shown=True)
         modules = list(self.model.modules())
@@ -2971,18 +3215,23 @@ class Federation:
             _set_modes(modules, modes)
 
     def averaged_state_dict(self) -> dict[str, Any]:
-        """What one saves: the module's state, by value, norms with averaged statistics."""
+        """Return a copy of the module's state, in which norms have averaged statistics: the state
+        to save for later use of the model."""
         with self.evaluated() as model:
             return {key: _by_value(value) for key, value in model.state_dict().items()}
 
-    # What a resumed run needs.
+    # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """By value, all that a resumed run needs, the feed's place and optimizers too, and what
-        the owner has changed in the module since the last round. Not in it: what a module's own
-        `state_dict` leaves out (buffers that are not persistent), and its `get_extra_state`."""
+        """Return a copy of everything that a resumed run needs.
+
+        This includes the position in the feed, the optimizers, and what you have changed in the
+        module since the last round. It does not include buffers that are not persistent, nor the
+        module's `get_extra_state`.
+        """
         self._check_usable("state_dict", shown=True)
-        self.trainer.read_module(statistics=not self._is_shown)  # inside `evaluated`, others
+        # inside `evaluated`, the module has averaged statistics, which must not be read
+        self.trainer.read_module(statistics=not self._is_shown)
         server = self.server_optimizer
         state = self._tensors() | {
             "version": STATE_VERSION,
@@ -2996,7 +3245,7 @@ class Federation:
         return _by_value(state) | {"compressor": self.compressor.state_dict()}
 
     def _tensors(self) -> dict[str, Any]:
-        """Those of a state that have a fixed shape; loading copies into them."""
+        """Return the parts of a state that have a fixed shape. Loading a state copies into them."""
         return {
             "theta_D": self.theta_D,
             "momentum_D": self.momentum_D,
@@ -3006,8 +3255,10 @@ class Federation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken, the module too. ValueError, with nothing changed, for
-        that of another scheme, seed or model."""
+        """Load a state into this object and the module, and continue where it was saved.
+
+        Raises ValueError, with nothing changed, for a state of another scheme, seed or model.
+        """
         if self._is_shown:
             raise ValueError(
                 "load_state_dict: got called inside `evaluated`, allowed: after its block"
@@ -3017,13 +3268,14 @@ class Federation:
         pairs = [(optimizer, state["optimizers"][n]) for n, optimizer in made.items()]
         if self.server_optimizer is not None:
             pairs.append((self.server_optimizer, state["server_optimizer"]))
-        with contextlib.ExitStack() as undo:  # a feed or an optimizer of your own may still refuse
+        with contextlib.ExitStack() as undo:  # a user's feed or optimizer may still raise
             if state["feed"] is not None and hasattr(self.feed, "load_state_dict"):
                 undo.callback(self.feed.load_state_dict, self.feed.state_dict())
                 self.feed.load_state_dict(state["feed"])
             for optimizer, saved in pairs:
                 undo.callback(optimizer.load_state_dict, optimizer.state_dict())
-                optimizer.load_state_dict(_by_value(saved["state"]))  # else it shares tensors
+                # without a copy, the optimizer would share tensors with the state
+                optimizer.load_state_dict(_by_value(saved["state"]))
             self.compressor.load_state_dict(state["compressor"])
             undo.pop_all()
         self.is_whole = False  # until all below is done
@@ -3037,13 +3289,16 @@ class Federation:
         self.is_whole = True
 
     def _check_state(self, state: dict[str, Any]) -> dict[int, torch.optim.Optimizer]:
-        """ValueError, with nothing changed, for a state that does not fit here. The optimizers that
-        are to load the clients' states, new where a client has none yet."""
+        """Return the optimizers into which a state's clients' optimizers are to be loaded.
+
+        An optimizer is made for each client that has none yet. Raises ValueError, with nothing
+        changed, for a state that cannot be loaded here.
+        """
         check_state_version("state", state)
         tensors = self._tensors()
         others = ("version", "scheme", "t", "active", "feed", "optimizers", "server_optimizer")
         keys = (*others, *tensors, "compressor")
-        check_same_state("state", state, {key: state.get(key) for key in keys})  # all, no others
+        check_same_state("state", state, {key: state.get(key) for key in keys})  # the same keys
         check_same_scheme("state: scheme", state["scheme"], self.scheme)
         for key, like in tensors.items():
             check_same_state(f"state: {key}", state[key], like)
@@ -3076,16 +3331,16 @@ class Federation:
 
 
 class LocalTrainer:
-    """How each client gets from theta to its model difference (Alg. 1, lines 3 to 6).
+    """Compute each client's model difference from theta (Alg. 1, lines 3 to 6).
 
-    Clients take turns on the module, which is lent for a round. All of them start from `theta_D`
-    (D,). Each client has its own row of the norms' running statistics, `statistics_NS`, its own sum
-    of losses in `losses_N`, and its own optimizer where `local_optimizer` makes one. The arguments
-    are those of `Federation`. A class derived from this one may train several clients at the same
-    time: `begin` tells it which clients come next.
+    Clients take turns on the module, which is used for training during a round and restored after
+    it. All of them start from `theta_D` (D,). Each client has a row of the norms' running
+    statistics in `statistics_NS`, a sum of losses in `losses_N` and, with `local_optimizer`, an
+    optimizer. The arguments are those of `Federation`. A class derived from this one may train
+    several clients at the same time: `begin` tells it which clients come next.
     """
 
-    first_eta: float | None = None  # with which a schedule begins that sets the optimizers' rate
+    first_eta: float | None = None  # the first rate of a schedule that sets optimizers' rates
 
     def __init__(
         self, model: nn.Module, feed: Any, scheme: Scheme, *,
@@ -3097,46 +3352,57 @@ class LocalTrainer:
         self.local_optimizer, self.seed = local_optimizer, seed
         self.optimizers: dict[int, torch.optim.Optimizer] = {}  # by client, from its first round on
         modes = [m.training for m in model.modules()]
-        self._modes = modes if model.training else [True] * len(modes)  # its parts' in training
+        self._modes = modes if model.training else [True] * len(modes)  # of submodules in training
         self.use(model)
         self.theta_D = torch.empty_like(self.gradient_D)
-        self.left_S = self.flat.statistics()  # those that the module has between two rounds
+        self.left_S = self.flat.statistics()  # the module's statistics between two rounds
         self.statistics_NS = self.left_S.repeat(feed.clients, 1)
         self.losses_N = torch.zeros(feed.clients, dtype=torch.float32, device=self.flat.device)
         self.make_views()
         self.flat.read_(self.theta_views)
 
     def use(self, model: nn.Module) -> None:
-        """From here on clients train on this module, with memory of its own for their gradients.
-        Then `make_views` is to be called."""
+        """Train on this module from now on, and allocate memory for gradients. Call `make_views`
+        afterwards."""
         self.model, self.flat = model, FlatView(model)
         moves = self.scheme.local_steps > 1 or self.local_optimizer is not None
         kind: Any = {"dtype": torch.float32, "device": self.flat.device}
-        self.gradient_D = torch.zeros(self.flat.dimension, **kind)  # a client's, summed
+        self.gradient_D = torch.zeros(self.flat.dimension, **kind)  # sum of a client's gradients
         self.local_D = torch.empty(self.flat.dimension if moves else 0, **kind)  # its parameters
 
     def make_views(self) -> None:
-        """The flat vectors in the parameters' shapes, and each client's statistics."""
+        """Make views of the flat vectors in the parameters' shapes, and of each client's
+        statistics."""
         self.theta_views: list[Tensor] = self.flat.views(self.theta_D)
         self.gradient_views = self.flat.views(self.gradient_D)
         self.local_views = self.flat.views(self.local_D) if len(self.local_D) else []
         self.statistics_views = [row.split(self.flat.norm_sizes) for row in self.statistics_NS]
 
     def begin(self, chosen: list[int], t: int | Tensor, eta: float | Tensor) -> None:
-        """These clients' differences of round t will be asked for, in this order. Here each is made
-        when it is asked for."""
+        """Prepare for round t, in which `difference` will be called for these clients, in this
+        order.
+
+        Here nothing is done, since each difference is computed when it is asked for.
+        """
 
     def difference(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Client n's model difference in round t (Eq. 3), (D,), valid until the next client's.
-        With global momentum, its summed gradients."""
+        """Return client n's model difference in round t (Eq. 3), (D,) or, with global momentum, the
+        sum of its gradients.
+
+        The next call overwrites it.
+        """
         if self.local_optimizer is not None:
             return self._train_with_optimizer(n, t, eta)
         gradient_D = self.local_training(n, t, eta)
         return gradient_D if self.scheme.momentum else gradient_D.mul_(-eta)
 
     def local_training(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """Alg. 1, l. 3 to 6: H steps of client n from theta; its summed gradients (D,), each with
-        its decay. Plain SGD is always at theta minus eta times the sum so far: no more is kept."""
+        """Do client n's H local steps from theta (Alg. 1, lines 3 to 6); return the sum of its
+        gradients, (D,).
+
+        Each gradient includes weight decay. Only this sum is stored: with plain SGD the client's
+        parameters are always theta minus eta times the sum so far.
+        """
         steps, decay = self.scheme.local_steps, self.weight_decay
         gradient_D = torch.mul(self.theta_D, decay, out=self.gradient_D)
         try:
@@ -3152,7 +3418,8 @@ class LocalTrainer:
         return gradient_D
 
     def _train_with_optimizer(self, n: int, t: int | Tensor, eta: float | Tensor) -> Tensor:
-        """The same with an optimizer of the client's own: where it ends minus theta, (D,)."""
+        """Do the local steps with the client's optimizer; return its parameters minus theta,
+        (D,)."""
         optimizer = self.optimizer_of(n, self.optimizers)
         if not math.isnan(eta):  # NaN: there is no schedule
             rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
@@ -3174,7 +3441,8 @@ class LocalTrainer:
     def optimizer_of(
         self, n: int, made: dict[int, torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:  # fmt: skip
-        """Client n's among those that were `made`, a new one where it has none yet."""
+        """Return client n's optimizer among those in `made`. If it has none yet, make one and add
+        it."""
         if n not in made:
             found = cast(Any, self.local_optimizer)(self.flat.parameters)
             _check_made("local_optimizer", found, self.flat.parameters)
@@ -3188,9 +3456,10 @@ class LocalTrainer:
         return made[n]
 
     def _steps(self, n: int, t: int | Tensor) -> Iterator[int]:
-        """Client n's H backward passes, line 5, each with its gradients left at the parameters."""
+        """Do client n's H backward passes, line 5. After each, its gradients are in the parameters'
+        `grad`."""
         self.flat.lend(self.statistics_views[n])
-        if isinstance(t, int):  # what this client draws from here on
+        if isinstance(t, int):  # seeds the random numbers that this client draws from here on
             seed = random_seed(self.seed, t, n)
             torch.default_generator.manual_seed(seed)
             if self.flat.device.type == "cuda":
@@ -3208,7 +3477,8 @@ class LocalTrainer:
             yield tau
 
     def _check_step(self, versions: list[int]) -> None:
-        """ValueError after a forward and backward pass that plain SGD can't go on from."""
+        """Raise ValueError after a backward pass that left no gradient or, with plain SGD, a
+        forward pass that changed parameters."""
         parameters = self.flat.parameters
         for p in parameters:
             if p.grad is not None:
@@ -3224,11 +3494,14 @@ class LocalTrainer:
         way = "with local_optimizer=torch.optim.SGD, which goes on from there"
         raise ValueError(f"model: {what}, allowed: {way}")
 
-    # The module, lent for a round.
+    # The module during a round.
 
     def read_module(self, statistics: bool = True) -> None:
-        """Takes theta from the module, and `statistics` that its owner has loaded since the last
-        round. ValueError, with nothing changed, if the module trains other parameters."""
+        """Read theta from the module and, with `statistics`, running statistics that were loaded
+        into it since the last round.
+
+        Raises ValueError, with nothing changed, if the module now trains other parameters.
+        """
         self.flat.check_unchanged()
         now_S = self.flat.statistics()
         check_same_state("model: statistics of its norms", now_S, self.left_S)
@@ -3237,19 +3510,21 @@ class LocalTrainer:
             return
         changed = (now_S != self.left_S).any()  # loaded, or trained elsewhere
         if is_on_cpu(changed) and not changed:
-            return  # a GPU is not asked: it chooses below
+            return  # on a GPU, `where` decides below without making the host wait
         self.statistics_NS.copy_(torch.where(changed, now_S, self.statistics_NS))
         self.left_S = now_S
 
     def put_theta(self) -> None:
-        """theta into the module."""
+        """Copy theta into the module's parameters."""
         self.flat.put(self.theta_views)
 
     @contextlib.contextmanager
     def lend_module(self) -> Iterator[None]:
-        """Around a round: the module trains, and is given back as it was, with the statistics
-        `left_S`. If anything is raised, theta is put into it and the clients' statistics are those
-        from before."""
+        """Put the module into training mode for a round, and restore it afterwards.
+
+        Afterwards it has its earlier modes and gradients, and the statistics `left_S`. If anything
+        is raised, theta is copied into the module and the clients' statistics are restored, too.
+        """
         modules, buffers = list(self.model.modules()), self.flat.statistics_buffers()
         modes = list(map(_TRAINING, modules))
         if self.model.training:
@@ -3264,7 +3539,7 @@ class LocalTrainer:
                 _set_modes(modules, self._modes)
             for p in self.flat.parameters:
                 p.grad = None
-            with torch.random.fork_rng(devices):  # what clients draw
+            with torch.random.fork_rng(devices):  # restores torch's generators after the round
                 yield
         except BaseException:
             self.statistics_NS.copy_(before_NS)
@@ -3280,7 +3555,7 @@ class LocalTrainer:
             _set_modes(modules, modes)
 
     def average_statistics(self, clients: list[int], weights: list[float] | None) -> Tensor:
-        """The norms' statistics of these clients, by their weights: (S,)."""
+        """Return the average of these clients' norm statistics by their weights, (S,)."""
         rows_NS = self.statistics_NS[clients]
         if weights is None:
             return rows_NS.mean(0)
@@ -3289,7 +3564,7 @@ class LocalTrainer:
         return (weights_N / weights_N.sum()) @ rows_NS
 
     def load(self, theta_D: Tensor, statistics_NS: Tensor, left_S: Tensor) -> None:
-        """Those of a saved state, into the module too."""
+        """Load theta and statistics from a saved state, also into the module."""
         self.theta_D.copy_(theta_D)
         self.put_theta()
         self.statistics_NS.copy_(statistics_NS)
@@ -3299,17 +3574,22 @@ class LocalTrainer:
         self.left_S = self.flat.statistics()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy by pickle: there, each tensor has memory of its own."""
+        """Restore the object after pickling or a deep copy, where each tensor received separate
+        memory."""
         self.__dict__ |= state
         self.make_views()
 
 
-# Of parameters and modules, in lists: their version, gradient, mode.
+# Functions that read a parameter's version counter or gradient, or a module's mode, for `map`.
 _VERSION, _GRADIENT, _TRAINING = map(operator.attrgetter, ("_version", "grad", "training"))
 
 
 class FlatView:
-    """A module's trained parameters, and its norms' running statistics, as flat vectors."""
+    """A module's trained parameters, and its norms' running statistics, as flat vectors.
+
+    The entries of a flat vector (D,) stand in the order in which the parameters lie in memory.
+    Raises ValueError for a module that cannot be trained in this way.
+    """
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -3351,7 +3631,7 @@ class FlatView:
         self.norm_sizes = [m.num_features for m in self.norms for _ in range(2)]
 
     def views(self, flat_D: Tensor) -> list[Tensor]:
-        """(D,) as tensors of the parameters' shapes, which share its memory."""
+        """Return views of a vector (D,) in the parameters' shapes, which share its memory."""
         views = []
         parts = flat_D.split(self.layer_sizes)
         for part, shape, order in zip(parts, self.shapes, self.order, strict=True):
@@ -3363,19 +3643,22 @@ class FlatView:
 
     @torch.no_grad()
     def read_(self, views: list[Tensor]) -> None:
-        """The parameters into such views."""
+        """Copy the module's parameters into views that `views` has made."""
         torch._foreach_copy_(views, [*self.parameters])
 
     @torch.no_grad()
     def put(self, views: list[Tensor]) -> None:
-        """Such views into the parameters."""
+        """Copy views that `views` has made into the module's parameters."""
         torch._foreach_copy_([*self.parameters], views)
-        torch.clear_autocast_cache()  # an autocast around a whole round has not seen this
+        torch.clear_autocast_cache()  # it may hold casts of the old parameters
 
     @torch.no_grad()
     def add_gradients_(self, views: list[Tensor]) -> None:
-        """Adds the gradients that a backward pass left, and takes them away. A parameter that was
-        not used has none."""
+        """Add the parameters' gradients to views that `views` has made, and set the gradients to
+        None.
+
+        A parameter that was not used in the forward pass has no gradient and is skipped.
+        """
         used, gradients = [], []
         for view, p in zip(views, self.parameters, strict=True):
             if p.grad is not None:
@@ -3387,13 +3670,17 @@ class FlatView:
             p.grad = None
 
     def check_unchanged(self) -> None:
-        """ValueError, which names the parameter, unless the module trains the same tensors as when
-        this was made, of the same kind, and has the same norms."""
+        """Raise ValueError unless the module trains the same parameters and has the same norms as
+        before.
+
+        "Before" means when this object was made. Shapes, strides, types and devices are compared,
+        too. The error names the parameter that differs.
+        """
         now, kinds, norms = dict[Any, None](), [], []
-        for module in self.model.modules():  # in one walk, since this is asked in every round
+        for module in self.model.modules():  # one loop, since this is checked in every round
             for p in module._parameters.values():
                 if p is not None and p.requires_grad and p.numel():
-                    now[p] = None  # a tied one counts once
+                    now[p] = None  # a tied parameter counts once
             if isinstance(module, _NORMS) and module._buffers.get("running_mean") is not None:
                 norms.append(module)
         for p in now:
@@ -3406,7 +3693,8 @@ class FlatView:
         raise ValueError(f"model: {name}: got {got}, allowed: {allowed}, as at the start ({way})")
 
     def _change(self) -> tuple[str, str, str]:
-        """The first parameter or norm that is not as it was: its name, what it is, what it was."""
+        """Return the name of the first parameter or norm that has changed, what it is now, and what
+        it was."""
         now = dict(self.model.named_parameters())
         for name, old, kind in zip(self.names, self.parameters, self.kinds, strict=True):
             p, (shape, stride, dtype, device) = now.pop(name, None), kind
@@ -3436,37 +3724,45 @@ class FlatView:
     # Running statistics: mean and variance of every norm in turn, (S,).
 
     def statistics(self) -> Tensor:
-        """Those that the module has."""
+        """Return a copy of the statistics that the module has now, (S,)."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
         return torch.cat([empty, *self.statistics_buffers()])
 
     def statistics_buffers(self) -> list[Tensor]:
+        """Return the running mean and the running variance of every norm, in turn."""
         buffers = list[Tensor]()
         for norm in self.norms:
             buffers += [norm._buffers["running_mean"], norm._buffers["running_var"]]
         return buffers
 
     def lend(self, views: list[Tensor]) -> None:
-        """From here on the norms' statistics live in these tensors."""
+        """Let the norms use these tensors as their running statistics from now on."""
         pairs = iter(views)
-        for norm in self.norms:  # Module.__setattr__ would check each: 1/10 of a small net's pass
+        # Module.__setattr__ would take a tenth of the time of a small net's forward pass
+        for norm in self.norms:
             norm._buffers["running_mean"] = next(pairs)
             norm._buffers["running_var"] = next(pairs)
 
     def other_buffers(self) -> dict[str, Tensor]:
-        """What the module's state has besides theta and statistics, frozen parameters too; clients
-        share it. (Its own memory.)"""
+        """Return the rest of the module's state, without copies: all but theta and statistics.
+
+        Clients share it. It includes frozen parameters.
+        """
         others = {id(b) for b in [*self.statistics_buffers(), *self.parameters]}
         state = self.model.state_dict(keep_vars=True)
         return {
-            name.replace("_orig_mod.", ""): b.detach()  # torch.compile puts that in front
+            name.replace("_orig_mod.", ""): b.detach()  # a prefix that torch.compile adds
             for name, b in state.items()
             if isinstance(b, Tensor) and id(b) not in others
         }
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, each once: not frozen ones, not empty ones."""
+    """Return the parameters that are trained, by name, each once. Frozen and empty ones are left
+    out.
+
+    Raises ValueError for a parameter whose shape is not known yet, as in nn.LazyLinear.
+    """
     named = list(model.named_parameters())
     for name, p in named:
         if nn.parameter.is_lazy(p):
@@ -3476,13 +3772,16 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def layer_sizes(model: nn.Module) -> list[int]:
-    """Numbers of entries of the parameters that are trained."""
+    """Return the numbers of entries of the parameters that are trained."""
     return [p.numel() for p in trained_parameters(model).values()]
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions of more than one entry, in the order in which they lie in memory, outermost
-    first. A tensor with gaps, or that shares entries, is taken as it is read: (0, 1, 2, ...)."""
+    """Return the parameter's dimensions in the order in which they lie in memory, outermost first.
+
+    Dimensions with a single entry are left out. For a tensor with gaps, or with entries that share
+    memory, this is the order of its dimensions: (0, 1, 2, ...).
+    """
     long = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
     order = sorted(long, key=parameter.stride, reverse=True)
     if not parameter.permute(_all_of(order, parameter.dim())).is_contiguous():
@@ -3491,7 +3790,7 @@ def layout_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _all_of(order: Iterable[int], dimensions: int) -> list[int]:
-    """An order of some dimensions with the others before them."""
+    """Return all dimensions: those that are missing in `order` first, then `order`."""
     order = list(order)
     return [d for d in range(dimensions) if d not in order] + order
 
@@ -3500,28 +3799,30 @@ _NORMS = nn.modules.batchnorm._NormBase  # batch norms and others that keep runn
 
 
 def _norms(model: nn.Module) -> list[Any]:
-    """A module's norms with running statistics."""
+    """Return a module's norms with running statistics."""
     found = (m for m in model.modules() if isinstance(m, _NORMS))
     return [m for m in found if m._buffers.get("running_mean") is not None]
 
 
 class Feed:
-    """Batches from one iterable per client, such as a DataLoader, which begins anew when it ends.
+    """Batches from one iterable per client, such as a DataLoader. An iterable that ends is started
+    again.
 
     At the beginning of every pass over a client's iterable, torch's random numbers are seeded from
     (seed, client, pass), so that a loader shuffles in the same way again when a run is resumed. The
-    `generator` of the loader and those of its samplers are seeded, too. Before that, everything
-    that has a `set_epoch` is told the number of the pass, counted from 0: the iterable, its data
-    set, its samplers, and what these are made of. (A data set that several clients share is told by
-    each of them.) Random numbers that are drawn later in a pass, as for a shuffle buffer, or by
-    numpy, differ after a resume.
+    `generator` of the loader and those of its samplers are seeded, too. Before that, `set_epoch` is
+    called with the number of the pass, counted from 0, on everything that has such a method: the
+    iterable, its data set, its samplers, and the objects that these contain. (If several clients
+    share a data set, each of them calls it.) Random numbers that are drawn later in a pass, as for
+    a shuffle buffer, or by numpy, differ after a resume.
 
-    A feed of your own needs `clients`, their number, and `batch`. Raises ValueError for anything
-    but a list of iterables, for a client with no batch, and for persistent workers that the number
-    of the pass would not reach.
+    Your own feed class needs `clients`, the number of clients, and `batch`. Raises ValueError for
+    anything but a list of iterables, for a client with no batch, and for persistent workers that
+    the number of the pass would not reach.
     """
 
-    most_workers = 16  # of all loaders together; each is a process with open files, for good
+    # for all loaders together: each worker is a process that keeps files open during the training
+    most_workers = 16
 
     def __init__(self, sources: Iterable[Iterable[Any]], seed: int = 0):
         if not isinstance(sources, list | tuple):
@@ -3547,14 +3848,17 @@ class Feed:
                 _check_workers_hear(n, source)
         self.sources, self.seed = list(sources), seed
         self.clients = len(self.sources)
-        self.passes = [0] * self.clients  # that each client has begun
-        self.given = [0] * self.clients  # batches of the pass it is in
+        self.passes = [0] * self.clients  # how many passes each client has begun
+        self.given = [0] * self.clients  # how many batches of its current pass it has received
         self._running: list[Iterator[Any] | None] = [None] * self.clients
 
     def batch(self, n: int, round: Any, tau: int) -> Any:
-        """What client n trains on in its local step tau of a round, counted from 0."""
+        """Return the batch for client n's local step `tau` of a round, counted from 0.
+
+        Raises ValueError if the client's iterable gives no batch.
+        """
         running = self._running[n]
-        if running is None and self.given[n]:  # as it was when this was saved
+        if running is None and self.given[n]:  # a loaded state continues in the middle of a pass
             running = self._begin_pass(n, skip=self.given[n])
         batch = _END if running is None else next(running, _END)
         if batch is _END:
@@ -3567,23 +3871,23 @@ class Feed:
         return batch
 
     def _begin_pass(self, n: int, skip: int = 0) -> Iterator[Any]:
-        """A pass over client n's batches, without the first ones."""
-        # the last number keeps a pass from drawing what a client draws in the round of its number
+        """Begin a pass over client n's batches, and skip the first `skip` of them."""
+        # The last number makes this seed differ from that of a round with the pass's number.
         source, seed = self.sources[n], random_seed(self.seed, self.passes[n], n, 1)
         parts = _parts_of(source)
         for part in parts:
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.passes[n] - 1)
         if self._running[n] is None and getattr(source, "persistent_workers", False):
-            iter(source)  # the first iterator of such a loader draws one number more than others
+            iter(source)  # the first iterator of such a loader draws one number more than the next
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for part in parts:
                 if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                     generator.manual_seed(seed)
             running = iter(source)
-            first = next(running, _END)  # a loader draws its order with it: here, under the seed
-            for _ in range(skip - 1):  # `first` was one of those to skip
+            first = next(running, _END)  # now the loader draws its order, with the seed from above
+            for _ in range(skip - 1):  # `first` was one of the batches to skip
                 next(running, _END)
         if not skip and first is not _END:
             running = chain([first], running)
@@ -3591,33 +3895,39 @@ class Feed:
         return running
 
     def state_dict(self) -> dict[str, Any]:
+        """Return how many passes each client has begun, and how many batches of the current one it
+        received."""
         return {
             "version": STATE_VERSION, "passes": list(self.passes), "given": list(self.given)
         }  # fmt: skip
 
     def check_state(self, state: Any) -> None:
-        """ValueError unless it is the state of a feed of as many clients."""
+        """Raise ValueError unless this is the state of a feed with as many clients."""
         check_state_version("state: feed", state)
         check_same_state("state: feed", state, self.state_dict())
         for count in (*state["passes"], *state["given"]):
             _check_whole("state: feed: passes or batches", count, 0, 2**63 - 1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was given before is not given again. ValueError, with nothing changed, for a state
-        of other clients."""
+        """Load a state: batches that had been given before it was saved are skipped.
+
+        Raises ValueError, with nothing changed, for the state of a feed with another number of
+        clients.
+        """
         self.check_state(state)
         self.passes, self.given = list(state["passes"]), list(state["given"])
         self._running = [None] * self.clients
 
 
-_END: Any = object()  # no batch is this
+_END: Any = object()  # stands for "no more batches"
 
 
 _INNER = ("sampler", "batch_sampler", "dataset", "datasets", "data_source")
 
 
 def _parts_of(source: Any) -> list[Any]:
-    """A loader, its samplers and data sets, and those that these are made of, each once."""
+    """Return a loader, its samplers and data sets, and the objects that these contain, each
+    once."""
     found, seen, todo = list[Any](), set[int](), [source]
     while todo:
         part = todo.pop(0)
@@ -3633,8 +3943,11 @@ def _parts_of(source: Any) -> list[Any]:
 
 
 def _check_workers_hear(n: int, source: Any) -> None:
-    """ValueError for a data set whose `set_epoch` would not reach workers that persist: they have a
-    copy of it. (What it keeps in shared memory reaches them.)"""
+    """Raise ValueError for a data set whose `set_epoch` would not reach persistent workers.
+
+    Each worker has a copy of the data set. Only what the data set keeps in shared memory reaches
+    it.
+    """
     for part in _parts_of(source.dataset):
         kept_values = list(getattr(part, "__dict__", {}).values())
         shared = [value for value in kept_values if hasattr(value, "get_lock")]
@@ -3648,7 +3961,7 @@ def _check_workers_hear(n: int, source: Any) -> None:
 
 
 def random_seed(*numbers: int) -> int:
-    """One seed of several numbers."""
+    """Return one seed that depends on all of these numbers."""
     return zlib.crc32(repr(numbers).encode()) | zlib.crc32(repr(numbers[::-1]).encode()) << 32
 
 
@@ -3657,7 +3970,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimizer) -> None:
-    """ValueError for a state that is of another kind of optimizer, or of other parameters."""
+    """Raise ValueError for a state of another kind of optimizer, or of other parameters."""
     like, kind = optimizer.state_dict(), type(optimizer).__name__
     parts: Any = saved.get("state") if isinstance(saved, dict) else None
     whole = isinstance(parts, dict) and saved.keys() == {"kind", "state"}
@@ -3678,7 +3991,7 @@ def _check_optimizer_state(key: str, saved: Any, optimizer: torch.optim.Optimize
     for group, of_own in zip(groups, like["param_groups"], strict=True):
         for name, value in of_own.items():
             kinds = {int: Real | Tensor, float: Real | Tensor, tuple: tuple | list}.get(type(value))
-            if kinds and not isinstance(group.get(name), kinds):  # flags are torch's own affair
+            if kinds and not isinstance(group.get(name), kinds):  # other types are not compared
                 _refuse(f"{key}: {name}", group.get(name), f"such as {value!r}")
     for place, given in entries.items():
         if place not in range(sum(wanted)) or not isinstance(given, dict):
@@ -3696,7 +4009,7 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
 def _check_optimizers(
     scheme: Scheme, schedule: Any, weight_decay: float, local: Any, server: Any
 ) -> None:
-    """ValueError for settings that contradict each other, or mean nothing."""
+    """Raise ValueError for settings that contradict each other or have no meaning."""
     for key, given in (("local_optimizer", local), ("server_optimizer", server)):
         if given is not None and not callable(given):
             allowed = "a function from parameters to an optimizer, such as its class"
@@ -3716,7 +4029,7 @@ def _check_optimizers(
 
 
 def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
-    """ValueError unless an optimizer was made, and steps some of the parameters it was given."""
+    """Raise ValueError unless `made` is an optimizer of at least one of the given parameters."""
     allowed = "an optimizer of the parameters that it is called with"
     if not hasattr(made, "param_groups"):
         raise ValueError(f"{key}: gave a {type(made).__name__}, allowed: {allowed}")
@@ -3726,10 +4039,10 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
 
 
 def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
-    """ValueError if somebody gave the optimizer another rate than its schedule begins with."""
+    """Raise ValueError if the optimizer was given another rate than the schedule begins with."""
     given, *others = {float(group["lr"]) for group in optimizer.param_groups}
     parameter = inspect.signature(type(optimizer)).parameters.get("lr")
-    usual = None if parameter is None else parameter.default  # no number where it must be given
+    usual = None if parameter is None else parameter.default  # not a number if it is required
     is_given = not others and isinstance(usual, Real) and given != usual
     if is_given and not math.isclose(given, first_eta, rel_tol=1e-6):
         got = f"got the learning rate {given:g} beside a schedule that begins with {first_eta:g}"
@@ -3738,7 +4051,7 @@ def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
-    """start - eta * gradient, into `out`."""
+    """Write start - eta * gradient into `out`."""
     if isinstance(eta, Tensor):
         torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
     else:
@@ -3746,9 +4059,9 @@ def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tens
 
 
 # ══ 8. Models: the CIFAR ResNet-18 of the paper (11,173,962 parameters) and small ones ════════════
-#    Convolutions lie in memory with channels last, which is what CPU and GPU kernels want.
+#    Convolutions lie in memory with channels last, the layout that CPU and GPU kernels prefer.
 
-# Basic blocks of each stage; where there are none, a single convolution.
+# Numbers of basic blocks in each stage; a stage without blocks is a single convolution.
 STAGES = {"resnet18": (2, 2, 2, 2), "resnet8": (1, 1, 1), "conv3": (0, 0, 0)}
 
 
@@ -3758,14 +4071,15 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, 1x1 where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
         first, second = _conv(inputs, outputs, 3, stride), _conv(outputs, outputs, 3, 1)
         self.body = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
         same, thin = stride == 1 and inputs == outputs, stride > 1 and inputs < 16
-        step = [nn.MaxPool2d(1, stride)] if thin else []  # a stride overruns: oneDNN's issue 6035
+        # Thin inputs are pooled, since a stride in this convolution overruns: oneDNN issue 6035.
+        step = [nn.MaxPool2d(1, stride)] if thin else []
         conv = [] if same else _conv(inputs, outputs, 1, 1 if thin else stride)
         self.shortcut = nn.Sequential(*step, *conv)
 
@@ -3774,7 +4088,10 @@ class BasicBlock(nn.Module):
 
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
-    """A net for (B, 3, h, w) images: stages of blocks, each twice as wide at half the size."""
+    """Return a net for images (B, 3, h, w): stages of blocks, each twice as wide at half the size.
+
+    Raises ValueError for a name that is not in `STAGES`.
+    """
     if name not in STAGES:
         raise ValueError(f"model: got {shorten(name)}, allowed: {', '.join(STAGES)}")
     layers: list[nn.Module] = [*_conv(3, width, 3, 1), nn.ReLU(inplace=True)]
@@ -3791,33 +4108,36 @@ def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
 
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
-    """The paper's model, Sec. III-A: 11,173,962 trainable parameters at width 64."""
+    """Return the paper's model, Sec. III-A: 11,173,962 trainable parameters at width 64."""
     return build_model("resnet18", width, classes)
 
 
 # ══ 9. A communication hook for PyTorch's DistributedDataParallel ═════════════════════════════════
-#    What all ranks know the place of is summed by an all-reduce, the rest is gathered. Within a
-#    step everything stays on its device, as tensors.
+#    Values on the shared mask are summed by an all-reduce, since all ranks know their positions.
+#    The values on each rank's own mask are gathered with their positions. Within a step, everything
+#    stays on its device, as tensors.
 
 
 def tcs_hook(
     state: TCSState, bucket: dist.GradBucket, *others: Any
 ) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: gradients averaged by TCS over all ranks, or over the model's group.
+    """DDP communication hook: average gradients by TCS over all ranks, or over the model's process
+    group.
 
     1. The first `start_iter` steps are DDP's plain all-reduce. The last of them gives the first
        shared mask.
     2. After that, each rank does lines 9 to 12 of Alg. 2 for the bucket's gradient: it adds its
-       errors, and chooses its own mask beside the shared one. The chosen values, divided by the
+       errors, and chooses its own mask outside the shared one. The chosen values, divided by the
        number of ranks and rounded to the gradients' type, are this rank's shares of the average.
     3. Shares on the shared mask are summed by an all_reduce, in the gradients' type.
-    4. Shares on the ranks' own masks are exchanged by an all_gather. Each is 8 bytes: a position
+    4. Shares on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a position
        and a float32 value.
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
-       13 takes what this rank's shares contributed out of its errors.
+       13 subtracts what this rank's shares contributed from its errors.
 
-    `TCSState` has an example. ValueError, on all ranks, if they begin with different states; for
-    sparse or complex gradients; for parameters of a second model; and if not DDP is the caller.
+    `TCSState` has an example. Raises ValueError, on all ranks, if they begin with different states.
+    Also raises ValueError for sparse or complex gradients, for parameters of a second model, and if
+    the caller is not DDP.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -3829,28 +4149,29 @@ def tcs_hook(
         done = state.all_reduce(buffer.div_(ranks), "dense")
         return done.then(lambda sums: _dense_average(known, sums.value()[0], gives_mask))
 
-    # 2. What this rank sends. Where its gradient is not finite, it sends only errors, and says so.
+    # 2. What this rank sends. If its gradient is not finite, it sends only errors and sets a flag.
     used_L = _used(buffer, known.layer_sizes)
     message, is_finite = _message_of(client, buffer)
     shares_K = _shares(message.values, ranks, buffer.dtype)
     shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
 
-    # 3. Flags travel with the shares: which parameters have a gradient, and whether all is void.
+    # 3. Flags are sent with the shares: which parameters have a gradient, and whether this rank's
+    # gradient is not finite, which makes the step void.
     flags = torch.cat([used_L, ~is_finite.view(1)]).to(buffer.dtype)
     summed = torch.cat([shared_K, flags])
-    # 4. All ranks have as many entries of their own.
+    # 4. The ranks' own masks all have the same size.
     packed = torch.cat([message.positions.int(), own_K.float().view(torch.int32)])
     gathered = [torch.empty_like(packed) for _ in range(ranks)]
     futures = [state.all_reduce(summed, "shared"), *state.all_gather(gathered, packed)]
 
-    # 5. What this names stays in memory while the collectives run: little. What was meant to be
-    # sent is in the errors, too, and the mask has served.
+    # 5. While the collectives run, keep little in memory. The intended values are in the errors,
+    # too, and the shared mask as a (D,) tensor is no longer needed.
     client.in_flight, known.shared_D = None, known.shared_D.new_empty(0)
     step = UnderWay(client, buffer, is_finite, summed, packed, gathered)
     return torch.futures.collect_all(futures).then(lambda done: _average(step, done.value()))
 
 
-# DDP compares annotations with the types themselves; here they are text (PEP 563).
+# DDP compares these annotations with types, but in this module annotations are text (PEP 563).
 tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
@@ -3875,60 +4196,67 @@ class TCSState:
     Make one state per model and rank.
 
     1. `phi_global` and `phi_local` are the fractions of a bucket's entries that are sent: on the
-       mask that all ranks share, and on each rank's own. None means that there is no such mask;
-       without phi_global, the method is top-K.
-    2. The first `start_iter` (at least 1) steps are a plain all-reduce. 10 % of all steps is a good
-       start; a warm-up of the learning rate belongs there.
+       mask that all ranks share, and on each rank's own mask. None means that there is no such
+       mask; without phi_global, the method is top-K.
+    2. The first `start_iter` (at least 1) steps are a plain all-reduce. A tenth of all steps is a
+       good choice. If the learning rate has a warm-up, let it end within these steps.
     3. `error_accumulation` adds what was not sent to the next gradient. Leave it on.
-    4. `model` is the module under DDP. With it, the process group is the model's, and errors and
-       masks are kept by parameter name, so that a state can be loaded after the parameters were
-       reordered or, with find_unused_parameters, under another bucket_cap_mb. Without it, the
-       process group is `process_group`, or else all ranks, even if the model is on some of them
-       only. Errors and masks are then kept in the order in which parameters come in the first step.
-       A state is refused if parameters come in other shapes, another order or other buckets; but
-       two parameters of equal shape that have changed places cannot be told apart.
-    5. `can_undo` lets `undo` take the last step back. It costs one float32 copy of the gradients.
+    4. `model` is the DistributedDataParallel module. With it, the process group is the model's, and
+       errors and masks are stored by parameter name. A state can then be loaded even if parameters
+       come in another order or, with find_unused_parameters, if bucket_cap_mb has changed. Without
+       `model`, the process group is `process_group`, or else all ranks, even if the model is on
+       some of them only. Errors and masks are then stored in the order in which parameters come in
+       the first step. A state is refused if parameters come in other shapes, another order or other
+       buckets; but two parameters of equal shape that have been exchanged cannot be told apart.
+    5. `can_undo` allows `undo` to take the last step back. It costs one float32 copy of the
+       gradients.
 
-    Each backward pass is a step. What it does not send stays in the errors and comes back in later
-    steps, even if you throw the gradients away. Therefore run a pass whose gradients no optimizer
-    will use under `model.no_sync()`: for instance a GAN's generator pass through its discriminator,
-    the first of sharpness-aware minimization's two passes, or a look at gradients. Gradients that
-    are added up over several passes need it for all but the last one. If you skip a step because of
-    what its averaged gradients are, take it back with `undo`. The state warns once when it sees
-    a second backward pass with the same parameters.
+    Each backward pass is a step. What it does not send stays in the errors and is sent in later
+    steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will
+    use under `model.no_sync()`. Examples are a GAN's generator pass through its discriminator, the
+    first of sharpness-aware minimization's two passes, and a pass that only inspects gradients. If
+    gradients are accumulated over several passes, run all passes but the last one under
+    `model.no_sync()`. If you skip a step because of the values of its averaged gradients, take it
+    back with `undo`. The state warns once when it sees a second backward pass with the same
+    parameters.
 
-    Masks are chosen per bucket, so that buckets travel while the backward pass still runs. A
-    `bucket_cap_mb` large enough for the model gives one bucket, and the selection of Alg. 2.
+    Masks are chosen per bucket, so that buckets are sent while the backward pass is still running.
+    If `bucket_cap_mb` is large enough for the whole model, there is one bucket, and the selection
+    is that of Alg. 2.
 
-    `iter` counts steps. `bytes_sent` is what this rank has handed to collectives, in bytes:
-    "dense" and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values
-    in two steps only: in the first, where the ranks compare what they begin with, and in the last
-    dense one, whose average has to be finite. (A loaded state, buckets that DDP has packed anew, or
-    a second pass with the same parameters may need another look.)
+    `iter` counts steps. `bytes_sent` is what this rank has passed to collectives, in bytes: "dense"
+    and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values in two
+    steps only. In the first step, the ranks compare their states. In the last dense step, the
+    average has to be finite. (The host may wait once more after a state is loaded, after DDP has
+    rebuilt its buckets, or in a second pass with the same parameters.)
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
-    same settings. No error is lost. Other ranks than those that saved, or another number of them,
-    can take the masks alone: see `load_state_dict`. But DDP packs its buckets anew after its first
-    step, and a resumed run begins with the first packing again: one bucket, unless
-    find_unused_parameters is set. Where the later packing has several, the first step after loading
-    therefore selects each rank's own entries, and the next shared mask, within other buckets than a
-    run without a stop would (and sends a few bytes more or less). Where it has one, only the order
-    of the entries differs: it decides which of two equal magnitudes is chosen and, with more than
-    two ranks, how a sum is rounded.
+    same settings. No error is lost. Other ranks than those that saved, or another number of ranks,
+    can load only the masks: see `load_state_dict`.
 
-    Values are not quantized, since an all-reduce adds them up on the way. PyTorch's own
-    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". What rounding to 16
-    bits takes from a rank's values stays in its errors; the rounding of a sum does not.
+    A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
+    first step, and a resumed run begins with the initial buckets again: one bucket, unless
+    find_unused_parameters is set. If there are several buckets after the rebuild, the first step
+    after loading therefore selects each rank's own entries, and the next shared mask, within other
+    buckets (and sends a few bytes more or less). If there is one, only the order of the entries
+    differs. This order decides which of two equal magnitudes is chosen and, with more than two
+    ranks, how a sum is rounded.
+
+    Values are not quantized, since an all-reduce has to add them up. PyTorch's own
+    bf16_compress_wrapper(tcs_hook) halves the bytes of "dense" and "shared". When a rank's values
+    are rounded to 16 bits, the rounding errors stay in its errors. The rounding of a sum is not
+    corrected.
 
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step; errors and mask stay as they were. What is sent for a
-    parameter that no rank has used (its gradient was 0 everywhere; DDP ignores the average) stays
-    in the errors. Errors are in the units of the gradients that DDP hands over: when a GradScaler
-    changes its scale, they still count by the old one.
+    that every GradScaler skips the step. Errors and mask then stay the same. What is sent for a
+    parameter that no rank has used stays in the errors, because DDP ignores the average. A
+    parameter counts as unused if its gradient was 0 everywhere. Errors are in the units of the
+    gradients that DDP passes to the hook. When a GradScaler changes its scale, errors are not
+    converted to the new scale.
 
     Raises ValueError for a fraction or a start_iter that is not allowed, for a group that this rank
-    is not in, or for a model that is not under DDP or has another process group. A state cannot be
-    copied or pickled.
+    is not in, or for a model that is not a DistributedDataParallel or has another process group. A
+    state cannot be copied or pickled.
     """
 
     def __init__(
@@ -3948,22 +4276,22 @@ class TCSState:
         self.process_group = process_group
         self.can_undo = can_undo
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
-        # Each bucket has one client, by the names of the bucket's parameters. When DDP packs its
-        # buckets anew, or a state is loaded, errors and masks are loose in between, by name.
+        # One client per bucket; keys are the names of the bucket's parameters.
         self._buckets: dict[tuple[Name, ...], BucketClient] = {}
+        # Errors and masks of parameters that have no bucket at the moment, because DDP has rebuilt
+        # its buckets or a state was loaded.
         self._loose: dict[Name, dict[str, Tensor | None]] = {}
-        # A parameter's name in the model or, without the model, its number in the first step. In
-        # which buckets these came: the numbers of parameters in them.
+        # A parameter's name in the model or, without the model, its number in the first step.
         self._names: dict[Tensor, Name] = {}
         self._layouts: dict[Name, dict[str, list[int]]] = {}
-        self._packing: list[int] = []
-        self._came: list[int] = []  # of these buckets, in the first step, until now
-        self._settled = False  # the first step, of this object or of a loaded state, is over
-        self._expects = False  # until it is, a loaded state says which parameters come
-        self._agreed = False  # the ranks have compared what they begin with
+        self._packing: list[int] = []  # numbers of parameters in the buckets of the first step
+        self._came: list[int] = []  # during the first step: those of the buckets so far
+        self._settled = False  # the first step, also the first after loading a state, is over
+        self._expects = False  # a loaded state says which parameters must come in the first step
+        self._agreed = False  # the ranks have compared their states
         self._saved_by: dict[str, int | None] = dict.fromkeys(("rank", "world_size"))
-        self._watches = error_accumulation  # for gradients that are thrown away
-        self._versions_tell = False  # whether parameters change: seen at least once
+        self._watches = error_accumulation  # still looks for gradients that were not used
+        self._versions_tell = False  # a version counter has advanced at least once
         self._by_name = model is not None
         if model is None:
             return
@@ -3981,11 +4309,16 @@ class TCSState:
 
     @property
     def group(self) -> Any:
+        """The process group over which the hook averages."""
         return dist.group.WORLD if self.process_group is None else self.process_group
 
     def begin(self, bucket: dist.GradBucket) -> BucketClient:
-        """This rank's side of Alg. 2 for a bucket, whose next round has begun; with the last bucket
-        the step is counted. ValueError for gradients or parameters that are not allowed."""
+        """Begin a bucket's next round and return the bucket's client, which does Alg. 2 on this
+        rank.
+
+        With the last bucket of a backward pass, `iter` advances. Raises ValueError for gradients or
+        parameters that are not allowed.
+        """
         buffer, last = bucket.buffer(), bucket.is_last()
         if buffer.is_sparse:
             allowed = "dense (nn.Embedding(sparse=False))"
@@ -3997,7 +4330,7 @@ class TCSState:
             raise ValueError(f"gradients: got {got}, allowed: as many (no complex parameters)")
         if not self._agreed:
             if not self._by_name and any(p not in self._names for p in parameters):
-                self._names, self._came = {}, []  # a loaded state goes on in new objects
+                self._names, self._came = {}, []  # a loaded state continues with new parameters
             self._agree(buffer.device)
         names = self._names_of(parameters, last)
         if names not in self._buckets:
@@ -4017,11 +4350,14 @@ class TCSState:
         return client
 
     def _watch(self, client: BucketClient, parameters: list[Tensor]) -> None:
-        """Warns, once, if parameters are what they were when the bucket's last gradients, of which
-        some counted, were averaged. Then no optimizer has used these gradients.
+        """Warn, once, if gradients that were averaged have not been used by any optimizer.
 
-        Parameters are the same if their version counters are. An optimizer that writes to `p.data`
-        does not count there. Therefore sums are compared, too, until a counter has changed.
+        This is so if the parameters are still the same as when the bucket's last gradients were
+        averaged. Only gradients that counted in the average matter.
+
+        Parameters are taken to be the same if their version counters are. An optimizer that writes
+        to `p.data` does not advance these counters. Therefore sums of the parameters are compared,
+        too, until a counter has advanced at least once.
         """
         before, sums_before = client.versions, client.sums
         client.versions = [p._version for p in parameters]
@@ -4037,12 +4373,14 @@ class TCSState:
             warnings.warn(_THROWN_AWAY, stacklevel=2)
 
     def undo(self) -> None:
-        """Takes the last step back, between two steps and on all ranks: errors, masks and `iter`
-        are as before it, to the bit. `bytes_sent` stays, since these bytes were sent. After an
-        exception in a backward pass, it takes back what that pass had done.
+        """Take the last step back. Call it between two steps and on all ranks.
 
-        ValueError without `can_undo`, or if there is no step to take back: before the first one,
-        right after `load_state_dict`, and after `undo`.
+        Errors, masks and `iter` become exactly what they were before the step. `bytes_sent` stays,
+        since these bytes were sent. After an exception in a backward pass, this takes back what
+        that pass had done.
+
+        Raises ValueError without `can_undo`, or if there is no step to take back: before the first
+        one, right after `load_state_dict`, and after `undo`.
         """
         if not self.can_undo:
             raise ValueError("undo: got can_undo=False, allowed: TCSState(can_undo=True)")
@@ -4055,24 +4393,26 @@ class TCSState:
             client.go_back(self.iter)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> torch.futures.Future[list[Tensor]]:
-        """A tensor, given to an all_reduce and counted."""
+        """Start an all_reduce of a tensor and count its bytes as `kind`."""
         self.bytes_sent[kind] += tensor.nbytes
         return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
 
     def all_gather(self, tensors: list[Tensor], tensor: Tensor) -> list[torch.futures.Future]:
-        """A tensor, given to an all_gather and counted; if it is empty, there is none."""
+        """Start an all_gather of a tensor and count its bytes. For an empty tensor, do nothing."""
         if not len(tensor):
             return []
         self.bytes_sent["explored"] += tensor.nbytes
         return [dist.all_gather(tensors, tensor, group=self.group, async_op=True).get_future()]
 
     def _agree(self, device: Any) -> None:
-        """Before the first step all ranks compare what they begin with. ValueError, on all of
-        them, names the first rank that begins with something else."""
+        """Compare the states of all ranks before the first step.
+
+        Raises ValueError on all ranks, which names the first rank whose state differs.
+        """
         rank, ranks = self.group.rank(), self.group.size()
         masks = [part["mask"] for part in self._loose.values()]
         known = [bytes(mask.cpu().numpy().data) for mask in masks if mask is not None]
-        alike = {  # on all ranks
+        alike = {  # must be equal on all ranks
             "step": self.iter,
             "start_iter": self.start_iter,
             "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
@@ -4080,7 +4420,7 @@ class TCSState:
             "set of parameters": zlib.crc32(repr((self._layouts, self._packing)).encode()),
         }
         saved_rank, saved_ranks = self._saved_by.values()
-        zero = {  # if a loaded state is this rank's own
+        zero = {  # must be 0: is a loaded state the one that this rank saved?
             "has loaded the state of another rank": 0 if saved_rank is None else saved_rank - rank,
             "has loaded a state of another world size": 0
             if saved_ranks is None
@@ -4101,8 +4441,11 @@ class TCSState:
         self._agreed = True
 
     def _names_of(self, parameters: list[Tensor], last: bool) -> tuple[Name, ...]:
-        """The names of a bucket's parameters. In the first step, without a model, each gets the
-        next number, and is compared with the parameter of that number in a loaded state."""
+        """Return the names of a bucket's parameters.
+
+        Without a model, each parameter gets the next number as its name in the first step. If a
+        state was loaded, the parameter is compared with the one that has this number in the state.
+        """
         new = [p for p in parameters if p not in self._names]
         if new and (self._by_name or self._settled):
             whose = "of the given model" if self._by_name else "that came in the first step"
@@ -4122,28 +4465,34 @@ class TCSState:
         return tuple(self._names[p] for p in parameters)
 
     def _assemble(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
-        """A client for a bucket that was not there before, with the errors and the shared mask
-        that its parameters had in other buckets, or in a loaded state."""
+        """Make a client for a new bucket, with the errors and the shared mask of the bucket's
+        parameters.
+
+        These come from the parameters' earlier buckets, or from a loaded state.
+        """
         for other in [key for key in self._buckets if not set(key).isdisjoint(names)]:
             self._loose |= _parts(other, self._buckets.pop(other))
         parts = [self._loose.pop(name, {}) for name in names]
         client = BucketClient(Known(self.scheme, sizes, device=device))
-        if self.iter >= self.start_iter:  # until then errors are 0
+        if self.iter >= self.start_iter:  # before that, errors are 0
             client.hold_errors()
             own_parts = [] if client.errors_D is None else client.errors_D.split(sizes)
             for own, part in zip(own_parts, parts, strict=False):
                 if part.get("errors") is not None:
                     own.copy_(part["errors"])
         masks = [part.get("mask") for part in parts]
-        if all(mask is not None for mask in masks):  # else the bucket's next step is dense
+        if all(mask is not None for mask in masks):  # otherwise the bucket's next step is dense
             mask_D = torch.cat(cast(list[Tensor], masks)).to(device)
             rule = client.known.rule
             rule.load_state_dict(rule.state_dict() | {"positions": mask_to_positions(mask_D)})
         return client
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors and masks, parameter by parameter, and the counters: by value. (Where
-        no step was made yet, there is nothing of parameters.)"""
+        """Return a copy of this rank's errors and masks, parameter by parameter, and of the
+        counters.
+
+        Before the first step, it contains no parameters.
+        """
         parts = dict(self._loose)
         for names, client in self._buckets.items():
             parts |= _parts(names, client)
@@ -4152,7 +4501,7 @@ class TCSState:
             for name, layout in self._layouts.items()
             if self.iter and name in parts
         }
-        saved_by = self._saved_by  # of a state that was loaded, until the ranks have compared it
+        saved_by = self._saved_by  # of a loaded state; otherwise None, and filled in here
         if saved_by["rank"] is None and (self.process_group is not None or dist.is_initialized()):
             saved_by = {"rank": self.group.rank(), "world_size": self.group.size()}
         return {
@@ -4162,8 +4511,11 @@ class TCSState:
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state with other settings, or of other parameters as far as they are
-        known yet, and for one that is not whole."""
+        """Raise ValueError for a state that cannot be loaded here.
+
+        This is a state with other settings, an incomplete one, or one of other parameters, as far
+        as the parameters are known yet.
+        """
         key = "TCSState: state"
         check_state_version(key, state)
         names = ("version", "scheme", "start_iter", "iter", "bytes_sent", "parameters", "packing")
@@ -4186,7 +4538,8 @@ class TCSState:
         self._check_names(state)
 
     def _check_names(self, state: dict[str, Any]) -> None:
-        """The names of a state, and the parameters under them."""
+        """Raise ValueError unless the state's parameter names, and the shapes under them, are those
+        of this object."""
         parameters, packing = state["parameters"], state["packing"]
         found = {name: {key: part[key] for key in _LAYOUT} for name, part in parameters.items()}
         if not self._by_name:
@@ -4207,18 +4560,19 @@ class TCSState:
                 raise ValueError(f"TCSState: state: parameters: {name}: got {got}, allowed: {own}")
 
     def load_state_dict(self, state: dict[str, Any], errors: bool = True) -> None:
-        """Goes on from a state; between two steps. ValueError, with nothing changed, for what
-        `check_state` refuses. Without a model, parameters of a new one are compared with the state
-        as they come, in the first step after this one.
+        """Load a state between two steps, and continue from it.
 
-        Each rank's errors are its own, and together they are what is still to be sent. So the first
+        Raises ValueError, with nothing changed, for a state that `check_state` refuses. Without a
+        `model`, parameters are compared with the state when they come in the next step.
+
+        Each rank has different errors, and together they are what is still to be sent. So the next
         step refuses the state of another rank, or of another number of ranks. After an elastic
-        restart with more or fewer ranks, give `errors=False` on all of them: masks and counters go
-        on, and errors begin at 0. All ranks may then load the same file.
+        restart with more or fewer ranks, give `errors=False` on all of them: masks and counters
+        continue, and errors begin at 0. All ranks may then load the same file.
         """
         self.check_state(state)
         self.iter, self.bytes_sent = state["iter"], dict(state["bytes_sent"])
-        has_own = errors and self.scheme.keeps_errors  # else all ranks' states are alike
+        has_own = errors and self.scheme.keeps_errors  # otherwise any rank may load the state
         self._saved_by = {key: state[key] if has_own else None for key in self._saved_by}
         self._buckets, self._agreed = {}, False
         parts = state["parameters"].items()
@@ -4237,14 +4591,15 @@ class TCSState:
             self._names, self._came = {}, []
 
     def __reduce__(self) -> NoReturn:
+        """Raise TypeError, because process groups cannot be copied or pickled."""
         what = "a TCSState cannot be copied or pickled, since process groups cannot be"
         way = "save its state_dict() and load it into a new TCSState; copy model.module, not model"
         raise TypeError(f"{what}: {way}")
 
 
-Name = str | int  # of a parameter
-_LAYOUT = ("shape", "order")  # of a parameter in a state: by these it is known again
-_PER_PARAMETER = ("errors", "mask")  # and what is kept for it
+Name = str | int  # a parameter's name or number
+_LAYOUT = ("shape", "order")  # of a parameter in a state, to recognize the parameter by
+_PER_PARAMETER = ("errors", "mask")  # what a state contains for each parameter beside these
 _OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
               "all ranks, which keeps the masks and gives up the errors")  # fmt: skip
 _THROWN_AWAY = (
@@ -4256,21 +4611,22 @@ _THROWN_AWAY = (
 
 
 class Before(NamedTuple):
-    """What a step changes, as it was before the step `iter`."""
+    """What a step changes, with the values from before the step `iter`."""
 
     iter: int
     round: int
     positions_K: Tensor | None  # the shared mask
-    errors_D: Tensor | None  # None where the step leaves them alone
+    errors_D: Tensor | None  # None if the step does not change them
 
 
 class BucketClient(Client):
-    """This rank's side of Alg. 2 for a bucket, and what the state must know of its last step."""
+    """A client for one bucket on this rank, with what the state needs to know about its last
+    step."""
 
-    before: Before | None = None  # with `can_undo`, the last step
-    counted: Tensor | None = None  # of a sparse step, bool (): whether some gradient counted
-    versions: list[int] | None = None  # of the parameters, when the last gradients came
-    sums: Tensor | None = None  # and their sums, while versions are not known to tell
+    before: Before | None = None  # with `can_undo`, the values from before the last step
+    counted: Tensor | None = None  # bool (): whether any gradient counted in a sparse step
+    versions: list[int] | None = None  # version counters of the parameters at the last gradients
+    sums: Tensor | None = None  # sums of the parameters then, until a version counter has advanced
 
     def __init__(self, known: Known):
         super().__init__(known, errors_D=torch.zeros(1, dtype=torch.float32, device=known.device))
@@ -4278,12 +4634,16 @@ class BucketClient(Client):
         self.errors_D = cast(Tensor, self.errors_D).expand(known.dimension) if keeps else None
 
     def hold_errors(self) -> None:
-        """Memory for errors. In dense steps they are 0, and have none."""
+        """Allocate memory for errors. Until then, in dense steps, they are a view of a single 0."""
         if self.errors_D is not None and not self.errors_D.is_contiguous():
             self.errors_D = self.errors_D.contiguous()
 
     def remember(self, iter: int, sparse: bool) -> None:
-        """What `go_back` will need. A mask is replaced by the next one, errors change in place."""
+        """Store what `go_back` will need.
+
+        Errors are copied, because they change in place. A mask is not copied, because the next one
+        replaces it.
+        """
         copy_D = None if self.before is None else self.before.errors_D
         if sparse and self.errors_D is not None:
             copy_D = self.errors_D.clone() if copy_D is None else copy_D.copy_(self.errors_D)
@@ -4293,7 +4653,7 @@ class BucketClient(Client):
         self.before = Before(iter, self.known.round, positions_K, copy_D)
 
     def go_back(self, iter: int) -> None:
-        """To before a step, if the bucket came in it."""
+        """Restore the values from before the step `iter`, if this bucket was part of that step."""
         before, self.before, self.counted = self.before, None, None
         if before is None or before.iter != iter:
             return
@@ -4306,23 +4666,24 @@ class BucketClient(Client):
 
 
 class UnderWay(NamedTuple):
-    """A bucket's sparse step while its collectives run."""
+    """A bucket's sparse step while its collectives are running."""
 
     client: BucketClient
     buffer: Tensor
-    is_finite: Tensor  # this rank's gradient, bool ()
-    summed: Tensor  # on the shared mask, and flags
+    is_finite: Tensor  # whether this rank's gradient is finite, bool ()
+    summed: Tensor  # shares on the shared mask, then flags
     packed: Tensor  # int32, this rank's own positions, then the bits of its values
-    gathered: list[Tensor]  # all ranks'
+    gathered: list[Tensor]  # `packed` of every rank
 
 
 def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None:
-    """ValueError unless it is DDP that hands over a bucket, and no optimizer steps meanwhile."""
+    """Raise ValueError unless the caller is DDP, and no optimizer steps during the backward
+    pass."""
     allowed = "DistributedDataParallel.register_comm_hook(state, tcs_hook)"
     if others or isinstance(bucket, Tensor):
         got = "gradients from FSDP, which has no buckets and may shard them"
         raise ValueError(f"tcs_hook: got {got}, allowed: {allowed}")
-    frame = None if state._agreed else sys._getframe(1)  # a look before the first step
+    frame = None if state._agreed else sys._getframe(1)  # checked only before the first step
     while frame is not None:
         if frame.f_globals.get("__name__", "").endswith("ddp_comm_hooks.ddp_zero_hook"):
             got = "a call from hook_with_zero_step, which steps before all buckets are averaged"
@@ -4332,7 +4693,8 @@ def _check_caller(state: TCSState, bucket: Any, others: tuple[Any, ...]) -> None
 
 
 def _layout(parameter: Tensor) -> dict[str, list[int]]:
-    """A parameter's shape, and the order in which its entries lie in memory and in buckets."""
+    """Return a parameter's shape, and the order in which its dimensions lie in memory and in
+    buckets."""
     return {"shape": list(parameter.shape), "order": list(layout_of(parameter))}
 
 
@@ -4344,7 +4706,7 @@ def _another_model(got: str) -> ValueError:
 
 
 def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
-    """ValueError unless it is what a state has of a parameter."""
+    """Raise ValueError unless `part` is what a state contains for a parameter."""
     check_same_state(key, part if type(part) is not dict else dict.fromkeys(part),
                      dict.fromkeys([*_LAYOUT, *_PER_PARAMETER]))  # fmt: skip
     for name in _LAYOUT:
@@ -4357,7 +4719,8 @@ def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
 
 
 def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tensor | None]]:
-    """A bucket's errors and shared mask by the names of its parameters; the errors are views."""
+    """Return a bucket's errors and shared mask by the names of its parameters. The errors are
+    views."""
     known, sizes = client.known, client.known.layer_sizes
     errors = [None] * len(sizes) if client.errors_D is None else client.errors_D.split(sizes)
     positions_K = known.rule.state_dict()["positions"]
@@ -4369,12 +4732,13 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
 
 
 def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
-    """Step 1: the average, which gives the first shared mask if it is finite."""
+    """Step 1: return the average. If `gives_mask` and it is finite, it gives the first shared
+    mask."""
     numbers_D = update_D.float()
     if not gives_mask:
         is_finite = False
     elif is_on_cpu(numbers_D):
-        # a sum takes no temporary vector, but it can overflow
+        # a sum needs no temporary vector, but it can overflow
         total = numbers_D.sum().item()
         is_finite = math.isfinite(total) or bool(numbers_D.isfinite().all())
     else:
@@ -4387,27 +4751,31 @@ def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
 
 
 def _host_reads(flag: Tensor) -> bool:
-    """What a flag says. On a GPU, the host waits for it: not in ordinary steps."""
+    """Return a flag as a Python bool. On a GPU the host waits for it, so ordinary steps avoid
+    this."""
     return bool(flag)
 
 
 def _used(buffer: Tensor, sizes: list[int]) -> Tensor:
-    """Which parameters have a gradient that is not all 0, (L,) bool."""
+    """Return which parameters have a gradient that is not 0 everywhere, (L,) bool."""
     parts = buffer.split(sizes)
     if not is_on_cpu(buffer):
         return torch.stack(torch._foreach_norm(parts, math.inf)) != 0  # NaN counts, too
-    few = 1024  # most often enough
+    few = 1024  # usually enough to see an entry that is not 0
     used = [bool(part[:few].any()) or bool(part.any()) for part in parts]
     return torch.tensor(used, device=buffer.device)
 
 
 def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
-    """Step 2: lines 9 to 12 for a bucket's gradient, and whether this was finite, bool (). If not,
-    it counts as 0, so that the message is of the errors alone."""
+    """Step 2: do lines 9 to 12 for a bucket's gradient. Return the message and a flag, bool ().
+
+    The flag says whether the gradient was finite. If not, it counts as 0, so that the message
+    contains only errors.
+    """
     flags, gradient_D = client.known.flags, buffer.float()
     try:
         message = client.send(gradient_D)
-    except NotFiniteError:  # on a CPU, where it is known at once
+    except NotFiniteError:  # on a CPU only; on a GPU `send` adds a flag
         message = client.send(torch.zeros_like(gradient_D))
         flags.append((client.number, torch.zeros((), dtype=torch.bool, device=buffer.device)))
     is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
@@ -4418,15 +4786,18 @@ def _message_of(client: Client, buffer: Tensor) -> tuple[Message, Tensor]:
 
 
 def _shares(values_K: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Values divided by the number of ranks, in a bucket's type. They are cut off so that the sum
-    over all ranks fits this type, and float32, too; what is cut off stays in the errors."""
+    """Return values divided by the number of ranks, in the bucket's type.
+
+    They are clamped so that the sum over all ranks fits this type, and float32, too. What is cut
+    off stays in the errors.
+    """
     most = min(torch.finfo(kind).max for kind in (dtype, torch.float32))  # float16: 65504
     most /= 1 + torch.finfo(dtype).eps * (ranks - 1)  # shares are rounded, and so are their sums
     return values_K.clamp(-most, most).div_(ranks).to(dtype)
 
 
 def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
-    """Step 5: the average of all ranks, in the bucket's buffer."""
+    """Step 5: return the average of all ranks, in the bucket's buffer."""
     for future in done:
         future.wait()
     client, buffer, known = step.client, step.buffer, step.client.known
@@ -4435,33 +4806,34 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     halves = [part.view(2, -1) for part in step.gathered] if len(step.packed) else []
     explored = [(places.long(), values.view(torch.float32)) for places, values in halves]
 
-    # 5.1. If something was not finite on some rank, the step is void on all of them, and nothing
-    # counts. Else all counts but what belongs to a parameter that no rank has used.
+    # 5.1. If something was not finite on some rank, the step is void on all ranks, and no value
+    # counts. Otherwise all values count, except those of parameters that no rank has used.
     finite = [part.isfinite().all() for part in (sums_K, *(values_K for _, values_K in explored))]
     void = (flags[-1] > 0) | ~torch.stack(finite).all()
     counts_L = (flags[:-1] > 0) & ~void
     client.counted = counts_L.any()
-    may_be_void = not is_on_cpu(void) or bool(void)  # a CPU can leave out what need not be done
+    may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
     counted = (
         _everything if is_on_cpu(void) and bool(counts_L.all()) else _counting(known, counts_L)
     )
 
-    # 5.2. Line 13. After a void step the gradient is taken back, too: errors are as before it, but
-    # for rounding.
+    # 5.2. Line 13. After a void step the gradient is subtracted again, too, which restores the
+    # errors from before it, except for rounding.
     _take_out_of_errors(step, counted)
     if may_be_void:
         client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
         _forget_overflow_if(void, client.errors_D)
 
-    # 5.3. The average. The ranks' own places lie outside the shared mask.
+    # 5.3. The average. The ranks' own masks lie outside the shared mask.
     fits = buffer.dtype == torch.float32
     update_D = buffer.zero_() if fits else torch.zeros_like(buffer, dtype=torch.float32)
     for positions_K, values_K in explored:
         update_D.index_add_(0, positions_K, counted(values_K, positions_K))
     update_D.index_copy_(0, shared_K, counted(sums_K.float(), shared_K))
 
-    # 5.4. The next shared mask. A void step's average is all zero, from which no mask follows. On a
-    # GPU this holds for a mask of the usual size only; other buckets may have left another one.
+    # 5.4. The next shared mask. A void step's average is all zero, and then `TCS.observe` keeps the
+    # old mask. On a GPU it does so only if the old mask has the usual size. A mask may have another
+    # size after DDP has rebuilt its buckets. Then the host has to read `void`.
     looks = is_on_cpu(void) or len(shared_K) != known.rule.k_global
     if looks and _host_reads(void):
         known.lose()
@@ -4475,12 +4847,13 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
 
 
 def _everything(values_K: Tensor, positions_K: Tensor) -> Tensor:
-    """Of a bucket whose parameters all count: the values."""
+    """Return all values, for a bucket in which every parameter counts."""
     return values_K
 
 
 def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of values and places: the values, with 0 where a parameter does not count."""
+    """Return a function of values and positions, which sets the values of parameters that do not
+    count to 0."""
 
     def counted(values_K: Tensor, positions_K: Tensor) -> Tensor:
         parameters_K = _parameters_at(positions_K, known.layer_sizes)
@@ -4490,7 +4863,10 @@ def _counting(known: Known, counts_L: Tensor) -> Callable[[Tensor, Tensor], Tens
 
 
 def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Line 13, with what this rank's shares have contributed: what rounding lost is sent later."""
+    """Line 13: subtract what this rank's shares contributed from its errors.
+
+    What was lost by rounding stays there and is sent later.
+    """
     client, shared_K = step.client, step.client.known.shared_K
     if client.errors_D is None:
         return
@@ -4504,8 +4880,10 @@ def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tens
 
 
 def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
-    """All places of a bucket at which something was sent, ascending. None on a GPU, where nobody
-    can say how many these are without waiting."""
+    """Return all positions of a bucket at which something was sent, ascending; None on a GPU.
+
+    There, the host would have to wait to learn how many there are.
+    """
     if not is_on_cpu(shared_K):
         return None
     if not explored:
@@ -4513,13 +4891,13 @@ def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
     own_K = np.sort(
         np.concatenate([positions_K.numpy() for positions_K in explored]), kind="stable"
     )
-    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # ranks may have sent the same
+    own_K = own_K[np.diff(own_K, prepend=-1) > 0]  # several ranks may have sent the same position
     places = np.searchsorted(shared_K.numpy(), own_K)
     return torch.from_numpy(np.insert(shared_K.numpy(), places, own_K))
 
 
 def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
-    """Which of a bucket's parameters entries belong to, int64 (K,)."""
+    """Return the number of the parameter that each position belongs to, int64 (K,)."""
     ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
     ends_L = ends_L.to(
         positions_K.device, non_blocking=True
@@ -4528,20 +4906,24 @@ def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _forget_overflow_if(void: Tensor, errors_D: Tensor | None) -> None:
-    """After a void step, errors that outgrew float32 begin anew; else all steps would be void."""
+    """Reset errors to 0 if the step is void and an error is not finite; else all steps would be
+    void."""
     if errors_D is not None:
         errors_D.masked_fill_(void & ~errors_D.isfinite().all(), 0.0)
 
 
 # ══ 10. States that are loaded, and names that are gone ═══════════════════════════════════════════
-#    Everything is checked first, then changed: each `load_state_dict` compares all of a state with
-#    its object before it assigns the first part.
+#    Each `load_state_dict` first compares the whole state with its object, and only then assigns
+#    the first part.
 
-STATE_VERSION = 2  # of every state_dict here; to be raised when the keys or their meaning change
+STATE_VERSION = 2  # of every state_dict here; raise it when the keys or their meaning change
 
 
 def check_state_version(key: str, given: Any) -> None:
-    """ValueError unless it is a state of this version, for `key`, the kind of object it is of."""
+    """Raise ValueError unless `given` is a state of this version.
+
+    `key` names the kind of object that the state belongs to, for the error message.
+    """
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
     version = given.get("version", 1)
@@ -4553,11 +4935,12 @@ def check_state_version(key: str, given: Any) -> None:
 
 
 def check_same_state(key: str, given: Any, like: Any) -> None:
-    """ValueError unless `given` can take the place of `like`, a state of the object that loads it.
+    """Raise ValueError unless `given` can replace `like`, a state of the object that loads it.
 
     Dictionaries need the same keys, lists the same length, tensors the same shape and dtype, and
-    all else the same type (a whole number may stand for a float). Values are not compared. `key`
-    says what the state is of; the error names the place inside it, what it is and what is allowed.
+    all other values the same type (a whole number may replace a float). Values are not compared.
+    `key` names the state; the error names the part of it that differs, what it is and what is
+    allowed.
     """
     if isinstance(like, dict):
         if not isinstance(given, dict):
@@ -4587,8 +4970,8 @@ def check_same_state(key: str, given: Any, like: Any) -> None:
 
 
 def _by_value(value: Any) -> Any:
-    """A copy for a state, which nobody else changes: at any depth, tensors are cloned, and numpy's
-    numbers become Python's."""
+    """Return a copy for a state, at any depth: tensors are cloned, and numpy's numbers become
+    Python's."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -4600,19 +4983,24 @@ def _by_value(value: Any) -> Any:
 
 
 def scheme_state(scheme: Scheme) -> dict[str, Any]:
-    """The fields of a scheme that differ from their defaults, for a state. What a later version
-    adds, with a default that means "as before", is not among them until somebody uses it."""
+    """Return the fields of a scheme that differ from their defaults, for a state.
+
+    A later version may add a field with a default that changes nothing. States then stay the same
+    until somebody uses the field.
+    """
     fields = dataclasses.fields(scheme)
     return {f.name: getattr(scheme, f.name) for f in fields if getattr(scheme, f.name) != f.default}
 
 
 def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
-    """ValueError that names the fields in which a state's scheme (see `scheme_state`) is not this
-    one. A field that the state lacks has its default."""
+    """Raise ValueError if a state's scheme (see `scheme_state`) differs from this one.
+
+    The error names the fields that differ. A field that is missing in the state has its default.
+    """
     if not isinstance(given, dict):
         raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a dictionary")
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Scheme)}
-    defaults["name"] = None  # it has none, so that a state without it is refused
+    defaults["name"] = None  # the name has no default, so a state without it is refused
     if unknown := given.keys() - defaults.keys():
         raise ValueError(f"{key}: {', '.join(sorted(map(str, unknown)))} is not known")
     said = []
@@ -4624,7 +5012,7 @@ def check_same_scheme(key: str, given: Any, like: Scheme) -> None:
         raise ValueError(f"{key}: {'; '.join(said)}")
 
 
-# Names that are gone, and what has taken their place.
+# Names that no longer exist, and what has replaced them.
 _SUCCESSORS = {
     "Agreement": "Known", "Arrival": "Link.to_server", "ByteLink": "Link(unchanged)",
     "Checks": "Known.require_finite", "Code": "BlockCode", "DOWNLINKS": "Server.downlink",

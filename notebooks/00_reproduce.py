@@ -9,32 +9,19 @@
 # %% [markdown]
 # # 00 · Reproduce every table and figure
 #
-# ![Accuracy against the megabytes that one client sends and receives](../results/evidence/megabytes.png)
-#
-# *Test accuracy against traffic, for the trainings of profile `evidence`. Methods further left need fewer megabytes, and the band is centralized
-# training. This notebook draws such a picture at its end, after the tables.*
-#
-# **Claim.** One command makes Tables 1 to 3 and Figures 3 to 5 of the paper, and sets the tables beside the paper's own numbers.
-#
-# How large the trainings are is decided by a *profile*, a file in `params/` that names the data, the network and the number of epochs.
-# If you run this notebook as it is, it trains nothing and needs no data: it draws the records of profile `evidence`, which come with the
-# repository. If you give it a profile's file, it first makes all runs of that profile that have no record yet. From the root of the
-# repository:
-#
-#     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
-#
-# This page shows all tables and figures. [08_tables_and_curves](08_tables_and_curves.ipynb) explains one of the tables, column by column.
-#
-# *Run time*: seconds as it is, and three to seven minutes for profile `quick` on two cores. *Read before*: the README. *Names of schemes*:
-# [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes, such as -L4 for four local steps.
+# This notebook shows the paper's accuracies beside ours, then makes Tables 1 to 3 and Figures 3 to 5 of the paper. As it is, it trains nothing
+# and needs no data: it draws the stored results of profile `evidence`. (A *profile* is a file in `params/` that names the data, the network
+# and the number of epochs.) The grey bars are folded code cells; the second one holds the settings.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import io
+import math
 
+import pandas as pd
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 tables = [1, 2, 3]  # which tables of the paper: params/table<n>.yaml
 points = [
     "Baseline",
@@ -87,14 +74,7 @@ errors_limit = None  # MB of memory for the errors of all clients; more are kept
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
-# %% [markdown]
-# A parameter that is `None` takes its value from the profile's file. If the file does not set it, the paper's value is used.
-#
-# ## All runs
-#
-# The tables share runs: Baseline is a row of all three, and TCS at η = 0.5 of two. Each run is made only once.
-
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 given = lab.given_notebook_params(globals(), own=["tables", "points", "evidence"])
 of_profile = ("profile", profile) if profile else ("evidence", evidence)
 base = lab.profile_params(*of_profile, given)
@@ -104,15 +84,84 @@ configs = {config.record_name: config for params in plans.values() for config in
 if profile:
     print(lab.forecast(configs.values(), given.get("jobs", 1)))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 if profile:
     records = lab.run_all(configs.values(), jobs=given.get("jobs", 1))
 else:
     records = list(lab.load_records(configs.values()).values())
 shown = profile or evidence
+
+# %% [markdown]
+# ## At a glance
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+first = lab.read_params([lab.params_file("tables", 1)])["paper"]  # what the paper prints in Table 1
+params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
+found = list(lab.load_records(lab.plan(params)).values())
+traffic = lab.summary(found, first, lab.plan(params), lab.estimate_gaps(shown, found))
+
+
+def compared(row) -> dict[str, str]:
+    """One method: what the paper prints, what we measured."""
+    theirs, ours = row.paper_accuracy, row.accuracy
+    base = row.scheme == "Baseline"
+    gap = row.difference, row.difference_low, row.difference_high
+    return {
+        "method": row.scheme, "seeds": f"{row.n}",
+        "paper, %": "–" if math.isnan(theirs) else f"{100 * theirs:.5g}",
+        "ours, %": "diverged" if math.isnan(ours) else f"{100 * ours:.2f}",
+        "paper − Baseline": "–" if base else lab.format_interval(100 * row.paper_difference, math.nan, math.nan),
+        "ours − Baseline (95 % interval)": "–" if base else lab.format_interval(*(100 * v for v in gap)),
+        "MB both ways": lab.format_number(row.megabytes_up + row.megabytes_down),
+    }  # fmt: skip
+
+
+def ended(name: str) -> str:
+    """Where a method ended, ours and the paper's, in words."""
+    for row in traffic[(traffic["scheme"] == name) & traffic["difference"].notna()].itertuples():
+        ours, theirs = (
+            lab.format_interval(100 * gap, math.nan, math.nan)
+            for gap in (row.difference, row.paper_difference)
+        )
+        return f"ended {ours} points from it" + (
+            f" (in the paper: {theirs})" if theirs != "–" else ""
+        )
+    return "has no result here yet"
+
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+measured = traffic[(traffic["n"] > 0) | (traffic["diverged"] > 0)]
+if len(measured):
+    setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
+    display(Markdown(
+        f"**In short.** Centralized training is called *Baseline*. TCS {ended('TCS')}. TCS-L4-Q5, with four local steps "
+        f"per round and 5-bit values, {ended('TCS-L4-Q5')}. Dense federated training (FedAvg), which the paper does not "
+        f"print, {ended('FedAvg')}."))  # fmt: skip
+    display(Markdown(lab.markdown(pd.DataFrame([compared(row) for row in measured.itertuples()]))))
+    heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
+    picture = io.BytesIO()
+    lab.draw_megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
+    words = f"{heading}. The numbers are those of the table above."
+    display(Image(picture.getvalue(), width=560, alt=words))
 print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs/")
 
 # %% [markdown]
+# Methods further left in the picture need fewer megabytes, and the band is centralized training. The suffix -L4 in a name means four local
+# steps per round, and -Q5 values of 5 bits; [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. The paper trains a larger
+# network for longer, so levels differ. What can be compared is the difference to the Baseline.
+#
+# ## Make it yourself
+#
+# How large the trainings are is decided by a profile. If you give this notebook a profile's file, it first makes all runs of that profile
+# that have no record yet. From the root of the repository:
+#
+#     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
+#
+# *Run time*: seconds as it is, and three to seven minutes for profile `quick` on two cores. *Read before*: the README.
+#
+# A parameter that is `None` takes its value from the profile's file. If the file does not set it, the paper's value is used. The tables share
+# runs: Baseline is a row of all three, and TCS at η = 0.5 of two. Each run is made only once.
+#
 # ## All tables and figures
 #
 # Tables and figures are shown here and saved in `results/<profile>/`. They are only shown, and the saved ones stay as they are, in three
@@ -130,11 +179,17 @@ for t, params in plans.items():
     drawn[t] = lab.draw_table(params, list(lab.load_records(runs).values()), runs, folder)
 print(f"{len(drawn)} tables have been drawn.")
 
-# %%
-for table in drawn.values():
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+def alternative(t: int) -> str:
+    """What the picture beside a table shows, for readers who cannot see it."""
+    return f"Training curves of the schemes in Table {t}, and their last points enlarged. The table has the numbers."
+
+
+for t, table in drawn.items():
     display(Markdown(lab.prevent_line_breaks(table.text)))
     if table.picture:
-        display(Image(table.picture, width=700))
+        display(Image(table.picture, width=700, alt=alternative(t)))
 
 # %% [markdown]
 # **How to read them.** Each table is followed by its figure. A figure shows the training curves on the left, and their last points,
@@ -148,21 +203,10 @@ for table in drawn.values():
 #
 # Bits are counted per parameter and local iteration. The first number is the paper's formula, and the second is counted in the messages after
 # the dense warm-up. The last column says how many megabytes one client sends and receives in the whole run, warm-up included.
-# The last figure has the same megabytes on its axis, and shows dense training beside the sparse schemes if there are records of it.
 #
 # The csv files have more columns. One of them is the training loss, which tells you whether a scheme that ends below the Baseline has
 # finished learning. (For TCS at η = 0.5, the paper prints 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each of our tables repeats the
 # number of its own.)
-
-# %%
-params = next(iter(plans.values())) | {"schemes": points, "learning_rate": 0.5}
-traffic = lab.summary(lab.load_records(lab.plan(params)).values())
-if len(traffic):
-    setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
-    heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
-    picture = io.BytesIO()
-    lab.draw_megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
-    display(Image(picture.getvalue(), width=700))
 
 # %% [markdown]
 # ## Claim
@@ -194,5 +238,5 @@ for t, params in plans.items():
 # This notebook shows numbers but does not judge them. [13_evidence](13_evidence.ipynb) judges the paper's claims, and notebooks 01 to 07
 # explain what each scheme does. Next: [01_fedavg](01_fedavg.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · {lab.describe_provenance(records)}")

@@ -28,7 +28,7 @@
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. Each notebook has a twin in plain text
 # (`.py`), which you can edit in any editor. When you save one of the two in JupyterLab, the other is written as well.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
 import dataclasses
 from typing import Annotated
@@ -55,7 +55,7 @@ torch.set_num_threads(1)
 #   noisy statistics.
 # - `epochs = 10` should raise the accuracy of every run. In our trial it did, but H = 4 did not come closer to H = 1.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
@@ -73,7 +73,7 @@ drops = [0.6]  # when eta is divided by 10, as shares of the epochs
 weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "01_fedavg")
 lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
@@ -96,7 +96,7 @@ print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def box(axes, x, y, width, height, text, size=10):
     style = {"boxstyle": "round,pad=0.12", "facecolor": "white", "linewidth": 1.8, "zorder": -1}
     axes.add_patch(FancyBboxPatch((x, y), width, height, **style))
@@ -138,7 +138,7 @@ axes.set(xlim=(0, 10.8), ylim=(0, 5.2), title="Fig. 1: one round of federated av
 axes.set_axis_off()
 drawing.legend(loc="outside lower center", ncols=2, frameon=False)
 lab.save_figure(drawing, lab.results_folder(profile) / "figure1")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # Each box at the bottom shows four of that client's images. Only what the arrows show is transmitted; the images stay where
@@ -174,7 +174,7 @@ lab.show_code(tcs.LocalTrainer.local_training, tcs.LocalTrainer._steps)
 # lower?
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def train(steps):
     scheme = tcs.Scheme.named("FedAvg", local_steps=steps)
     trained = lab.Training(dataclasses.replace(config, scheme=scheme), data, keep_deltas=True)
@@ -198,7 +198,7 @@ panels[0].locator_params(axis="x", integer=True)
 panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="The same passes over the data …")
 panels[1].set(xlabel="rounds (messages of each client)", title="… need fewer messages")
 panels[0].legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower
@@ -389,7 +389,7 @@ print("eta at epoch  " + "".join(f"{epoch:>9g}" for epoch in moments))
 for n, run in paper.items():
     print(f"N = {n:2d}        " + "".join(f"{run.learning_rate_at(e):9.4g}" for e in moments))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 drawing, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 schedules = {f"N = {n}": run for n, run in paper.items()} | {"Baseline": baseline}
 for panel, last in zip(panels, (300, 10), strict=True):
@@ -402,7 +402,7 @@ panels[0].set(xlabel="epoch", ylabel="learning rate η", yscale="log", title="Al
 panels[1].set(xlabel="epoch", ylabel="learning rate η", title="The warm-up")
 lab.plain_log(panels[0].yaxis)
 panels[0].legend(frameon=False, loc="lower left")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # With the paper's ten clients the warm-up ends at η = 0.5. With half or twice as many clients it ends at half or twice that
@@ -496,20 +496,32 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | only rounding, because it is arithmetic |
 
 # %%
-claim("models and differences average alike", gap_models < 1e-6, lab.format_number(gap_models, 1))
-claim("a round by hand is the core's", max(gap_core, gap_deltas) < 0.05,
+claim(
+    "averaging models and averaging differences give the same model",
+    gap_models < 1e-6,
+    lab.format_number(gap_models, 1),
+)
+claim("a round computed by hand gives the core's result", max(gap_core, gap_deltas) < 0.05,
       f"{lab.format_number(gap_core, 1)}, its differences {lab.format_number(gap_deltas, 1)}")  # fmt: skip
 half = 0.5 * gain["everything"]
-claim("the largest tenth of a difference does most of what the whole does",
+claim("the largest tenth of a difference brings more than half of what the whole brings",
       gain["largest tenth of the difference"] > half > 0)  # fmt: skip
-claim("the largest tenth of a model undoes it", gain["largest tenth of the model"] < 0)
+claim(
+    "sending only the largest tenth of a model makes it worse",
+    gain["largest tenth of the model"] < 0,
+)
 claim("FedAvg at H = 1 is FedSGD", gap_fedsgd[1] < 1e-3, lab.format_number(gap_fedsgd[1], 1))
-claim("at H = 2 it is not", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
-claim("running statistics leave theta alone", same_theta, "bit for bit")
-claim("averaging them can wait", gap_statistics < 1e-4, lab.format_number(gap_statistics, 1))
+claim("FedAvg at H = 2 is not FedSGD", gap_fedsgd[2] > 1e-3 if 2 in gap_fedsgd else None)
+claim("batch-norm statistics do not influence theta", same_theta, "bit for bit")
+claim(
+    "batch-norm statistics can be averaged once, at the end",
+    gap_statistics < 1e-4,
+    lab.format_number(gap_statistics, 1),
+)
 schedule = torch.tensor([paper[10].learning_rate_at(epoch) for epoch in (0, 5, 150, 225)])
 claim(
-    "the schedule is Sec. III-B's", torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005]))
+    "the learning rates follow the schedule of Sec. III-B",
+    torch.allclose(schedule, torch.tensor([0.1, 0.5, 0.05, 0.005])),
 )
 
 # %% [markdown]
@@ -562,7 +574,7 @@ lab.check_exercise("local_difference", local_difference)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def fedavg_round(theta_D, differences_ND, weights_N):
     shares_N = torch.tensor(weights_N) / sum(weights_N)
     return theta_D + shares_N @ differences_ND
@@ -596,6 +608,6 @@ What surprised us: for {k} steps of length {rates[-1]:g}, linear scaling is off 
 # %% [markdown]
 # Next, [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out of the message.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
       f"{train_samples} images · one run (n = 1) for each H")  # fmt: skip

@@ -25,7 +25,7 @@
 # holds the parameters. Change them there and run all cells again. For example, `phi = 0.1` should bring rand-K closer to top-K, and
 # `federation_sizes = [1, 50]` shows the server's message with many clients.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import math
 import statistics
@@ -42,7 +42,7 @@ import tcs_core as tcs
 
 torch.set_num_threads(1)
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
@@ -67,7 +67,7 @@ samples_each = 48  # training images of one client there
 selected_from = 2_000_000  # entries of the vector on which selections are timed
 seed = 0  # of everything random
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "02_sparsification")
@@ -159,7 +159,7 @@ print(f"D = {D:,} parameters, K = {K} entries are sent")
 # of the training above.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def draw_row(axes, row, values, kept):
     scale, place = float(values.abs().max()), (0, len(values), row + 0.9, row + 0.1)
     strength = 0.35 + 0.65 * kept[None].float()
@@ -196,7 +196,7 @@ draw_panel(panels[1], vectors, shared, f"(b) rand-K, K = {drawn_k}: the same ent
 panels[1].set_xlabel("entry of the update (framed: sent; colour: size within its row)")
 drawing.suptitle("Fig. 2: top-K and rand-K on a real update")
 lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # In (a), each client's frames surround strong colours; in (b), many of the framed entries are pale. The last row shows the
@@ -231,7 +231,7 @@ axes.axvline(100 * phi, color=lab.COLOURS[0], linestyle=":", label=f"φ = {phi:g
 axes.set(xscale="log", xlabel="entries sent, φ (%)", ylabel="squared norm kept (%)")
 axes.set_title("How much of a client's update survives")
 axes.legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %%
 squares_top = sum(float(s[tcs.top_k_positions(s, K)].sum() / s.sum()) for s in squares_ND) / N
@@ -360,7 +360,7 @@ panels[1].set(xlabel="entries (%)", title="Entries of θ changed at least once")
 panels[0].locator_params(axis="x", integer=True)
 panels[1].invert_yaxis()
 panels[0].legend(frameon=False, fontsize=9)
-plt.show()
+lab.show_figures()
 
 # %%
 for name, run in runs.items():
@@ -417,7 +417,7 @@ for name, rows in down.items():
         lines.append(f"{name:22s} {row['N']:3d}{shares}{row['bits']:10.2f}")
 print("\n".join(lines))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 looks = {"top-K": r"bound $N\phi$", "TCS": r"bound $\phi_{global}+N\phi_{local}$"}
 drawing, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
 for name, rows in down.items():
@@ -434,7 +434,7 @@ axes.set(
     xticks=federation_sizes,
 )
 axes.legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # Top-K's fraction grows almost in proportion to N up to about ten clients, and more slowly beyond. The fraction of TCS grows slowly
@@ -480,7 +480,7 @@ for share in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001):
     lines.append(f"φ = {share:5g}: {code[share]:5.2f} bits per position, formula {formula:5.2f}")
 print("\n".join(lines))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 drawing, panels = plt.subplots(1, 2, figsize=(9.4, 3.8), layout="constrained", sharey=True)
 shares = torch.logspace(-0.4, -4, 50)
 for panel, q in zip(panels, (32, 5), strict=True):
@@ -492,7 +492,7 @@ for panel, q in zip(panels, (32, 5), strict=True):
     panel.set_title(f"q = {q}: positions {here / (q + here):.0%} at φ = {phi:g}")
 panels[0].set_ylabel("bits per sent entry")
 panels[1].legend(frameon=False, loc="upper left")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # In these plots φ decreases to the right. At q = 32 the positions are a small part of the message. At q = 5 and φ below a tenth
@@ -535,18 +535,22 @@ largest = {name: rows[-1]["last"] for name, rows in down.items()}
 known = {name: printed for name, printed in in_paper.items() if printed}
 off = {name: abs(budget[name] / printed - 1) for name, printed in known.items()}
 printed_so = [off[n] < 0.004 or round(budget[n], 2) == printed for n, printed in known.items()]
-claim("top-K keeps 5 times more of the squares", squares_top > 5 * phi if phi < 0.18 else None,
+claim("top-K keeps at least five times as much of the squared norm as rand-K", squares_top > 5 * phi if phi < 0.18 else None,
       f"{squares_top / phi:.0f} times")  # fmt: skip
-claim("arrived + waiting = meant", lost < 1e-5, f"up to {1e9 * lost:.0f} billionths")
+claim(
+    "what arrived and what waits add up to what was intended",
+    lost < 1e-5,
+    f"up to {1e9 * lost:.0f} billionths",
+)
 sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
-claim("a round of TCS keeps more of what was meant than one of rand-K", sends["TCS"] > sends["rand-K"],
+claim("a round of TCS sends more of what was intended than one of rand-K", sends["TCS"] > sends["rand-K"],
       f"{sends['TCS']:.0%} against {sends['rand-K']:.1%}; top-K {sends['top-K']:.0%}")  # fmt: skip
 claim("in this run, keeping errors raises top-K's accuracy", lab.judge_mean(rescued, noise),
       f"by {rescued:.1f} points; two standard errors are {noise:.1f}")  # fmt: skip
-claim("the way down keeps its bound", over <= 1e-6)
-claim("top-K's way down is the fuller one", largest["top-K"] >= largest["TCS"],
+claim("the server's message is within its bound", over <= 1e-6)
+claim("the server's message has at least as many entries with top-K as with TCS", largest["top-K"] >= largest["TCS"],
       f"{largest['top-K']:.2%} against {largest['TCS']:.2%} of the entries")  # fmt: skip
-claim("the budgets are the paper's", all(printed_so), f"{len(known)} schemes")
+claim("our bit budgets agree with the paper's", all(printed_so), f"{len(known)} schemes")
 
 # %% [markdown]
 # ## Exercises
@@ -598,7 +602,7 @@ lab.check_exercise("accumulate", accumulate)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def s_top(vector_D, k):
     magnitudes = vector_D.abs().tolist()
     order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))

@@ -25,7 +25,7 @@
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The first such cell below the imports
 # holds the parameters. Change them there and run all cells again.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import inspect
 import re
@@ -43,7 +43,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 phi_global = 1e-2  # share of the entries kept by the mask that all sides know
 phi_local = 1e-3  # share kept by each client's own mask
 local_steps = 1  # H, local steps of a round
@@ -68,7 +68,7 @@ ticket_seeds = 3  # trainings with one mask for ever
 ticket_epochs = 5  # passes over the data in these trainings
 seed = 0  # of everything random
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
@@ -86,7 +86,7 @@ print(f"D = {dimension:,} parameters, K_global = {k_global}, K_local = {k_local}
 print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoch(s) dense")
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def follow(scheme):
     """Train, and record for every round where the update is not zero and where its K largest are."""
     federation = lab.Training(dataclasses.replace(config, scheme=scheme), data)
@@ -120,7 +120,7 @@ def raster(masks_TD, rows=60):
     return seen_RT[seen_RT.argmax(1).argsort(stable=True)]
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 start = max(1, warmup_epochs * probe.rounds_per_epoch)  # the first sparse round of a TCS run
 dense = follow(tcs.Scheme.named("FedAvg", local_steps=local_steps))
 runs = {"TCS": follow(scheme)}
@@ -140,7 +140,7 @@ for axes, (name, run) in zip(panels, pair.items(), strict=True):
     axes.imshow(rows, cmap="Blues", vmax=1.2, aspect="auto", interpolation="none", extent=extent)
     axes.set(title=name, xlabel="round", yticks=[])
 panels[0].set_ylabel(f"{len(rows)} of the positions in these masks")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The picture shows a sample of the positions that are ever in these masks. Each row is one position, that is, one of the $D$
@@ -159,7 +159,7 @@ plt.show()
 # magnitude. The table leaves out a few lines of the algorithm: lines 1 and 3 only start loops, lines 2, 8 and 14 are headings, and
 # in line 4 the client receives the update.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 BOX = {
     5: r"$m_{global} = S_{top}(\Delta\theta_{t-1},\, K_{global})$",
     6: r"$\theta \leftarrow \theta + \Delta\theta_{t-1}$",
@@ -172,15 +172,18 @@ BOX = {
     15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
     16: r"send $\Delta\theta_t$ to all clients",
 }
-MARK = re.compile(r"^ *(.+?)  # (?:Alg\. 2, )?line (\d+)", re.MULTILINE)
+MARK = re.compile(  # code with a line's number behind it, or below a comment with the number
+    r"^ *(?:(\S.*?)  # (?:Alg\. 2, )?line (\d+)|# line (\d+)[^\n]*\n *(.+))", re.MULTILINE
+)
 methods = [tcs.TCS.observe, tcs.Federation.exchange, tcs.Federation.move, tcs.Client.message_of,
            tcs.Client.arrived, tcs.Server.average, tcs.Server.reply]  # fmt: skip
-marked = {int(line): [f"`{code}`", f"`{method.__qualname__}`"]
-          for method in methods for code, line in MARK.findall(inspect.getsource(method))}  # fmt: skip
+marked = {int(line or above): [f"`{code or below}`", f"`{method.__qualname__}`"]
+          for method in methods
+          for code, line, above, below in MARK.findall(inspect.getsource(method))}  # fmt: skip
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
 lines = [[line, words, *marked[line]] for line, words in BOX.items()]
 lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "code in the core", "method"])
-display(Markdown(lab.markdown(lines).replace("---:", "---")))
+display(Markdown(lab.markdown(lines)))
 
 # %% [markdown]
 # Below is the complete code, in the order of the algorithm. First comes what the server and all clients know (at the end of a
@@ -309,7 +312,7 @@ print(
 )
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def line(i, every=None, dash=0):
     look = lab.series_style(i) | {"linestyle": lab.tables.DASHES[dash], "linewidth": 1.5}
     return look | ({"markersize": 5, "markevery": every} if every else {"marker": ""})
@@ -323,7 +326,7 @@ axes.axhline(chance, label="chance, K/D", **line(0, dash=3))
 axes.set(title="Dense updates: overlap with the round before", ylim=(0, 1))
 axes.set(xlabel="round", ylabel="share of the K largest in common")
 axes.legend(frameon=False, ncols=3, loc="upper center")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The correlation in time is the distance between the measured line and the line *chance, layers known*. Most of the overlap only
@@ -379,7 +382,7 @@ axes.axhline(100 * bound / dimension, label="TCS, bound", **line(0, dash=3))
 axes.set(title="Entries in the server's message", xlabel="round", ylabel="% of all entries")
 axes.set_ylim(0, 1.3 * 100 * float(shares["top-K"].max()))
 axes.legend(frameon=False, ncols=3, loc="upper center")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # ## Take the parts away, one by one
@@ -387,7 +390,7 @@ plt.show()
 # We repeat the same training without the local mask, then without error accumulation (what is not sent is dropped, so
 # $e_n = 0$), and then with a larger $\phi_{local}$.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 larger = f"TCS, φ_local {large_local_share:g}"
 runs["no local mask"] = follow(dataclasses.replace(scheme, phi_local=None))
 runs["no error accumulation"] = follow(dataclasses.replace(scheme, error_accumulation=False))
@@ -401,7 +404,7 @@ for name in order:
 axes.set(title="Training loss, parts of TCS taken away", xlabel="epoch", ylabel="cross-entropy")
 axes.grid(alpha=0.25)
 figure.legend(loc="outside right upper", frameon=False)
-plt.show()
+lab.show_figures()
 masks = {name: runs[name]["mask"][start - 1 :] for name in order}
 table = pd.DataFrame({
     "scheme": order,
@@ -472,7 +475,10 @@ fewer, half = lab.paired_gain([0.5] * len(without), without)
 print(
     f"the differences alone would have chosen {torch.tensor(without).mean():.0%} of the explored entries"
 )
-claim.judge("most places are explored for what has piled up there", lab.judge_mean(fewer, half))
+claim.judge(
+    "most entries are explored because of errors that have accumulated there",
+    lab.judge_mean(fewer, half),
+)
 
 # %% [markdown]
 # The errors choose most of what is explored. At entries that are explored, a client's accumulated error is a few times as
@@ -549,11 +555,11 @@ display(Markdown(lab.markdown(pd.DataFrame(table))))
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
 places = int(masks["no local mask"].any(0).sum())
-claim("the server's message keeps its bound", largest["TCS"] <= bound,
+claim("the server's message has no more entries than its bound allows", largest["TCS"] <= bound,
       f"at most {largest['TCS']} of {bound} entries")  # fmt: skip
-claim("clients explore at most N · K_local places", int(explored_T.max()) <= clients * k_local)
-claim("without a local mask there is one mask for ever", places == k_global, f"{places} entries")
-claim("dense masks share more than their layers explain", measured > layers,
+claim("clients explore at most N · K_local entries", int(explored_T.max()) <= clients * k_local)
+claim("without a local mask the shared mask never changes", places == k_global, f"{places} entries")
+claim("masks of consecutive dense updates share more than their layers explain", measured > layers,
       f"{measured:.2f} against {layers:.2f}")  # fmt: skip
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,
@@ -611,7 +617,7 @@ lab.check_exercise("shared_mask", shared_mask)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def client_lines(errors_D, delta_D, shared_K, k_local):
     intended_D = delta_D + errors_D  # line 9
     own_K = tcs.top_k_positions(intended_D, k_local, shared_K)  # line 10

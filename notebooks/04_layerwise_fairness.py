@@ -22,7 +22,7 @@
 #
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import math
 import statistics
@@ -47,7 +47,7 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # cells describes what the values below give, so it may no longer fit. For example, `seeds = 10` makes the intervals narrower.
 # With `phi_min_global = 5e-3`, the curves of PLF and LF should come closer to the dotted line of an even share.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>: TCS-L2-LF, TCS-Q5-LF
 learning_rates = [0.5, 0.8]  # eta, the paper's two
 seeds = 4  # how many trials, or a list of seeds
@@ -70,7 +70,7 @@ drops = [0.75]  # when eta is divided by 10, as shares of the epochs
 reference_batch = None  # cumulative batch at which learning rates hold; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "04_layerwise_fairness")
@@ -116,7 +116,7 @@ print(
 )
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def share_axes(title, uniform):
     axes = plt.figure(figsize=(7.6, 3.6)).subplots()
     axes.axhline(100 * uniform, color="#666666", linestyle=":", label="even share")
@@ -138,7 +138,7 @@ for i, kind in enumerate(["norms, biases", "weights"]):
     look = {"color": lab.COLOURS[(6, 1)[i]], "marker": "os"[i], "linestyle": ("", "-")[i]}
     axes.plot([n + 1 for n in chosen], points, label=kind, **look)
 axes.legend(frameon=False, ncols=3, loc="upper center")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # For the layers of weights, the fraction falls by orders of magnitude from the first convolution to the last ones, as the paper
@@ -269,7 +269,7 @@ def draw(which, uniform, title):
         shares = 100 * seen[name][:, which].float().mean(0) / sizes_L
         axes.plot(range(1, len(names) + 1), shares, **look(i))
     axes.legend(frameon=False, ncols=4, loc="upper center")
-    plt.show()
+    lab.show_figures()
 
 
 # %%
@@ -343,7 +343,7 @@ for eta in learning_rates:
         there += [watch(federation_of(name, eta, seed)) for seed in trials[len(there) :]]
         relative[name, eta] = torch.stack([run[1] for run in there]) / dense_SL
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 weights = [n for n, kind in enumerate(kinds) if kind == "weights"]
 starved = min(weights, key=lambda n: float(top_k_L[n] / sizes_L[n]))
 paper = {("TCS", 0.5): 92.44, ("TCS-PLF", 0.5): 92.142, ("TCS-LF", 0.5): 92.115}
@@ -384,7 +384,7 @@ print(
 )
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure = plt.figure(figsize=(7.6, 3.4))
 panels = figure.subplots(1, len(learning_rates), sharey=True, squeeze=False)[0]
 for axes, eta in zip(panels, learning_rates, strict=True):
@@ -399,7 +399,7 @@ for axes, eta in zip(panels, learning_rates, strict=True):
     axes.set(title=f"η = {eta:g}", xlabel="layer of weights, input to output")
 panels[0].set_ylabel("moved, % of dense")
 panels[0].legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The grey band marks the starved layer, which is the seventh layer of weights. The bars are 95 % confidence intervals over the seeds.
@@ -418,14 +418,18 @@ fits = int(minimum_L.sum()) <= k_global  # else the K largest of the minimum sha
 for name in schemes:
     masks_TL = seen[name][:, MASK]
     whole = bool((masks_TL.sum(1) == k_global).all())
-    claim(f"{name}: the global mask has K places", whole, f"{k_global}")
+    claim(f"{name}: the global mask has K entries", whole, f"{k_global}")
     if name.endswith("LF"):
         ok = bool((masks_TL >= minimum_L).all()) if fits else None
         claim(f"{name}: every layer has its minimum", ok, f"{len(masks_TL)} rounds")
 empty = float((seen[schemes[0]][:, MASK] == 0).float().mean())
-claim("TCS leaves layers out", empty > 0 if schemes[0] == "TCS" else None, f"{empty:.0%} a round")
+claim(
+    "TCS leaves some layers without an entry",
+    empty > 0 if schemes[0] == "TCS" else None,
+    f"{empty:.0%} a round",
+)
 least, most = (top_k_L / sizes_L)[weights].min(), (top_k_L / sizes_L)[weights].max()
-claim("dense top-K is uneven by a factor of 10", bool(most > 10 * least),
+claim("top-K of dense updates prefers some layers more than tenfold over others", bool(most > 10 * least),
       f"{least:.3%} to {most:.0%} of a layer's weights")  # fmt: skip
 
 # %% [markdown]
@@ -462,7 +466,7 @@ lab.check_exercise("free_places", free_places)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def free_places(layer_sizes, k, phi_min):
     bound = sum(math.ceil(phi_min * size) for size in layer_sizes)
     return max(0, k - bound)
@@ -507,7 +511,7 @@ lab.check_exercise("fair_top_k", fair_top_k)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def fair_top_k(vector_D, k, layer_sizes, phi_min):
     shares, start = [], 0
     for size in layer_sizes:
@@ -553,11 +557,11 @@ explored_L = seen[schemes[0]][:, EXPLORED].float().mean(0) / sizes_L
 kept_errors, forgot = at_ends[schemes[0]], at_ends[f"{schemes[0]}, no error accumulation"]
 fewest, largest = [float(x) for x in (explored_L[weights].min(), explored_L[weights].max())]
 for says, ok in {
-    "of the body's later half a smaller share is in the mask than of its earlier half": halves[1]
+    "a smaller fraction of the body's later half than of its earlier half is in the mask": halves[1]
     < halves[0],
-    "of the last layer a smaller share is in it than of the body's first convolution": last
+    "a smaller fraction of the last layer than of the body's first convolution is in the mask": last
     < first_of_body,
-    "what TCS explores is uneven by a factor of 10": largest > 10 * fewest,
+    "TCS explores some layers more than ten times as much as others": largest > 10 * fewest,
 }.items():
     claim.judge(says, "supported" if ok else "contradicted")
 for name, eta in compared:

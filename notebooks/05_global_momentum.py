@@ -28,7 +28,7 @@
 #
 # *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import itertools
 import math
@@ -53,7 +53,7 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
 # The sections *Claim* and *What we saw* are computed anew in every run.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 momentum = 0.9  # beta
 learning_rate = 0.5  # eta of the federated schemes; centralized training has the paper's 0.1
 seeds = 3  # how many trials, or a list of seeds
@@ -77,7 +77,7 @@ drops = [0.75]  # when eta is divided by 10, as shares of the epochs
 reference_batch = None  # cumulative batch at which learning rates hold; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "05_global_momentum")
 lab.check_values(globals(), momentum=Annotated[float, Gt(0), Lt(1)])
@@ -159,7 +159,7 @@ for name, path in paths.items():
     steps_shown = [f"  step {t}: {lab.format_number(path[t]):>9s}" for t in (1, 2, 10, 30, 60)]
     print(f"{name:25s}{''.join(steps_shown)}")
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure, axes = plt.subplots(figsize=(7.6, 3.4))
 for i, name in enumerate(["torch.optim.SGD", *rules]):
     look = lab.series_style(i)
@@ -168,7 +168,7 @@ for i, name in enumerate(["torch.optim.SGD", *rules]):
     axes.plot(paths[name], label=name, markevery=3, **({"markersize": 4} | look))
 axes.set(title="Minimizing θ²/2 from θ = 1", xlabel="step", ylabel="θ", ylim=(-1.5, 2.4))
 axes.legend(frameon=False, ncols=2, loc="upper right")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The corrected rule meets PyTorch's circles at every step. If β stands on the wrong term, nothing
@@ -249,7 +249,7 @@ print(
     f"of one round's mask {common['g']:.0%} is in the next one if it is S_top(g), {common['w']:.0%} if it is S_top(w)"
 )
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 start = federation.rounds_per_epoch * epochs - len(memory)
 rounds = range(start + 1, start + len(memory) + 1)
@@ -266,7 +266,7 @@ axes.set(
 )
 axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
 axes.legend(frameon=False, loc="upper center", ncols=2, fontsize=9)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # In nearly every round, most of the step is memory: it moves entries that were not in the update. This has an advantage and a
@@ -345,7 +345,7 @@ head = [
 ]
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure, axes = plt.subplots(figsize=(7.6, 3.8))
 for label, group in runs.items():
     look = lab.curve_style(label, runs)
@@ -354,7 +354,7 @@ for label, group in runs.items():
 axes.set(title=f"Training loss, mean of {len(trials)}", xlabel="epoch", ylabel="cross-entropy")
 axes.grid(alpha=0.25)
 figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # On average over the seeds, momentum lowers the training loss of the centralized baseline, though the interval in *What we saw* is wide.
@@ -382,13 +382,13 @@ for name in rules:
     off[name] = max(abs(a - b) for a, b in zip(paths[name], torch_path, strict=True))
 misprints = [name for name in rules if name != "put right"]
 claim(
-    "the rule put right is PyTorch's",
+    "the corrected rule is PyTorch's",
     off["put right"] < 1e-12,
     lab.format_number(off["put right"], 1),
 )
 for name in misprints:
     far = off[name] > 0.1 if momentum >= 0.1 else None
-    claim(f"{name}: is not", far, f"{lab.format_number(off[name], 2)} away")
+    claim(f"{name}: not PyTorch's rule", far, f"{lab.format_number(off[name], 2)} away")
 claim("the federation's weights are torch.optim.SGD's", max(dense_gap, sparse_gap) < 1e-6,
       f"to {lab.format_number(dense_gap, 1)} dense, {lab.format_number(sparse_gap, 1)} compressed")  # fmt: skip
 sizes = {run[2] for label in ("TCS", "TCS-Global Momentum") for run in runs[label]}
@@ -428,7 +428,7 @@ lab.check_exercise("momentum_step", momentum_step)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def momentum_step(theta_D, w_D, g_D, eta, beta):
     w_D = beta * w_D + g_D
     return theta_D - eta * w_D, w_D
@@ -467,7 +467,7 @@ lab.check_exercise("loss_changes", loss_changes)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def loss_changes(gradient_D, eta):
     step_D = eta * gradient_D
     return gradient_D @ step_D, gradient_D @ -step_D  # up by the plus, down by the minus
@@ -513,6 +513,6 @@ display(Markdown(f"""
 # [06_sparse_encoding](06_sparse_encoding.ipynb) turns positions into bits. Things to try here: `momentum = 0.5` (the memory
 # should shrink), `value_bits = 5` (messages get shorter), and `clients = 10` (the update has more entries).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
 print(f"n = {len(trials)}")

@@ -24,7 +24,7 @@
 # *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb)
 # and [03_tcs](03_tcs.ipynb), which explain the masks.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
 from typing import Annotated
 
@@ -39,7 +39,7 @@ import tcs_core as tcs
 
 torch.set_num_threads(1)
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # the profile whose model is set beside the paper's ResNet-18
 dimension = 12  # d, entries of the example's vector
 phi = 0.25  # share of them that the code is made for
@@ -50,7 +50,7 @@ phi_largest = 0.3  # ... to this one
 phi_steps = 81  # how many shares in between
 seed = 0  # of the random positions
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "06_sparse_encoding")
 counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Share, Lt(1)])
@@ -66,7 +66,7 @@ positions_K = torch.tensor(positions) - 1  # the core counts from zero
 blocks = math.ceil(dimension / block)
 print(f"{blocks} blocks of {block} entries; an offset inside a block takes {width} bits")
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 paper_d = sum(p.numel() for p in tcs.resnet18().parameters())
 
 
@@ -155,7 +155,7 @@ handles = [plt.Rectangle((0, 0), 1, 1, **swatch) for swatch in swatches]
 print(code, kinds, sep="\n")
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def boxes(ax, y: float, texts, colours, hatches) -> None:
     """A row of labelled boxes, one unit wide, centred at 0."""
     for i, (text, colour, hatch) in enumerate(zip(texts, colours, hatches, strict=True)):
@@ -188,7 +188,7 @@ fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 half = max(dimension, len(code)) / 2 + 0.2
 ax.set(title=f"{len(positions)} of {dimension} entries (dark, above) and their code (below)")
 ax.set(xlim=(-half, half), ylim=(0.1, 3.8), xticks=[], yticks=[], frame_on=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The upper row is the vector, numbered from one. Its blocks are alternately grey and white, and the kept entries are
@@ -303,7 +303,7 @@ zoom = pd.DataFrame([costs(i / 1000) for i in range(150, 301)])
 above = table["counted"] - table["formula"]
 print(f"counted minus formula: {above.min():+.2f} to {above.max():+.2f} bits per position")
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 LINES = {
     "log2_d": ("plain index, log₂ d", lab.COLOURS[7], ":"),
     "bitmap": ("bitmap, 1/φ", lab.COLOURS[1], "--"),
@@ -322,7 +322,7 @@ def curves(ax, table: pd.DataFrame, every: int, title: str) -> None:
     ax.grid(alpha=0.25)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
 curves(axes[0], table, 4, f"cost of a position, d = {measured_dimension:,}")
 axes[0].set(xscale="log", ylim=(0, 23))
@@ -332,7 +332,7 @@ axes[1].fill_between(zoom["phi"], 0, 1, where=lost, transform=axes[1].get_xaxis_
                      color="#BBBBBB", alpha=0.5, lw=0)  # fmt: skip
 axes[1].set(xlim=(0.15, 0.3), ylim=(2.5, 6.5))
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The counted bits follow the formula in steps. An offset takes a whole number of bits, so between two
@@ -409,7 +409,11 @@ exact = [costs(2.0**-power)["counted"] == power + 2 for power in powers]
 claim(
     "the formula is exact at powers of two", all(exact) if powers else None, f"{len(powers)} shares"
 )
-claim("elsewhere it is within a bit", above.abs().max() <= 1, f"{above.abs().max():.2f} bits")
+claim(
+    "elsewhere the formula is within one bit",
+    above.abs().max() <= 1,
+    f"{above.abs().max():.2f} bits",
+)
 
 # %%
 sizes = lab.read_params([lab.params_file("profile", profile)])
@@ -423,8 +427,14 @@ for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.i
         f"{label}, {k:,} of {d:,}: {cost:.2f}, expected {expected:.2f}, log2 d {math.log2(d):.2f}"
     )
     if d == paper_d:
-        claim("at the paper's size within 0.5 %", abs(cost / expected - 1) < 0.005)
-        claim("there it is half of a plain index", 0.45 < cost / math.log2(d) < 0.55)
+        claim(
+            "at the paper's size a position costs what the formula says, within 0.5 %",
+            abs(cost / expected - 1) < 0.005,
+        )
+        claim(
+            "at the paper's size a position costs about half of a plain index",
+            0.45 < cost / math.log2(d) < 0.55,
+        )
 
 # %% [markdown]
 # ## Exercises
@@ -482,7 +492,7 @@ lab.check_exercise("code_bits", code_bits)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def decode(bits, block):
     width, pointer, index, found = math.ceil(math.log2(block)), 0, 0, []
     while pointer < len(bits):

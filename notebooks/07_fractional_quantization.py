@@ -31,7 +31,7 @@
 # *Run time*: about 15 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb), which explains masks and
 # errors. Positions are the subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
 from typing import Annotated
 
@@ -52,7 +52,7 @@ torch.set_num_threads(1)
 # You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
 # The sections *Claim* and *What we saw* are computed anew in every run.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # stands in the run's configuration; nothing is written
 value_bits = 5  # q, bits of a value, one of them the sign
 phi_global = 1e-2  # share kept by the global mask
@@ -69,7 +69,7 @@ seed = 0  # of the run
 compared_bits = [1, 2, 3, 4, 5, 6, 7, 8]  # q of the comparison
 cut = 1e-3  # values below this share of the largest one are dropped in one experiment
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "07_fractional_quantization")
 bits_of = Annotated[int, Ge(1), Le(16)]
@@ -157,7 +157,7 @@ parts = [size[:shared].tolist(), size[shared:].tolist()]
 ends = [low, *edges, high]
 masks = {"color": [lab.COLOURS[6], lab.COLOURS[0]], "label": ["global mask", "local mask"]}
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
 ax.hist(parts, bins, stacked=True, **masks)
 lines = {"color": lab.COLOURS[7], "lw": 1, "ls": "--", "transform": ax.get_xaxis_transform()}
@@ -167,7 +167,7 @@ ax.plot(filled, [0] * len(filled), **marks, color=lab.COLOURS[5], label="means")
 ax.set(xscale="log", xlabel="magnitude |u| (log scale)", ylabel="values in the message")
 ax.set(title=f"What client 0 sends in the last round: {K} values, {P} intervals")
 fig.legend(loc="outside lower center", ncols=4, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # On the logarithmic axis all intervals have the same width. The values of the local mask are all at the right
@@ -204,7 +204,7 @@ print(
 # A value at the lower end of its interval can arrive too large by up to $\gamma$. A value at the upper end can arrive too small by at
 # most $1-\sigma$, which is less.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.4, 3.8), layout="constrained")
 off = 100 * (received / u - 1)[u != 0]
 ax.plot(u[u != 0].abs(), off, ls="", marker="o", ms=3, color=lab.COLOURS[2], label="a value sent")
@@ -215,7 +215,7 @@ for edge in edges:
 ax.set(xscale="log", xlabel="magnitude |u| (log scale)", ylabel="(Q(u) − u) / u  (%)")
 ax.set(title=f"Relative error of every value of one message, q = {value_bits}")
 fig.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # Each interval is one falling branch of points, and all points lie between the two lines. Relative to their size, small values
@@ -316,7 +316,7 @@ def measured(method, q: int) -> dict:
 methods = [fractional, uniform, natural, scaled_sign]
 result = pd.DataFrame([measured(method, q) for method in methods for q in compared_bits])
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
 for i, (name, part) in enumerate(result.groupby("method", sort=False)):
     style = lab.series_style(i)
@@ -329,7 +329,7 @@ for ax in axes:
     lab.plain_log(ax.yaxis)
     ax.grid(alpha=0.25)
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %%
 short = result[result["q"].isin({2, 3, 5, 8} | {value_bits})].copy()
@@ -447,7 +447,7 @@ apart = pd.Series([relative_error(*blocks) for blocks in blocks_of])
 print(f"mean relative error {together.mean():.1%} together and {apart.mean():.1%} apart; "
       f"apart it is smaller in {(apart < together).mean():.0%} of the {len(apart)} messages of this run")  # fmt: skip
 smaller = lab.judge_mean(*lab.paired_gain(together, apart))
-claim.judge("quantized apart the values have a smaller error", smaller)
+claim.judge("shared and own values have a smaller error if they are quantized separately", smaller)
 
 # %% [markdown]
 # ## Claim
@@ -462,13 +462,17 @@ claim.judge("quantized apart the values have a smaller error", smaller)
 # %%
 limit, sure = checked["gamma"] * (1 + 1e-6), checked["sigma"].iloc[-clients:] >= 0.5
 bounded = (checked["one value"] <= limit).all() and (checked["vector"] <= limit).all()
-claim("every value of every message keeps the bound", bool(bounded), f"{len(all_sent)} messages")
-claim("the bound is tight", 0.998 < tight <= 1 + 1e-6, f"{tight:.3f} of it")
+claim(
+    "the error of every value of every message is within the bound",
+    bool(bounded),
+    f"{len(all_sent)} messages",
+)
+claim("some errors come close to the bound", 0.998 < tight <= 1 + 1e-6, f"{tight:.3f} of it")
 claim("sent + errors = intended", rounded and bool(pd.Series(exact)[sure.to_numpy()].all()),
       f"exactly for {sum(exact)} of {clients} clients")  # fmt: skip
 claim("the budget of TCS-LF-Q5 is the paper's", round(tcs.bit_budget("TCS-LF-Q5"), 3) == 0.067)
 alike = torch.allclose(fractional(u[u != 0], 1)[0], tcs.scaled_sign(u[u != 0]))
-claim("one interval is the scaled sign", alike)
+claim("with one interval the quantizer is the scaled sign", alike)
 
 # %% [markdown]
 # ## Exercises
@@ -520,7 +524,7 @@ lab.check_exercise("dequantize", dequantize)
 # </details>
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
+# %% jupyter={"source_hidden": true} tags=["solution", "remove-input"]
 def interval_of(value, u_max, u_min, intervals):
     sigma = (u_min / u_max) ** (1 / intervals)
     for p in range(1, intervals):
@@ -561,7 +565,7 @@ for q in sorted({3, value_bits} & set(compared_bits)):
 #
 # Next, [08_tables_and_curves](08_tables_and_curves.ipynb) shows TCS-L4-Q5 beside the other schemes.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
     f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
     f"n = {len(all_sent)} messages, 1 run"

@@ -9,39 +9,17 @@
 # %% [markdown]
 # # 08 · Draw a table of the paper, and its curves
 #
-# **In short.** In our Table 1, TCS stays within a fraction of a percentage point of centralized training. Its variants with several local steps
-# per round lose accuracy, which they do not in the paper. The bits per parameter agree with the paper's.
-#
-# ![Test accuracy by epoch, and the last epoch enlarged](../results/evidence/figure3.png)
-#
-# *The curves of Table 1 in profile `evidence`. The left picture shows test accuracy by epoch. The right picture shows the
-# last points, each with one standard deviation.*
-#
-# **Claim of the paper (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
-# the accuracy of centralized training, while each client sends about 1/100 of the bits (TCS) or 1/2000 (TCS-L4-Q5).
-#
-# Notebook [00_reproduce](00_reproduce.ipynb) shows all results on one page. This notebook shows a single table of the paper in any profile, and explains
-# its columns and curves. (A profile is a file that says how large the runs are.) As it stands,
-# it draws Table 1 from the committed records of profile `evidence` and trains nothing. If you give it the file of a profile, it
-# first makes the runs that have no record yet:
-#
-#     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
-#
-# *Run time*: seconds as it stands; 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
-# Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes in the names of schemes.
+# [00_reproduce](00_reproduce.ipynb) shows all tables of the paper on one page. This notebook shows a single one, for a training of your choice,
+# and explains its columns and curves. As it stands, it draws Table 1 from the stored results of profile `evidence`, and trains nothing. (A
+# *profile* is a file that says how large the trainings are.) The grey bars are folded code cells; the second one holds the settings.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+import math
+
 import tcs_lab as lab
 from IPython.display import Image, Markdown, display
 
-# %% [markdown]
-# ## Parameters
-#
-# The files `params/table1.yaml` to `table3.yaml` say **what** is compared, and the profiles (`params/quick.yaml` and others)
-# say **how large** the runs are. Each of the values below can be set in either file. If two files set the same value, the later `-f` wins, and `-p`
-# wins over both. Where a value below is `None`, it comes from the files of the table and the profile, or else from the paper.
-
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 table = 1  # which table of the paper: params/table<n>.yaml
 evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
@@ -90,18 +68,7 @@ errors_limit = None  # MB of memory for the errors of all clients; more are kept
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
-# %% [markdown]
-# ## The runs
-#
-# The table and the profile together give a list of runs, one for each scheme and seed. Each run leaves one JSON
-# record under `results/<profile>/runs/`. A record that already exists is used again, so that tables can share
-# runs and an interrupted table continues where it stopped.
-#
-# The table and its curves are saved beside the records. There are three exceptions, in which they are only
-# shown: if you change a setting of the profile, if a new profile has no record yet for one of the schemes, or if the folder is not
-# writable.
-
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 given = lab.given_notebook_params(globals(), own=["evidence"])
 of_profile = ("profile", profile) if profile else ("evidence", evidence)
 params = lab.read_params([lab.params_file("table", table)])
@@ -114,7 +81,7 @@ print(
 if profile:
     print(lab.forecast(configs, params.get("jobs", 1)))
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 if profile:
     records = lab.run_all(configs, jobs=params.get("jobs", 1))
 else:
@@ -125,6 +92,68 @@ print(f"{len(records)} records found; runs without a record: {lab.list_missing(c
 folder = lab.results_folder(params["profile"])
 if changed or (lacking and not (folder / f"table{table}.md").exists()):
     folder = None  # what is drawn is shown, and not saved
+
+# %% [markdown]
+# ## The result
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+ALLOWED = 0.5  # points below the Baseline that we do not count as a loss
+summary, text, picture = lab.draw_table(params, records, configs, folder)
+groups = {"supported": [], "contradicted": [], "open": []}
+for row in summary[summary["difference"].notna()].itertuples():
+    low, high = 100 * row.difference_low, 100 * row.difference_high
+    one = math.isfinite(low) and row.difference_n > 1
+    groups[lab.judge_interval(low, high, "at_least", -ALLOWED) if one else "open"].append(
+        row.scheme
+    )
+words = {
+    "supported": f"these schemes end at most {ALLOWED:g} points below it",
+    "contradicted": f"these end more than {ALLOWED:g} points below it",
+    "open": "these runs do not decide about",
+}
+said = [f"{what}: {', '.join(groups[word])}" for word, what in words.items() if groups[word]]
+if said:
+    start = "**In short.** The Baseline is centralized training. By the 95 % intervals of the differences"
+    display(Markdown(f"{start}, {'; '.join(said)}."))
+if records:
+    alternative = (
+        f"{params['title']}: test accuracy by epoch, and the last points enlarged. "
+        "The numbers are those of the table below."
+    )
+    display(Image(picture, width=690, alt=alternative))
+else:
+    print("There are no curves, because there is no record yet.")
+
+# %% [markdown]
+# The left picture shows test accuracy by epoch. Each curve is the mean of a scheme's trials, with a band of one standard deviation. The right
+# picture enlarges the last points, with the best scheme at the top. The learning rate drops after half and after three quarters of the
+# epochs. In profile `evidence` the curves jump at epoch 80, the last one. This is a change of the test set, not learning: earlier epochs are
+# tested on the 10,000 test images alone, and the last one on 35,000 images, which include the training images that no run trained on.
+#
+# **Claim of the paper (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
+# the accuracy of centralized training, while each client sends about 1/100 of the bits (TCS) or 1/2000 (TCS-L4-Q5). The sentence above
+# says how far that holds here. [13_evidence](13_evidence.ipynb) judges it.
+#
+# ## Draw another one
+#
+# If you give this notebook the file of a profile, it first makes the runs that have no record yet:
+#
+#     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
+#
+# The files `params/table1.yaml` to `table3.yaml` say **what** is compared, and the profiles (`params/quick.yaml` and others)
+# say **how large** the runs are. Each of the settings can be given in either file. If two files set the same value, the later `-f` wins, and
+# `-p` wins over both. Where a setting is `None`, it comes from the files of the table and the profile, or else from the paper.
+#
+# The table and the profile together give a list of runs, one for each scheme and seed. Each run leaves one JSON
+# record under `results/<profile>/runs/`. A record that already exists is used again, so that tables can share
+# runs and an interrupted table continues where it stopped.
+#
+# The table and its curves are saved beside the records. There are three exceptions, in which they are only
+# shown: if you change a setting of the profile, if a new profile has no record yet for one of the schemes, or if the folder is not
+# writable.
+#
+# *Run time*: seconds as it stands; 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
+# Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes in the names of schemes.
 
 # %% [markdown]
 # ## The table
@@ -149,27 +178,11 @@ if changed or (lacking and not (folder / f"table{table}.md").exists()):
 # server's messages, and the training loss of the last epoch, which shows how far a training has converged.
 
 # %%
-summary, text, picture = lab.draw_table(params, records, configs, folder)
 display(Markdown(lab.prevent_line_breaks(text)))
 
 # %% [markdown]
 # There is one row per scheme, in the paper's order, and n is the number of trials. The last column is the traffic of one client in the whole run, in both
 # directions and including the warm-up.
-#
-# ## The curves
-
-# %%
-if records:
-    display(Image(picture, width=700))
-else:
-    print("There are no curves, because there is no record yet.")
-
-# %% [markdown]
-# Each curve is the mean of a scheme's trials, with a band of one standard deviation. The right picture enlarges the last points, with the best
-# scheme at the top. The learning rate drops after half and after three quarters of the epochs.
-#
-# In profile `evidence` the curves jump at epoch 80, the last one. This is a change of the test set, not learning: earlier epochs are tested on the
-# 10,000 test images alone, and the last one on 35,000 images, which include the training images that no run trained on.
 #
 # ## Claim
 #
@@ -224,5 +237,5 @@ for row in summary.itertuples():
 # The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a
 # scheme of your own to this table.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · {lab.describe_provenance(records)}")

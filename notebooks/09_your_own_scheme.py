@@ -26,7 +26,7 @@
 # *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*:
 # [03_tcs](03_tcs.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
 from typing import Annotated
 
@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 # You can change any of these values and run all cells again. The text between the cells describes the
 # results for the values given here. The sections *Claim* and *What we saw* are computed anew.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # sizes: params/<profile>.yaml; folder under results/
 own = ["TCS-Average", "TCS-Average-L4-Q5", "Threshold"]  # schemes made below
 beside = ["TCS", "TCS-L4-Q5", "top-K", "Baseline"]  # schemes of the paper to stand beside them
@@ -58,7 +58,7 @@ seeds = 1  # how many trials of each
 data_root = None  # where the images are, for profiles that need a folder or a tar
 jobs = 1  # runs side by side
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "09_your_own_scheme")
 names = Annotated[list[str], Len(1)]
@@ -220,7 +220,7 @@ for name, rounds in followed.items():
 # Three rules are honest. The fourth is detected as soon as the sparse rounds begin. (Threshold has no shared mask, so there is nothing
 # that it could hide.) The same rounds show what the memory does:
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(7.6, 3.8), layout="constrained")
 for name in ("TCS", "TCS-Average"):
     rounds = followed[name].iloc[1:]
@@ -231,7 +231,7 @@ ax.set(title="How much of the shared mask stays from one round to the next")
 ax.set(xlabel="round", ylabel="positions that stay (%)", ylim=(0, 105))
 ax.grid(alpha=0.25)
 fig.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round.
@@ -300,10 +300,11 @@ display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 # %% [markdown]
 # Your own schemes come first. Their columns for the paper are empty.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 label = records[0]["provenance"]["dataset"]
 drawn = lab.draw_accuracy_figure(records, f"Own schemes in Fig. 3: {label}, profile {profile}")
-display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700))
+words = f"{title}: test accuracy by epoch, and the last points enlarged."
+display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700, alt=words))
 
 # %% [markdown]
 # ## Are the bits honest?
@@ -400,6 +401,6 @@ for name in ("TCS", "TCS-Average"):
 # copy its class into a cell of that notebook, because a name is known only where it was registered. Next:
 # [10_bits_on_the_wire](10_bits_on_the_wire.ipynb) counts every byte.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 made = records[0]["provenance"]
 print(f"core {lab.core_sha256()[:12]} · torch {made['torch']} · {label} · n = {seeds}")

@@ -30,7 +30,7 @@
 # [06_sparse_encoding](06_sparse_encoding.ipynb),
 # [07_fractional_quantization](07_fractional_quantization.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import struct
 import tempfile
@@ -54,7 +54,7 @@ plt.rcParams["figure.dpi"] = 90
 # You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
 # The sections *Claim* and *What we saw* are computed anew in every run.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 schemes = ["FedAvg", "FedAvg-L4", "rand-K", "top-K", "TCS", "TCS-L2", "TCS-L4", "TCS-L4-Q5",
            "TCS-PLF", "TCS-LF", "TCS-LF-Q5", "TCS-Global Momentum"]  # fmt: skip
 profile = "ci"  # how large these runs are; nothing is written
@@ -79,7 +79,7 @@ paper_clients = 10  # N, Sec. III-A
 paper_warmup = 5  # dense epochs at the start, Sec. III-B
 paper_steps = 78  # local steps an epoch: 50,000 images, 10 clients, batches of 64
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "10_bits_on_the_wire")
 own = ("message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
@@ -257,7 +257,7 @@ small_d = wired[0]["dimension"]
 title = f"profile {profile}, D = {small_d:,}, {epochs} epochs, {warmup_epochs} of them dense"
 display(Markdown(f"**Bits per parameter and local iteration; {title}**\n\n{lab.markdown(table)}"))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.8, 4.6), layout="constrained")
 kinds = {"formula": ("the paper's formula", 0, 11), "downlink with warm-up": ("downlink, whole run", 3, 9),
          "uplink with warm-up": ("uplink, whole run", 5, 10),
@@ -274,7 +274,7 @@ ax.set(title=f"One formula, three measurements ({small_d:,} parameters)")
 lab.plain_log(ax.xaxis)
 ax.grid(alpha=0.25, axis="x")
 fig.legend(loc="outside lower center", ncols=2, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The squares lie inside the circles, so the messages have the size that the formula gives. Quantized schemes are an exception. In so
@@ -325,7 +325,7 @@ with_warmup = 32 / average(tcs.bit_budget("TCS-L4-Q5"), 4, paper_warmup)
 few = lab.format_times(with_warmup)
 print(f"TCS-L4-Q5, uplink: ×{lab.format_times(claimed)} by the formula, ×{few} with the warm-up")
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
 dense_epochs = [paper_epochs * w / 3000 for w in range(0, 151)]
 for name in ("TCS-L4-Q5", "TCS-L4", "TCS", "top-K"):
@@ -341,7 +341,7 @@ ax.set(title="What a dense warm-up leaves of a scheme's factor")
 ax.minorticks_off()
 ax.grid(alpha=0.25)
 fig.legend(loc="outside right upper", frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # With more dense epochs, every line falls towards $H\,T/w$, a limit for every scheme with $H$ local steps. The fewer bits
@@ -403,14 +403,22 @@ coded = any(record["config"]["scheme"]["code"] == "entropy" for record in wired)
 worst = max(abs(off[name]) for name in ("TCS", "TCS-L4-Q5", "top-K"))
 refusals = [one for results in damage.values() for one in results]
 claim("a message comes back as it was sent", intact and averaged)
-claim("damage is refused", all(refusals), f"{sum(refusals):,} of {len(refusals):,}")
-claim("rows on bytes are those on counts", all(alike), f"{sum(alike)} of {len(alike)} runs")
+claim("damaged messages are refused", all(refusals), f"{sum(refusals):,} of {len(refusals):,}")
+claim(
+    "trainings that send real messages give the same rows as those that count bits",
+    all(alike),
+    f"{sum(alike)} of {len(alike)} runs",
+)
 least = -1 / 8 if coded else 0  # "+" counts in whole bytes already
-claim("bytes are the bits, rounded up, and the frame", least <= min(padded) <= max(padded) <= 1,
+claim("a message has its bits, rounded up to bytes, plus the frame", least <= min(padded) <= max(padded) <= 1,
       f"padding {min(padded):.2f} to {max(padded):.2f} bytes a message")  # fmt: skip
-claim("the budget is what messages need at the paper's size", worst < 0.005, f"within {worst:.2%}")
+claim(
+    "at the paper's size, messages have as many bits as the budget says",
+    worst < 0.005,
+    f"within {worst:.2%}",
+)
 paper = (paper_epochs, paper_warmup) == (300, 5)
-claim("the warm-up leaves ×213 to ×214 of ×1,910", 213 <= with_warmup < 214 if paper else None)
+claim("with the warm-up, ×1,910 becomes ×213 to ×214", 213 <= with_warmup < 214 if paper else None)
 
 # %% [markdown]
 # ## What we saw
@@ -432,7 +440,7 @@ print(
 #
 # Next, [10b_fewer_bytes](10b_fewer_bytes.ipynb) does the same training with fewer bytes.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
     f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · {len(wired)} runs"
 )

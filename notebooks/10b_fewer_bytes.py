@@ -35,7 +35,7 @@
 #
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*: [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import collections
 import math
 
@@ -59,7 +59,7 @@ plt.rcParams["figure.dpi"] = 90
 # You can change any of these values and run all cells again. The text between the cells describes the results for the values given
 # here. The sections *Claim* and *What we saw* are computed anew.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # how large the small training is; nothing is written
 dataset = "synthetic"  # synthetic, cifar10 (downloads) or folder
 train_samples = 100  # the first so many training images
@@ -83,7 +83,7 @@ no_loss = 0.5  # points of accuracy: who surely loses less is no worse (params/c
 target = 0.6  # accuracy whose time is asked for
 links = [1, 10, 100]  # Mbit/s
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "10b_fewer_bytes")
 counts = ("paper_epochs", "paper_clients", "paper_warmup", "paper_steps")
@@ -174,7 +174,7 @@ anatomy = pd.DataFrame({
 text = pd.concat([anatomy, anatomy.sum().to_frame("all").T]).map("{:,.1f}".format)
 display(Markdown(lab.markdown(text.reset_index(names="bytes"))))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(8.8, 3.6), layout="constrained")
 shades = [lab.COLOURS[i] for i in (7, 4, 0, 1, 6, 5)]
 hatches, left = ["", "....", "", "", "\\\\\\\\", "////"], pd.Series(0.0, anatomy.columns)
@@ -187,7 +187,7 @@ for y, total in enumerate(left):
 ax.set(xlabel="bytes", xlim=(0, left.max() * 1.1), title="Where the bytes of one message are")
 ax.invert_yaxis()
 fig.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # The formula leaves out the frame (header, checksum and padding) and the means. Their size is the same in any model, so they matter in this
@@ -197,7 +197,7 @@ plt.show()
 # Why is there something to save? A five-bit code would be the shortest one if all intervals were equally likely, and Algorithm 4 is made for
 # positions that are equally likely everywhere. Neither is the case:
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, axes = plt.subplots(1, 2, figsize=(9.2, 3.8), layout="constrained")
 for i, (name, part) in enumerate(zip(["shared mask", "own mask"], halves, strict=True)):
     count = 100 * torch.bincount(part, minlength=P) / len(part)
@@ -220,7 +220,7 @@ axes[1].set(title=f"Own positions of {clients} clients by layer")
 for ax in axes:
     ax.set_ylim(top=1.35 * ax.get_ylim()[1])
     ax.legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # On the left, the shared values lie mostly in the first two thirds of the intervals. All own values are in interval 1, since each of them is among
@@ -287,7 +287,7 @@ enough = ours.index[ours <= theirs].min()
 print(f"The paper's quantizer with 5 bits has a squared error of {theirs:.1%}. That of Lloyd and Max has less from {enough} bits on; "
       f"with 2 bits, it has {ours[2]:.1%}.")  # fmt: skip
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
 for i, name in enumerate(losses):
     style = lab.series_style(i + 1)
@@ -301,7 +301,7 @@ ax.set(title=f"What quantization loses, mean of {clients} messages", xticks=list
 lab.plain_log(ax.yaxis)
 ax.grid(alpha=0.25)
 ax.legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # With the same q, the quantizer of Lloyd and Max has a smaller error than the paper's from two bits on. (With one bit, both send the mean magnitude.) With two
@@ -441,7 +441,7 @@ dense_bytes = 2 * (4 * d + tcs.OVERHEAD_BYTES) * (steps // 4)  # FedAvg-L4's, wh
 # The bytes are those of one client's messages in both directions, from the first round to the last. The axis at the top shows the seconds that
 # these bytes take on the slowest link. This is **communication only**: it includes no latency, no packet headers and no computing.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 NAMED = ("FedAvg", "FedAvg-L4", "top-K", "TCS", baseline_scheme, "TCS-L4-M2-E3-W10++",
          "TCS-M2-E3-K4++", "TCS-L4-M2-E3++")  # fmt: skip
 drawn = [name for name in dict.fromkeys(NAMED) if name in federated]
@@ -463,7 +463,7 @@ top.set_xlabel(f"seconds on a link of {links[0]:g} Mbit/s, communication only")
 ax.grid(alpha=0.25)
 ax.margins(0.12, 0.12)
 lab.tables.label_points(ax, ends)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # Each curve starts after its first epoch. It ends after the last epoch, which a mark shows.
@@ -536,7 +536,7 @@ display(Markdown(f"**Against {baseline_scheme}; {label}**\n\n{lab.markdown(pd.Da
 # the same difference for unequal clients. Its interval comes from the differences seed by seed of this pair of schemes alone.
 #
 # The table below it shows two things for TCS: the fraction of the shared mask that stays from one round to the next, and how many of the
-# participating clients send a value at the same position, on average ("clients a place").
+# participating clients send a value at the same position, on average ("clients per entry").
 
 # %%
 read, equal = lab.load_planned_records("evidence")
@@ -578,12 +578,20 @@ display(
 # %%
 claimed = lab.paper_factor("TCS-L4-Q5")
 of = f"{len(sent)} messages"
-claim("+ loses nothing", bool(lengths["same"].all()), of)
-claim("the paper's code has the counted bytes", bool((lengths["off"] == 0).all()), of)
-claim("its positions are within 2 % of the entropy bound", above <= 1.02, f"{above - 1:+.1%}")
+claim("the + code decodes without loss", bool(lengths["same"].all()), of)
+claim(
+    "messages in the paper's code have as many bytes as counted",
+    bool((lengths["off"] == 0).all()),
+    of,
+)
+claim(
+    "positions in the + code are within 2 % of the entropy bound",
+    above <= 1.02,
+    f"{above - 1:+.1%}",
+)
 for name in ("TCS-L4-Q5++", "TCS-L4-M2-E3-W10++", "TCS-M2-E3-K4++"):
     factor = 64 / sum(whole[name].values())
-    claim(f"{name}, all of it, sends less than TCS-L4-Q5 by the formula", factor > claimed,
+    claim(f"{name}, with everything counted, sends less than TCS-L4-Q5 by the formula", factor > claimed,
           f"×{lab.format_times(factor)} against ×{lab.format_times(claimed)}")  # fmt: skip
 
 # %% [markdown]
@@ -605,6 +613,6 @@ for name, gap in gaps.items():
 # %% [markdown]
 # Next: [11_performance](11_performance.ipynb) measures how fast all of this is.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, {len(sent)} messages · "
       f"{label}: n = {len(records)} records")  # fmt: skip

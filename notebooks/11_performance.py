@@ -26,7 +26,7 @@
 #
 # *Run time*: less than a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import re
 import tempfile
 
@@ -42,7 +42,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 10})
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 phi_global = 1e-2  # share kept by the global mask
 phi_local = 1e-3  # share kept by each local mask
 train_samples = 640  # synthetic images to learn from
@@ -66,7 +66,7 @@ paper_samples = 50_000  # training images of the paper's data set
 paper_epochs = 300  # of the paper's runs
 run_target_minutes = 5.0  # one run of TCS on a GPU
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": "resnet8", "width": width, "clients": clients, "batch_size": batch_size}
@@ -165,7 +165,7 @@ for name, rows in (("server", server), ("clients", client)):
           f"{tries[2]} among all entries; {int(rows['same'].sum())} are identical to plain")  # fmt: skip
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def line(i, dash=0):
     return {"color": lab.COLOURS[i], "linestyle": lab.tables.DASHES[dash], "linewidth": 1.5}
 
@@ -180,7 +180,7 @@ for at, text in ((first_sparse, "first sparse round"), (dropped, "η is divided 
 axes.set(title="The global mask's threshold", xlabel="round", ylabel="magnitude")
 axes.set_ylim(bottom=0)
 axes.legend(frameon=False, loc="upper right")
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # From one round to the next, the threshold usually falls by less than the floor is lowered, so the floor stays below it. It may also
@@ -332,7 +332,7 @@ def draw_round(rows):
     finish_round(figure, axes, parts)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def finish_round(figure, axes, parts):
     """The measured round with its quartiles, names and axes."""
     middle, y = parts["round"], np.arange(len(parts))
@@ -344,7 +344,7 @@ def finish_round(figure, axes, parts):
     axes.set(title="What a round adds to its passes", xlabel="% of the passes")
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
     axes.invert_yaxis()
-    plt.show()
+    lab.show_figures()
 
 
 # %%
@@ -354,7 +354,7 @@ OURS = ("round", "client threads", "side by side", "graph")  # ways of making on
 def tell_round(rows):
     parts, times = costs(rows), works(rows)
     table = parts[["compression"]].map("{:+.1f} %".format).reset_index()
-    table["seconds a round"] = parts["seconds"].map(lab.format_number).to_numpy()
+    table["seconds per round"] = parts["seconds"].map(lab.format_number).to_numpy()
     plain = [way for way in times if way.startswith("plain")]
     for way in [*times.columns.intersection(OURS), *plain]:
         ratios = times[way] / times["passes"]
@@ -403,7 +403,7 @@ def step_ways(rows):
     return ways
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def draw_step(rows):
     ways, (_, axes) = step_ways(rows), plt.subplots(figsize=(7.6, 2.6))
     axes.barh(list(ways), ways.values(), color=[lab.COLOURS[i] for i in (7, 2, 6, 6)], height=0.55)
@@ -413,7 +413,7 @@ def draw_step(rows):
     axes.invert_yaxis()
     axes.set(title=f"Compression of one client, {rows['case'].iloc[0]}", xlabel="milliseconds")
     axes.set_xlim(0, 1.5 * max(ways.values()))
-    plt.show()
+    lab.show_figures()
 
 
 _ = report("step", draw_step)
@@ -444,7 +444,7 @@ _ = report("codecs", tell, judge_codecs)
 # proportional growth is a line of slope 1. The grey line has this slope and goes through the last point.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def growth_panel(axes, rows, axis, other):
     part = rows[rows[other] == rows[other].mode()[0]].sort_values(axis)
     x, y = part[axis].to_numpy(float), 1e3 * part["median"].to_numpy()
@@ -464,7 +464,7 @@ def draw_growth(rows):
         lab.plain_log(axis)
     panels[0].set_xticks(sorted(rows["clients"].unique()))
     panels[0].legend(frameon=False)
-    plt.show()
+    lab.show_figures()
 
 
 _ = report("growth", draw_growth)
@@ -540,6 +540,6 @@ display(Markdown(summary))
 # Next: [12_real_training](12_real_training.ipynb). You can also try `clients = 2` or a larger `phi_local` here, and see how the number of
 # candidates changes.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
       f"n = 1 training, {repeat} turns, {len(found)} bench records")  # fmt: skip

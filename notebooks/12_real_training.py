@@ -24,7 +24,7 @@
 # what DDP does: every process computes gradients on its own part of a batch, and all processes average
 # these gradients before the optimizer's step.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import json
 import tempfile
 from pathlib import Path
@@ -50,7 +50,7 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # You can change any of these values and run all cells again. The text between the cells describes the
 # results for the values given here. The sections *The claim, checked* and *What we saw* are computed anew.
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 processes = 2  # started by torchrun; each is a rank with a model of its own
 phi_global = 5e-2  # share of the gradient that is reduced: the mask all ranks know
 phi_local = 1e-2  # share that each rank adds of its own
@@ -65,7 +65,7 @@ width = 8  # channels of the ResNet-8's first stage
 link_rates = [1, 10, 100]  # Mbit/s a rank can send
 seed = 0  # of the model and the batches
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "12_real_training")
 counts = ("processes", "steps", "batch_size", "train_samples", "test_samples", "image_size",
@@ -90,7 +90,7 @@ if start_iter > steps - 2:
 # The answers to the last two questions come from recorded measurements. "TCS 1 %" means that the shared
 # mask holds one percent of a gradient's entries. PowerSGD and bf16 are two hooks that PyTorch brings along.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 measured, costs = links.Links(links.read_rows()), optimizers.Costs()
 nets = {links.count_parameters(*net): net for net in ((10, 1000), (4, 5000))}
 answer, most = [], list(links.SHARES)[-1]
@@ -243,7 +243,7 @@ print(
 # %% [markdown]
 # ## Loss against steps, and against bytes
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
 traffic = {"plain": plain / 1e6, "TCS": sent.sum(axis=1).to_numpy() / 1e6}
 smooth, labels = {}, {"plain": "plain DDP", "TCS": "TCS hook"}
@@ -257,7 +257,7 @@ left.axvline(start_iter, color="0.6", linewidth=0.8)
 left.annotate("dense until here", (start_iter, 0.04), xycoords=("data", "axes fraction"),
               xytext=(4, 0), textcoords="offset points", color="0.35")  # fmt: skip
 left.legend(frameon=False)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # On the left, the two curves lie close together. With the hook, the loss falls a little more slowly. A
@@ -288,7 +288,7 @@ seconds = pd.DataFrame(
 display(seconds.round(2).rename(columns=lambda name: f"{name}, s"))
 computed = results["plain"]["seconds"]
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, axes = plt.subplots(figsize=(6.6, 3.2))
 seconds.plot.bar(ax=axes, color=lab.COLOURS[:2], rot=0, width=0.7, logy=True)
 for bars, hatch in zip(axes.containers, ("", "//"), strict=True):
@@ -301,7 +301,7 @@ axes.annotate("the plain run took this long here", (0.99, computed), xycoords=("
 axes.set(xlabel="", ylabel="seconds on the wire", title=f"{steps} steps of {D:,} parameters")
 axes.set_ylim(seconds.to_numpy().min() / 3, max(seconds.to_numpy().max(), computed) * 3)
 axes.legend(frameon=False, loc="upper right", ncols=2)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # This network is tiny. With the 11,173,962 parameters of ResNet-18, plain DDP hands over 44.7 MB per step. Two
@@ -430,14 +430,19 @@ accuracy = {name: results[name]["accuracy"] for name in results}
 each_sparse_step = sent.diff().iloc[start_iter:]
 same = bool((each_sparse_step == a_step).all(axis=None)) and total.dense == 4 * D * start_iter
 claim("every sparse step hands over the same bytes", same, f"{a_step.sum():,.0f}")
-claim("a step is at most 1.15 messages long", a_step.sum() <= 1.15 * compressor.bytes_up)
-claim("a fifth of the bytes at most, dense start included", ratio > 5, f"1/{ratio:.1f}")
 claim(
-    "a loss at most 0.25 higher",
+    "a step hands over at most 1.15 times the bytes of a message",
+    a_step.sum() <= 1.15 * compressor.bytes_up,
+)
+claim(
+    "TCS hands over at most a fifth of the bytes, dense start included", ratio > 5, f"1/{ratio:.1f}"
+)
+claim(
+    "the loss of TCS is at most 0.25 higher",
     final["TCS"] < final["plain"] + 0.25,
     f"{final['TCS']:.2f}, {final['plain']:.2f}",
 )
-claim("an accuracy at most 10 points lower", accuracy["TCS"] > accuracy["plain"] - 0.1,
+claim("the accuracy of TCS is at most 10 points lower", accuracy["TCS"] > accuracy["plain"] - 0.1,
       f"{accuracy['TCS']:.1%}, {accuracy['plain']:.1%}")  # fmt: skip
 
 # %% [markdown]

@@ -11,37 +11,28 @@
 #
 # The paper says, for example, that TCS loses no accuracy against centralized training. To check such a sentence, one has to say how large a
 # loss would still count as none, and how sure one has to be. This notebook does that for every claim of the paper that our trainings can
-# test.
-#
-# **Claim.** The paper's claims can be written as numbers with bounds that are fixed before the runs. One rule then judges our own
-# measurements, and the same rule judges the numbers that the paper prints.
-#
-# *Names*: *Baseline* is centralized training. *FedAvg* is federated training in which every client sends all entries of its update. *top-K*
-# sends only the largest entries of each client, and *TCS* mostly those of a mask that all clients share. The suffix -L4 means four local steps
-# per round, and -Q5 means values of 5 bits. A *record* is the stored result of one training run. A *profile* says how large these runs are.
-#
-# *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb), which explains the tables.
+# test. It reads stored results and trains nothing, so it takes seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
 #
 # The grey bars are folded code cells: click one to open it. The second one holds the settings.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
 import textwrap
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import tcs_lab as lab
-from IPython.display import Markdown, display
+from IPython.display import Image, Markdown, display
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 12})
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 evidence = "evidence"  # the profile that is judged: params/<profile>.yaml, results/<profile>/
 results = None  # the folder with <profile>/runs/*.json; None: results/
 beside = [["small", 150], ["small", 300], ["cpu", 150], ["cpu", 300],
           ["short", 15], ["cpu18", 5]]  # profiles and epochs shown beside it, judged nowhere  # fmt: skip
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 lab.check_values(globals(), evidence=str, beside=list[list])
 statements = lab.Statements(globals(), "13_evidence")
@@ -57,15 +48,16 @@ plan_file = lab.ROOT / f"params/{evidence}_plan.yaml"
 plans = lab.plan_runs(plan_file) if plan_file.is_file() else {}
 judged = lab.judge_claims(read, records)
 made = lab.count_made(plans, results)
+folder = lab.results_folder(evidence, results)
+first_stage = next(iter(plans.values()), [])  # before all of it is made, nothing is saved
+saves = all(lab.record_path(run, results).exists() for run in first_stage)
+saves = bool(records) and (saves or (folder / "claims.csv").exists())
 
 # %% [markdown]
 # ## The result
-#
-# The first table counts the verdicts. In each group, the first line is about our own trainings and the second about the numbers that the
-# paper prints.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def scale_of(found: dict) -> str:
     """What these records trained, in words."""
     for record in found.values():
@@ -75,6 +67,113 @@ def scale_of(found: dict) -> str:
     return "no record yet"
 
 
+COLOURS = dict(zip(lab.VERDICTS, [lab.COLOURS[i] for i in (1, 2, 7, 7, 7)], strict=True))
+WEAK = " (weak)"  # the bootstrap's interval gives another word
+main = judged[judged["main"]].iloc[::-1].reset_index(drop=True)
+
+
+def claimed(row) -> str:
+    """What is claimed of the first scheme, in words."""
+    if row["bound"] == "at_least" and row["bound_value"] < 0:
+        return f"loses at most {-row['bound_value']:g} points"
+    return "ends higher" if row["bound_value"] == 0 else lab.supported_if(row)
+
+
+def answered(name: str) -> str:
+    """A title's words on the claim that a scheme keeps centralized accuracy."""
+    row = judged.set_index("claim").loc[name]
+    limit = f"{-row['bound_value']:g} points"
+    words = {"supported": f"loses at most {limit}", "contradicted": f"loses more than {limit}",
+             "open": f"may lose more than {limit}"}  # fmt: skip
+    return f"{row['first']} {words.get(row['verdict'], 'is not measured yet')}"
+
+
+def shade(axes, at: int, row, ends: tuple[float, float]) -> None:
+    """The side of a line where its claim keeps the bound, and the bound."""
+    other = ends[1] if row["bound"] in ("at_least", "more_than") else ends[0]
+    height = [at - 0.36, at + 0.12]
+    axes.fill_betweenx(height, row["bound_value"], other, color="#dfe9f2", lw=0)
+    axes.plot([row["bound_value"]] * 2, height, color="black", lw=1.2)
+
+
+def draw(axes, at: int, row, keys: tuple[str, str, str], word: str, marker: str) -> None:
+    """An interval with its mean, and above it numbers and verdict."""
+    mean, low, high = (row[key] for key in keys)
+    if pd.isna(mean):
+        axes.text(sum(axes.get_xlim()) / 2, at + 0.28, word, ha="center", va="center", size=10)
+        return
+    colour = COLOURS[word.removesuffix(WEAK)]
+    word = "no interval yet" if pd.isna(low) else word
+    axes.plot([low, high], [at - 0.12] * 2, color=colour, lw=3.5, solid_capstyle="butt")
+    axes.plot(mean, at - 0.12, marker, color=colour, markersize=9)
+    said = f"{lab.format_estimate(row, *keys)} {word}"
+    style = {"ha": "center", "va": "center", "weight": "bold", "size": 10}
+    axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, **style)
+
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+keys = {"ours": ("measured", "low", "high"), "paper": ("paper", "paper_low", "paper_high")}
+reach = main[[key for three in keys.values() for key in three]].abs().max().max()
+ends = (-1.1 * max(1, reach), 1.1 * max(1, reach))
+figure, (ours, theirs) = plt.subplots(1, 2, sharey=True, sharex=True, figsize=(10.5, 4.8))
+ours.set(xlim=ends)
+ours.set_title(f"Our trainings (profile {evidence})", size=11)
+theirs.set_title("The paper, from its five trials", size=11)
+for at, row in main.iterrows():
+    for axes in (ours, theirs):
+        shade(axes, at, row, ends)
+        axes.plot([0, 0], [at - 0.36, at + 0.12], color=lab.COLOURS[7], lw=0.8, ls=":")
+    flag = WEAK if lab.differing_bootstrap_verdict(row) else ""
+    draw(ours, at, row, keys["ours"], row["verdict"] + flag, "o")
+    printed = row["paper_verdict"] or "the paper has no such row"
+    draw(theirs, at, row, keys["paper"], printed, "D")
+names = [textwrap.fill(f"{row['first']} − {row['second']}", 26) + f"\n{claimed(row)}"
+         for _, row in main.iterrows()]  # fmt: skip
+ours.set_yticks(range(len(main)), names, size=10)
+ours.set_ylim(-0.5, len(main) - 0.5)
+figure.supxlabel(
+    "difference of final test accuracies in percentage points; shaded: the claim is true",
+    fontsize=11,
+)
+title = f"Against centralized training, {answered('parity')}; {answered('x2000-parity')}"
+figure.suptitle(title, fontsize=13, weight="bold")
+plt.close(figure)
+lines = [f"{row['first']} − {row['second']}, {claimed(row)}: {lab.format_estimate(row)}, {row['verdict']}"
+         for _, row in main[::-1].iterrows()]  # fmt: skip
+picture = lab.save_figure(figure, folder / "intervals" if saves else None)
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+progress = (
+    f"{made['made'].sum()} of {made['planned'].sum()} planned runs have been made." if plans else ""
+)
+if len(made) and made["made"].iloc[0] < made["planned"].iloc[0]:
+    progress += " Stage 1 is not complete, so every verdict is preliminary."
+kept, short = (judged.set_index("claim").loc[name] for name in ("parity", "x2000-parity"))
+display(
+    Markdown(
+        f"**In short.** The paper says that TCS keeps the accuracy of centralized training, and that "
+        f"TCS-L4-Q5 keeps it, too, with about 2000 times fewer bits. We allow a loss of {-kept['bound_value']:g} "
+        f"points. In our trainings, TCS differs from centralized training by {lab.format_estimate(kept)} points: "
+        f"**{kept['verdict']}**. TCS-L4-Q5 differs by {lab.format_estimate(short)}: **{short['verdict']}**."
+    )
+)
+display(Image(picture, width=760, alt="; ".join([title, *lines])))
+print(f"{scale_of(records)}. The verdicts use {len(records)} records. {progress}")
+
+# %% [markdown]
+# Each line of the figure is one of the six main claims. It is about the difference between the final test accuracies of two methods, in
+# percentage points, with a 95 % confidence interval. Our trainings are on the left, and what the paper prints is on the right. The words
+# below the names say what is claimed, and the shaded area is where that is true. A claim is **supported** if its whole interval is in the
+# shaded area, **contradicted** if the whole interval is outside, and **open** if the interval contains the bound.
+#
+# *Names*: *Baseline* is centralized training. *FedAvg* is federated training in which every client sends all entries of its update. *top-K*
+# sends only the largest entries of each client, and *TCS* mostly those of a mask that all clients share. The suffix -L4 means four local steps
+# per round, and -Q5 means values of 5 bits. A *record* is the stored result of one training run. A *profile* says how large these runs are.
+#
+# The next table counts the verdicts on all claims, first those on our own trainings and then those on the numbers that the paper prints.
+
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def counted(verdicts: pd.Series, kept: int | None = None) -> dict[str, str]:
     """How many claims came to each word; of those by construction how many keep their bound."""
     counts = verdicts.replace("", lab.VERDICTS[-1]).value_counts()
@@ -94,79 +193,15 @@ for kind, part in judged.groupby(judged["measure"].map(kinds).fillna("bits and m
         {"claims about": kind, "judged from": "the paper's numbers"}
         | counted(part["paper_verdict"])
     )
-progress = (
-    f"{made['made'].sum()} of {made['planned'].sum()} planned runs have been made." if plans else ""
-)
-if len(made) and made["made"].iloc[0] < made["planned"].iloc[0]:
-    progress += " Stage 1 is not complete, so every verdict is preliminary."
-print(
-    f"Profile {evidence}: {scale_of(records)}. The verdicts use {len(records)} records. {progress}"
-)
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # The claims, their bounds and the method of analysis are in `params/claims.yaml`. The runs, in the order in which they are made, are in
-# `params/evidence_plan.yaml`. Both files were written before the first of these runs. This notebook trains nothing: it judges the runs that
-# are recorded so far and writes the result to `results/<profile>/claims.csv` and `claims.md`.
-#
-# A claim is **supported** if the whole 95 % confidence interval of the measured number is within the claim's bound. It is **contradicted**
-# if the whole interval is outside, and **open** if the interval contains the bound. Numbers of bits are not estimates: they follow from the
-# scheme and the size of the network. Such claims are marked **by construction**, with the number of them that meet their bound. A claim is
+# `params/evidence_plan.yaml`. Both files were written before the first of these runs. Numbers of bits are not estimates: they follow from
+# the scheme and the size of the network. Such claims are marked **by construction**, with the number of them that meet their bound. A claim is
 # **not measured** if there are too few runs for an interval, or if the paper prints no numbers for it. For the paper's own numbers, we
-# compute the interval from the means and standard deviations that it prints.
-#
-# The figure shows the six main claims. Each is a difference of two final test accuracies, in percentage points. "No loss" means that
-# the loss is at most half a point. A claim is supported if its whole interval is in the shaded area.
-
-# %% jupyter={"source_hidden": true}
-COLOURS = dict(zip(lab.VERDICTS, [lab.COLOURS[i] for i in (1, 2, 7, 7, 7)], strict=True))
-WEAK = " (weak)"  # the bootstrap's interval gives another word
-main = judged[judged["main"]].iloc[::-1].reset_index(drop=True)
-
-
-def shade(axes, at: int, row, ends: tuple[float, float]) -> None:
-    """The side of a line where its claim keeps the bound, and the bound."""
-    other = ends[1] if row["bound"] in ("at_least", "more_than") else ends[0]
-    height = [at - 0.36, at + 0.12]
-    axes.fill_betweenx(height, row["bound_value"], other, color="#dfe9f2", lw=0)
-    axes.plot([row["bound_value"]] * 2, height, color="black", lw=1.2)
-
-
-def draw(axes, at: int, row, keys: tuple[str, str, str], word: str, marker: str) -> None:
-    """An interval with its mean, and above it numbers and verdict."""
-    mean, low, high = (row[key] for key in keys)
-    if pd.isna(mean):
-        axes.text(sum(axes.get_xlim()) / 2, at + 0.28, word, ha="center", va="center")
-        return
-    colour = COLOURS[word.removesuffix(WEAK)]
-    word = "no interval yet" if pd.isna(low) else word
-    axes.plot([low, high], [at - 0.12] * 2, color=colour, lw=3.5, solid_capstyle="butt")
-    axes.plot(mean, at - 0.12, marker, color=colour, markersize=9)
-    said = f"{lab.format_estimate(row, *keys)} {word}"
-    style = {"ha": "center", "va": "center", "weight": "bold"}
-    axes.text(sum(axes.get_xlim()) / 2, at + 0.28, said, **style)
-
-
-# %% jupyter={"source_hidden": true}
-keys = {"ours": ("measured", "low", "high"), "paper": ("paper", "paper_low", "paper_high")}
-reach = main[[key for three in keys.values() for key in three]].abs().max().max()
-ends = (-1.1 * max(1, reach), 1.1 * max(1, reach))
-figure, (ours, theirs) = plt.subplots(1, 2, sharey=True, sharex=True, figsize=(10.5, 6))
-ours.set(xlim=ends, title=f"Ours: profile {evidence}")
-theirs.set(title="The paper, from its five trials")
-for at, row in main.iterrows():
-    for axes in (ours, theirs):
-        shade(axes, at, row, ends)
-        axes.plot([0, 0], [at - 0.36, at + 0.12], color=lab.COLOURS[7], lw=0.8, ls=":")
-    flag = WEAK if lab.differing_bootstrap_verdict(row) else ""
-    draw(ours, at, row, keys["ours"], row["verdict"] + flag, "o")
-    printed = row["paper_verdict"] or "the paper has no such row"
-    draw(theirs, at, row, keys["paper"], printed, "D")
-names = [textwrap.fill(f"{row['first']} − {row['second']}", 21) for _, row in main.iterrows()]
-ours.set_yticks(range(len(main)), names)
-ours.set_ylim(-0.5, len(main) - 0.5)
-figure.supxlabel("percentage points", fontsize=12)
-plt.show()
+# compute the interval from the means and standard deviations that it prints. The appendix lists every claim, and the verdicts are saved in
+# `results/<profile>/claims.csv` and `claims.md`.
 
 # %% [markdown]
 # **One model for all runs.** A run's accuracy is modelled as the sum of three parts: one for its scheme, one for its random seed, and a
@@ -181,7 +216,7 @@ plt.show()
 # with Holm's correction for six claims).
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def points(row, key: str) -> str:
     return "–" if pd.isna(row[key]) else f"{row[key]:.2f}"
 
@@ -218,7 +253,8 @@ if len(ratio):
 # The plan expected the two half-widths to agree within 15 %, and they do not. The bootstrap's is wider because it counts the chance of a
 # single run twice, once in the residuals and once in the images. The verdicts use the intervals of the model alone. If the bootstrap's
 # interval would give another verdict, the claim is named under the table, and it is marked as weak wherever its verdict is printed.
-#
+
+# %% [markdown]
 # ## What the difference to centralized training is made of
 #
 # The difference between TCS and the Baseline is the sum of two differences. FedAvg − Baseline is what federated training costs without any
@@ -226,8 +262,7 @@ if len(ratio):
 # difference of TCS-L4-Q5, which has four local steps and 5-bit values, in the same way. In the model the parts add up exactly.
 # Notebook [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows what sparsification costs where the clients' data differ.
 
-
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 split = lab.decompose(read, records)
 rows = []
 for _, parts in split.groupby("chain") if split["measured"].any() else ():
@@ -245,7 +280,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 # without momentum. Centralized training with momentum ends higher. The next table also compares TCS with that. The paper makes no claim about
 # this pair, so it gets no verdict.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 pairs = [(("TCS", 0.5), ("Baseline", 0.1)), (("TCS", 0.5), ("Baseline-Momentum", 0.1)),
          (("TCS-Global Momentum", 0.5), ("Baseline-Momentum", 0.1))]  # fmt: skip
 rows = [{"difference, points": f"{one[0]} − {other[0]}",
@@ -266,7 +301,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # 0.7 points below the Baseline (one seed) and would have failed its gate. Some readers may prefer the older rule, so we print the verdicts of
 # both.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 alone = ["parity", "cost", "top-K", "fair", "fair-partly", "fair-high", "fair-partly-high", "eta",
          "momentum", "momentum-parity"]  # hung on the first gate only  # fmt: skip
 local = ["local-2", "local-4", "q5", "x2000-parity", "cost-4-q5"]  # on both
@@ -289,73 +324,41 @@ display(Markdown(lab.markdown(gated[list(columns)].rename(columns=columns).repla
 # With the gates, this training says nothing about what local steps do to TCS, because dense FedAvg-L4 itself loses more than half a point.
 # Without the gates, the claims are judged as the table shows, and the loss of FedAvg-L4 appears as one part of the sum above. The measured
 # numbers are the same in both cases. For one local step both rules give the same verdicts, since FedAvg passes its gate.
-#
-# ## How many of the largest entries recur
-#
-# TCS relies on an assumption: entries of the update that are large now will be large in the next round, too. We test it on the updates of
-# dense training (FedAvg). The masks of TCS itself would not be a fair test, because accumulated errors and the clients' own masks change them.
-
-# %% jupyter={"source_hidden": true}
-dense = [r for r in records.values() if r["config"]["scheme"]["name"] == "FedAvg"]
-part = judged.set_index("claim").loc["correlation"]
-if dense and pd.notna(part["measured"]):
-    shares = lab.measure_recurrence(dense)
-    display(Markdown(
-        f"Of the largest {shares['by_chance']:.0%} of an update's entries, **{shares['seen']:.1%}** are among "
-        f"the largest of the next update, too (n = {part['n']}). Two masks that have as many entries in every "
-        f"layer, but are drawn at random within layers, share **{shares['by_layers']:.1%}**. Two masks drawn "
-        f"at random from all entries share **{shares['by_chance']:.0%}**. So most of what recurs is "
-        "explained by which layers are large in every round. What is left is "
-        f"{shares['seen'] - shares['by_layers']:.1%} of the mask, or {part['measured']:.1%} of what could recur "
-        "beyond that chance."))  # fmt: skip
-else:
-    print(nothing)
 
 # %% [markdown]
-# Two verdicts come from these numbers. The first is about "important entries stay important for a while". It tests only whether more
-# entries recur than two random masks with the same number of entries in every layer would share. It does not say how many do, and with so
-# many runs even a tiny excess would be found. The second is about "they change slowly". It asks whether at least half of the entries recur
-# that could recur beyond that chance. The paper gives no number, so half is our bound. Neither verdict says that TCS works *because* entries
-# recur. That question needs a control without time correlation, which the section *Is it time correlation?* describes.
+# ## At tuned rates
 #
-# ## Do masks coincide?
+# All differences above are at the paper's learning rates, which nobody tuned for this training. A later plan, `params/fair_plan.yaml`, gives
+# every method the same tuning budget. The usual rate is multiplied by several factors, each is tried with one seed, and the best is chosen by
+# the accuracy on 15,000 images that are used for no training. The chosen rate is then used for three runs with other seeds, which are scored
+# on 20,000 other images. One model for all of these runs compares the scores, with Holm's correction over all differences of a family.
 #
-# The paper mentions sums that are computed over the air, by adding radio signals. They need clients that send the same entries. How many
-# different entries the clients sent together can be computed from the length of the server's message. All entries of the shared mask are
-# sent by every client, by definition. For the entries that a client chooses on its own, the table shows how many at least were chosen by another client,
-# too. The column *the mask stays* shows how much of TCS's shared mask stays for the next round. The paper says that the mask changes gradually; our bound for that is half.
+# The plan has two stages, *main* and *rest*. No difference of a stage is estimated until all of the stage's runs are made. In the table, the
+# columns with a factor show the accuracy on the 15,000 images, and the column *score* the accuracy on the 20,000 others.
 
-# %% jupyter={"source_hidden": true}
-rows, of_tcs = [], []
-for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
-    for scheme in ("TCS", "top-K"):
-        asked = params_of("table1", name) | {"schemes": [scheme], "seeds": 10}
-        found = lab.load_records(lab.plan(asked), results if name == evidence else None).values()
-        each = pd.DataFrame([lab.measure_coincidence(record) for record in found])
-        of_tcs += [each] if scheme == "TCS" and len(each) else []
-        rows += [{"training": name, "scheme": scheme, "of all values sent, at least": f"{each['all'].mean():.0%}",
-                  "of values that a client chose itself, at least": f"{each['own'].mean():.0%}",
-                  "clients per entry sent, of 10": f"{each['clients'].mean():.1f}",
-                  "the mask stays": f"{each['stay'].mean():.0%}".replace("nan%", "–"),
-                  "n": f"{len(each)}"}] if len(each) else []  # fmt: skip
-display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
-SAID = {"all": "most of what clients send is at places where others send, in TCS",
-        "stay": "half of TCS's mask stays for the next round"}  # fmt: skip
-for key, text in SAID.items() if of_tcs else ():
-    low, high, count = pd.concat(of_tcs)[key].agg(["min", "max", "count"])
-    word = lab.judge_mean((low + high) / 2, (high - low) / 2, 0.5)  # of every record
-    statements.judge(text, word, f"{low:.0%} to {high:.0%} in n = {count:.0f} records")
-statements.save()
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+fair = lab.ROOT / "params/fair_plan.yaml"
+counts = lab.fair_counts(fair, results)
+lacks = any(counts[f"{part} made"] < counts[f"{part} planned"] for part in ("tuning", "scoring"))
+state = "not complete, so nothing follows from it yet" if lacks else "complete"
+print(f"This comparison is {state}: {lab.fair_progress(fair, results)}.")
+display(Markdown(lab.markdown(lab.readable_fair(lab.fair_table(fair, results)))))
+gaps = lab.fair_differences(fair, results)
+if gaps["measured"].notna().any():
+    display(Markdown(lab.markdown(lab.readable_fair_differences(gaps))))
+waiting = gaps[gaps["measured"].isna()].groupby("reason").size()
+for reason, count in waiting.items():
+    print(f"{count} of {len(gaps)} planned differences have no estimate: {reason}")
 
 # %% [markdown]
-# ## Is one of them under-tuned?
+# ### A first look at other rates
 #
-# Perhaps one method had a poor learning rate, which would make a comparison unfair. We trained three of them with half and with twice
-# the learning rate of the plan. There is only one run for each, with a seed of its own, so only a large effect can show, and these runs are
-# not used for any verdict. If a method ends higher at another rate than in all of its runs at the planned rate, it was under-tuned, and part
-# of its difference to other methods comes from the rate. TCS is not in this table; Table 2 has it at the higher learning rate of 0.8.
+# The planned comparison came late. Before it, we trained three of the methods with half and with twice the learning rate of the main
+# comparison. There is only one run for each, with a seed of its own, so only a large effect can show, and these runs are not used for any
+# verdict. If a method ends higher at another rate than in all of its runs at the planned rate, it was under-tuned, and part of its difference
+# to other methods comes from the rate. TCS is not in this table; Table 2 has it at the higher learning rate of 0.8.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 wide = {}
 for config in plans.get("rates", []):
     factor = f"× {profile['reference_batch'] / config.reference_batch:g}"
@@ -390,26 +393,6 @@ print(
 )
 
 # %% [markdown]
-# ## At tuned rates
-#
-# All differences above are at the paper's learning rates, which nobody tuned for this training. A later plan, `params/fair_plan.yaml`, gives
-# every method the same tuning budget. Each rate is tried with one seed, and the best is chosen by the accuracy on 15,000 images that
-# are used for no training. The chosen rate is then used for three runs with other seeds, which are scored on 20,000 other images. One model
-# for all of these runs compares the scores, with Holm's correction over all differences of a family. No difference of a stage is estimated
-# until all of the stage's runs are made.
-
-# %% jupyter={"source_hidden": true}
-fair = lab.ROOT / "params/fair_plan.yaml"
-print(f"Progress at tuned rates: {lab.fair_progress(fair, results)}.")
-display(Markdown(lab.markdown(lab.readable_fair(lab.fair_table(fair, results)))))
-gaps = lab.fair_differences(fair, results)
-if gaps["measured"].notna().any():
-    display(Markdown(lab.markdown(lab.readable_fair_differences(gaps))))
-waiting = gaps[gaps["measured"].isna()].groupby("reason").size()
-for reason, count in waiting.items():
-    print(f"{count} of {len(gaps)} planned differences have no estimate: {reason}")
-
-# %% [markdown]
 # ## Is it time correlation?
 #
 # TCS takes its shared mask from the last update. Would any other mask do as well, as long as all clients agree on it and everything that is
@@ -418,7 +401,7 @@ for reason, count in waiting.items():
 # comparison in a training that is long enough for the network to fit its training images. The questions and their bounds were fixed before
 # the runs.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 controls = lab.ROOT / "params/controls_plan.yaml"
 control_runs = lab.plan_runs(controls, results=results)
 for row in lab.count_made(control_runs, results).to_dict("records"):
@@ -427,91 +410,63 @@ answers = lab.control_answers(controls, results)
 display(Markdown(lab.markdown(lab.readable_answers(answers))))
 
 # %% [markdown]
-# ## Planned and made
+# ## How many of the largest entries recur
 #
-# This table shows how many of the planned runs exist. They were made in the planned order, with the exception of runs on a GPU (see *What was
-# decided when* below). Nobody looks at results to decide whether to go on. The lines below the table say which code and which
-# hardware made the records.
+# TCS relies on an assumption: entries of the update that are large now will be large in the next round, too. We test it on the updates of
+# dense training (FedAvg). The masks of TCS itself would not be a fair test, because accumulated errors and the clients' own masks change them.
 
-# %% jupyter={"source_hidden": true}
-shown = made.assign(hours=[f"{hours:.1f}" for hours in made["hours"]]) if len(made) else made
-display(
-    Markdown(lab.markdown(shown.astype(str)) if len(shown) else f"Profile {evidence} has no plan.")
-)
-sources = pd.DataFrame([record["provenance"] for record in records.values()])
-if len(sources):
-    groups = sources.assign(precision=[r["config"]["precision"] for r in records.values()])
-    groups = groups.groupby(["commit", "device", "precision", "torch"])["dirty"].agg(
-        ["size", "sum"]
-    )
-    for (commit, device, precision, torch), (size, dirty) in groups.iterrows():
-        print(f"{size} of the judged records: commit {commit[:12]} ({dirty} with uncommitted changes), "
-              f"{device}, {precision}, torch {torch}")  # fmt: skip
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+dense = [r for r in records.values() if r["config"]["scheme"]["name"] == "FedAvg"]
+part = judged.set_index("claim").loc["correlation"]
+if dense and pd.notna(part["measured"]):
+    shares = lab.measure_recurrence(dense)
+    display(Markdown(
+        f"Of the largest {shares['by_chance']:.0%} of an update's entries, **{shares['seen']:.1%}** are among "
+        f"the largest of the next update, too (n = {part['n']}). Two masks that have as many entries in every "
+        f"layer, but are drawn at random within layers, share **{shares['by_layers']:.1%}**. Two masks drawn "
+        f"at random from all entries share **{shares['by_chance']:.0%}**. So most of what recurs is "
+        "explained by which layers are large in every round. What is left is "
+        f"{shares['seen'] - shares['by_layers']:.1%} of the mask, or {part['measured']:.1%} of what could recur "
+        "beyond that chance."))  # fmt: skip
+else:
+    print(nothing)
 
 # %% [markdown]
-# The next table adds up the hours from start to end of all records of each profile, including the runs of other notebooks. These hours say
-# what the evidence cost, but nothing about speed: several runs shared the processor, and runs on a GPU took only minutes.
-
-# %% jupyter={"source_hidden": true}
-rows = []
-hours = {}  # of each record, by profile
-for path, record in lab.find_records().items():
-    hours.setdefault(path.parents[1].name, []).append(record["provenance"]["wall_seconds"] / 3600)
-if own := lab.find_records(results=results, profile=evidence):
-    hours[evidence] = [record["provenance"]["wall_seconds"] / 3600 for record in own.values()]
-for name, of_profile in sorted(hours.items()):
-    total = f"{sum(of_profile):.1f}"
-    rows.append({"profile": name, "records": f"{len(of_profile)}", "hours": total})
-display(Markdown(lab.markdown(pd.DataFrame(rows))))
+# Two verdicts come from these numbers. The first is about "important entries stay important for a while". It tests only whether more
+# entries recur than two random masks with the same number of entries in every layer would share. It does not say how many do, and with so
+# many runs even a tiny excess would be found. The second is about "they change slowly". It asks whether at least half of the entries recur
+# that could recur beyond that chance. The paper gives no number, so half is our bound. Neither verdict says that TCS works *because* entries
+# recur. That question needs a control without time correlation, which the section *Is it time correlation?* describes.
 
 # %% [markdown]
-# ## Sentence by sentence
+# ## Do masks coincide?
 #
-# The table goes through every empirical sentence of the paper, in its order and in our own words. They are listed in
-# `params/sentences.yaml`, with what each is judged by. Some verdicts are those of the claims above, and these are preliminary while runs are
-# missing. Others were written to `results/verdicts` by the notebook that shows the evidence, when it was executed. If several measured claims
-# belong to one sentence and their verdicts differ, all of them are listed, each with the number of claims in brackets. *By construction*
-# means that the sentence follows from the algorithm or from counting.
+# The paper mentions sums that are computed over the air, by adding radio signals. They need clients that send the same entries. How many
+# different entries the clients sent together can be computed from the length of the server's message. All entries of the shared mask are
+# sent by every client, by definition. For the entries that a client chooses on its own, the table shows how many at least were chosen by another client,
+# too. The column *the mask stays* shows how much of TCS's shared mask stays for the next round. The paper says that the mask changes gradually; our bound for that is half.
 
-# %%
-sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
-found = lab.sentences_table(sentences, judged, read, records)
-shown = pd.DataFrame({
-    "Where": found["where"],
-    "The paper says": found["says"],
-    "Verdict": "**" + found["verdict"] + "**",
-    "Shown in": found["shown"].map(lambda places: "; ".join(map(lab.evidence.link, places)) or "–"),
-    "Beside it": found["because"].replace("", "–"),
-}).map(lambda text: text.replace("|", "/"))  # fmt: skip
-print(
-    f"{len(found)} sentences:",
-    "; ".join(f"{n} {word}" for word, n in found["verdict"].value_counts().items()),
-)
-display(Markdown(lab.markdown(shown).replace("---:", "---")))
-
-# %% [markdown]
-# ## Appendix: every claim
-#
-# Accuracies are differences in percentage points. A factor such as ×88 says how many times fewer bits a scheme sends than dense training,
-# or than the second scheme that the claim names. It is for the uplink after the dense warm-up, unless the claim says otherwise. The overlap of
-# dense updates is scaled so that 0 is what chance gives and 1 is a mask that never changes. A number gets a third digit if rounding to two
-# would put it on its bound. `claims.csv` has more columns, among them the record files that each claim is judged from.
-
-# %% jupyter={"source_hidden": true}
-lacking = lab.list_unmeasured(judged)
-if records:
-    said = f"The paper's claims in profile {evidence}: {scale_of(records)}"
-    target = lab.results_folder(evidence, results) / "claims"
-    first = next(iter(plans.values()), [])  # the plan's first stage: before it stands, no file
-    if (
-        all(lab.record_path(run, results).exists() for run in first)
-        or target.with_suffix(".csv").exists()
-    ):
-        lab.save_table(
-            judged, target, said, lab.readable_claims, f"{lab.CLAIM_UNITS} {lacking}".strip()
-        )
-    display(Markdown(lab.markdown(lab.readable_claims(judged))))
-print(lacking or "No claim is left out.")
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+rows, of_tcs = [], []
+for name in dict.fromkeys([evidence, *(name for name, _ in beside)]):
+    for scheme in ("TCS", "top-K"):
+        asked = params_of("table1", name) | {"schemes": [scheme], "seeds": 10}
+        found = lab.load_records(lab.plan(asked), results if name == evidence else None).values()
+        each = pd.DataFrame([lab.measure_coincidence(record) for record in found])
+        of_tcs += [each] if scheme == "TCS" and len(each) else []
+        rows += [{"training": name, "scheme": scheme, "another client sends the entry, too: of all values, at least": f"{each['all'].mean():.0%}",
+                  "of values that a client chose itself, at least": f"{each['own'].mean():.0%}",
+                  "clients per entry sent, of 10": f"{each['clients'].mean():.1f}",
+                  "the mask stays": f"{each['stay'].mean():.0%}".replace("nan%", "–"),
+                  "n": f"{len(each)}"}] if len(each) else []  # fmt: skip
+display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
+SAID = {"all": "with TCS, most values that a client sends are of entries that others send, too",
+        "stay": "at least half of TCS's shared mask stays for the next round"}  # fmt: skip
+for key, text in SAID.items() if of_tcs else ():
+    low, high, count = pd.concat(of_tcs)[key].agg(["min", "max", "count"])
+    word = lab.judge_mean((low + high) / 2, (high - low) / 2, 0.5)  # of every record
+    statements.judge(text, word, f"{low:.0%} to {high:.0%} in n = {count:.0f} records")
+statements.save()
 
 # %% [markdown]
 # ## At the paper's size
@@ -522,7 +477,7 @@ print(lacking or "No claim is left out.")
 #
 # The column *stays* says how many entries recur in the next round: of the largest 1 % of a dense update, or of the shared mask of TCS.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 rows = []
 found = list(lab.find_records(profile="gpu", epochs=params_of("gpu")["epochs"]).values())
 gaps = lab.summary(found).set_index("scheme")["difference"] if found else {}
@@ -548,21 +503,126 @@ if "FedAvg-L4" not in gaps:
 # eleven times (57 times in the paper's 300 epochs). We cannot say whether that is the reason, because FedAvg-L4, the dense control with as
 # many local steps, has not been run here. FedAvg comes next, TCS a little above it, and top-K is level with the Baseline. One seed can say no
 # more than that. Several runs shared the GPU, so the minutes are no measure of speed.
-#
+
+# %% [markdown]
 # ## The prediction for the paper's length
 #
 # `params/prediction.yaml` says what we expect after the paper's 300 epochs, with intervals of 90 %. It was written before any run of that
 # length existed, and every version of it is kept. The predicted numbers are differences to the Baseline, between single runs that are tested
 # on 10,000 images.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 told = lab.compare_prediction(lab.ROOT / "params/prediction.yaml", results)
 display(Markdown(lab.markdown(lab.readable_prediction(told))))
 if not told["n"].any():
     print("Not tested at the paper's length: there is no pair of runs of 300 epochs at this size.")
 
 # %% [markdown]
-# ## Smaller, shorter, narrower trainings
+# ## Sentence by sentence
+#
+# We went through the paper and listed every empirical sentence in `params/sentences.yaml`, in its order and in our own words. The first table
+# says what became of them.
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+sentences = lab.read_sentences(lab.ROOT / "params/sentences.yaml")
+found = lab.sentences_table(sentences, judged, read, records)
+MEANS = {
+    "supported": "all measured claims that belong to the sentence are supported",
+    "contradicted": "all of them are contradicted",
+    "open": "the measurements do not decide, or nobody has made them",
+    "several verdicts": "it has several claims, and their verdicts differ",
+    "by construction": "it follows from the algorithm or from counting",
+    "out of scope": "it is about something that we did not look at",
+    "not measured": "its runs are not made yet",
+}
+words = (
+    found["verdict"].where(found["verdict"].isin(list(MEANS)), "several verdicts").value_counts()
+)
+rows = [{"verdict": word, "sentences": f"{words[word]}", "meaning": meaning}
+        for word, meaning in MEANS.items() if word in words]  # fmt: skip
+rows.append({"verdict": "all", "sentences": f"{len(found)}", "meaning": ""})
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
+
+# %% [markdown]
+# The second table has one row for each sentence. Verdicts are found, not typed in: some are those of the claims above, and these are
+# preliminary while runs are missing. Others were written to `results/verdicts` by the notebook that shows the evidence, when it was executed.
+# If a sentence has several measured claims and their verdicts differ, it says how many claims got each verdict.
+
+# %%
+shown = pd.DataFrame({
+    "where": found["where"],
+    "the paper says": found["says"],
+    "verdict": "**" + found["verdict"] + "**",
+    "shown in": found["shown"].map(lambda places: "; ".join(map(lab.evidence.link, places)) or "–"),
+    "remark": found["because"].replace("", "–"),
+}).map(lambda text: text.replace("|", "/"))  # fmt: skip
+display(Markdown(lab.markdown(shown)))
+
+# %% [markdown]
+# ## Claim
+#
+# The next cell checks this page. Each verdict must be the one that its interval implies, for the paper's numbers, too. Every record that a
+# claim names must be among the judged ones, and the two schemes of a claim must have the same seeds. The parts of each sum must add up.
+
+
+# %%
+def check(row) -> None:
+    """A claim's verdict is that of its interval; its records are paired."""
+    names = [text.split() for text in (row.first_records, row.second_records) if text]
+    assert all(set(side) <= records.keys() for side in names)
+    assert len({tuple(records[f]["config"]["seed"] for f in side) for side in names}) <= 1
+    bound = row.bound, row.bound_value
+    if row.verdict in lab.VERDICTS[:3]:
+        assert row.n > 1 and row.verdict == lab.judge_interval(row.low, row.high, *bound)
+    if row.paper_verdict in lab.VERDICTS[:3]:
+        assert row.paper_verdict == lab.judge_interval(row.paper_low, row.paper_high, *bound)
+
+
+for row in judged.itertuples():
+    check(row)
+for _, parts in split.groupby("chain"):
+    whole, *steps = parts["measured"]
+    assert pd.isna(steps).any() or abs(whole - sum(steps)) < 1e-6
+print(f"{len(judged)} claims, {len(records)} records: every check passed")
+
+# %% [markdown]
+# ## What we saw
+#
+# These are the verdicts on the six main claims, and on the claims that hold or fail by construction.
+
+# %%
+for row in judged[judged["main"] & judged["measured"].notna()].to_dict("records"):
+    print(f"{row['says'].split(':')[0]}: {lab.format_verdict(row)}; {lab.format_estimate(row)}")
+for word, kept in (("met", True), ("not met", False)):
+    names = judged[judged["kept"] == kept]["says"]
+    print(f"by construction, bound {word}:", *names, sep="\n    ") if len(names) else None
+
+# %% [markdown]
+# This page does not show what happens at the paper's own size and length, where there is no run of 300 epochs. It uses all records that
+# exist, so more seeds or another profile need no change here.
+#
+# Next: [14_sensitivity](14_sensitivity.ipynb) varies one setting at a time.
+
+# %% [markdown]
+# ## Appendix: every claim
+#
+# Accuracies are differences in percentage points. A factor such as ×88 says how many times fewer bits a scheme sends than dense training,
+# or than the second scheme that the claim names. It is for the uplink after the dense warm-up, unless the claim says otherwise. The overlap of
+# dense updates is scaled so that 0 is what chance gives and 1 is a mask that never changes. A number gets a third digit if rounding to two
+# would put it on its bound. `claims.csv` has more columns, among them the record files that each claim is judged from.
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+lacking = lab.list_unmeasured(judged)
+if records:
+    heading = f"The paper's claims in profile {evidence}: {scale_of(records)}"
+    note = f"{lab.CLAIM_UNITS} {lacking}".strip()
+    target = folder / "claims" if saves else None
+    lab.save_table(judged, target, heading, lab.readable_claims, note)
+    display(Markdown(lab.markdown(lab.readable_claims(judged))))
+print(lacking or "No claim is left out.")
+
+# %% [markdown]
+# ## Appendix: smaller, shorter, narrower trainings
 #
 # These trainings were made before `evidence` and are not used for any verdict. They show how the results depend on the size and the length
 # of a training. Their intervals are Student's t intervals over pairs of runs with the same seed, because they have no planned model. The row of
@@ -573,7 +633,7 @@ if not told["n"].any():
 # says how far the training has come.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def gap(rows: pd.DataFrame, scheme: str) -> str:
     row = rows.loc[scheme]
     numbers = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
@@ -604,7 +664,7 @@ def per_image(record: dict) -> str:
     return f"{record['dimension'] / (steps * config['batch_size'] * config['clients']):.1f}"
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def training(name: str, epochs: int, where: str | None = None) -> dict[str, str]:
     """One row; nothing if there are no records."""
     change = {"epochs": epochs, "schemes": ["Baseline", "TCS", "TCS-L4"]}
@@ -630,7 +690,7 @@ display(
 # The plan also contains short trainings. They are those of `evidence` with fewer epochs and one seed, and they are not used for any verdict.
 # The columns with names of schemes are differences, in points, to the Baseline of the same length.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 shorter = [*plans.get("3", []), *control_runs["short trainings"]]
 shorter = [config for config in shorter if config.epochs < profile["epochs"]]
 schemes, seeds = [c.scheme for c in shorter], [c.seed for c in shorter]
@@ -662,7 +722,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows).fillna("–")) if rows else not
 # local steps and as few rounds. Whatever it loses, it loses without any sparsity.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def against(name: str, first: str, second: str) -> tuple[float, str]:
     """Points of the first scheme minus the second in a profile, and the same with its interval."""
     if name == evidence:
@@ -708,7 +768,7 @@ display(Markdown(lab.markdown(pd.DataFrame(rows)) if rows else nothing))
 # the accuracy at every length.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def line_through(points: list[tuple[float, float]], x: float) -> float:
     """Linear between points that rise, and beyond the outermost two."""
     after = next((n for n, (at, _) in enumerate(points[1:-1], 1) if x <= at), len(points) - 1)
@@ -750,8 +810,47 @@ for name, lengths in (("small", (150, 300)), ("cpu", (150, 300))):
 # single $\rho$: it rises with the length of the training, and the predictions of one number are off by several points. The description also
 # fails where more training no longer helps the Baseline. In `small` and `cpu` the Baseline ends lower after 300 epochs than after 150, and
 # no $\rho$ can describe the schemes that end above it.
+
+# %% [markdown]
+# ## Appendix: what was made, and on which devices
 #
-# ## What was decided when
+# This table shows how many of the planned runs exist. They were made in the planned order, with the exception of runs on a GPU (see the
+# departures from the plan below). Nobody looks at results to decide whether to go on. The lines below the table say which code and which
+# hardware made the records.
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+shown = made.assign(hours=[f"{hours:.1f}" for hours in made["hours"]]) if len(made) else made
+display(
+    Markdown(lab.markdown(shown.astype(str)) if len(shown) else f"Profile {evidence} has no plan.")
+)
+sources = pd.DataFrame([record["provenance"] for record in records.values()])
+if len(sources):
+    groups = sources.assign(precision=[r["config"]["precision"] for r in records.values()])
+    groups = groups.groupby(["commit", "device", "precision", "torch"])["dirty"].agg(
+        ["size", "sum"]
+    )
+    for (commit, device, precision, torch), (size, dirty) in groups.iterrows():
+        print(f"{size} of the judged records: commit {commit[:12]} ({dirty} with uncommitted changes), "
+              f"{device}, {precision}, torch {torch}")  # fmt: skip
+
+# %% [markdown]
+# The next table adds up the hours from start to end of all records of each profile, including the runs of other notebooks. These hours say
+# what the evidence cost, but nothing about speed: several runs shared the processor, and runs on a GPU took only minutes.
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+rows = []
+hours = {}  # of each record, by profile
+for path, record in lab.find_records().items():
+    hours.setdefault(path.parents[1].name, []).append(record["provenance"]["wall_seconds"] / 3600)
+if own := lab.find_records(results=results, profile=evidence):
+    hours[evidence] = [record["provenance"]["wall_seconds"] / 3600 for record in own.values()]
+for name, of_profile in sorted(hours.items()):
+    total = f"{sum(of_profile):.1f}"
+    rows.append({"profile": name, "records": f"{len(of_profile)}", "hours": total})
+display(Markdown(lab.markdown(pd.DataFrame(rows))))
+
+# %% [markdown]
+# ## Appendix: what was decided when, and departures from the plan
 #
 # The order of the following steps can be checked in the history of `params/` and in the records.
 #
@@ -790,50 +889,6 @@ for name, lengths in (("small", (150, 300)), ("cpu", (150, 300))):
 # The GPU's was 1.253, slightly outside this range. The share of its mask that TCS keeps from round to round was within the range of the
 # CPU's eight seeds in each of the three epochs that we compared. With classes distributed by Dirichlet's distribution, it was above the
 # CPU's range for one seed and below it for another.
-#
-# ## Claim
-#
-# The next cell checks this page. Each verdict must be the one that its interval implies, for the paper's numbers, too. Every record that a
-# claim names must be among the judged ones, and the two schemes of a claim must have the same seeds. The parts of each sum must add up.
-
-
-# %%
-def check(row) -> None:
-    """A claim's verdict is that of its interval; its records are paired."""
-    names = [text.split() for text in (row.first_records, row.second_records) if text]
-    assert all(set(side) <= records.keys() for side in names)
-    assert len({tuple(records[f]["config"]["seed"] for f in side) for side in names}) <= 1
-    bound = row.bound, row.bound_value
-    if row.verdict in lab.VERDICTS[:3]:
-        assert row.n > 1 and row.verdict == lab.judge_interval(row.low, row.high, *bound)
-    if row.paper_verdict in lab.VERDICTS[:3]:
-        assert row.paper_verdict == lab.judge_interval(row.paper_low, row.paper_high, *bound)
-
-
-for row in judged.itertuples():
-    check(row)
-for _, parts in split.groupby("chain"):
-    whole, *steps = parts["measured"]
-    assert pd.isna(steps).any() or abs(whole - sum(steps)) < 1e-6
-print(f"{len(judged)} claims, {len(records)} records: every check passed")
-
-# %% [markdown]
-# ## What we saw
-#
-# These are the verdicts on the six main claims, and on the claims that hold or fail by construction.
-
-# %%
-for row in judged[judged["main"] & judged["measured"].notna()].to_dict("records"):
-    print(f"{row['says'].split(':')[0]}: {lab.format_verdict(row)}; {lab.format_estimate(row)}")
-for word, kept in (("met", True), ("not met", False)):
-    names = judged[judged["kept"] == kept]["says"]
-    print(f"by construction, bound {word}:", *names, sep="\n    ") if len(names) else None
-
-# %% [markdown]
-# This page does not show what happens at the paper's own size and length, where there is no run of 300 epochs. It uses all records that
-# exist, so more seeds or another profile need no change here.
-#
-# Next: [14_sensitivity](14_sensitivity.ipynb) varies one setting at a time.
 
 # %%
 print(f"core {lab.core_sha256()[:12]} · n = {len(records)} records of profile {evidence}")

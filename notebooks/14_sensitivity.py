@@ -28,7 +28,7 @@
 #
 # *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
 
 import matplotlib.pyplot as plt
@@ -40,7 +40,7 @@ import tcs_core as tcs
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 10})
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 evidence = "short"  # the profile whose records are drawn: params/<profile>.yaml, results/<profile>/
 make = False  # True: first make the runs that have no record; hours in profile short
 settings = None  # make: a list of settings; None: all
@@ -48,7 +48,7 @@ seeds = None  # make: how many trials, or a list of seeds; None: the profile's
 data_root = None  # make: the folder or tar of the data; None: the profile's
 jobs = 2  # make: runs side by side
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 given = {"seeds": seeds, "data_root": data_root}
 profile = lab.read_params([lab.params_file("evidence", evidence)])
@@ -155,7 +155,7 @@ def draw(name: str) -> None:
     finish(figure, panels, name, curves)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
     """Ticks, axes, the paper's choice, and the schemes' names at the ends of their curves."""
     (upper, lower), setting = panels, sweep.settings[name]
@@ -168,7 +168,7 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
     write_names(upper, lower, curves, words)
     marks = "bars: ± one standard deviation where n > 1; white marks: without the warm-up"
     upper.set_title(f"{name} ({scale})\n{marks}", fontsize=10)
-    plt.show()
+    lab.show_figures()
 
 
 # %%
@@ -410,5 +410,5 @@ for name, values in missing:
 #
 # Next: [15_your_own_model](15_your_own_model.ipynb) tries such settings on your model and data.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")

@@ -15,7 +15,7 @@
 #
 # *Run time*: about 50 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
 import io
 import math
@@ -36,7 +36,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 clients = 4  # each has data of its own, from 1000 samples up
 rounds = 1000  # with one local step each; an entry gets to be sent rounds x phi_global times
 batch_size = 16  # samples of a local step
@@ -50,7 +50,7 @@ many_clients = [10, 100, 1000]  # of which ten take part in a round
 many_width = 512  # of the perceptron for many clients: 273,921 parameters
 seed = 0  # of data, first weights and batches
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 answer = display(Markdown("*The answer will appear here after the comparison.*"), display_id=True)
 picture = display(Markdown("*Its figure will appear here.*"), display_id=True)
@@ -186,7 +186,7 @@ shapes = {
 readable = pd.DataFrame({name: last[name].map(shape.format) for name, shape in shapes.items()})
 display(Markdown(lab.markdown(readable.reset_index(names="scheme"))))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.8), sharey=True)
 for scheme, curve in curves.items():
     style = lab.curve_style(scheme, curves) | {"markersize": 4}
@@ -345,7 +345,7 @@ for _ in range(5):
     federation.round()
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def proximal_by_hand(net: nn.Module, n: int, t: int) -> None:
     before = copy.deepcopy(net)
 
@@ -461,7 +461,7 @@ federation = tcs.Federation(body, feed, "FedAvg-L4", learning_rate, loss=with_he
 for _ in range(5):
     federation.round()
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 heads_by_hand = [copy.deepcopy(small()[2]) for _ in range(clients)]
 
 
@@ -607,10 +607,16 @@ most = f"{last['times fewer bytes'].max():.0f} times at most"
 claim("sparse schemes send fewer bytes", fewer, most)
 claim(f"a sparse scheme is within {tolerance:.0%} of {schemes[0]}'s loss", same_loss)
 same = reloaded == tested(federation)
-claim("what was saved is what was tested; the rest is its owner's", same and untouched and modes)
+claim(
+    "the saved model is the tested one, and nothing else of the user's model changes",
+    same and untouched and modes,
+)
 alone = all(n == min(count, 10 * (played - 1)) for count, n in written.items())  # one is dense
-claim("a round works on its participants' errors alone", alone)
-claim("each mistake gets one line", all(line and "\n" not in line for line in said.values()))
+claim("a round changes only the errors of its participants", alone)
+claim(
+    "each mistake gets an error of one line",
+    all(line and "\n" not in line for line in said.values()),
+)
 farthest = max(differences.values())
 claim("the variants are plain PyTorch's, to rounding", farthest < 1e-5, f"{farthest:.0e} at most")
 

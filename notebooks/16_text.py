@@ -21,7 +21,7 @@
 # *Run time*: about a minute on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
 # [05_global_momentum](05_global_momentum.ipynb), [12_real_training](12_real_training.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import collections
 import itertools
 import json
@@ -43,7 +43,7 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 evidence = "text"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
 drawn = ["FedAvg", "FedAvg-L4", "top-K", "TCS", "TCS-Q5", "TCS-L4-Q5",
          "FedAvg-Global Momentum", "TCS-Global Momentum"]  # whose curves, of seed 0  # fmt: skip
@@ -53,7 +53,7 @@ ddp_steps = 120  # of the same GPT in two processes
 ddp_rank = 1  # of PowerSGD; TCS gets as many bytes
 seed = 0  # of first weights and windows of what is run here
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "16_text")
 lab.check_values(globals(), rounds=lab.Count, phi_global=lab.Share, ddp_steps=lab.Count)
@@ -61,7 +61,7 @@ lab.check_values(globals(), ddp_rank=lab.Count, seed=lab.Seed)
 files = [lab.ROOT / "params/table_text.yaml", lab.params_file("evidence", evidence)]
 params = lab.read_params(files)
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 read = lab.read_claims(lab.ROOT / "params/claims_text.yaml")
 records = lab.load_claim_records(read, lab.read_params([lab.ROOT / f"params/{evidence}.yaml"]))
 
@@ -86,7 +86,7 @@ def line(name: str, found: list[dict]) -> dict[str, str]:
             "times fewer bits up than dense, after the warm-up": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 groups = collections.defaultdict(list)
 for record in records.values():
     scheme, rate = record["config"]["scheme"]["name"], record["config"]["learning_rate"]
@@ -124,7 +124,7 @@ compared seed by seed.""")
 else:
     print("no records yet")
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.4), sharey=True)
 first = [record for record in records.values() if record["config"]["seed"] == 0]
 first = {record["config"]["scheme"]["name"]: record for record in first}
@@ -137,7 +137,7 @@ lab.name_pair(
     left, right, "epoch", "bits per character (test)", "MB of one client after the warm-up"
 )
 fig.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+lab.show_figures()
 
 # %%
 lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=str.lower)])
@@ -317,10 +317,10 @@ def train(hook, phi_global=0.01):
         step = (sum(state.bytes_sent.values()) - 4 * start * size) / sparse
     if hook == "PowerSGD":
         step = 4 * state.compression_stats()[2] / sparse
-    return {"losses": (losses / dist.get_world_size()).tolist(), "bytes a step": step, "size": size}
+    return {"losses": (losses / dist.get_world_size()).tolist(), "bytes per step": step, "size": size}
 
 results = {"plain": train("plain"), "PowerSGD": train("PowerSGD")}
-share = results["PowerSGD"]["bytes a step"] / (4 * 1.2 * results["plain"]["size"])
+share = results["PowerSGD"]["bytes per step"] / (4 * 1.2 * results["plain"]["size"])
 results["TCS"] = train("TCS", min(share, 0.5))
 if rank == 0:
     json.dump(results, open(f"{folder}/results.json", "w"))
@@ -359,14 +359,14 @@ for name, run in ddp.items():
         markevery=ddp_steps // 8 or 1,
         label=name,
     )
-    ends[name] = {"bytes a step": run["bytes a step"], "training loss": smooth.iloc[-1]}
+    ends[name] = {"bytes per step": run["bytes per step"], "training loss": smooth.iloc[-1]}
 axes.set(xlabel="step", ylabel="training loss, bits per character", title="Two processes, Adam")
 axes.grid(alpha=0.25)
 axes.legend(frameon=False)
-plt.show()
+lab.show_figures()
 ends = pd.DataFrame(ends).T
-ends["times fewer bytes"] = ends["bytes a step"].iloc[0] / ends["bytes a step"]
-shapes = {"bytes a step": "{:,.0f}", "training loss": "{:.3f}", "times fewer bytes": "{:.1f}"}
+ends["times fewer bytes"] = ends["bytes per step"].iloc[0] / ends["bytes per step"]
+shapes = {"bytes per step": "{:,.0f}", "training loss": "{:.3f}", "times fewer bytes": "{:.1f}"}
 shown = pd.DataFrame({name: ends[name].map(shape.format) for name, shape in shapes.items()})
 print("The training loss is a moving average, in bits per character.")
 display(Markdown(lab.markdown(shown.reset_index(names="training"))))
@@ -383,18 +383,20 @@ display(Markdown(lab.markdown(shown.reset_index(names="training"))))
 
 # %%
 claim(
-    "the mask stays more than by chance", now > 1.2 * chance, f"{now:.1%}, {chance:.1%} by chance"
+    "more of the mask stays than by chance",
+    now > 1.2 * chance,
+    f"{now:.1%}, {chance:.1%} by chance",
 )
 most = table["times its share"].max()
 claim(
-    "the mask has favourite tensors",
+    "the mask prefers some tensors",
     most > 1.5,
     f"{table['times its share'].idxmax()}: {most:.1f} times its share",
 )
 times_less = judged.set_index("claim")["kept"]["x100"]
-claim("recorded: after the warm-up TCS sends about ×100 less", times_less)
-near = ends.loc["TCS", "bytes a step"] / ends.loc["PowerSGD", "bytes a step"]
-claim("under DDP, as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f} of them")
+claim("in the records, TCS sends about 100 times less after the warm-up", times_less)
+near = ends.loc["TCS", "bytes per step"] / ends.loc["PowerSGD", "bytes per step"]
+claim("under DDP, TCS sends as many bytes as PowerSGD", abs(near - 1) < 0.02, f"{near:.3f} of them")
 
 # %% [markdown]
 # ## What we saw

@@ -18,7 +18,7 @@
 #
 # *Run time*: seconds. *Read before*: [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
 import math
 from typing import Annotated
@@ -35,7 +35,7 @@ import tcs_core as tcs
 
 plt.rcParams.update({"figure.constrained_layout.use": True} | lab.LOOK)
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "small"  # whose records are drawn: params/rivals_<profile>.yaml says which
 seeds = 5  # records of seeds 0 to seeds - 1 are looked for
 below = 3.0  # points below the most accurate scheme: the target whose time is asked for
@@ -44,7 +44,7 @@ latencies = [10, 100]  # ms a round
 make = False  # True: first make the runs that have no record
 data_root = None  # make: the folder or tar of the data; None: the profile's
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "17_rivals")
 numbers = Annotated[list[lab.Positive], Len(1)]
@@ -60,7 +60,7 @@ wanted = [config for group in points.values() for config in group] if make else 
 if make:
     print(lab.forecast(wanted))
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 _ = lab.run_all(wanted, jobs=1)
 found = {point: lab.load_records(group) for point, group in points.items()}
 records = {file: record for group in found.values() for file, record in group.items()}
@@ -71,7 +71,7 @@ def final(record: dict) -> float:
     return 100 * record["rows"][-1]["accuracy"] if record["status"] == "finished" else 0.0
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 best = {name: float(word) for name, word in lab.best_values(found).items()}
 first = {}  # (scheme, rate): accuracy with seed 0
 for (word, name), group in found.items():
@@ -115,7 +115,7 @@ for record in list(records.values())[:1]:
     )  # how often an entry is in a 1 % mask
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def time_to(record: dict, goal: float, rate: float, latency: float) -> float:
     """Seconds of communication until an epoch's accuracy, in percent, is at the goal; inf if never."""
     for count, row in enumerate(record["rows"], 1):
@@ -145,7 +145,7 @@ arrive = [
 # A method is on the Pareto front if no other method is both more accurate and cheaper in megabytes. The last line names those that are not.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def fastest(latency: float, rate: float) -> str:
     """The scheme that is first at the target there, and what the second takes longer."""
     part = times[(times["latency"] == latency) & (times["link"] == rate)]
@@ -168,7 +168,7 @@ def link(rate: float, latency: float) -> str:
     return f"{rate:g}\u00a0Mbit/s, {latency:g}\u00a0ms per round"
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 near = table[table["mean"] >= goal]
 stateless = table[table["scheme"].isin(["FedAvg", "QSGD"])]
 beaten = [name for name in table["scheme"] if name not in front]
@@ -217,7 +217,7 @@ print(f"Lines 2 to 4 are seconds of communication until {goal:.2f} % accuracy. M
 # the Pareto front may be chance. The figure therefore draws no line through the front.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 def draw_point(axes, row) -> None:
     """A scheme's mean and interval (none with one seed)."""
     look, half = lab.curve_style(row.scheme, table["scheme"]), row.high - row.mean
@@ -225,7 +225,7 @@ def draw_point(axes, row) -> None:
     axes.errorbar(row.both, row.mean, yerr=half if math.isfinite(half) else 0.0, **look)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure, axes = plt.subplots(figsize=(11, 4.8))
 for row in table.itertuples():
     draw_point(axes, row)
@@ -242,7 +242,7 @@ names = [
     for r in table.itertuples()
 ]
 lab.tables.label_points(axes, names)
-plt.show()
+lab.show_figures()
 
 # %% [markdown]
 # ## Who they are
@@ -334,7 +334,7 @@ def cell(name: str, rate: float) -> str:
     return f"**{text}**" if best.get(name) == rate else text
 
 
-grid = [{"Scheme": n} | {f"η {rate:g}": cell(n, rate) for rate in rates} for n in schemes]
+grid = [{"scheme": n} | {f"rate {rate:g}": cell(n, rate) for rate in rates} for n in schemes]
 display(Markdown(lab.markdown(pd.DataFrame(grid))))
 
 # %% [markdown]
@@ -357,11 +357,11 @@ def rate_of(name: str) -> str:
 
 # %%
 lines = [
-    {"Scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "η": rate_of(r.scheme),
-     "n": r.n, "Accuracy %": lab.format_interval(r.mean, r.low, r.high, "{:.2f}"),
-     "− FedAvg, points": lab.format_interval(r.gap, r.gap - r.half, r.gap + r.half),
-     "MB up": f"{r.up:,.1f}", "MB both": f"{r.both:,.1f}",
-     "× less than FedAvg": f"{dense / r.both:.1f}"}
+    {"scheme": f"**{r.scheme}**" if r.scheme in front else r.scheme, "learning rate": rate_of(r.scheme),
+     "seeds": r.n, "accuracy, %": lab.format_interval(r.mean, r.low, r.high, "{:.2f}"),
+     "difference from FedAvg, points": lab.format_interval(r.gap, r.gap - r.half, r.gap + r.half),
+     "MB up": f"{r.up:,.1f}", "MB both ways": f"{r.both:,.1f}",
+     "times fewer bytes than FedAvg": f"{dense / r.both:.1f}"}
     for r in table.itertuples()
 ]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(lines)) if lines else "no record yet"))
@@ -378,7 +378,7 @@ print("On the Pareto front:", ", ".join(front))
 # drawn if it reaches the target with every seed.
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure, panels = plt.subplots(1, len(latencies), figsize=(8.6, 4.6), sharey=True, squeeze=False)
 for axes, latency in zip(panels[0], latencies, strict=True):
     for name in arrive:
@@ -395,7 +395,35 @@ panels[0][0].set(ylabel=f"seconds of communication to {goal:.1f} %")
 handles, labels = panels[0][0].get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 figure.suptitle(f"Time to the target on a link: {scale}", fontsize=10)
-plt.show()
+lab.show_figures()
+
+# %% [markdown]
+# On the fastest link the curves meet. The next figure tells them apart: it has the same seconds for that link alone, on a scale that is not
+# logarithmic, with the fastest method on top.
+
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+def draw_fastest(axes, latency: float) -> None:
+    """A line for each method on the fastest link, and its seconds."""
+    part = times[(times["latency"] == latency) & (times["link"] == fast)]
+    part = part[part["scheme"].isin(arrive)].sort_values("seconds", ascending=False)
+    for at, row in enumerate(part.itertuples()):
+        look = lab.curve_style(row.scheme, arrive)
+        axes.plot([0, row.seconds], [at, at], color=look["color"], lw=1)
+        axes.plot(row.seconds, at, look["marker"], color=look["color"], ms=7)
+        axes.annotate(lab.format_number(row.seconds), (row.seconds, at), (8, 0), va="center",
+                      textcoords="offset points", fontsize=10)  # fmt: skip
+    axes.set_yticks(range(len(part)), part["scheme"])
+    axes.set(xlabel="seconds", title=f"latency {latency:g} ms per round")
+    axes.set_xlim(0, 1.2 * part["seconds"].max() if len(part) else 1)
+    axes.grid(alpha=0.25, axis="x")
+
+
+figure, panels = plt.subplots(1, len(latencies), figsize=(8.6, 3.6), squeeze=False)
+for axes, latency in zip(panels[0], latencies, strict=True):
+    draw_fastest(axes, latency)
+figure.suptitle(f"Time to the target at {fast:g} Mbit/s, without computing", fontsize=11)
+lab.show_figures()
 
 # %% [markdown]
 # These times are calculated by dividing bytes by the rate of the link. [12_real_training](12_real_training.ipynb) measured steps on a
@@ -428,14 +456,18 @@ claim(
 )
 worst = messages["left"].max()
 claim(
-    "what was meant is what was sent and what waits",
+    "what was intended is what was sent plus what waits",
     bool(worst < 1e-6),
     f"but for {1e9 * worst:.0f} billionths",
 )
 papers = {lab.read_params([lab.ROOT / f"params/table{t}.yaml"])["learning_rate"] for t in (1, 2, 3)}
 configs = [record["config"] for record in lab.find_records(profile=profile).values()]
 used = {c["learning_rate"] for c in configs if c["scheme"]["name"] in schemes}
-claim("every rate is on the grid, or a table's", used <= papers.union(rates), f"{sorted(used)}")
+claim(
+    "every learning rate was planned, or is one of the paper's tables",
+    used <= papers.union(rates),
+    f"{sorted(used)}",
+)
 
 # %% [markdown]
 # ## What we saw

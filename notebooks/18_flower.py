@@ -25,7 +25,7 @@
 # [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an optional dependency: `uv run --extra flower jupyter lab`. Without it, the
 # cells that need Flower say so and do nothing.
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 import importlib.util
 import json
 import signal
@@ -45,7 +45,7 @@ import tcs_core as tcs
 # %% [markdown]
 # ## Parameters
 
-# %% jupyter={"source_hidden": true} tags=["parameters"]
+# %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 scheme = "TCS"  # any without momentum of the server's
 clients = 2  # nodes
 rounds = 4  # in all
@@ -56,7 +56,7 @@ learning_rate = 0.1  # of SGD
 seed = 0  # of the model and the batches
 patience = 600  # seconds that a run may take
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "18_flower")
 counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.Count)
@@ -310,7 +310,7 @@ def same(found):
     return thetas and all(torch.equal(one_D, other_D) for one_D, other_D in pairs)
 
 
-claim("a sparse message is a twentieth of a dense one at most",
+claim("a sparse message has at most a twentieth of the bytes of a dense one",
       20 * compressor.bytes_up <= 4 * D * clients, f"{compressor.bytes_up // clients:,} bytes")  # fmt: skip
 for name, found in results.items():
     claim(f"{name}: theta and errors are those of one process, bit for bit", same(found))
@@ -348,7 +348,7 @@ for name, took in seconds.items():
 # Other ways to leave one process: [12_real_training](12_real_training.ipynb) shows the hook for DDP. To try your own model first, see
 # [15_your_own_model](15_your_own_model.ipynb).
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
     f"core {lab.core_sha256()[:12]} · {scheme} · {D:,} parameters · {clients} nodes · n = 1 run of each"
 )

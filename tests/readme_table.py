@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
 import tcs_lab as lab
 from tcs_lab.studies import links, optimizers
 
@@ -61,7 +62,7 @@ EVIDENCE = """**{days} days: repeat the evidence.** The planned main measurement
     uv run tcs queue params/evidence_plan.yaml \\
         --set data_root=DATA --results FOLDER
 
-DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`. Ours is a copy of CIFAR-10 in JPEG files, called "CIFAR-10 (JPEG copy)" on all pages because its pixels differ slightly from the original. With `--set dataset=cifar10` instead, torchvision downloads the original."""
+DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`. Ours is a copy of CIFAR-10 in JPEG files, called "CIFAR-10 (JPEG copy)" on all pages because its pixels differ slightly from the original. With `--set dataset=cifar10` instead, torchvision downloads the original. The [page beside the records](results/evidence/README.md) says what is stored and what it cost."""
 ADVICE = """Each answer comes from one training task, so try the methods that it names on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). Learning rates were tuned for each method in the first two answers; the third and fourth use the paper's, and in the answer on DDP each optimizer has the best rate of its dense training. Differences are in points of accuracy from dense FedAvg, with 95 % intervals (on DDP, in test loss from plain DDP); bytes count both directions and the dense start. [All comparisons](results/which_method.md) are in one table.
 
 - **Federated training on images over slow links:** TCS or STC. In a small training ({images_setting}, n = {images_n}), TCS used 1/{images_tcs[0]} of the bytes with a difference of {images_tcs[1]}, and sparse ternary compression (STC, by other authors) 1/{images_stc[0]} with {images_stc[1]}. The intervals are too wide to tell them apart in accuracy. Try STC first if bytes matter most; TCS is the better studied one here.
@@ -703,7 +704,82 @@ PAGE = """# Which method in which situation
 Written by `tests/readme_table.py` from the records in this folder. Bytes are counted in both directions and include the dense start; in the last row they are those of one sparse step. Intervals are 95 % intervals; n is the number of seeds."""
 
 
+def evidence_page() -> str:
+    """results/evidence/README.md: what lies there, how it was made, and what it cost."""
+    files = lab.results_folder(PROFILE) / "runs"
+    found = lab.find_records(profile=PROFILE)
+    assert len(found) == len(list(files.glob("*.json")))  # so the page counts all that lie there
+    config = drawn()["FedAvg"][0]["config"]
+    table = lab.count_made(lab.plan_runs(ROOT / "params/evidence_plan.yaml"))
+    (made, planned), (controls_made, controls) = tuned_runs(), control_runs()
+    plans = [
+        ["`evidence_plan.yaml`", "the paper's methods and claims", table["made"].sum(), table["planned"].sum()],
+        ["`fair_plan.yaml`", "every method at its own best learning rate", made, planned],
+        ["`controls_plan.yaml`", "TCS against masks that are random or outdated", controls_made, controls],
+    ]  # fmt: skip
+    return EVIDENCE_PAGE.format(
+        records=len(found),
+        plans=lab.plain_markdown(pd.DataFrame(plans, columns=["plan in `params`", "about", "made", "planned"])),
+        costs=lab.plain_markdown(costs_by_device(found.values())),
+        width={16: "a quarter"}[config["width"]],
+        images=config["train_samples"],
+        **{key: config[key] for key in ("data_label", "image_size", "epochs", "clients")},
+    )  # fmt: skip
+
+
+def costs_by_device(found: Iterable[Record]) -> pd.DataFrame:
+    """Numbers of records and their hours from start to end, by the device that made them."""
+    rows = [
+        {"device": r["provenance"]["device"], "hours": r["provenance"]["wall_seconds"] / 3600}
+        for r in found
+    ]
+    groups = pd.DataFrame(rows).groupby("device")["hours"].agg(["size", "sum"]).reset_index()
+    groups["sum"] = groups["sum"].map("{:.1f}".format)
+    return groups.rename(columns={"size": "records", "sum": "hours"})
+
+
+EVIDENCE_PAGE_PATH = ROOT / "results/evidence/README.md"
+EVIDENCE_PAGE = """# The evidence
+
+Written by `tests/readme_table.py` from the records in this folder.
+
+The verdicts of this package on the paper's claims rest on the training runs that are stored here. Most of them train a ResNet-18 with {width} of the channels on {images:,} images of {data_label} at {image_size} × {image_size} pixels, for {epochs} epochs, with {clients} clients or centralized. All settings are in [params/evidence.yaml](../../params/evidence.yaml).
+
+## What lies here
+
+| File | What it is | Made by |
+| :--- | :--- | :--- |
+| `runs/*.json` | {records} records, one for each training run: its settings, its accuracy and bytes after every epoch, which test images it got right, and on which device and with which commit it was made | the commands below |
+| `table1` to `table3`, `figure3` to `figure5` | the paper's tables and figures from these records (`.csv` has all columns, `.md` those for reading, `.ipynb` explains them) | [notebook 08](../../notebooks/08_tables_and_curves.ipynb) |
+| `claims.csv`, `claims.md`, `intervals.png` | each claim of the paper with its measured number, interval and verdict, and a picture of the main ones | [notebook 13](../../notebooks/13_evidence.ipynb) |
+| `megabytes.png` | accuracy against traffic, the picture of the package's first page | `tests/readme_table.py` |
+
+Pictures are also there as `.svg`. What the other notebooks found is in [results/verdicts](../verdicts).
+
+## How it was made
+
+Three plans say which runs are made, in which order, and how they are judged. Each was committed before its first run. A run that belongs to two plans is made once.
+
+{plans}
+
+This command makes the runs of a plan that are not in FOLDER yet. If it is interrupted, the same command goes on where it stopped.
+
+    uv run tcs queue params/evidence_plan.yaml --set data_root=DATA --results FOLDER
+
+DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`. With `--set dataset=cifar10` instead, torchvision downloads the original CIFAR-10, whose pixels differ slightly from those of our copy in JPEG files.
+
+## What it cost
+
+Hours are from the start to the end of each run. Several runs shared a processor or a GPU, so the hours say nothing about speed.
+
+{costs}
+
+`uv run tcs again RECORD --set data_root=DATA` repeats a stored run and compares the results.
+"""
+
+
 if __name__ == "__main__":
     README.write_text(with_blocks(README.read_text(encoding="utf-8")), encoding="utf-8")
+    EVIDENCE_PAGE_PATH.write_text(evidence_page(), encoding="utf-8")
     SITUATIONS_PAGE.write_text(situations_page(), encoding="utf-8")
     lab.save_figure(picture(), picture_path())

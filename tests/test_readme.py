@@ -46,6 +46,14 @@ def test_the_table_of_situations_is_up_to_date():
     assert text == readme_table.situations_page(), "run the same"
 
 
+def test_the_page_about_the_evidence_is_up_to_date():
+    path = readme_table.EVIDENCE_PAGE_PATH
+    text = path.read_text(encoding="utf-8")
+    assert text == readme_table.evidence_page(), "run the same"
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    assert links and not [link for link in links if not (path.parent / link).exists()]
+
+
 def test_its_other_numbers_have_a_source():
     assert [words for words in readme_table.numbers() if words not in TEXT] == []
 

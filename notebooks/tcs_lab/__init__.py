@@ -89,7 +89,7 @@ __getattr__, __dir__ = lazily(
         "studies.bench": "bench_codecs bench_compiled bench_round bench_step bench_table run_benches",
         "teaching.cells": (
             "Count ListeningLink Positive Share Statements bold check_values judge_mean paired_gain "
-            "show_code"
+            "show_code show_figures"
         ),
         "teaching.exercises": "check_exercise",
         "compare": "",

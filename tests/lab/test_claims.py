@@ -198,10 +198,13 @@ def test_bits_are_by_construction():
     one = record("TCS", 0, 0.5, bits=0.4)
     row = judge({"measure": "uplink", "at_least": 80}, one)
     assert row.measured == pytest.approx(80) and math.isnan(row.half)
-    assert (row.verdict, lab.format_verdict(row)) == ("by construction", "by construction: kept")
+    assert (row.verdict, lab.format_verdict(row)) == (
+        "by construction",
+        "by construction: the bound is met",
+    )
     whole = judge({"measure": "uplink_whole", "at_least": 80}, one)
     assert whole.measured == pytest.approx(32 / ((32 + 0.4 + 0.4) / 3))
-    assert lab.format_verdict(whole) == "by construction: not kept"
+    assert lab.format_verdict(whole) == "by construction: the bound is not met"
     against = {"measure": "uplink", "second": ["top-K", 0.5], "at_least": 1.1}
     assert judge(against, one, record("top-K", 0, 0.5, bits=0.5)).measured == pytest.approx(1.25)
 
@@ -209,7 +212,7 @@ def test_bits_are_by_construction():
 def test_the_own_share_of_a_message_is_by_construction():
     """K_global = 10 and K_local = 1 of 1,000."""
     row = judge({"measure": "own_share", "at_most": 0.1, "n": 1}, record("TCS", 0, 0.5))
-    assert (row.measured, lab.format_verdict(row)) == (1 / 11, "by construction: kept")
+    assert (row.measured, lab.format_verdict(row)) == (1 / 11, "by construction: the bound is met")
 
 
 def test_the_overlap_of_dense_updates_is_what_is_beyond_chance():
@@ -403,7 +406,7 @@ def test_what_a_person_reads(tmp_path):
     assert list(text["Supported if"]) == ["≥ 80", "≥ −0.4"]
     assert list(text["n"]) == ["3", "3 of 3"]
     assert list(text["Verdict"]) == [
-        "**by construction: kept**",
+        "**by construction: the bound is met**",
         "**open (the bootstrap's interval says supported)**",
     ]
     assert text["Ours (interval)"][0] == "×80"

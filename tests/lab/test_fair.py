@@ -251,7 +251,9 @@ def test_the_table_has_rates_scores_and_bytes(folder):
     assert tcs["deviation"] == pytest.approx(np.std(values, ddof=1))
     clients = searches(folder)["TCS"].config(1.0, 1).clients
     assert (tcs["megabytes_up"], tcs["megabytes_down"]) == pytest.approx((2 / clients, 0.5))
-    assert len(lab.readable_fair(table)) == 5
+    readable = lab.readable_fair(table)
+    assert len(readable) == 5
+    assert {f"rate × {factor}, %" for factor in ("0.5", "1", "2")} <= set(readable)
     shown = lab.readable_fair_differences(lab.fair_differences(folder / "fair.yaml", folder))
     assert "TCS − Baseline" in set(shown["difference, points"])
 

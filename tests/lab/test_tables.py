@@ -103,10 +103,25 @@ def test_welchs_interval():
         ((-0.5, math.nan, math.nan), "−0.50"),
         ((0.5, 0.5, 0.5), "+0.50"),
         ((math.nan, math.nan, math.nan), "–"),
+        ((-0.004, -0.25, 0.004), "0.00 (−0.25 to 0.00)"),
     ],
 )
 def test_an_interval_as_text(numbers, text):
     assert lab.format_interval(*numbers) == text
+
+
+def test_words_stand_on_the_left_of_their_column_and_numbers_on_the_right():
+    columns = {
+        "method": ["TCS", "5-bit values lose nothing"],
+        "n": ["3 of 8", "–"],
+        "gap": ["−0.17 (−0.34 to −0.01), n = 8", "**+0.2**"],
+        "if": ["≥ −0.5", "×88.2"],
+        "verdict": ["**open**", "–"],
+        "rate": ["not made", "77.83"],
+        "later": ["–", "–"],
+    }
+    marks = lab.plain_markdown(pd.DataFrame(columns)).splitlines()[1]
+    assert marks == "| :--- | ---: | ---: | ---: | :--- | ---: | ---: |"
 
 
 # Records as rows ──────────────────────────────────────────────────────────────────────────────────

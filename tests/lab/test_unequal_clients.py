@@ -77,11 +77,11 @@ def test_masks_there_and_with_equal_clients_of_the_same_seeds(runs):
         found = [lab.measure_coincidence(made[f"TCS {n}"]) for n in (1, 2)]
         for key, title, digits in (
             ("stay", "the mask stays", 3),
-            ("clients", "clients a place", 2),
+            ("clients", "clients per entry", 2),
         ):
             mean = sum(one[key] for one in found) / 2
             assert first(row[f"{title}, {where}"]) == pytest.approx(mean, abs=0.6 * 10**-digits)
-    ends = [row[f"clients a place, {where}"][-5:] for where in ("there", "equal")]
+    ends = [row[f"clients per entry, {where}"][-5:] for where in ("there", "equal")]
     assert ends == [" of 2", " of 3"]
 
 

@@ -5,6 +5,7 @@ import math
 import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import tcs_lab as lab
 from tcs_lab.teaching.cells import read_literals
@@ -163,6 +164,20 @@ def test_code_is_shown_as_it_stands_but_for_its_margin(monkeypatch):
     assert {line.strip() for line in lines} <= {line.strip() for line in source}
     start_of_second = lines.index("@lru_cache(1024)")
     assert lines[start_of_second - 1] == "" and "return" in "".join(lines[start_of_second:])
+
+
+def test_a_figure_is_shown_with_words_for_those_who_cannot_see_it(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda *what, **how: shown.append((what, how)))
+    figure, (left, right) = plt.subplots(1, 2)
+    figure.suptitle("TCS needs\nfewer bytes")
+    left.set(title="Up", xlabel="round", ylabel="MB")
+    right.set(xlabel="round")
+    lab.show_figures()
+    ((what, how),) = shown
+    words = "TCS needs fewer bytes; Up: MB against round; round"
+    assert what == (figure,) and how["metadata"]["image/png"]["alt"] == words
+    assert not plt.get_fignums()  # else the next cell would show it again
 
 
 @pytest.mark.parametrize(("pause", "lines"), [(0.0, False), (1.1, True)])

@@ -1,7 +1,9 @@
 """The notebooks: pairs in sync, executed, links and parameters known; nbval runs them."""
 
+import base64
 import functools
 import re
+import shlex
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -12,13 +14,16 @@ import nbformat
 import pytest
 import tcs_lab as lab
 from jupytext.config import load_jupytext_config
+from nbconvert import HTMLExporter
 from tcs_lab.teaching.cells import read_literals
+from traitlets.config import Config
 
 import tcs_core as tcs
 
 NOTEBOOKS = lab.ROOT / "notebooks"
 PY = sorted(NOTEBOOKS.glob("*.py"))
 IPYNB = sorted(NOTEBOOKS.glob("*.ipynb"))
+README = (lab.ROOT / "README.md").read_text(encoding="utf-8")
 by_name = {"ids": lambda path: path.stem}
 
 
@@ -117,6 +122,44 @@ def test_statements_are_asserted_at_the_notebooks_own_parameters(path):
     if names:
         kept = lab.tables.verdicts.read_verdicts(path.stem)
         assert kept.parameters == read_literals(parameters_of(notebook)) and kept.verdicts
+
+
+HIDDEN = "remove-input"  # the tag that README's command for HTML pages names
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_cells_that_are_folded_have_the_tag_that_hides_them_in_html(path):
+    cells = code_of(read(path))
+    folded = [c.get("metadata", {}).get("jupyter", {}).get("source_hidden", False) for c in cells]
+    assert folded == [HIDDEN in c.metadata.get("tags", []) for c in cells]
+
+
+def test_the_html_page_shows_open_code_and_hides_folded_code():
+    notebook = nbformat.v4.new_notebook()
+    opened, folded = (nbformat.v4.new_code_cell(f"x = '{name}'") for name in ("seen", "hidden"))
+    folded.metadata = {"jupyter": {"source_hidden": True}, "tags": [HIDDEN]}
+    notebook.cells = [opened, folded]
+    (line,) = re.findall(r"jupyter nbconvert (.*?)\n\n", README, re.S)
+    words = shlex.split(line.replace("\\\n", ""))
+    exporter = HTMLExporter(
+        template_name=words[words.index("--template") + 1],
+        config=Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {HIDDEN}}}),
+    )
+    options = [word for word in words if word.startswith("--TagRemovePreprocessor.")]
+    assert options == ["--TagRemovePreprocessor.enabled=True",
+                       f"--TagRemovePreprocessor.remove_input_tags={HIDDEN}"]  # fmt: skip
+    page, _ = exporter.from_notebook_node(notebook)
+    assert "seen" in page and "hidden&" not in page and "'hidden'" not in page
+
+
+def test_the_picture_that_13_shows_is_the_one_in_results():
+    """Else execute 13 again (tests/execute_notebooks.py)."""
+    (notebook,) = (read(path) for path in IPYNB if path.stem == "13_evidence")
+    shown = [o.data["image/png"] for c in code_of(notebook) for o in c.outputs
+             if "image/png" in o.get("data", {})]  # fmt: skip
+    saved = (lab.ROOT / "results/evidence/intervals.png").read_bytes()
+    assert base64.b64decode(shown[0]) == saved
+    assert (lab.ROOT / "results/evidence/intervals.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", IPYNB, **by_name)

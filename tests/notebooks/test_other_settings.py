@@ -48,7 +48,7 @@ SETTINGS = {
            {"schemes": ["FedAvg"], "rounds": 30, "warmup": 2, "many_clients": [5, 20], "seed": 3}],
     "16": [{"rounds": 5, "ddp_steps": 20, "seed": 1},
            {"rounds": 8, "phi_global": 0.1, "ddp_steps": 25, "ddp_rank": 2}],
-    "17": [{"profile": "quick"}, {"links": [5], "latencies": [1, 20, 300], "seeds": 1}],
+    "17": [{"profile": "text"}, {"links": [5], "latencies": [1, 20, 300], "seeds": 1}],
     "18": [{"rounds": 3, "local_steps": 1, "seed": 2}],
 }  # fmt: skip
 CASES = [(number, i) for number, settings in SETTINGS.items() for i in range(len(settings))]

@@ -363,19 +363,21 @@ def _full_length_accuracies(results: str | Path | None) -> dict[str, dict[int, f
 
 
 def readable_fair(table: pd.DataFrame) -> pd.DataFrame:
-    """`fair_table` as a person reads it."""
+    """`fair_table` as a person reads it, with a column for each factor that some method tries."""
     rows = []
+    factors = sorted({factor for tried in table["tried"] for factor in tried})
     for row in table.to_dict("records"):
-        tried = ", ".join(f"{f:g}: {_tried(a)}" for f, a in row["tried"].items())
+        tried = {f"rate × {f:g}, %": _tried(row["tried"][f]) if f in row["tried"] else "–"
+                 for f in factors}  # fmt: skip
         both = row["megabytes_up"] + row["megabytes_down"]
         level = f"{row['accuracy']:.2f}"
         level += f" ± {row['deviation']:.2f}" if not math.isnan(row["deviation"]) else ""
         level = "–" if math.isnan(row["accuracy"]) else level
         rows.append({
-            "method": row["scheme"], "stage": row["stage"], "factor: validation accuracy, %": tried,
+            "method": row["scheme"], "stage": row["stage"], **tried,
             "chosen rate": "–" if math.isnan(row["rate"]) else f"{row['rate']:g}",
             "scored runs": f"{row['n']} of {row['planned']}",
-            "accuracy, %": f"diverged: {row['diverged']}" if row["diverged"] else level,
+            "score, %": f"diverged: {row['diverged']}" if row["diverged"] else level,
             "MB both ways": format_number(both, 4) if both > 0 else "–",
         })  # fmt: skip
     return pd.DataFrame(rows)

@@ -225,7 +225,7 @@ def format_verdict(row: Mapping[str, Any]) -> str:
     word, other = row["verdict"], differing_bootstrap_verdict(row)
     beside = f" (the bootstrap's interval says {other})" if other else ""
     if word == BY_CONSTRUCTION:
-        return f"{word}: {'kept' if row['kept'] else 'not kept'}"
+        return f"{word}: the bound is {'met' if row['kept'] else 'not met'}"
     if word == OPEN and row["measure"] == "accuracy" and (row["low"] > 0 or row["high"] < 0):
         direction = "higher" if row["low"] > 0 else "lower"
         return f"{word}: {direction}; whether by more than the bound is open{beside}"

@@ -182,10 +182,11 @@ def readable_sensitivity(table: pd.DataFrame) -> pd.DataFrame:
     rows = [
         {"Setting": r.setting, "Value": r.value, "Scheme": r.scheme, "Accuracy %": format_accuracy(r),
          "n": str(r.n), "MB up": format_four_digits(r.megabytes_up), "MB down": format_four_digits(r.megabytes_down),
-         "of both: warm-up": format_four_digits(r.megabytes_warmup)}
+         "MB of the warm-up": format_four_digits(r.megabytes_warmup)}
         for r in keep_measured(table).itertuples()
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-_COLUMNS = ("Setting", "Value", "Scheme", "Accuracy %", "n", "MB up", "MB down", "of both: warm-up")
+_COLUMNS = ("Setting", "Value", "Scheme", "Accuracy %", "n", "MB up", "MB down",
+            "MB of the warm-up")  # fmt: skip

@@ -86,13 +86,13 @@ def extra_claims(sentences: Iterable[Sentence], read: Claims) -> Claims | None:
 
 
 def combine_verdicts(words: Iterable[str]) -> str:
-    """Combine several verdicts: the word that all have, or each word with how often it occurs."""
+    """Combine several verdicts: the word that all have, or how often each word occurs."""
     words = list(words)
     # what holds by construction decides nothing, unless there is nothing else
     drawn = [word for word in words if word != BY_CONSTRUCTION] or words
     if len(set(drawn)) == 1:
         return drawn[0]
-    return ", ".join(f"{word} ({drawn.count(word)})" for word in dict.fromkeys(drawn))
+    return ", ".join(f"{drawn.count(word)} {word}" for word in dict.fromkeys(drawn))
 
 
 def sentences_table(

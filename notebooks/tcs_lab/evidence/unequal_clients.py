@@ -69,7 +69,7 @@ def unequal_masks(
         equal = {seed: one for seed, one in _of_tcs(records, eta).items() if seed in unequal}
         row = {"clients": setting, "n": f"{len(unequal)}"}
         for key, title, form in (("stay", "the mask stays", "{:.3f}"),
-                                 ("clients", "clients a place", "{:.2f}")):  # fmt: skip
+                                 ("clients", "clients per entry", "{:.2f}")):  # fmt: skip
             for where, runs in (("there", unequal), ("equal", equal)):
                 row[f"{title}, {where}"] = _mean(key, runs.values(), form)
                 if key == "clients" and runs:

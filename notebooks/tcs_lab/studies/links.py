@@ -336,8 +336,8 @@ class Links:
             share = max(0.0, 1 - passes["seconds"] / row["seconds"])
             table.append(
                 {"Parameters": f"{count_parameters(row['layers'], row['width']):,}",
-                 "Ranks": row["ranks"], "Hook": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
-                 "Range": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
+                 "Ranks": row["ranks"], "Method": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
+                 "shortest – longest": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
                  "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
             )  # fmt: skip
         return pd.DataFrame(table)

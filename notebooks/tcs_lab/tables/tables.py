@@ -349,10 +349,13 @@ def paper_factor(name: str) -> float:
 
 def format_interval(mean: float, low: float, high: float, form: str = "{:+.2f}") -> str:
     """A number with its interval, as in "+0.21 (−0.08 to +0.50)", or without one where there is none; –
-    for nan."""
+    for nan. A number that rounds to zero has no sign."""
     if math.isnan(mean):
         return "–"
-    mean_, low_, high_ = (form.format(value).replace("-", "−") for value in (mean, low, high))
+    texts = (form.format(value).replace("-", "−") for value in (mean, low, high))
+    mean_, low_, high_ = (
+        text if re.search("[1-9inf]", text) else text.lstrip("+−") for text in texts
+    )
     return f"{mean_} ({low_} to {high_})" if math.isfinite(low) and low_ != high_ else mean_
 
 
@@ -379,9 +382,23 @@ def save_table(
 
 
 def plain_markdown(table: pd.DataFrame) -> str:
-    """A table of texts as Markdown, for files and terminals."""
-    lines = [list(table.columns), ["---"] + ["---:"] * (len(table.columns) - 1), *table.values]
+    """A table of texts as Markdown, for files and terminals. Words stand on the left of their column,
+    numbers on the right."""
+    marks = ["---:" if _is_numeric(table.iloc[:, i]) else ":---" for i in range(table.shape[1])]
+    lines = [list(table.columns), marks, *table.values]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+_EMPTY = ("", "–", "-", "nan", "not made", "not measured")
+_NUMBER = re.compile(r"[\s*]*[+−\-×~±<>≤≥= ]*[\d∞]")  # how a cell with a number begins
+_WORD = re.compile(r"[^\W\d_]{4,}")
+
+
+def _is_numeric(column: pd.Series) -> bool:
+    """Whether most cells that are not empty are numbers, perhaps with an interval or a unit."""
+    cells = [text for text in map(str, column) if text not in _EMPTY]
+    numbers = sum(bool(_NUMBER.match(text)) and not _WORD.search(text) for text in cells)
+    return 2 * numbers > len(cells) or (not cells and len(column) > 0)
 
 
 def markdown(table: pd.DataFrame) -> str:

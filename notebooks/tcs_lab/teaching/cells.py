@@ -76,6 +76,28 @@ def show_code(*things: Any) -> None:
     display(Markdown("```python\n" + "\n\n".join(texts) + "\n```"))
 
 
+def show_figures() -> None:
+    """Show the open figures as plt.show() does. Their titles and the names of their axes become the
+    pictures' alternative text, for readers who cannot see them."""
+    import matplotlib.pyplot as plt
+    from IPython.display import display
+
+    for number in plt.get_fignums():
+        figure = plt.figure(number)
+        display(figure, metadata={"image/png": {"alt": describe_figure(figure)}})
+        plt.close(figure)
+
+
+def describe_figure(figure: Any) -> str:
+    """Describe a figure in one line: its title, and the title and the axes of each part."""
+    parts = [figure.get_suptitle()]
+    for axes in figure.axes:
+        sides = [name for name in (axes.get_ylabel(), axes.get_xlabel()) if name]
+        words = [axes.get_title() or axes.get_title(loc="left"), " against ".join(sides)]
+        parts.append(": ".join(word for word in words if word))
+    return " ".join("; ".join(part for part in parts if part).split())
+
+
 def bold(word: str) -> str:
     """A word that `print` shows in bold, in a notebook or on a terminal."""
     return f"\x1b[1m{word}\x1b[0m"

@@ -155,11 +155,21 @@ def _chosen_too_early(errors_D: Tensor, delta_D: Tensor, k: int) -> tuple[Tensor
     return sent_D, delta_D + errors_D - sent_D
 
 
+def _old_errors_lost(errors_D: Tensor, delta_D: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    intended_D = errors_D + delta_D
+    sent_D = intended_D * tcs.top_k_mask(intended_D, k)
+    return sent_D, delta_D - sent_D
+
+
+OLD_ERRORS = "The old errors are lost: the new ones are errors_D + delta_D minus what is sent."
+
+
 @exercise(
     "accumulate",
     "sent_D",
     "errors_D",
     mistakes=(
+        (_old_errors_lost, OLD_ERRORS),
         (_forgetful, "What waited in errors_D never gets its turn: add it first."),
         (_chosen_too_early, "Choose among what is meant to be sent, not among delta_D."),
     ),
@@ -197,6 +207,12 @@ def _of_delta(errors_D: Tensor, delta_D: Tensor, shared_K: Tensor, k: int) -> tu
     return _client_round(errors_D, delta_D, own_K, shared_K)
 
 
+def _errors_of_delta(errors_D: Tensor, delta_D: Tensor, shared_K: Tensor, k: int) -> tuple:
+    own_K = tcs.top_k_positions(errors_D + delta_D, k, shared_K)
+    own_K, sent_D, new_D = _client_round(errors_D, delta_D, own_K, shared_K)
+    return own_K, sent_D, new_D - errors_D
+
+
 @exercise(
     "client_lines",
     "own_K",
@@ -205,6 +221,7 @@ def _of_delta(errors_D: Tensor, delta_D: Tensor, shared_K: Tensor, k: int) -> tu
     mistakes=(
         (_inside_too, "Line 10: the own mask lies outside the shared one."),
         (_of_delta, "Line 10 chooses among what line 9 makes, errors included."),
+        (_errors_of_delta, OLD_ERRORS),
     ),
 )
 def _client_lines() -> Iterator[Case]:
@@ -259,6 +276,17 @@ def _rounded_once(layer_sizes: list[int], k: int, phi_min: float) -> int:
     return max(0, k - math.ceil(phi_min * sum(layer_sizes)))
 
 
+def _share_of_k(layer_sizes: list[int], k: int, phi_min: float) -> int:
+    return max(0, k - len(layer_sizes) * math.ceil(phi_min * k))
+
+
+def _share_of_k_once(layer_sizes: list[int], k: int, phi_min: float) -> int:
+    return max(0, k - math.ceil(phi_min * k))
+
+
+OF_SIZE = "phi_min is a share of the layer's own size, not of k."
+
+
 def _below_zero(layer_sizes: list[int], k: int, phi_min: float) -> int:
     return k - sum(tcs.kept(phi_min, size) for size in layer_sizes)
 
@@ -267,8 +295,13 @@ def _below_zero(layer_sizes: list[int], k: int, phi_min: float) -> int:
     "free_places",
     "places",
     mistakes=(
+        (_share_of_k, OF_SIZE),
+        (_share_of_k_once, OF_SIZE),
         (_rounded_once, "Round up in every layer, not once for all of them."),
-        (_below_zero, "If the shares alone exceed k, no place is free: not fewer than none."),
+        (
+            _below_zero,
+            "If the minimum shares alone exceed k, no entry is left: return 0, not a negative number.",
+        ),
     ),
 )
 def _free_places() -> Iterator[Case]:
@@ -291,11 +324,32 @@ def _shares_alone(vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: flo
     return tcs.layerwise_top_k_positions(vector_D, least, layer_sizes, phi_min)
 
 
+def _without_offsets(vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float) -> Tensor:
+    layers = zip(vector_D.split(layer_sizes), layer_sizes, strict=True)
+    own = [tcs.top_k_positions(layer, tcs.kept(phi_min, size)) for layer, size in layers]
+    return _with_the_rest(torch.cat(own), vector_D, k)
+
+
+def _layers_of_k(vector_D: Tensor, k: int, layer_sizes: list[int], phi_min: float) -> Tensor:
+    own, start = [], 0
+    for layer, size in zip(vector_D.split(layer_sizes), layer_sizes, strict=True):
+        own.append(start + tcs.top_k_positions(layer, min(size, tcs.kept(phi_min, k))))
+        start += size
+    return _with_the_rest(torch.cat(own), vector_D, k)
+
+
+def _with_the_rest(own_K: Tensor, vector_D: Tensor, k: int) -> Tensor:
+    rest_K = tcs.top_k_positions(vector_D, max(0, k - len(own_K)), own_K)
+    return torch.cat([own_K, rest_K]).sort().values
+
+
 @exercise(
     "fair_top_k",
     "positions",
     mistakes=(
         (_plain_top_k, "This is plain top-K: a layer may get nothing."),
+        (_without_offsets, "Positions in a layer count from its start: add the layers before it."),
+        (_layers_of_k, OF_SIZE),
         (_shares_alone, "These are the shares alone: the rest of k goes by magnitude."),
     ),
 )
@@ -384,7 +438,7 @@ def _inside_only(bits: str, block: int) -> Tensor:
 @exercise(
     "decode",
     "positions",
-    mistakes=((_inside_only, "These are places inside blocks: add block index × block."),),
+    mistakes=((_inside_only, "These are positions inside blocks: add block index × block."),),
 )
 def _decode() -> Iterator[Case]:
     for positions, dimension, block in (
@@ -415,7 +469,7 @@ def _without_ends(count: int, dimension: int, block: int) -> int:
     "code_bits",
     "bits",
     mistakes=(
-        (_floored, "A place takes whole bits: round log2(block) up."),
+        (_floored, "A position inside a block takes whole bits: round log2(block) up."),
         (_without_flags, "Every entry has a flag of one bit, too."),
         (_without_ends, "Every block ends with one bit."),
     ),

@@ -64,10 +64,12 @@ def judge_solution(name: str, function: Any) -> str:
         given = copy.deepcopy(case.given)
         try:
             got = function(*given.values())
-            if got is None and number == 0:
-                return UNWRITTEN
         except Exception as error:
             return _line(f"it raises {type(error).__name__}: {error}", "", case)
+        if changed := [key for key in given if not _same(given[key], case.given[key])]:
+            return _line(f"it changes what it was given ({', '.join(changed)})", IN_PLACE, case)
+        if got is None and number == 0:
+            return UNWRITTEN
         try:
             off = _off(found.returns, case.wanted, got)
             hint = off and _hint(found, cases[: number + 1], got)
@@ -77,12 +79,12 @@ def judge_solution(name: str, function: Any) -> str:
                 "",
                 case,
             )
-        changed = [key for key in given if not _same(given[key], case.given[key])]
         if off:
             return _line(off, hint, case)
-        if changed:
-            return f"it changes what it was given ({', '.join(changed)}): make a new one instead"
     return RIGHT
+
+
+IN_PLACE = "Make a new one instead: `a = a - b`, not `a -= b`, and no methods that end in `_`."
 
 
 def _line(off: str, hint: str, case: Case) -> str:
