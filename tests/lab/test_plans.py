@@ -252,13 +252,13 @@ def fails():
     raise SystemExit(3)
 
 
-def test_a_run_that_fails_in_a_process_of_its_own_ends_the_queue(tmp_path, small, monkeypatch):
-    def start_job(job, results, told):
+def test_a_worker_that_ends_before_its_job_ends_the_queue(tmp_path, small, monkeypatch):
+    def start(target, *arguments):
         process = FORKSERVER.Process(target=fails)
         process.start()
         return process
 
-    monkeypatch.setattr(lab.runs.queue, "start_job", start_job)
+    monkeypatch.setattr(lab.runs.workers, "_start", start)
     with pytest.raises(ChildProcessError, match="the same command goes on"):
         lab.runs.run_queue(lambda: [Run(config()), Run(config("top-K"))], tmp_path, jobs=2)
 
