@@ -65,7 +65,7 @@ def told(cell):
         ("an unknown one", "unknown parameter: epochz"),
         ("a parameter", "epochs: got 0; Input should be greater than or equal to 1"),
         ("in a list", "steps: value 2: got 0; Input should be greater than or equal to 1"),
-        ("none given", "seeds: missing in the cell of parameters"),
+        ("none given", "seeds: missing, allowed: "),
         ("the core's", "scheme 'TCX' is unknown"),
         ("a statement", "contradicted: so"),
         ("a name", "data is not defined"),

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from tcs_lab.compare.methods import Method, MethodFile, read_method_file
 from tcs_lab.compare.probe import probe_method
 from tcs_lab.compare.scoring import Point, Scores
@@ -160,13 +162,23 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
 def print_stored(track: Track) -> None:
     """Print the stored rows, and how many of them are made."""
     scores = Scores(track)
-    stored = track.find_stored()
-    whole = sum(one.is_complete for group in stored.values() for one in group)
-    planned = sum(len(group) for group in stored.values())
-    if points := _list_stored(scores, ()):
-        print(plain_markdown(rows_table(points, _read_rows(track, None))) + "\n")
+    table = stored_table(track, scores)
+    if len(table):
+        print(plain_markdown(table) + "\n")
         print(NOTE.format(scores.confidence) + "\n")
-    print(f"{whole} of {planned} stored rows are made: {', '.join(stored)}")
+    made, planned = count_stored(track)
+    print(f"{made} of {planned} stored rows are made: {', '.join(track.analysis.methods)}")
+
+
+def stored_table(track: Track, scores: Scores) -> pd.DataFrame:
+    """Return the stored rows that are made, as a person reads them; empty if there are none."""
+    return rows_table(_list_stored(scores, ()), _read_rows(track, None))
+
+
+def count_stored(track: Track) -> tuple[int, int]:
+    """Return how many stored rows are made, and how many are planned."""
+    schemes = [one for group in track.find_stored().values() for one in group]
+    return sum(one.is_complete for one in schemes), len(schemes)
 
 
 def _list_stored(scores: Scores, without: Sequence[str]) -> list[tuple[str, Point]]:

@@ -70,9 +70,10 @@ def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.Da
 # A picture ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def comparison_figure(scores: Scores, method: str) -> Any:
+def comparison_figure(scores: Scores, method: str = "") -> Any:
     """Plot final accuracy against the megabytes of one client. Each stored method has a line through its
-    densities, the best of them are a grey step line, and the compared method has stars."""
+    densities, the best of them are a grey step line, and the compared method, if there is one, has stars.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -110,5 +111,6 @@ def comparison_figure(scores: Scores, method: str) -> Any:
         if ends:
             label_ends(axes, ends)
         label_points(axes, [(p.scheme, p.both, p.accuracy, text_colour(COLOURS[0])) for p in stars])
-        figure.suptitle(f"{method} (stars) beside the stored methods; grey: the best of those")
+        what = f"{method} (stars) beside the stored methods" if method else "The stored methods"
+        figure.suptitle(f"{what}; grey: the best of those")
     return figure
