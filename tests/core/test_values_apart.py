@@ -392,8 +392,12 @@ def test_masks_shrink_again_if_the_updates_in_between_were_zero():
         known.observe(torch.zeros(200))
 
 
-def test_the_two_masks_of_a_sparse_warm_up_never_exceed_the_model():
-    """80 % and 80 % of the entries: the clients' own masks get the 20 % that are left."""
+@pytest.mark.parametrize("clients_decide", [False, True])
+def test_the_two_masks_of_a_sparse_warm_up_never_exceed_the_model(clients_decide, monkeypatch):
+    """80 % and 80 % of the entries: the clients' own masks get the 20 % that are left, whether both
+    sides work out the size or only the clients know it."""
+    if clients_decide:
+        monkeypatch.setattr(tcs.TCS, "own_count", lambda rule, shared: None)
     scheme = tcs.Scheme.named("TCS-W10", phi_global=0.2, phi_local=0.2)
     known = tcs.Known(scheme, [20])
     client = tcs.Client(known, 0)
