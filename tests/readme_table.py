@@ -37,39 +37,42 @@ NAMES = {  # what the picture calls the schemes
     "TCS-L4": "TCS, 4 local steps",
     "TCS-L4-Q5": "TCS, 4 local steps,\n5-bit values",
 }
-OUTCOME = """**What came out.** Our main comparison trains a ResNet-18 with a quarter of the channels on half of CIFAR-10 at {pixels} × {pixels} pixels, with {clients} clients, {epochs} epochs, {n} seeds per method and the paper's learning rates. *Centralized training* means one model that is trained on all data in one place; *dense* means that every entry of an update is sent.
+OUTCOME = """**What came out.** Our main comparison trains a ResNet-18 with a quarter of the channels on half of the training images of CIFAR-10 at {pixels} × {pixels} pixels. The images are divided evenly and at random among {clients} clients, which all take part in every round with one local step. Each method is trained for {epochs} epochs with the paper's learning rates and {n} seeds. *Centralized training* means one model that is trained on all data in one place; *dense* means that every entry of an update is sent.
 
-- **TCS stayed within half a point of centralized training.** Its accuracy differed by {tcs}, while a client sent and received 1/{times} of the bytes of dense training. With the paper's full network there is only one run per method, over a fifth of the epochs; there TCS ended {gpu} points from centralized training ([limits](#how-far-the-results-go)).
+- **On this small network, TCS ended within half a percentage point of centralized training.** Its accuracy differed by {tcs}, while a client sent and received 1/{times} of the bytes of dense training. With the paper's full network there is only one run per method, over a fifth of the epochs; there TCS ended {gpu} points from centralized training and top-K, its closest relative, {gpu_topk} ([limits](#how-far-the-results-go)).
 - **The variant with the fewest bytes loses accuracy.** With four local steps (a client trains four steps between two messages) and 5-bit values, the factor is 1/{times_short}, and the difference {short}. Dense training with four local steps already differs by {dense_short} points, so most of the loss comes from the local steps and not from the compression.
 - **Why TCS works is open.** The paper assumes that important positions change slowly. From one round of dense training to the next, {stay} of the largest 1 % of the entries stay among the largest; {chance} would stay if positions were drawn at random within each layer. Two comparisons that will tell more are unfinished: TCS against masks that are random or outdated ({controls} runs done), and every method at its own best learning rate ({tuned} runs done)."""
-CAPTION = """The picture shows final test accuracy against the bytes that one client sends and receives in the whole training ({data}, see [below](#three-ways-to-start); settings in `params/{profile}.yaml`). FedAvg is dense federated training. Top-K sends the largest 1 % of each client's own update with their positions. Elsewhere on this page, `-L4` in a name means four local steps and `-Q5` 5-bit values. Bars show the spread between seeds; the intervals in the text are about differences of means."""
+CAPTION = """The picture shows final test accuracy against the bytes that one client sends and receives in the whole training. The data are called {data}, because the pixels of these JPEG files differ slightly from the original; the settings are in `params/{profile}.yaml`. FedAvg means dense federated training, here with one local step per round (many authors call this FedSGD). Top-K sends the largest 1 % of each client's own update with their positions. In names, `-L4` means four local steps and `-Q5` values that are rounded to 5 bits. Bars show the standard deviation between seeds; the intervals in the text are about differences of means."""
 TABLE = ("Method", "Paper: difference from centralized training, in points", "Here, with 95 % interval", "Within half a point?")  # fmt: skip
-VERDICTS = """The question for each method is whether it ends at most half a point below centralized training. *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that all of it lies below, and *open* that the interval contains −0.5. The [question, the half point and the analysis](params/claims.yaml) were fixed before these runs and after smaller pilot runs; only the line on top-K was added later. Intervals come from one regression over all planned runs, with seeds and test images as sources of chance.
+VERDICTS = """The question for each method is whether it ends at most half a point below centralized training. *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that all of it lies below, and *open* that the interval contains −0.5. The [question, the half point and the analysis](params/claims.yaml) were fixed before these runs and after smaller pilot runs. Lines marked with * were added when the results were known, so they only describe. Intervals come from one regression over all planned runs, with seeds and test images as sources of chance; n is the number of seeds.
 
 {table}
 
 In the paper, TCS and TCS-L4-Q5 ended above centralized training; here they did not. The paper trains the full ResNet-18 for 300 epochs and ends near 92 %; our model, data and number of epochs are smaller, and centralized training ends near {level:.0f} %.
 
-**Traffic.** After the first epoch, in which everything is sent, a TCS client sends 1/{up[0]} of the bits of dense training (the paper's tables: 1/{theirs[0]}), and a TCS-L4-Q5 client 1/{up[1]} (1/{theirs[1]}). Over the whole training and in both directions, the factors are 1/{whole[0]:.0f} and 1/{whole[1]:.0f}. Of the bytes of TCS-L4-Q5, {warm} come from the dense first epoch, and {down} of the rest comes from the server's messages.
+**Traffic.** After the first epoch, in which everything is sent, a TCS client sends 1/{up[0]} of the bits of dense training (paper: 1/{theirs[0]}), and a TCS-L4-Q5 client 1/{up[1]} (paper: 1/{theirs[1]}). Over the whole training and in both directions, the factors are 1/{whole[0]:.0f} and 1/{whole[1]:.0f}. Of the bytes of TCS-L4-Q5, {warm} come from the dense first epoch, and {down} of the rest comes from the server's messages.
 
 **Does sparsification itself cost accuracy?** Not at these learning rates. TCS differs from its dense counterpart FedAvg by {sparse} points (95 % interval in brackets), and TCS-L4-Q5 from dense training with four local steps by {sparse_short}. FedAvg may gain more from a higher rate than TCS does ([limits](#how-far-the-results-go)).
 
 **Does TCS beat top-K?** In bytes yes: it needs {topk_less:.1f} times fewer, because clients that share a mask produce a sum with few entries, which the server sends back. Their accuracies differ by {topk} points, so our planned question, whether TCS ends higher, is {top-K}.
 
-**Do important positions change slowly?** Positions drawn at random would agree in 1 % of the cases. But some layers always have larger updates than others, and positions drawn at random within each layer already agree in {by_layers}. We measured {seen} (n = {count}). We tested two readings: that positions stay more often than by chance ({correlation}), and that at least half of them stay ({slowly}). The paper names no number; half is ours."""
-EVIDENCE = """**{days} days: repeat the evidence.** The planned main measurements (settings in `params/evidence.yaml`) are {made} runs, which took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. Interrupted runs resume where they stopped, and several processes can share the work. This makes all runs anew, in a folder of your choice:
+**Do important positions change slowly?** Positions drawn at random would agree in 1 % of the cases. But some layers always have larger updates than others, and positions drawn at random within each layer already agree in {by_layers}. We measured {seen} (n = {count}). We tested two readings: that positions stay more often than by chance ({correlation}), and that at least half of them stay ({slowly}). The paper names no number; half is ours. So important positions stay a little more often than by chance, but most of them change in every round."""
+EVIDENCE = """**{days} days: repeat the evidence.** The planned main measurements (settings in `params/evidence.yaml`) are {made} runs. Added up, they took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200; no run needs a GPU. Interrupted runs resume where they stopped. To share the work, start the same command in several terminals. This makes all runs anew, in a folder of your choice:
 
     uv run tcs queue params/evidence_plan.yaml \\
         --set data_root=DATA --results FOLDER
 
 DATA is a folder or tar archive with `train/<class>/*` and `test/<class>/*`. Ours is a copy of CIFAR-10 in JPEG files, called "CIFAR-10 (JPEG copy)" on all pages because its pixels differ slightly from the original. With `--set dataset=cifar10` instead, torchvision downloads the original. The [page beside the records](results/evidence/README.md) says what is stored and what it cost."""
-ADVICE = """Each answer comes from one training task, so try the methods that it names on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). Learning rates were tuned for each method in the first two answers; the third and fourth use the paper's, and in the answer on DDP each optimizer has the best rate of its dense training. Differences are in points of accuracy from dense FedAvg, with 95 % intervals (on DDP, in test loss from plain DDP); bytes count both directions and the dense start. [All comparisons](results/which_method.md) are in one table.
+ADVICE = """Each answer comes from one training task, so try the methods that it names on your own model ([notebook 15](notebooks/15_your_own_model.ipynb)). From here on, differences are from dense FedAvg and no longer from centralized training (on DDP: from plain DDP, in test loss). They are in points of accuracy, with 95 % intervals. Bytes count both directions and the dense start. [All comparisons](results/which_method.md) are in one table.
 
-- **Federated training on images over slow links:** TCS or STC. In a small training ({images_setting}, n = {images_n}), TCS used 1/{images_tcs[0]} of the bytes with a difference of {images_tcs[1]}, and sparse ternary compression (STC, by other authors) 1/{images_stc[0]} with {images_stc[1]}. The intervals are too wide to tell them apart in accuracy. Try STC first if bytes matter most; TCS is the better studied one here.
-- **Federated training on text:** deep gradient compression (DGC, by other authors) or TCS-Q5. With a small GPT (n = {text_n}), DGC used 1/{dgc[0]} of the bytes with a difference of {dgc[1]}, and TCS-Q5 1/{tcs_q5[0]} with {tcs_q5[1]}. DGC includes momentum, which FedAvg and TCS did not have.
-- **Short training:** TCS without local steps. The number of rounds times the fraction of entries sent per round says how often the average entry is sent. In a training of 15 epochs on CIFAR-10 (n = {few_n}), where each entry was sent {often[0]} times on average, TCS showed {few[0]}. With four local steps it was {often[1]} times, and TCS-L4-Q5 showed {few[1]}; local steps alone, without compression, account for {few[2]} of that.
-- **Clients with unequal data:** TCS. With classes that are distributed unequally among clients (Dirichlet, α = {alpha:g}, n = {unequal_n}), it showed {unequal[0]} when all clients took part in each round and {unequal[1]} when half of them did.
-- **PyTorch DDP:** only on links up to about 1 Gbit/s, and there PowerSGD is a strong alternative. The table has seconds per step for {parameters} parameters and two processes that share the link. Sending 10 % of the entries changed the test loss by {loss10} nats (lower is better), sending 1 % by {loss1} (AdamW, a small GPT, n = {ddp_n}). What PowerSGD costs in loss is not measured yet, so we cannot advise between the two. On one machine or at 10 Gbit/s, use plain DDP or its bf16 hook.
+- **Federated training on images over slow links:** TCS or STC. In a small training ({images_setting}, n = {images_n}, the rate of each method tuned), TCS used 1/{images_tcs[0]} of the bytes with a difference of {images_tcs[1]}, and sparse ternary compression (STC, by other authors) 1/{images_stc[0]} with {images_stc[1]}. The intervals are too wide to tell them apart in accuracy. Try STC first if bytes matter most; TCS is the better studied one here.
+- **Federated training on text:** deep gradient compression (DGC, by other authors) or TCS-Q5. With a small GPT (n = {text_n}, the rate of each method tuned), DGC used 1/{dgc[0]} of the bytes with a difference of {dgc[1]}, and TCS-Q5 1/{tcs_q5[0]} with {tcs_q5[1]}. DGC includes momentum, which FedAvg and TCS did not have, so its lead may come from that alone.
+- **Short training:** TCS without local steps. Multiply the number of rounds by the fraction of entries that is sent per round: that is how often the average entry is sent in the whole training. In a training of 15 epochs on CIFAR-10 (n = {few_n}, the paper's rates), it was {often[0]} times, and TCS showed {few[0]}. With four local steps it was {often[1]} times, and TCS-L4-Q5 showed {few[1]}; local steps alone, without compression, account for {few[2]} of that.
+- **Clients with unequal data:** TCS. With classes that are distributed unequally among clients (Dirichlet with α = {alpha:g}, where a smaller α is more unequal; n = {unequal_n}, the paper's rates), it showed {unequal[0]} when all clients took part in each round and {unequal[1]} when half of them did.
+- **PyTorch DDP:** use a compressing hook only on links up to about 1 Gbit/s. Try PowerSGD, which comes with PyTorch, first: in the table below it is faster than the TCS hook at 10 % on every link. We have not measured yet what PowerSGD costs in loss. If it costs you too much, use the TCS hook at 10 %, which changed the test loss by {loss10} nats (lower is better); at 1 % it was {loss1} (AdamW at the best rate of its dense training, a small GPT, n = {ddp_n}). On one machine or at 10 Gbit/s, use plain DDP or its bf16 hook.
+- **When not to use TCS:** on fast links, in short trainings with local steps, or where half a point matters on a network larger than those tested here.
+
+Seconds per training step, computation included, for {parameters} parameters and two CPU processes that share a link of limited rate (gloo):
 
 {links}"""
 SIZE = """- **Not tested at the paper's size.** There is no run of 300 epochs. One run per method with the full ResNet-18 and {share} of these epochs ended at {} (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5) points from centralized training. There TCS is outside the half point and below top-K, but a single seed decides nothing. Our prediction for the full length is in [notebook 13](notebooks/13_evidence.ipynb)."""
@@ -178,7 +181,7 @@ def outcome_block() -> str:
     return OUTCOME.format(
         clients=config["clients"], epochs=config["epochs"], pixels=config["image_size"], n=tcs["n"],
         times=f"{times:.0f}", times_short=f"{times_short:.0f}", tcs=by_points(tcs),
-        short=by_points(short), dense_short=signed(dense["measured"]), gpu=gpu_gaps()["TCS"],
+        short=by_points(short), dense_short=signed(dense["measured"]), gpu=gpu_gaps()["TCS"], gpu_topk=gpu_gaps()["top-K"],
         stay=f"{100 * shares['seen']:.0f} %", chance=f"{100 * shares['by_layers']:.0f} %",
         tuned="{} of {}".format(*tuned), controls="{} of {}".format(*controls),
     )  # fmt: skip
@@ -244,18 +247,21 @@ def compared_table() -> str:
     for name, words, other in COMPARED:
         row = lab.estimate_difference(read, found, (name, 0.5), (other, 0.1))
         word = lab.judge_mean(row["measured"], row["half"], -0.5)
-        theirs = round(paper[name][0] - paper[other][0], 2) + 0.0  # no minus before a zero
+        theirs = "not reported"
+        if name in paper:
+            points = round(paper[name][0] - paper[other][0], 2) + 0.0  # no minus before a zero
+            theirs = (f"{points:+.2f}" if points else "0.00").replace("-", "−")
         ours = f"{interval(row)}, n = {row['n']}"
-        rows.append(
-            [words, (f"{theirs:+.2f}" if theirs else "0.00").replace("-", "−"), ours, ANSWERS[word]]
-        )
+        rows.append([words, theirs, ours, ANSWERS[word]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 COMPARED = (
     ("TCS", "TCS", "Baseline"),
     ("TCS-L4-Q5", "TCS with 4 local steps and 5-bit values (TCS-L4-Q5)", "Baseline"),
-    ("top-K", "Top-K with error feedback", "Baseline"),
+    ("top-K", "Top-K with error feedback *", "Baseline"),
+    ("FedAvg", "FedAvg, everything sent *", "Baseline"),
+    ("FedAvg-L4", "FedAvg with 4 local steps, everything sent *", "Baseline"),
     ("TCS-Global Momentum", "TCS with momentum at the server and all clients (compared with centralized training with momentum)", "Baseline-Momentum"),
 )  # fmt: skip
 ANSWERS = {"supported": "yes", "contradicted": "**no**", "open": "open"}
@@ -538,51 +544,48 @@ DDP_WAYS = {
 }  # fmt: skip
 
 
-NOTEBOOKS = {  # group: notebook: question, minutes on two cores, with an exercise
+NOTEBOOKS = {  # group: notebook: question, with an exercise
     "Learn": {
-        "01_fedavg": ("How do many clients train one model?", 1, True),
-        "02_sparsification": ("What is lost if only the largest entries are sent?", 1, True),
-        "03_tcs": ("How do clients share a mask, and when should that help?", 1, True),
-        "04_layerwise_fairness": ("Should every layer get its share of the mask?", 1, True),
+        "01_fedavg": ("How do many clients train one model?", True),
+        "02_sparsification": ("What is lost if only the largest entries are sent?", True),
+        "03_tcs": ("How do clients share a mask, and when should that help?", True),
+        "04_layerwise_fairness": ("Should every layer get its share of the mask?", True),
         "05_global_momentum": (
             "Can server and clients apply momentum to the shared update?",
-            1,
             True,
         ),
-        "06_sparse_encoding": ("How many bits does a position need?", 1, True),
-        "07_fractional_quantization": ("How can a value be sent in five bits?", 1, True),
+        "06_sparse_encoding": ("How many bits does a position need?", True),
+        "07_fractional_quantization": ("How can a value be sent in five bits?", True),
     },
     "Reproduce": {
-        "00_reproduce": ("What do all tables and figures of the paper look like here?", 1, False),
-        "08_tables_and_curves": ("How do I make one table, for a training of my choice?", 1, False),
-        "10_bits_on_the_wire": ("Which bytes does each scheme really send?", 1, False),
-        "13_evidence": ("Which of the paper's claims hold, and with what certainty?", 1, False),
-        "14_sensitivity": ("What do the shares, local steps, bits and rates change?", 1, False),
+        "00_reproduce": ("What do all tables and figures of the paper look like here?", False),
+        "08_tables_and_curves": ("How do I make one table, for a training of my choice?", False),
+        "10_bits_on_the_wire": ("Which bytes does each scheme really send?", False),
+        "13_evidence": ("Which of the paper's claims hold, and with what certainty?", False),
+        "14_sensitivity": ("What do the shares, local steps, bits and rates change?", False),
     },
     "Use": {
-        "09_your_own_scheme": ("How do I add a scheme of my own and compare it?", 1, False),
-        "11_performance": ("Where does the time of a round go?", 1, False),
-        "12_real_training": ("What does the DDP hook cost and save?", 1, False),
-        "15_your_own_model": ("What would TCS save on my model?", 1, False),
-        "18_flower": ("How does TCS run inside Flower?", 1, False),
+        "09_your_own_scheme": ("How do I add a scheme of my own and compare it?", False),
+        "11_performance": ("Where does the time of a round go?", False),
+        "12_real_training": ("What does the DDP hook cost and save?", False),
+        "15_your_own_model": ("What would TCS save on my model?", False),
+        "18_flower": ("How does TCS run inside Flower?", False),
     },
     "Compare": {
-        "10b_fewer_bytes": ("Can one send fewer bytes than the paper's methods do?", 1, False),
-        "16_text": ("Does it work for a language model?", 1, False),
-        "17_rivals": ("How do nine methods by other authors compare?", 1, False),
+        "10b_fewer_bytes": ("Can one send fewer bytes than the paper's methods do?", False),
+        "16_text": ("Does it work for a language model?", False),
+        "17_rivals": ("Which method should I use, of TCS and those by other authors?", False),
     },
 }
 
 
 def notebooks_block() -> str:
-    rows = ["| | Notebook | Question | Minutes | Exercises |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| | Notebook | Question | Exercises |", "| --- | --- | --- | --- |"]
     for group, notebooks in NOTEBOOKS.items():
-        for i, (name, (question, minutes, exercise)) in enumerate(notebooks.items()):
+        for i, (name, (question, exercise)) in enumerate(notebooks.items()):
             first = f"**{group}**" if not i else ""
             link = f"[{name.replace('_', ' ', 1)}](notebooks/{name}.ipynb)"
-            rows.append(
-                f"| {first} | {link} | {question} | {minutes} | {'yes' if exercise else ''} |"
-            )
+            rows.append(f"| {first} | {link} | {question} | {'yes' if exercise else ''} |")
     return "\n".join(rows)
 
 

@@ -164,8 +164,9 @@ def test_its_ddp_lines_run(tmp_path):
 
 
 def test_its_two_sides_agree():
-    namespace = {"tcs": tcs, "sizes": [60, 40], "delta_D": torch.randn(100)}
+    namespace = {"tcs": tcs, "sizes": [60, 40], "delta_D": torch.randn(100), "rounds": 3}
     exec(compile(CODE[3], "README.md", "exec"), namespace)
     client, server = namespace["client"], namespace["server"]
-    assert torch.equal(namespace["update_D"], namespace["delta_D"])
-    assert client.known.round == server.known.round == 1
+    assert torch.equal(namespace["update_D"], namespace["average_D"])
+    assert client.known.round == server.known.round == 3
+    assert torch.equal(client.known.shared_K, server.known.shared_K)
