@@ -310,6 +310,28 @@ def test_after_an_abandoned_pass_the_next_one_goes_on(when, monkeypatch):
     torch.testing.assert_close(out_D + errors_D, into_D, rtol=0, atol=1e-5)
 
 
+def test_errors_of_an_abandoned_first_sparse_pass_survive_a_resume():
+    """The first bucket's collectives ended, so its errors are no longer 0. The counter still names
+    the first sparse step, in which the resumed run builds its buckets anew."""
+    parameters = [torch.zeros(size) for size in SIZES]
+    state = tcs.TCSState(Alone(), start_iter=1, phi_global=0.1)
+    parts = torch.randn(100, generator=torch.Generator().manual_seed(0)).split(SIZES)
+    for n, part_D in enumerate(parts):
+        tcs.tcs_hook(state, Bucket(part_D.clone(), [parameters[n]], n == 1)).wait()
+    tcs.tcs_hook(state, Bucket(parts[0].clone(), parameters[:1], False)).wait()
+    saved = state.state_dict()
+    assert saved["iter"] == state.start_iter and saved["parameters"][0]["errors"].any()
+
+    resumed = tcs.TCSState(Alone(), start_iter=1, phi_global=0.1)
+    resumed.load_state_dict(saved)
+    again = [torch.zeros(size) for size in SIZES]
+    for part_D, n in [(parts[0], 0), (parts[1], 1)]:
+        went_on = tcs.tcs_hook(state, Bucket(part_D.clone(), [parameters[n]], n == 1)).wait()
+        resumed_D = tcs.tcs_hook(resumed, Bucket(part_D.clone(), [again[n]], n == 1)).wait()
+        assert torch.equal(resumed_D, went_on)
+    assert equal(resumed.state_dict()["parameters"], state.state_dict()["parameters"])
+
+
 # A model that is given ────────────────────────────────────────────────────────────────────────────
 
 

@@ -122,6 +122,17 @@ def of_layout(model):
     return tcs.Known("TCS", tcs.layer_sizes(model), order=[tcs.layout_of(p) for p in parameters])
 
 
+def test_a_message_of_the_first_round_is_saved_and_loaded():
+    known = tcs.Known("TCS", [200])
+    client, other = (tcs.Client(known, 0) for _ in range(2))
+    known.begin(dense=True)
+    client.send(torch.linspace(-1, 1, 200))
+    state = client.state_dict()
+    assert state["in_flight"]["round"] == 0
+    other.load_state_dict(state)
+    assert same_state(other.state_dict(), state)
+
+
 def test_two_sides_whose_parameters_lie_in_another_order_refuse_each_other():
     plain, last = of_layout(net()), of_layout(net().to(memory_format=torch.channels_last))
     again, client = of_layout(net()), tcs.Client(last)

@@ -223,11 +223,19 @@ def test_codes_and_means_that_say_something_else_are_not_encoded(bad):
     [{"values": torch.ones(4).double()}, {"values": torch.ones(4, 1)}, {"values": torch.ones(3)},
      {"values": torch.ones(4).half()}, {"positions": torch.tensor([0, 1, 2, 200])},
      {"positions": torch.tensor([0, 2, 1, 3])}, {"positions": torch.tensor([0, 0, 1, 2])},
+     {"positions": torch.empty(0)}, {"positions": torch.empty(0, 2, dtype=torch.int64)},
      {"dense": True}, {"dense": True, "positions": torch.empty(0, dtype=torch.int64)}],
 )  # fmt: skip
 def test_what_nobody_could_decode_as_it_is_is_not_encoded(changes):
     with pytest.raises(ValueError, match=r"^(values|positions): "):
         tcs.encode_message(dataclasses.replace(quantized(32), **changes), wire("TCS"))
+
+
+@pytest.mark.parametrize("changes", [{"round": 2**32}, {"round": -1}, {"sender": tcs.SERVER + 1}])
+def test_rounds_and_senders_that_the_header_cannot_hold_are_not_encoded(changes):
+    message = dataclasses.replace(quantized(32), **changes)
+    with pytest.raises(ValueError, match=str(next(iter(changes.values())))):
+        tcs.encode_message(message, wire("TCS"))
 
 
 @pytest.mark.parametrize("name", SCHEMES + ["TCS-Q1", "FedAvg"])

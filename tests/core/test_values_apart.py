@@ -318,6 +318,34 @@ def test_a_subclass_keeps_what_its_parents_keep(rule):
     assert torch.equal(other.shared_mask(), made.shared_mask()) and other.count == 2
 
 
+def test_a_rule_does_not_load_text_for_a_number():
+    rule = Counting(tcs.Scheme.named("TCS", phi_global=0.1), SIZES)
+    before = rule.state_dict()
+    with pytest.raises(ValueError, match="count: got 'two'"):
+        rule.load_state_dict(before | {"count": "two"})
+    assert same_state(rule.state_dict(), before)
+
+
+class Averaging(tcs.TCS):
+    """Keeps a vector with an entry per parameter, and one of any length."""
+
+    keeps = ("average_D", "history")
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.average_D, self.history = torch.zeros(self.dimension), torch.zeros(3)
+
+
+def test_only_a_vector_with_an_entry_per_parameter_has_a_fixed_length():
+    rule = Averaging(tcs.Scheme.named("TCS", phi_global=0.1), SIZES)
+    state = rule.state_dict()
+    with pytest.raises(ValueError, match="average_D: got shape"):
+        rule.load_state_dict(state | {"average_D": torch.zeros(199)})
+    assert same_state(rule.state_dict(), state)
+    rule.load_state_dict(state | {"history": torch.ones(5)})
+    assert torch.equal(rule.history, torch.ones(5))
+
+
 # A step at rate 0 ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -352,6 +380,33 @@ def test_masks_shrink_to_the_largest_entries_of_the_last_update(factors):
             assert torch.equal(known.shared_K, wanted_K)
         last_D, before = torch.randn(200, generator=generator), factor  # noqa: F841
         known.observe(last_D)
+
+
+def test_masks_shrink_again_if_the_updates_in_between_were_zero():
+    known, last_D = tcs.Known("TCS-W10", [200]), torch.linspace(-1, 2, 200)
+    known.begin(mask_factor=10)
+    known.observe(last_D)
+    for factor in (6, 3, 1):
+        known.begin(mask_factor=factor)
+        assert torch.equal(known.shared_K, tcs.top_k_positions(last_D, 2 * factor))
+        known.observe(torch.zeros(200))
+
+
+@pytest.mark.parametrize("clients_decide", [False, True])
+def test_the_two_masks_of_a_sparse_warm_up_never_exceed_the_model(clients_decide, monkeypatch):
+    """80 % and 80 % of the entries: the clients' own masks get the 20 % that are left, whether both
+    sides work out the size or only the clients know it."""
+    if clients_decide:
+        monkeypatch.setattr(tcs.TCS, "own_count", lambda rule, shared: None)
+    scheme = tcs.Scheme.named("TCS-W10", phi_global=0.2, phi_local=0.2)
+    known = tcs.Known(scheme, [20])
+    client = tcs.Client(known, 0)
+    known.begin(dense=True, mask_factor=4)
+    known.observe(torch.linspace(-1, 2, 20))
+    known.begin(mask_factor=4)
+    message = client.send(torch.linspace(1, 2, 20))
+    assert len(known.shared_K) == 16 and len(message.positions) == 4
+    assert len(message.values) == 20
 
 
 @pytest.mark.parametrize("name", ["TCS", "top-K", "TCS-WLF", "TCS-Q5"])
