@@ -109,7 +109,7 @@ def against(one: dict[int, float], other: dict[int, float]) -> str:
     )
 
 
-ours, top_k = read.claims["top-k-plain"].sides
+ours, top_k = read.claims["top-k-plain"].schemes
 plain = {what: final_bits(side) for what, side in (("dense training", read.claims["cost-plain"].second),
                                                    ("top-K", top_k), ("TCS", ours))}  # fmt: skip
 if all(plain.values()):
