@@ -336,6 +336,21 @@ def test_the_same_command_makes_nothing_again_and_another_file_does(folder, caps
     assert json.loads(row.read_text(encoding="utf-8"))["sha256"] == find_method(str(path)).sha256
 
 
+def test_a_dry_run_finds_mistakes_in_a_rule(folder, capsys):
+    for keeps, mistake in (("()", "self.kglobal"), ('("gone",)', "None")):
+        text = f"""
+@tcs.register_scheme("Mine", phi_global=0.1, phi_local=None)
+class Mine(tcs.RandK):
+    keeps = {keeps}
+    def shared_mask(self):
+        {mistake}
+        return super().shared_mask()
+"""
+        assert compare(folder, written(folder, text), "--dry-run") != 0
+        line = capsys.readouterr().err
+        assert "mine.py" in line and ("kglobal" in line or "gone" in line)
+
+
 def test_a_dry_run_makes_nothing(folder, capsys):
     assert compare(folder, written(folder, SIGNS), "--dry-run") == 0
     assert "4 runs" in capsys.readouterr().out
@@ -346,7 +361,7 @@ def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, cap
     queue = ["queue", str(folder / "plan.yaml"), "--results", str(folder / "results")]
     assert main(queue) == 0
     assert compare(folder, "--list") == 0
-    assert "3 of 3 stored rows" in capsys.readouterr().out
+    assert "3 of 3 planned rows" in capsys.readouterr().out
     stored = {f: f.read_bytes() for f in (folder / "results/tiny/runs").iterdir()}
     assert compare(folder, EXAMPLES / "mask_rule.py", "--densities") == 0
     said = capsys.readouterr().out

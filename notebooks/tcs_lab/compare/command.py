@@ -22,7 +22,8 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add(
         "--dry-run",
         action="store_true",
-        help="only say how many runs are missing and how long they would take",
+        help="only play a few rounds of a method from a file, to find mistakes, and say how many runs are "
+        "missing and how long they would take",
     )
     add("--list", action="store_true", help="show the stored rows")
     add("--jobs", type=int, help="number of processes (default: 2)")
@@ -36,7 +37,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     Raises ValueError or FileNotFoundError, in one line, for what cannot be compared.
     """
     from tcs_lab.compare.methods import find_method
-    from tcs_lab.compare.rows import make_rows, print_row, print_stored
+    from tcs_lab.compare.rows import make_rows, print_row, print_stored, try_method
     from tcs_lab.compare.track import read_track
 
     track = read_track(arguments.plan, arguments.results)
@@ -59,6 +60,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
         )
     jobs = arguments.jobs or 2
     if arguments.dry_run:
+        try_method(track, method, names)
         print(describe_hours(track, method, names, jobs))
         return 0
     make_rows(track, method, names, jobs)
@@ -70,9 +72,9 @@ def describe_hours(track: Any, method: Any, names: tuple[str, ...], jobs: int) -
     from tcs_lab.compare.track import count_runs_left
 
     left = count_runs_left(track.find_scheme(name, method) for name in names)
-    hours = left * track.analysis.minutes / 60
+    each = track.analysis.minutes
     return (
-        f"{method.label}: {left} runs of about {track.analysis.minutes:g} minutes on a core are missing, "
-        f"{hours / jobs:.1f} hours with {jobs} of them side by side; more, if the best rate is at an "
-        "end of the list"
+        f"{method.label}: {left} runs of about {each:g} minutes on a core are missing, about "
+        f"{left * each / jobs:.0f} minutes with {jobs} of them side by side. If the best of the learning "
+        "rates that are tried is the smallest or largest one, a few more runs follow."
     )

@@ -54,6 +54,13 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
         torch.set_num_threads(threads)
 
 
+def play_rounds(config: RunConfig, data: Data) -> None:
+    """Play four rounds of a method and save its state, so that mistakes in it are found in seconds."""
+    training = Training(config, data)
+    next(_skip_start(training, config))
+    training.federation.state_dict()
+
+
 def _skip_start(training: Training, config: RunConfig) -> Any:
     """Return the rounds after the start of a training, the first three of them played."""
     rounds = _repeat_epoch(training, min(config.warmup, config.epochs - 1))

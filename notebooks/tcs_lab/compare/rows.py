@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from tcs_lab.compare.methods import Method, MethodFile, read_method_file
-from tcs_lab.compare.probe import probe_method
+from tcs_lab.compare.probe import play_rounds, probe_method
 from tcs_lab.compare.scoring import Point, Scores
 from tcs_lab.compare.table import NOTE, comparison_figure, comparison_table, rows_table
 from tcs_lab.compare.track import Track, count_runs_left, list_next_runs
@@ -54,6 +54,18 @@ def _rebuild_run(config: RunConfig, minutes: float | None, around: MethodFile | 
     if around is not None:
         read_method_file(around.path, around.name, around.source)
     return MethodRun(config, minutes, around)
+
+
+def try_method(track: Track, method: Method, names: Sequence[str]) -> None:
+    """Play a few rounds of each scheme of a method from a file. Raises ValueError, in one line that names
+    the file, for a mistake in it."""
+    if method.file is None:
+        return
+    around = MethodFile(method.file, method.name, method.source)
+    for name in names:
+        config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
+        with around.guard(config):
+            play_rounds(config, load_data(config))
 
 
 def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> None:
@@ -167,7 +179,14 @@ def print_stored(track: Track) -> None:
         print(plain_markdown(table) + "\n")
         print(NOTE.format(scores.confidence) + "\n")
     made, planned = count_stored(track)
-    print(f"{made} of {planned} stored rows are made: {', '.join(track.analysis.methods)}")
+    methods = ", ".join(track.analysis.methods)
+    print(
+        f"{made} of {planned} planned rows are made. The methods, some with several rows: {methods}."
+    )
+    if made < planned:
+        print(
+            "`tcs compare NAME` makes the row of a method, `tcs queue params/compare_plan.yaml` all."
+        )
 
 
 def stored_table(track: Track, scores: Scores) -> pd.DataFrame:
