@@ -119,4 +119,4 @@ def test_what_a_reader_interrupts_ends_in_one_line(tmp_path, monkeypatch):
             assert "Traceback" in line
         else:
             assert line.startswith("interrupted") and "\n" not in line, line
-            assert ("it goes on" in line) == (loop == "runs")
+            assert ("to go on" in line) == (loop == "runs")
