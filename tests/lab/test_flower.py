@@ -186,11 +186,11 @@ def without(engine, node=(), run=(), **given):
 
 
 LEFT_OUT = {
-    "no configuration": ({"node": ["partition-id"]}, r"partition-id: got None, allowed: 0 to 1 .*--node-config"),
+    "no configuration": ({"node": ["partition-id"]}, r"partition-id: got None, allowed: 0 to 1.*--node-config"),
     "no number": ({"partition-id": "first"}, r"partition-id: got 'first', allowed: 0 to 1"),
     "a client too many": ({"partition-id": 2}, r"partition-id: got 2, allowed: 0 to 1"),
     "below zero": ({"partition-id": "-1"}, r"partition-id: got '-1', allowed: 0 to 1"),
-    "no folder": ({"run": ["tcs-folder"]}, r"tcs-folder: got None, allowed: a folder .*--run-config"),
+    "no folder": ({"run": ["tcs-folder"]}, r"tcs-folder: got None, allowed: a folder.*--run-config"),
     "a number as folder": ({"tcs-folder": 3}, r"tcs-folder: got 3, allowed: a folder"),
     "a file as folder": ({"tcs-folder": __file__}, r"tcs-folder: got '.*', allowed: a folder"),
 }  # fmt: skip
