@@ -61,4 +61,5 @@ def train(rounds: int, scheme: str = "TCS-Q5") -> Tensor:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train(int(sys.argv[1]))
+    dist.barrier()  # nobody leaves while another one still listens
     dist.destroy_process_group()
