@@ -17,7 +17,6 @@ sys.path.insert(0, str(FOLDER))
 import ddp_training  # noqa: E402
 import federation  # noqa: E402
 
-
 TORN_DOWN = "terminate called without an active exception"  # gloo's threads, now and then, at exit
 
 
