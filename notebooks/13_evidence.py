@@ -173,9 +173,8 @@ print(f"{scale_of(records)}. The verdicts use {len(records)} records. {progress}
 # [05](05_global_momentum.ipynb) explains *global momentum*. The learning rate is $\eta$. Tables 1 to 3 are those of the paper, which trained each
 # method five times (in five *trials*).
 #
-# A *record* is the stored result of one training run. A *profile* is a
-# named set of settings for a training (network, images, epochs); it is stored in `params/<profile>.yaml`. The verdicts of this page come
-# from runs of the profile `evidence`.
+# A *record* is the stored result of one training run. A *profile* is a named set of settings for a training (network, images, epochs); it is
+# stored in `params/<profile>.yaml`. The verdicts of this page come from runs of the profile `evidence`.
 #
 # The next table counts the verdicts on all claims. For each group of claims, the first row is about our own trainings, and the second about
 # the numbers that the paper prints.
@@ -330,7 +329,11 @@ for gate in GATES:
     word = "not measured yet" if math.isnan(gap["measured"]) else "passed"
     word = "failed" if gap["measured"] < gate.at_least else word
     asked = f"{gate.first[0]} − {gate.second[0]} must be at least {gate.at_least:g} points"
-    print(f"Gate: the mean of {asked}. Measured: {lab.format_difference(gap)}. Result: {word}.".replace("-0", "−0"))
+    print(
+        f"Gate: the mean of {asked}. Measured: {lab.format_difference(gap)}. Result: {word}.".replace(
+            "-0", "−0"
+        )
+    )
 gated = lab.apply_gates(read, records, judged, GATES)
 columns = {"says": "claim", "without": "without gates (the present rule)", "gated": "with gates",
            "because": "not testable because"}  # fmt: skip
