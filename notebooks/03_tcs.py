@@ -195,10 +195,13 @@ lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "statement in tcs_co
 display(Markdown(lab.markdown(lines)))
 
 # %% [markdown]
-# Below are the methods that contain most of these statements; what they call is in `tcs_core.py`. They also check their input and
-# handle dense rounds, so they are longer than the algorithm. When you read them, it helps to know that the core does not store a
-# mask as a vector of zeros and ones. It stores the *positions* that the mask contains, so $m_{local}$ is a list `own_K`, and
-# `positions_K` has the positions of both masks.
+# Below are the methods that contain most of these statements; what they call is in `tcs_core.py`. They also check their input, handle
+# dense rounds, and avoid waiting for a GPU, so they are longer than the algorithm. Some names belong to options that this page does not
+# use: `fair` to layer-wise fairness, `mask_factor` to a warm-up with larger masks, and `among_K` to a faster search. `in_flight` is the
+# message that has been sent but has not yet arrived.
+#
+# When you read the code, it helps to know that the core does not store a mask as a vector of zeros and ones. It stores the *positions* that
+# the mask contains, so $m_{local}$ is a list `own_K`, and `positions_K` has the positions of both masks.
 #
 # We begin with the shared mask. `TCS.observe` is called at the end of a round, with the update. It computes line 5 of the next round.
 
