@@ -43,7 +43,7 @@ OUTCOME = """**What came out.** Our main comparison trains a small ResNet-18, wi
 - **On this small network, TCS ended within half a percentage point of centralized training.** Its accuracy differed by {tcs}, while a client sent and received 1/{times} of the bytes of dense training. For the paper's full network this is not established: there we have only one short run per method, and TCS ended more than half a point below centralized training ([limits](#how-far-the-results-go)).
 - **The variant with the fewest bytes loses accuracy.** This variant, TCS-L4-Q5, takes four local steps in each round (`-L4`) and rounds values to 5 bits (`-Q5`). It needs 1/{times_short} of the bytes of dense training with one local step. Its accuracy differs from that of centralized training by {short}. Dense training with four local steps already differs by {dense_short} points, so most of the loss comes from the local steps and not from the compression.
 - **Why TCS works is open.** The paper assumes that the largest entries of an update are mostly at the same positions from one round to the next. In dense training, we found that most of them are not ([our measurement](#the-paper-and-this-reproduction)). TCS may still gain from a mask that follows the last update. To find out, TCS must be compared with masks that are random or ten rounds old. We have planned this comparison; {controls}.
-- **No learning rate was tuned in the main comparison.** A second comparison, in which every method gets its own best learning rate, is not finished ({tuned} runs done). Dense federated training may gain most from such tuning."""
+- **No learning rate was tuned in the main comparison.** A second comparison, in which every method gets its own best learning rate, {tuned}. Dense federated training may gain most from such tuning."""
 CAPTION = """The picture shows the final test accuracy against the bytes that one client sends and receives in the whole training. FedAvg is dense federated training. In top-K, each client sends the largest 1 % of the entries of its own update, with their positions. Bars show the standard deviation between seeds, whereas the intervals in the text are about differences between means. *JPEG copy* means that we read CIFAR-10 from JPEG files, whose pixels differ slightly from the original."""
 TABLE = ("Method", "Paper: difference from centralized training, in percentage points", "Here, with 95 % interval", "Within half a point?")  # fmt: skip
 VERDICTS = """For each method, the question is whether it ends at most half a point below centralized training. *Yes* means that the whole 95 % interval of the difference lies above −0.5, *no* that all of it lies below, and *open* that the interval contains −0.5. We added the lines marked with * when we knew the results; the others were [planned](#reproducibility). All intervals come from one regression over all finished runs. They cover two sources of uncertainty: the seeds of the trainings and the choice of test images. The number of seeds is n.
@@ -58,10 +58,10 @@ In the paper, TCS and TCS-L4-Q5 ended above centralized training; here they did 
 
 **Does TCS beat top-K?** In traffic, yes: top-K needs {topk_less:.1f} times as many bytes as TCS. Clients that share a mask send mostly the same entries, so the sum of their messages has few non-zero entries, and the server's reply is short. With top-K, every client chooses its own entries, and the reply is longer. In accuracy, TCS differs from top-K by {topk} points. Whether TCS ends higher, which was our planned question, is therefore {top-K}.
 
-**Do the largest entries stay at the same positions?** In dense training, we take the largest {by_chance} of the entries of each averaged update and count how many of them are among the largest {by_chance} in the next round, too. It is {seen} (n = {count}). Most of this is no surprise, because some layers always have larger entries than others. If the positions were drawn at random within each layer, {by_layers} would be the same; if they were drawn at random from the whole network, {by_chance}.
+**Do the largest entries stay at the same positions?** In dense training, we take the largest {by_chance} of the entries of each averaged update and count how many of them are still among the largest {by_chance} in the next round. On average, {seen} are (n = {count}). Most of this is no surprise, because some layers always have larger entries than others. If the positions were drawn at random within each layer, {by_layers} would be the same; if they were drawn at random from the whole network, {by_chance}.
 
-The paper says that important positions change slowly, and it gives no number. We tested two meanings of this statement. The first is that more positions stay than chance within the layers explains. This is {correlation}. The second is that at least half of the positions stay that could stay beyond this chance. We chose one half as the bound. This is {slowly}, because only {beyond} of them do. In short, important positions stay a little more often than by chance, but most of them change in every round."""
-EVIDENCE = """**{days} days: repeat the evidence.** The evidence is the runs of our main comparison and of those around it; we have made {made} of {planned} planned runs. Added up, they took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. No run needs a GPU. This command makes them anew, in a folder of your choice:
+The paper says that important positions change slowly, and it gives no number. We tested two meanings of this statement. The first is that more positions stay than chance within the layers explains. This is {correlation}. The second is that, leaving aside what this chance explains, at least half of the positions stay. We chose one half as the bound. This is {slowly}, because only {beyond} stay. In short, important positions stay a little more often than by chance, but most of them change in every round."""
+EVIDENCE = """**{days} days: repeat the evidence.** The plan `params/evidence_plan.yaml` lists the runs of our main comparison and of trainings around it, such as those with unequal classes. We have made {made} of its {planned} runs. Added up, they took {cpu:.0f} hours on one or two cores of an AMD EPYC processor and {gpu:.0f} hours on an NVIDIA H100 or H200. No run needs a GPU. This command makes all of them anew, in a folder of your choice:
 
     uv run tcs queue params/evidence_plan.yaml \\
         --set data_root=DATA --results FOLDER
@@ -73,7 +73,7 @@ ADVICE = """Our advice for each situation comes from one training task. So befor
 | --- | --- | --- |
 | Federated training on images over slow links | TCS or STC | STC needs about 1/{stc_less} of the bytes of TCS. Our intervals are too wide to tell the two apart in accuracy. Try STC first if bytes matter most. TCS is the one that we have tested more. |
 | Federated training on text over slow links | DGC, or TCS with 5-bit values (TCS-Q5) | Both need about the same number of bytes. DGC ended higher, but it includes momentum, which the other methods did not have here. Its lead may come from that alone. |
-| Short federated training | TCS with one local step | TCS with four local steps and 5-bit values lost several points. |
+| Short federated training | TCS with one local step | Four local steps cost several points there, and compressing the updates cost even more then. |
 | Clients with unequal data | TCS | We saw no loss compared with FedAvg. Do not read the plus in the table below as an advantage, because FedAvg may gain more from a higher learning rate. |
 | PyTorch DDP, links up to about 1 Gbit/s | PowerSGD, or the TCS hook with 10 % of the entries | PowerSGD is faster, but we have not measured what it costs in test loss, so compare it with plain DDP on your task. For the TCS hook we have measured it. |
 | PyTorch DDP on one machine or at 10 Gbit/s | plain DDP or its bf16 hook | There, a step with the TCS hook takes longer. |
@@ -84,16 +84,16 @@ Do not use TCS on fast links, in short trainings with several local steps, or in
 
 {differences}
 
-*Unequal classes* means that the classes are distributed unequally among the clients (Dirichlet distribution with α = {alpha:g}; a smaller α is more unequal). STC and DGC were not trained with such data. With half of the clients, only the interval of TCS is narrow enough to say something.
+*Unequal classes* means that the classes are distributed unequally among the clients (Dirichlet distribution with α = {alpha:g}; a smaller α is more unequal). STC and DGC were not trained with such data. With half of the clients, the intervals of top-K and TCS-L4-Q5 are too wide to say anything.
 
 *How short is a short training?* Multiply the number of rounds by the fraction of entries in the mask. The product says how often the average entry is sent in the whole training. In the short training of the table, it was {often[0]} times for TCS and {often[1]} times for TCS-L4-Q5. In the main comparison it was {often_main[0]} and {often_main[1]} times. We have not measured what happens between {often[1]} and {often[0]} times.
 
-**The numbers behind the advice on DDP.** The table shows the seconds per training step, computation included, for {parameters} parameters. Two CPU processes share a link of limited speed. The percentages say how many of the entries are in the mask of the TCS hook, and the bf16 hook rounds all entries to 16 bits.
+**The numbers behind the advice on DDP.** The table shows the seconds per training step, computation included, for {parameters} parameters. Two CPU processes share a link of limited speed. The percentages say which part of all entries is in the mask of the TCS hook. The bf16 hook rounds all entries to 16 bits.
 
 {links}
 
 We measured the test loss of the TCS hook with a small GPT, trained by AdamW at the learning rate that is best for its dense training (n = {ddp_n}). With 10 % of the entries, the loss differs from that of plain DDP by {loss10} nats; with 1 %, it differs by {loss1} nats. Lower is better. We have not measured GPUs with NCCL, nor links between 1 and 10 Gbit/s."""
-COMPARE = """The known methods were tuned and scored in the same way (n = {n}). So far, {made} of {planned} planned rows have been computed. These are some of them; the number after ± is the half-width of the 95 % interval, and [notebook 17](notebooks/17_rivals.ipynb) shows all rows.
+COMPARE = """The known methods were tuned and scored in the same way (n = {n}). So far, {made} of {planned} planned rows have been computed; [notebook 17](notebooks/17_rivals.ipynb) shows all of them. Here are the best-known methods, and TCS with a random mask. The number after ± is the half-width of the 95 % interval.
 
 {table}"""
 SIZE = """- **Not tested at the paper's size.** There is no run of {epochs} epochs. We have trained the full ResNet-18 on all of CIFAR-10 only once per method, for {share} of these epochs. The differences from centralized training were {} points (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5). So TCS ended more than half a point below centralized training, and below top-K. A single seed cannot decide the question, however. Our prediction for the full length is in [notebook 13](notebooks/13_evidence.ipynb)."""
@@ -101,6 +101,7 @@ SIZE_TESTED = """- **At the paper's size**, the runs of {epochs} epochs are besi
 RATES = """- **The learning rates of the main comparison are those of the paper**, and nobody tuned them for this training. We tried higher rates. At twice the rate, FedAvg ended {fedavg} points higher and centralized training no higher (one seed each). At the higher one of the paper's two rates, TCS ended {tcs} points higher ({n} seeds). So TCS and FedAvg may have ended below centralized training only because their rates were too low. At better rates, FedAvg may be level with TCS. {tuned}"""
 UNDER_WAY = """The comparison in which every method gets its own best learning rate is planned in `params/fair_plan.yaml`. We draw no conclusion from it before all its runs are done."""
 ALL_MADE = """A comparison at tuned rates is in [notebook 13](notebooks/13_evidence.ipynb)."""
+IN_13 = "is in [notebook 13](notebooks/13_evidence.ipynb)"
 MOMENTUM = """- **Momentum.** Except where momentum or AdamW is named, all trainings above use plain SGD, as in the paper's first table. Momentum raises the accuracy of centralized training by {helps} points. TCS without momentum differs from centralized training with momentum by {with_momentum}."""
 PLAN = """- **Planned before measured.** We committed the plan ([params/evidence_plan.yaml](params/evidence_plan.yaml)), and with it the questions, the margin of half a point and the analysis ([params/claims.yaml](params/claims.yaml)), in {commit} on {day}. That was after smaller pilot runs, but before the first of the runs that the plan describes. {missing}"""
 
@@ -196,12 +197,13 @@ def outcome_block() -> str:
     said = (config["model"], config["width"], config["train_samples"])
     assert said == ("resnet18", 16, 25_000)  # as the sentence says
     assert gpu_gaps()["TCS"] < -0.5 and measure_dense_recurrence()["seen"] < 0.5  # so do these
-    tuned = tuned_runs()
+    made, planned = tuned_runs()
+    unfinished = f"is not finished ({made} of {planned} runs done)"
     return OUTCOME.format(
         clients=config["clients"], epochs=config["epochs"], pixels=config["image_size"], n=tcs["n"],
         times=f"{times:.0f}", times_short=f"{times_short:.0f}", tcs=by_points(tcs),
         short=by_points(short), dense_short=signed(dense["measured"]),
-        tuned="{} of {}".format(*tuned), controls=mask_controls(),
+        tuned=unfinished if made < planned else IN_13, controls=mask_controls(),
     )  # fmt: skip
 
 
@@ -237,7 +239,7 @@ def mask_controls() -> str:
     """How far the comparison of TCS with other masks is, in words."""
     made, planned = map(int, control_runs().loc["mechanism"])
     if made == planned:
-        return "its result is in [notebook 13](notebooks/13_evidence.ipynb)"
+        return f"its result {IN_13}"
     return f"{made or 'none'} of its {planned} runs {'have' if made > 1 else 'has'} been made"
 
 
@@ -693,7 +695,7 @@ def reproducibility_block() -> str:
     missing = table[table["made"] < table["planned"]]
     assert set(missing["stage"]) <= {"3"}  # which is optional, as the plan says
     left = int((missing["planned"] - missing["made"]).sum())
-    words = f"The {left} runs of it that we have not made were optional from the start."
+    words = f"The {left} runs that we have not made were optional from the start."
     return PLAN.format(**PLANNED_IN, missing=words if left else "All of its runs have been made.")
 
 

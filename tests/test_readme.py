@@ -106,7 +106,8 @@ def test_its_first_script_runs_as_a_file_and_sends_what_the_text_says(tmp_path):
     assert float(lines[-1][1]) < 0.5 * float(lines[0][1])
     dense, later = lines[0][2], {sent for _, _, sent in lines[1:]}
     assert len(later) == 1
-    assert f"sends {dense} bytes per client. Every later round sends {later.pop()}." in TEXT
+    below = TEXT.partition(CODE[0])[2].partition("**")[0]
+    assert re.findall(r"sends ([\d,]+) bytes", below) == [dense, later.pop()]
 
 
 @pytest.fixture
