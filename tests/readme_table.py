@@ -2,9 +2,8 @@
 
     uv run python tests/readme_table.py
 
-writes them between their comments, and the picture beside its records: the row on unequal clients
-once their runs are made. Other numbers in sentences stand in `numbers`, with the words around them;
-test_readme.py compares all.
+writes them between their comments, and the picture beside its records. Other numbers in sentences
+stand in `numbers`, with the words around them. test_readme.py compares all.
 """
 
 import math
@@ -26,7 +25,6 @@ import tcs_core as tcs
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-SITUATIONS_PAGE = ROOT / "results/which_method.md"
 PROFILE = "evidence"  # of the picture, of traffic and verdicts
 DRAWN = ("Baseline", "FedAvg", "top-K", "TCS", "FedAvg-L4", "TCS-L4", "TCS-L4-Q5")
 NAMES = {  # what the picture calls the schemes
@@ -73,14 +71,14 @@ ADVICE = """Our advice for each situation comes from one training task. So befor
 | --- | --- | --- |
 | Federated training on images over slow links | TCS or STC | STC needs about 1/{stc_less} of the bytes of TCS. Our intervals are too wide to tell the two apart in accuracy. Try STC first if bytes matter most. TCS is the one that we have tested more. |
 | Federated training on text over slow links | DGC, or TCS with 5-bit values (TCS-Q5) | Both need about the same number of bytes. DGC ended higher, but it includes momentum, which the other methods did not have here. Its lead may come from that alone. |
-| Short federated training | TCS with one local step | Four local steps cost several points there, and compressing the updates cost even more then. |
+| Short federated training | TCS with one local step | Four local steps cost several points there, and compressing their updates cost some more. |
 | Clients with unequal data | TCS | We saw no loss compared with FedAvg. Do not read the plus in the table below as an advantage, because FedAvg may gain more from a higher learning rate. |
 | PyTorch DDP, links up to about 1 Gbit/s | PowerSGD, or the TCS hook with 10 % of the entries | PowerSGD is faster, but we have not measured what it costs in test loss, so compare it with plain DDP on your task. For the TCS hook we have measured it. |
 | PyTorch DDP on one machine or at 10 Gbit/s | plain DDP or its bf16 hook | There, a step with the TCS hook takes longer. |
 
 Do not use TCS on fast links, in short trainings with several local steps, or in DDP with only 1 % of the entries. If half a point of accuracy matters on a full-size network, test it there first ([limits](#how-far-the-results-go)).
 
-**The numbers behind the advice on federated training.** A difference is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). Bytes count both directions and all dense rounds, relative to FedAvg. [More on these comparisons](results/which_method.md) is on a page of its own.
+**The numbers behind the advice on federated training.** A difference is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). Bytes count both directions and all dense rounds, relative to FedAvg. More on these comparisons is in notebooks [17](notebooks/17_rivals.ipynb) (images and text) and [10b](notebooks/10b_fewer_bytes.ipynb) (the others).
 
 {differences}
 
@@ -119,12 +117,6 @@ def records(scheme: str, profile: str, **changes: Any) -> list[Record]:
     seeds = {} if profile == PROFILE else {"seeds": 100}
     asked = params("table1", profile) | seeds | {"schemes": [scheme]} | changes
     return list(lab.load_records(lab.plan(asked), diverged=False).values())
-
-
-def stands(stage: str) -> bool:
-    """Whether all runs of a stage of the plan are made."""
-    planned = lab.plan_runs(ROOT / "params/evidence_plan.yaml")[stage]
-    return len(lab.load_records(planned)) == len(planned)
 
 
 def both_ways(found: Iterable[Record]) -> float:
@@ -340,171 +332,6 @@ ENDS = ("measured", "low", "high")
 # What to use ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@cache
-def at_best_rates(profile: str) -> dict[str, list[Record]]:
-    """The rivals' records of notebook 17, of each at the best of the rates tried."""
-    sweep = lab.read_sensitivity(ROOT / f"params/rivals_{profile}.yaml")
-    points = lab.sensitivity_plan(sweep, params(profile) | {"seeds": 5}, "learning_rate")
-    found = {point: lab.load_records(group) for point, group in points.items()}
-    best = lab.best_values(found)
-    return {name: list(found[rate, name].values()) for name, rate in best.items()}
-
-
-def against_dense(found: dict[str, list[Record]], *names: str) -> list[str]:
-    """n, times fewer bytes than FedAvg both ways, and points from it, of schemes."""
-    dense = found["FedAvg"]
-    less, points = [], []
-    for name in names:
-        ratio = both_ways(dense) / both_ways(found[name])
-        less.append(f"{name} {lab.format_times(ratio)}")
-        points.append(f"{name} {lab.format_interval(*difference(found[name], dense))}")
-    counts = {len(found[name]) for name in (*names, "FedAvg")}
-    assert len(counts) == 1, f"{names}: got n = {counts}, allowed: one n"
-    return [f"n = {counts.pop()}", "<br>".join(less), "<br>".join(points)]
-
-
-def unequal_row() -> list[str]:
-    """From the last part of 10b: classes by Dirichlet, with all clients, then with some of them. Named
-    is what may be used: no difference is wholly below the half point that "no loss" allows."""
-    (read, equal), schemes = judged_records(), ("TCS", "TCS-L4-Q5")
-    there = lab.load_unequal_records(read, params(PROFILE))
-    table = lab.compare_unequal_clients(read, equal, there)
-    table = table.query("where == 'there' and second == 'FedAvg'").set_index(["first", "setting"])
-    skewed = [title for title, how in read.unequal.settings.items() if "dirichlet_alpha" in how]
-    runs = [of_scheme(there[title].values()) for title in skewed]
-    named, less, points = [], [], []
-    counts = {len(by[name]) for by in runs for name in (*schemes, "FedAvg")}
-    assert len(counts) == 1, f"unequal clients: got n = {counts}, allowed: one n"
-    for name in schemes:
-        ends = table.loc[[(name, title) for title in skewed], list(ENDS)]
-        named += [name] if (ends["high"] >= -0.5).all() else []
-        ratio = both_ways(runs[0]["FedAvg"]) / both_ways(runs[0][name])
-        less.append(f"{name} {lab.format_times(ratio)} (all)")
-        points.append(f"{name} {', '.join(lab.format_interval(*row) for row in ends.to_numpy())}")
-    config = runs[-1]["FedAvg"][0]["config"]
-    share = {0.5: "half"}[config["participation"]]
-    dense = ", ".join(f"{fmean(final(by['FedAvg']).values()):.0f}" for by in runs)
-    return [
-        f"Unequal classes (Dirichlet {config['dirichlet_alpha']:g}); all or {share} the clients a round",
-        " or ".join(named) or "**do not sparsify**",
-        f"10b: `evidence`, {config['epochs']} epochs, n = {counts.pop()}",
-        "<br>".join(less),
-        f"Accuracy points (FedAvg: {dense} %)<br>{'<br>'.join(points)}",
-    ]
-
-
-def of_scheme(found: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by their scheme's name."""
-    by: dict[str, list[Record]] = {}
-    for record in found:
-        by.setdefault(record["config"]["scheme"]["name"], []).append(record)
-    return by
-
-
-def ddp_rows() -> list[list[str]]:
-    """From the records of 12: where a step is shorter than with bf16, bytes of a whole training,
-    test loss; and of a larger net bytes of a step, and how much shorter or longer it is."""
-    measured, nets = links.Links(links.read_rows()), ((10, 1000), (4, 5000))
-    costs = optimizers.Costs()
-    dense = 4 * sum(costs.sizes)
-    less, losses, counts, rates = [], [], set(), set()
-    for share in SHARES:
-        setup = optimizers.Setup("AdamW", f"TCS {share}")
-        found = [record for (of, _), record in costs.records.items() if of == setup]
-        counts.add(len(found))
-        sparse = optimizers.bytes_per_step(costs.stage.schemes[setup.scheme], costs.sizes)
-        steps = costs.stage.dense_steps, costs.stage.sparse_steps
-        ratio = dense * sum(steps) / (dense * steps[0] + sparse * steps[1])
-        less.append(f"{share}: {lab.format_times(ratio)}")
-        cost = costs.cost(setup)
-        losses.append(f"{share}: {lab.format_interval(cost.value, cost.low, cost.high)}")
-        rates.update(measured.pays_to(f"TCS {share}", "bf16", *net) for net in nets)
-    up_to, large = min(rates), nets[1]
-    steps = [f"{share}: {over_bf16(measured, share, large)}" for share in SHARES]
-    where = f"12: GPT of {sum(costs.sizes):,} parameters, AdamW, {found[0]['steps']:,} steps, n = {counts.pop()}"
-    loss = f"Test loss, nats (more is worse)<br>{'<br>'.join(losses)}"
-    fast = f"12: {links.count_parameters(*large) // 10**6} million parameters, two CPU processes"
-    time = f"Step time ÷ bf16 hook's at {FASTEST:,} Mbit/s<br>{'<br>'.join(steps)}"
-    a_step = [
-        f"{share}: {lab.format_times(less_a_step(f'TCS {share}', large))}" for share in SHARES
-    ]
-    dense_way = "**do not sparsify**: DDP's bf16 hook; on one machine, also plain DDP"
-    return [
-        [
-            f"DDP, links up to {up_to:,.0f} Mbit/s",
-            "`tcs_hook` at 10 %. PowerSGD is faster, its test loss unknown",
-            where,
-            "<br>".join(less),
-            loss,
-        ],
-        ["A faster network, or one machine", dense_way, fast, "<br>".join(a_step), time],
-    ]
-
-
-def less_a_step(way: str, net: tuple[int, int]) -> float:
-    """How many times fewer bytes than plain DDP a rank hands over in a sparse step."""
-    return sum(links.count_handed_bytes("plain", *net)) / sum(links.count_handed_bytes(way, *net))
-
-
-def over_bf16(measured: links.Links, share: str, net: tuple[int, int]) -> str:
-    """A step's time over that with bf16, on the fastest link."""
-    ours, theirs = (measured.row(way, *net, mbit=FASTEST) for way in (f"TCS {share}", "bf16"))
-    return f"{ours['seconds'] / theirs['seconds']:.2f}"
-
-
-SHARES = ("10 %", "1 %")
-FASTEST = 10_000  # Mbit/s, of the links that were measured
-SITUATIONS = (
-    "Your situation", "Use", "Notebook: training", "Times fewer bytes", "Against FedAvg, or DDP (95 % interval)",
-)  # fmt: skip
-
-
-def situations() -> list[list[str]]:
-    """A row a situation, with the training that it is from."""
-    images, text = at_best_rates("small"), at_best_rates("text")
-    few = ("TCS", "TCS-L4-Q5")
-    short = {name: records(name, "short", seeds=3) for name in ("FedAvg", *few)}
-    often = [lab.count_sends(short[name][0]) for name in few]
-    epochs = {profile: params(profile)["epochs"] for profile in ("small", "text", "short")}
-    pixels = {name: params(name).get("image_size") or 32 for name in ("small", "short")}
-    inputs = {name: f"{size} × {size} pixels" for name, size in pixels.items()} | {"text": "a GPT"}
-    rows = [
-        ("Images, slow links", "STC", "17", "small", images, ("STC", "TCS")),
-        ("Text, slow links", "DGC or TCS-Q5", "17", "text", text, ("DGC", "TCS-Q5")),
-        (f"Few rounds: an entry sent {often[0]} times, with `-L4` {often[1]}", "TCS; no `-L4`", "10b",
-         "short", short, few),
-    ]  # fmt: skip
-    cells = []
-    for situation, use, notebook, profile, found, names in rows:
-        n, less, points = against_dense(found, *names)
-        where = f"{notebook}: `{profile}`, {inputs[profile]}, {epochs[profile]} epochs, {n}"
-        level = fmean(final(found["FedAvg"]).values())
-        cells.append(
-            [situation, use, where, less, f"Accuracy points (FedAvg: {level:.0f} %)<br>{points}"]
-        )
-    if stands("unequal"):
-        cells.append(unequal_row())
-    return cells + ddp_rows()
-
-
-# All of it ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def evidence_block() -> str:
-    """What the evidence costs to repeat."""
-    plans = lab.plan_runs(ROOT / "params/evidence_plan.yaml")
-    found = lab.load_records(chain(*plans.values())).values()
-    hours = {"AMD EPYC": 0.0, "NVIDIA H100 80GB HBM3": 0.0, "NVIDIA H200": 0.0}  # as it says
-    for record in found:
-        hours[record["provenance"]["device"]] += record["provenance"]["wall_seconds"] / 3600
-    cpu, *gpus = hours.values()
-    days = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}[round((cpu + sum(gpus)) / 24)]
-    planned = int(lab.count_made(plans)["planned"].sum())
-    return EVIDENCE.format(
-        days=days, made=len(found), planned=planned, cpu=cpu, gpu=sum(gpus), profile=PROFILE
-    )
-
-
 def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
     images = at_best_rates("small")
@@ -522,6 +349,24 @@ def advice_block() -> str:
 
 def as_table(rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+@cache
+def at_best_rates(profile: str) -> dict[str, list[Record]]:
+    """The rivals' records of notebook 17, of each at the best of the rates tried."""
+    sweep = lab.read_sensitivity(ROOT / f"params/rivals_{profile}.yaml")
+    points = lab.sensitivity_plan(sweep, params(profile) | {"seeds": 5}, "learning_rate")
+    found = {point: lab.load_records(group) for point, group in points.items()}
+    best = lab.best_values(found)
+    return {name: list(found[rate, name].values()) for name, rate in best.items()}
+
+
+def of_scheme(found: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by their scheme's name."""
+    by: dict[str, list[Record]] = {}
+    for record in found:
+        by.setdefault(record["config"]["scheme"]["name"], []).append(record)
+    return by
 
 
 def short_trainings() -> dict[str, list[Record]]:
@@ -646,6 +491,25 @@ DDP_WAYS = {
     "TCS 1 %": "TCS hook, 1 %",
 }  # fmt: skip
 LINKS = (10, 50, 200, 1000)  # Mbit/s
+FASTEST = 10_000
+
+
+# What is here, and how far it goes ────────────────────────────────────────────────────────────────
+
+
+def evidence_block() -> str:
+    """What the evidence costs to repeat."""
+    plans = lab.plan_runs(ROOT / "params/evidence_plan.yaml")
+    found = lab.load_records(chain(*plans.values())).values()
+    hours = {"AMD EPYC": 0.0, "NVIDIA H100 80GB HBM3": 0.0, "NVIDIA H200": 0.0}  # as it says
+    for record in found:
+        hours[record["provenance"]["device"]] += record["provenance"]["wall_seconds"] / 3600
+    cpu, *gpus = hours.values()
+    days = {2: "Two", 3: "Three", 4: "Four", 5: "Five"}[round((cpu + sum(gpus)) / 24)]
+    planned = int(lab.count_made(plans)["planned"].sum())
+    return EVIDENCE.format(
+        days=days, made=len(found), planned=planned, cpu=cpu, gpu=sum(gpus), profile=PROFILE
+    )
 
 
 NOTEBOOKS = {  # group: notebook: question
@@ -761,6 +625,9 @@ def at_other_rates() -> str:
     )
 
 
+# All of it ────────────────────────────────────────────────────────────────────────────────────────
+
+
 BLOCKS = {
     "outcome": outcome_block,
     "picture": picture_block,
@@ -795,17 +662,6 @@ def numbers() -> list[str]:
         f"{shared:g} % of all entries, at the same positions for every client",
         f"its largest entries outside the mask ({own:g} % of all entries)",
     ]
-
-
-def situations_page() -> str:
-    """results/which_method.md: all comparisons behind README's advice, with their intervals."""
-    lines = [SITUATIONS, ["---"] * len(SITUATIONS), *situations()]
-    return f"{PAGE}\n\n{as_table(lines)}\n"
-
-
-PAGE = """# Which method in which situation
-
-Written by `tests/readme_table.py` from the records in this folder. Bytes are counted in both directions and include the dense start; in the last row they are those of one sparse step. Intervals are 95 % intervals; n is the number of seeds."""
 
 
 def evidence_page() -> str:
@@ -885,5 +741,4 @@ Hours are from the start to the end of each run. Several runs shared a processor
 if __name__ == "__main__":
     README.write_text(with_blocks(README.read_text(encoding="utf-8")), encoding="utf-8")
     EVIDENCE_PAGE_PATH.write_text(evidence_page(), encoding="utf-8")
-    SITUATIONS_PAGE.write_text(situations_page(), encoding="utf-8")
     lab.save_figure(picture(), picture_path())

@@ -41,11 +41,6 @@ def test_the_picture_is_generated(tmp_path):
     assert (tmp_path / "figure.png").read_bytes() == path.read_bytes(), "run the same"
 
 
-def test_the_table_of_situations_is_up_to_date():
-    text = readme_table.SITUATIONS_PAGE.read_text(encoding="utf-8")
-    assert text == readme_table.situations_page(), "run the same"
-
-
 def test_the_page_about_the_evidence_is_up_to_date():
     path = readme_table.EVIDENCE_PAGE_PATH
     text = path.read_text(encoding="utf-8")
