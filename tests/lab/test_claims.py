@@ -141,7 +141,9 @@ def test_what_an_open_interval_leaves_out_is_said():
         text = lab.format_verdict(row)
         assert text.startswith("open: ") and way in text
     row = judge(TOP_K | {"at_least": -0.4}, *OURS, *THEIRS)
-    assert lab.format_verdict(row.to_dict() | {"bootstrap": row.half}) == "open"
+    for low, high in ((row.low, row.high), (0.0, 0.9), (-0.9, 0.0)):  # 0 is not left out
+        ends = {"low": low, "high": high, "bootstrap": row.half}
+        assert lab.format_verdict(row.to_dict() | ends) == "open"
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,9 @@ def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     gaps = lab.estimate_gaps("evidence", [*runs[:3], *runs[6:]])
     row = lab.estimate_difference(read, named, ("TCS", 0.5), ("Baseline", 0.1))
     assert set(gaps) == {"TCS"} and gaps["TCS"]["difference_n"] == row["n"] == 3
-    assert 100 * gaps["TCS"]["difference_low"] == pytest.approx(row["low"])
+    keys = {"difference": "measured", "difference_low": "low", "difference_high": "high"}
+    for key, of_row in keys.items():
+        assert 100 * gaps["TCS"][key] == pytest.approx(row[of_row])
     other = OURS[0] | {"digest": "of another setting"}
     assert lab.estimate_gaps("evidence", [other, *runs[6:]]) is None
     assert lab.estimate_gaps("small", runs) is None  # has no plan

@@ -58,3 +58,10 @@ def test_how_much_of_the_mask_stays(tmp_path, small):
     shares = [row["mask_overlap"] for row in record["rows"]]
     assert lab.measure_coincidence(record)["stay"] == pytest.approx(sum(shares) / len(shares))
     assert not lab.measure_coincidence(lab.run(config("top-K", **NET), tmp_path))["stay"] > 0
+
+
+def test_where_nothing_is_sent_outside_the_shared_mask_nothing_is_explored(tmp_path, small):
+    record = lab.run(config(tcs.Scheme.named("TCS", phi_local=None), **NET), tmp_path)
+    found = lab.measure_coincidence(record)
+    assert lab.count_explored(record) == 0
+    assert (found["all"], found["clients"]) == (1, 4) and not found["own"] > 0

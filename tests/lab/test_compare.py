@@ -4,7 +4,9 @@ ones, and what is said of a file that is wrong."""
 import io
 import json
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -382,10 +384,15 @@ def test_between_two_points_of_a_method_and_nowhere_else():
     points = [point("a", 1.0, 60.0), point("b", 4.0, 70.0), point("c", 16.0, 74.0)]
     assert scoring.weigh_points(points, 2.0) == pytest.approx({"a": 0.5, "b": 0.5})
     assert scoring.weigh_points(points, 0.5) is None and scoring.weigh_points(points, 17.0) is None
+    assert scoring.weigh_points(points[1:2], 4.0) == {"b": 1.0}  # at the bytes of an only point
+    assert scoring.weigh_points(points[1:2], 4.5) is None
     assert scoring.find_bytes(points, 65.0) == pytest.approx(2.0)
     assert scoring.find_bytes(points, 72.0) == pytest.approx(8.0)
     assert math.isnan(scoring.find_bytes(points, 75.0))  # never reached
     assert math.isnan(scoring.find_bytes(points, 55.0))  # with fewer bytes than any point has
+    dip = [points[0], point("b", 4.0, 50.0), points[2]]
+    assert math.isnan(scoring.find_bytes(dip, 55.0))  # that, too, if a later point is worse
+    assert math.isnan(scoring.find_bytes([], 55.0))
 
 
 def test_a_dense_start_can_be_left_out_of_both_ways():
@@ -393,6 +400,56 @@ def test_a_dense_start_can_be_left_out_of_both_ways():
     later = one.without_start()
     assert later.both == pytest.approx(20) and later.up == pytest.approx(15) and not later.start
     assert point("b", 4.0, 70.0).without_start() == point("b", 4.0, 70.0)
+
+
+def test_the_interval_of_a_score_pools_the_deviation_of_all_methods():
+    """Runs are off by ±1 and ±2: 10 over two degrees of freedom is 5, half of it for two runs. To that
+    images add 61 x 39 / 1000."""
+    accuracies = {("a", 1): 60.0, ("a", 2): 62.0, ("b", 1): 70.0, ("b", 2): 74.0}
+    half = scoring.compute_half_width([60.0, 62.0], lab.Comparison(accuracies, {}), 1000, 0.95)
+    assert half == pytest.approx(4.302653 * math.sqrt(5 / 2 + 61 * 39 / 1000), rel=1e-6)
+    single = lab.Comparison({("a", 1): 60.0, ("b", 1): 70.0}, {})
+    assert math.isnan(scoring.compute_half_width([60.0], single, 1000, 0.95))
+
+
+@pytest.fixture
+def scores():
+    """Scores of the stored method M, whose points a and b send 2 and 5 MB, 1 MB of it at the start, and
+    of N, which sends nothing. The points "low", "x" and "high" are those of another method."""
+    track = SimpleNamespace(find_stored=dict, analysis=SimpleNamespace(confidence=0.95))
+    made = scoring.Scores(track)
+    levels = {"a": 60.0, "b": 70.0, "none": 55.0, "low": 58.0, "x": 66.0, "high": 72.0}
+    runs = {(name, seed): level + seed for name, level in levels.items() for seed in range(3)}
+    made.model = lab.Comparison(runs, {})
+    both, start = {"a": 2.0, "b": 5.0, "none": 0.0, "low": 1.5, "x": 3.0, "high": 9.0}, 1.0
+    made.points = [
+        scoring.Point(name, 0.5, level, 0.1, 3, both[name], 0.0, start if both[name] else 0.0)
+        for name, level in levels.items()
+    ]
+    by_name = {point.scheme: point for point in made.points}
+    made.stored = {"M": [by_name["a"], by_name["b"]], "N": [by_name["none"]]}
+    return made, by_name
+
+
+def test_a_point_between_those_of_a_stored_method_is_compared_with_it(scores):
+    made, points = scores
+    (found,) = made.compare(points["x"], "mine")
+    at_three = 60 + 10 * math.log(3 / 2) / math.log(5 / 2)
+    assert found.method == "M" and found.reason == ""
+    assert found.equal_bytes.value == pytest.approx(66 - at_three)
+    assert found.without_start.value == pytest.approx(66 - 65)  # 2 MB of 1 to 4
+    assert found.megabytes == pytest.approx(2 * (5 / 2) ** 0.6)
+    assert made.compare(points["a"], "M") == []  # nothing but itself, and what sends nothing
+
+
+@pytest.mark.parametrize(("name", "end"), [("low", "2 MB"), ("high", "5 MB")])
+def test_a_point_beyond_those_of_a_stored_method_says_what_is_missing(scores, name, end):
+    """Each reason names the end of the method's points that it is about."""
+    made, points = scores
+    (found,) = made.compare(points[name], "mine")
+    assert math.isnan(found.equal_bytes.value) and math.isnan(found.megabytes)
+    by_bytes, by_accuracy = found.reason.split("; ")
+    assert end in by_bytes and end in by_accuracy
 
 
 def test_the_front_has_no_point_that_another_beats():
@@ -413,6 +470,29 @@ def test_the_projects_own_track_can_be_read():
     spans = track.plan.tuning.choose_on
     assert sum(end - start for start, end in spans) >= 15_000
     assert sum(end - start for start, end in track.plan.tuning.score_on) >= 10_000
+
+
+@pytest.mark.parametrize(
+    ("stages", "got"),
+    [
+        ("  - {stage: a, seeds: [1], tune: [TCS]}\n  - {stage: b, seeds: [2], tune: [TCS-K4]}", "seeds"),
+        ("  - {stage: a, seeds: [1], runs: [{schemes: [TCS]}]}", "tuning"),
+    ],
+)  # fmt: skip
+def test_a_track_has_one_list_of_seeds_and_tunes_every_method(folder, stages, got):
+    plan = re.sub(r"(?<=stages:\n).*\n", f"{stages}\n", PLAN)
+    if got == "tuning":
+        plan = re.sub(r"tuning:\n(  .*\n)+", "", plan)
+    (folder / "plan.yaml").write_text(plan, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"plan.yaml: stages: got .*{got}"):
+        read_track(folder / "plan.yaml")
+
+
+def test_a_track_stores_rows_of_planned_schemes_only(folder):
+    wrong = PLAN.replace("TCS: [TCS, TCS-K4]", "TCS: [TCS, STC]")
+    (folder / "plan.yaml").write_text(wrong, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"plan\.yaml.*STC"):
+        read_track(folder / "plan.yaml")
 
 
 # Wrong files ──────────────────────────────────────────────────────────────────────────────────────

@@ -3,11 +3,14 @@ choose a rate never score, and nothing is estimated before a stage is whole."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tcs_lab as lab
 import torch
+from tcs_lab.compare.scoring import Scores
+from tcs_lab.compare.track import count_runs_left, list_next_runs
 from tcs_lab.evidence import fair
 from tcs_lab.training.training import pack_flags
 
@@ -254,8 +257,65 @@ def test_the_table_has_rates_scores_and_bytes(folder):
     readable = lab.readable_fair(table)
     assert len(readable) == 5
     assert {f"rate × {factor}, %" for factor in ("0.5", "1", "2")} <= set(readable)
+    shown = readable.set_index("method")["chosen rate"]
+    assert (shown["TCS"], shown["Baseline"]) == ("0.5", "0.1")
+    assert "0.5" not in shown["top-K"]  # no rate is chosen yet
     shown = lab.readable_fair_differences(lab.fair_differences(folder / "fair.yaml", folder))
     assert "TCS − Baseline" in set(shown["difference, points"])
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2]])
+def test_two_runs_have_a_deviation_and_one_has_none(folder, seeds):
+    plan = folder / "fair.yaml"
+    plan.write_text(TUNED.replace("[1, 2, 3]", str(seeds)), encoding="utf-8")
+    tune(folder, "TCS")
+    score(folder, "TCS", *(40, 43)[: len(seeds)])
+    row = row_of(lab.fair_table(plan, folder), scheme="TCS")
+    assert row["accuracy"] == pytest.approx(80 if len(seeds) == 1 else 83)
+    if len(seeds) == 1:
+        assert math.isnan(row["deviation"])
+    else:
+        assert row["deviation"] == pytest.approx(6 / math.sqrt(2))
+
+
+def test_the_runs_that_are_left_are_counted_until_none_is(folder):
+    """Three rates and three seeds for each of two methods. Of one whose rates all diverged none is left."""
+
+    def left():
+        methods = fair.load_methods(folder / "fair.yaml", folder)
+        two = [method for method in methods if method.name in ("TCS", "FedAvg")]
+        return count_runs_left(two), len(list_next_runs(two))
+
+    assert left() == (12, 6)  # what scores is known only when a rate is chosen
+    tune(folder, "TCS")
+    assert left() == (9, 6)
+    score(folder, "TCS", 40)
+    assert left() == (8, 5)
+    for factor in (0.5, 1.0, 2.0):
+        config = searches(folder)["FedAvg"].config(factor, 11)
+        write(folder, config, images(0, 0), status="diverged")
+    assert left() == (2, 2)
+    score(folder, "TCS", 40, 42, 45)
+    assert left() == (0, 0)
+
+
+def test_a_method_that_is_not_stored_is_scored_in_one_model_with_the_stored_ones(folder):
+    """TCS is compared with FedAvg, which sends as much and is 4 points below it in every seed."""
+    whole_main(folder)
+    methods = {method.name: method for method in fair.load_methods(folder / "fair.yaml", folder)}
+    stored = {"Baseline": [methods["Baseline"]], "FedAvg": [methods["FedAvg"]]}
+    track = SimpleNamespace(
+        find_stored=lambda: stored, analysis=SimpleNamespace(confidence=0.95)
+    )
+    scores = Scores(track, [methods["TCS"]])
+    (point,) = scores.points
+    clients = searches(folder)["TCS"].config(1.0, 1).clients
+    assert (point.rate, point.n, point.accuracy) == (0.5, 3, pytest.approx(np.mean([78, 82, 88])))
+    assert (point.up, point.down) == pytest.approx((2 / clients, 0.5))
+    found = {one.method: one for one in scores.compare(point, "TCS")}
+    assert found["FedAvg"].equal_bytes.value == pytest.approx(4)
+    assert found["FedAvg"].equal_bytes.n == 3
+    assert found["FedAvg"].equal_bytes.residual_freedom == 9 - 5  # of all three methods' runs
 
 
 def test_a_plan_that_compares_a_method_which_it_does_not_tune_is_refused(folder):
@@ -367,6 +427,7 @@ def test_a_prediction_stands_beside_runs_of_its_length_alone(tmp_path):
         (config,) = lab.plan(long | {"schemes": [scheme]} | changes)
         rows = [{"epoch": n, "rounds": 1, "dense_rounds": 0, "bits_up": 0, "bits_down": 0,
                  "bytes_up": 0, "bytes_down": 0, "accuracy": accuracy} for n in range(1, config.epochs + 1)]  # fmt: skip
+        rows[-2]["accuracy"] = 0.1  # the last epoch counts
         record = {"version": 1, "digest": config.digest, "status": "finished", "dimension": 10,
                   "config": config.identity(), "rows": rows,
                   "provenance": {"fingerprint": "x", "wall_seconds": 1.0}}  # fmt: skip
@@ -388,6 +449,10 @@ def test_a_prediction_stands_beside_runs_of_its_length_alone(tmp_path):
     )
     shown = lab.readable_prediction(lab.compare_prediction(path, tmp_path))["measured"]
     assert shown[0] == "−1.50, n = 1, inside of the interval"
+    ends = lab.compare_prediction(path, tmp_path).iloc[[0, 0, 0, 0]]
+    ends = ends.assign(measured=[-2.0, 0.0, -2.01, 0.01])  # an end belongs to the interval
+    places = lab.readable_prediction(ends)["measured"]
+    assert ["inside" in place for place in places] == [True, True, False, False]
 
 
 def test_the_plans_that_are_there_can_be_read():
