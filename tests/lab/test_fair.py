@@ -318,6 +318,11 @@ def test_a_method_that_is_not_stored_is_scored_in_one_model_with_the_stored_ones
     assert found["FedAvg"].equal_bytes.residual_freedom == 9 - 5  # of all three methods' runs
 
 
+def test_a_tuned_rate_has_ten_digits_after_the_point(folder):
+    """Names of records depend on it: a digit more would make another run of it."""
+    assert searches(folder)["TCS"].config(1 / 3, 1).learning_rate == 0.1666666667
+
+
 def test_a_plan_that_compares_a_method_which_it_does_not_tune_is_refused(folder):
     path = folder / "fair.yaml"
     path.write_text(TUNED.replace("schemes: [TCS-K4]", "schemes: [STC]"), encoding="utf-8")

@@ -12,6 +12,7 @@ from tcs_lab.__main__ import main
 from tcs_lab.runs.checkpoints import checkpoint_path, epochs_kept
 from tcs_lab.runs.estimates import expect
 from tcs_lab.runs.jobs import missing_jobs
+from tcs_lab.runs.plans import jobs_to_follow
 from tcs_lab.runs.runs import Run
 from tcs_lab.support.files import hold_lock, write_json
 from tcs_lab.training.training import measure_accuracy, pack_flags
@@ -272,6 +273,18 @@ def status(capsys, *words):
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     return [row[1:] for row in rows if len(row) > 1], [line for line in lines if line[0] != "|"]
+
+
+def test_scored_runs_that_are_unknown_yet_have_stand_ins_at_the_first_rate(plan):
+    def follow():
+        jobs = jobs_to_follow(plan, results=plan.parent)
+        assert jobs["fixed"] == []
+        return [(j.config.scheme.name, j.config.eta, j.config.seed) for j in jobs["tuned"]]
+
+    baseline = [("Baseline", pytest.approx(0.05), 1), ("Baseline", pytest.approx(0.05), 2)]
+    assert follow() == [("TCS", 0.25, 1), ("TCS", 0.25, 2), *baseline]
+    tuned(plan, {"TCS": {0.5: 3, 1.0: 9, 2.0: 5}})
+    assert follow() == baseline  # the rate of TCS is chosen
 
 
 def test_the_status_of_a_plan_says_what_is_made_and_what_is_left(plan, tmp_path, capsys):

@@ -173,6 +173,16 @@ def test_differences(finished):
     ]
 
 
+@pytest.mark.parametrize("commits", [1, 3, 4])
+def test_a_few_commits_behind_records_are_named_and_more_are_counted(commits):
+    made = [{"commit": f"{n}" * 40, "torch": "2", "dataset": "made up"} for n in range(commits)]
+    said = lab.describe_provenance({"provenance": one} for one in made * 2)
+    names = [one["commit"][:7] for one in made]
+    assert f"n = {2 * commits} " in said and "torch 2" in said and "made up" in said
+    assert [name in said for name in names] == [commits < 4] * commits
+    assert (f"{commits} commits" in said) == (commits == 4)
+
+
 def test_the_hash_is_that_of_the_code_that_was_imported(tmp_path, monkeypatch):
     """Not of what somebody edits while it runs."""
     own = lab.runs.records.code_sha256(Path(tcs.__file__).read_bytes())
