@@ -15,8 +15,14 @@ import pandas as pd
 
 from tcs_lab.compare.methods import Method, MethodFile, read_method_file
 from tcs_lab.compare.probe import play_rounds, probe_method
-from tcs_lab.compare.scoring import Point, Scores
-from tcs_lab.compare.table import NOTE, comparison_figure, comparison_table, rows_table
+from tcs_lab.compare.scoring import EQUAL, Point, Scores
+from tcs_lab.compare.table import (
+    COMPARISON_NOTE,
+    NOTE,
+    comparison_figure,
+    comparison_table,
+    rows_table,
+)
 from tcs_lab.compare.track import Track, count_runs_left, list_next_runs
 from tcs_lab.runs.jobs import Tell
 from tcs_lab.runs.records import Record
@@ -158,11 +164,14 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
         plain_markdown(rows_table(points + _list_stored(scores, names), _read_rows(track, method)))
     )
     print("\n" + NOTE.format(scores.confidence))
-    for point in scores.points:
-        if point.both == 0:
-            continue
-        if compared := scores.compare(point, _find_stored_name(scores, point)):
-            print("\n" + plain_markdown(comparison_table(compared, point)))
+    compared = [
+        (p, scores.compare(p, _find_stored_name(scores, p))) for p in scores.points if p.both
+    ]
+    tables = [comparison_table(others, point) for point, others in compared if others]
+    for table in tables:
+        print("\n" + plain_markdown(table))
+    if tables:
+        print("\n" + COMPARISON_NOTE.format(EQUAL))
     if not points:
         return 1
     path = track.folder / method.folder / "comparison"
