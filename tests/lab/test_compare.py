@@ -546,7 +546,9 @@ class Mine(tcs.TopK):
     assert "mine.py" in line and f"Mine: {RUN}client 0, round 5: own_mask: got" in line
 
 
-def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(folder, capsys):
+def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(
+    folder, capsys, forked_workers
+):
     path = written(folder, SIGNS.replace("-tensors[1])", "-tensors[1]) + 1 / 0"))
     line = error_of(folder, capsys, path, "--jobs", "2")
     assert "mine.py, line 9: Signs: run with eta" in line and "ZeroDivisionError" in line
