@@ -72,10 +72,10 @@ params = lab.notebook_params(globals(), complete=False)
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "02_sparsification")
 counts = dict.fromkeys(
-    ("drawn_clients", "drawn_entries", "drawn_k", "samples_each", "selected_from"), lab.Count
+    ("drawn_clients", "drawn_entries", "drawn_k", "samples_each", "selected_from"), lab.WholeNumber
 )
-sizes = {"federation_sizes": Annotated[list[lab.Count], Len(1)], "seed": lab.Seed}
-lab.check_values(globals(), phi=lab.Share, phi_local=lab.Share, **counts, **sizes)
+sizes = {"federation_sizes": Annotated[list[lab.WholeNumber], Len(1)], "seed": lab.Seed}
+lab.check_values(globals(), phi=lab.Fraction, phi_local=lab.Fraction, **counts, **sizes)
 lab.check_values(globals(), drawn_k=Annotated[int, Le(drawn_entries)])
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 everything = lab.load_dataset(dataset).resize(image_size)

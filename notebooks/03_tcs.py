@@ -71,9 +71,9 @@ seed = 0  # of everything random
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "03_tcs")
-shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
+shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Fraction)
 lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)],
-                 ticket_epochs=lab.Count, seed=lab.Seed)  # fmt: skip
+                 ticket_epochs=lab.WholeNumber, seed=lab.Seed)  # fmt: skip
 fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)

@@ -74,7 +74,7 @@ dirichlet_alpha = None  # class skew among clients; None: IID
 params = lab.notebook_params(globals(), complete=False)
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "04_layerwise_fairness")
-some = {"learning_rates": lab.Positive, "schemes": str}
+some = {"learning_rates": lab.PositiveNumber, "schemes": str}
 lab.check_values(globals(), **{name: Annotated[list[kind], Len(1)] for name, kind in some.items()})
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})

@@ -73,7 +73,11 @@ cut = 1e-3  # values below this share of the largest one are dropped in one expe
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "07_fractional_quantization")
 bits_of = Annotated[int, Ge(1), Le(16)]
-kinds = {"value_bits": bits_of, "compared_bits": Annotated[list[bits_of], Len(1)], "cut": lab.Share}
+kinds = {
+    "value_bits": bits_of,
+    "compared_bits": Annotated[list[bits_of], Len(1)],
+    "cut": lab.Fraction,
+}
 lab.check_values(globals(), **kinds, epochs=Annotated[int, Ge(2)])
 scheme = tcs.Scheme.named(f"TCS-Q{value_bits}", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}

@@ -84,7 +84,7 @@ params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "10_bits_on_the_wire")
 own = ("message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
        "paper_steps")  # fmt: skip
-lab.check_values(globals(), **dict.fromkeys(own, lab.Count))
+lab.check_values(globals(), **dict.fromkeys(own, lab.WholeNumber))
 configs = [c for c in lab.plan(params) if not c.scheme.centralized]
 configs = [dataclasses.replace(c, wire=True) for c in configs]
 data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))

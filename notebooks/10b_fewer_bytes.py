@@ -87,8 +87,8 @@ links = [1, 10, 100]  # Mbit/s
 params = lab.notebook_params(globals(), complete=False)
 claim = lab.Statements(globals(), "10b_fewer_bytes")
 counts = ("paper_epochs", "paper_clients", "paper_warmup", "paper_steps")
-kinds = {"links": list[lab.Positive], "target": lab.Share, "no_loss": lab.Positive}
-lab.check_values(globals(), **dict.fromkeys(counts, lab.Count), **kinds)
+kinds = {"links": list[lab.PositiveNumber], "target": lab.Fraction, "no_loss": lab.PositiveNumber}
+lab.check_values(globals(), **dict.fromkeys(counts, lab.WholeNumber), **kinds)
 scheme = tcs.Scheme.named("TCS-Q5")
 (config,) = lab.plan(params | {"schemes": [scheme.name]})
 data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))

@@ -56,8 +56,10 @@ seed = 0  # of first weights and windows of what is run here
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "16_text")
-lab.check_values(globals(), rounds=lab.Count, phi_global=lab.Share, ddp_steps=lab.Count)
-lab.check_values(globals(), ddp_rank=lab.Count, seed=lab.Seed)
+lab.check_values(
+    globals(), rounds=lab.WholeNumber, phi_global=lab.Fraction, ddp_steps=lab.WholeNumber
+)
+lab.check_values(globals(), ddp_rank=lab.WholeNumber, seed=lab.Seed)
 files = [lab.ROOT / "params/table_text.yaml", lab.params_file("evidence", evidence)]
 params = lab.read_params(files)
 

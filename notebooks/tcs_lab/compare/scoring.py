@@ -12,8 +12,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from tcs_lab.compare.track import Track
-from tcs_lab.evidence.fair import TunedMethod as Tuned
-from tcs_lab.evidence.fair import fair_model
+from tcs_lab.evidence.fair import TunedScheme, fair_model
 from tcs_lab.tables.analysis import Comparison, Estimate
 from tcs_lab.tables.tables import format_number, traffic
 
@@ -44,7 +43,7 @@ class Point:
         return replace(self, up=self.up * share, down=self.down * share, start=0.0)
 
 
-def make_points(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> list[Point]:
+def make_points(tuned: Iterable[TunedScheme], model: Comparison, confidence: float) -> list[Point]:
     """Make the points of the schemes of which all runs are made and none diverged. The one that sends
     least comes first."""
     points = []
@@ -161,7 +160,7 @@ class PointComparison:
 class Scores:
     """All points on a track: those of the stored methods, and those of the method that is compared."""
 
-    def __init__(self, track: Track, tuned: Sequence[Tuned] = ()):
+    def __init__(self, track: Track, tuned: Sequence[TunedScheme] = ()):
         stored, confidence = track.find_stored(), track.analysis.confidence
         known = {one.name for group in stored.values() for one in group}
         self.confidence = confidence
