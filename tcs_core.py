@@ -4305,6 +4305,7 @@ class TCSState:
         self.process_group = model.process_group
         for name, p in trained_parameters(model.module).items():
             if name not in model.parameters_to_ignore:
+                name = name.replace("_orig_mod.", "")  # a prefix that torch.compile adds
                 self._names[p], self._layouts[name] = name, _layout(p)
 
     @property
