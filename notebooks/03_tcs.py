@@ -69,12 +69,12 @@ ticket_epochs = 5  # passes over the data in these trainings
 seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
 lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)],
                  ticket_epochs=lab.Count, seed=lab.Seed)  # fmt: skip
-fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+fields |= {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
 config = lab.RunConfig(scheme, **fields)

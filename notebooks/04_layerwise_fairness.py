@@ -71,7 +71,7 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals(), lab.PARAMETERS - {"device", "learning_rate"})
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "04_layerwise_fairness")
 some = {"learning_rates": lab.Positive, "schemes": str}

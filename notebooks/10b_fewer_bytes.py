@@ -84,7 +84,7 @@ target = 0.6  # accuracy whose time is asked for
 links = [1, 10, 100]  # Mbit/s
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals())
 claim = lab.Statements(globals(), "10b_fewer_bytes")
 counts = ("paper_epochs", "paper_clients", "paper_warmup", "paper_steps")
 kinds = {"links": list[lab.Positive], "target": lab.Share, "no_loss": lab.Positive}
