@@ -83,6 +83,7 @@ data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image
 training = lab.Training(config, data)
 dimension = len(training.theta_D)
 print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images")
+print(lab.forecast_trainings([config] * len(local_steps)))
 
 # %% [markdown]
 # ## The federation

@@ -82,6 +82,7 @@ everything = lab.load_dataset(dataset).resize(image_size)
 data = everything.first(train_samples, test_samples)
 base = lab.RunConfig(scheme="FedAvg", **fields)
 print(f"N = {clients} clients, {data.label} images, sending {phi:.1%} of the entries")
+print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further down
 
 # %% [markdown]
 # ## Five trainings

@@ -84,6 +84,8 @@ dimension, layer_sizes = len(probe.theta_D), probe.flat.layer_sizes
 k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_local
 print(f"D = {dimension:,} parameters, K_global = {k_global}, K_local = {k_local}, N = {clients}")
 print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoch(s) dense")
+ticket = dataclasses.replace(config, epochs=ticket_epochs, warmup_epochs=0)
+print(lab.forecast_trainings([config] * 6 + [ticket] * 4 * ticket_seeds))
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

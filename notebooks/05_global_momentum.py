@@ -91,6 +91,7 @@ config = dataclasses.replace(plain, scheme=named)
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 probe = lab.Training(config, data)
 print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g}")
+print(lab.forecast_trainings([config] * (1 + 5 * len(trials))))
 
 # %% [markdown]
 # ## Algorithm 3, put right

@@ -92,6 +92,7 @@ data = data.first(message_samples, test_samples)
 print(
     f"{len(configs)} runs, each made twice: once with messages of real bytes, once with counted bits"
 )
+print(lab.forecast_trainings(2 * configs))
 
 # %% [markdown]
 # ## One message, taken apart

@@ -95,6 +95,7 @@ data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label
 federation = lab.Training(config, data.first(train_samples, test_samples))
 compressor = federation.compressor
 print(f"{clients} clients train {scheme.name} for {epochs} epochs on {data.label} images.")
+print(lab.forecast_trainings([config]))
 
 # %% [markdown]
 # ## The same message in fewer bytes

@@ -27,6 +27,7 @@
 # *Run time*: less than a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
+import dataclasses
 import re
 import tempfile
 
@@ -79,6 +80,8 @@ print(f"D = {D:,} parameters, K_global = {rule.k_global}, K_local = {rule.k_loca
 print(
     f"Each epoch has {training.rounds_per_epoch} rounds; the rounds of the first epoch are dense."
 )
+small = dataclasses.replace(config, train_samples=train_samples, test_samples=100)
+print(lab.forecast_trainings([small]))
 
 # %% [markdown]
 # ## A guess that cannot be wrong
