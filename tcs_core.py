@@ -618,8 +618,7 @@ def top_k_above(
         near = _not_below(lowest, values_D, excluded_D)
         if len(near) >= k:
             break
-    else:
-        _check_k(k, len(near))
+    _check_k(k, len(near))
     chosen, kth = _largest_by_numpy(abs(values_D[near]), k)
     return torch.from_numpy(near[chosen]), 0.85 * kth
 
@@ -1994,18 +1993,15 @@ class Known:
                 got = f"{tuple(part.shape)} {part.dtype}" if is_tensor else type(part).__name__
                 want = f"a tensor of one dimension, {wanted_type}"
                 raise MessageError(sender, f"message: {name}: got {got}, allowed: {want}")
-        wire, own = (self.wire_up, self.own_count) if sender != SERVER else (self.wire_down, None)
-        own = 0 if self.dense else own
+        wire, own = (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
+        count = len(positions) if own is None else own  # the size of the own mask
         wanted = {
             "sender": (message.sender, sender),
             "round": (message.round, self.round),
             "dense": (message.dense, self.dense),
             "quantized": (message.codes is not None, wire.value_bits != 32 and not self.dense),
-            "own positions": (len(positions), len(positions) if own is None else own),
-            "values": (
-                len(values),
-                self.dimension if self.dense else len(self.shared_K) + len(positions),
-            ),
+            "own positions": (len(positions), 0 if self.dense else count),
+            "values": (len(values), self.dimension if self.dense else len(self.shared_K) + count),
         }
         for name, (found, allowed) in wanted.items():
             if found != allowed:
@@ -2019,9 +2015,8 @@ class Known:
         if sender != SERVER and self.dense:
             return
         if not math.isfinite(values.sum().item()) and not values.isfinite().all():
-            raise MessageError(
-                sender, "message: a value is NaN or infinity, allowed: finite values"
-            )
+            what = "message: a value is NaN or infinity, allowed: finite values"
+            raise MessageError(sender, what)
 
     @property
     def mask_tag(self) -> int:
@@ -2181,9 +2176,8 @@ class Client:
         known.senders.add(self.number)
         try:
             if known.dense:
-                values_D = known.require_finite(
-                    intended_D, self.number
-                ).clone()  # the message shares no memory with the errors
+                # A copy, so that the message shares no memory with the errors.
+                values_D = known.require_finite(intended_D, self.number).clone()
                 none = values_D[:0].clone()
                 self.in_flight = InFlight(known.round, none.long(), none, none, True)
                 return Message.dense_of(values_D, *who)
@@ -2765,30 +2759,24 @@ class Compressor:
         These are lines 9 to 13, 15 and 16, and line 5 of the next round.
         """
         known, server, t = self.known, self.server, self.known.round
-        refused, bits_up, bytes_up = list[int](), 0, 0
+        lengths_up, refused = list[int](), list[int]()  # of accepted messages, in bits; clients
         asked: int | None = None  # the client whose message is being made
-        # These attributes are restored if the round fails. Their tensors need no copies, since
-        # the rule and the downlink replace their tensors and never change them in place. Of the
-        # server's tensors, `sum_D` is a new one in each round. `explored_D` does change in place,
-        # but `drop` clears it, and it is clear at the beginning of a round.
-        before = list[tuple[Any, dict[str, Any]]]()
-        for part in (known.rule, server, server.downlink):
-            if part is not None:
-                before.append((part, vars(part).copy()))
+        message: Message | None
+        parts = [part for part in (known.rule, server, server.downlink) if part is not None]
+        before = [(part, vars(part).copy()) for part in parts]  # for `_put_back`
         is_closing = False  # True once clients' errors change, which cannot be undone
         try:
             self._is_whole = False
             known.begin(dense, theta_D, mask_factor)
             for n in chosen:
                 asked = n
-                message, bits = self.link.to_server(
-                    known, n, self.clients[n].message_of(checked(n))
-                )
+                message = self.clients[n].message_of(checked(n))
+                message, length = self.link.to_server(known, n, message)
                 if message is None:
                     refused.append(n)
                     continue
                 server.add(n, message)
-                bits_up, bytes_up = bits_up + bits, bytes_up + bytes_of(bits)
+                lengths_up.append(length)
                 del message  # a dense message is as large as the model
             asked, heard = None, tuple(server.heard)
             update_D, bits_down = self.link.to_clients(server)  # lines 15 and 16
@@ -2803,7 +2791,8 @@ class Compressor:
                 raise
             self._put_back(before, t, asked, error)
             raise
-        average_up = -(-bits_up // len(heard))
+        average_up = -(-sum(lengths_up) // len(heard))
+        bytes_up = sum(map(bytes_of, lengths_up))
         sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
         self.traffic = Traffic(*sizes, heard, tuple(refused))
         self._is_whole = True
@@ -2821,6 +2810,10 @@ class Compressor:
         the error, which names the round and, unless the error does so already, the client whose
         message was being made (`asked`).
         """
+        # `before` holds no copies of tensors, since the rule and the downlink replace their tensors
+        # and never change them in place. Of the server's tensors, `sum_D` is a new one in each
+        # round. `explored_D` does change in place, but `drop` clears it, and it is clear at the
+        # beginning of a round.
         is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
         who = "" if is_named else f"client {asked}, "
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
@@ -4135,9 +4128,8 @@ def tcs_hook(
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
        13 subtracts what this rank's shares contributed from its errors.
 
-    `TCSState` has an example. Raises ValueError, on all ranks, if they begin with different states.
-    Also raises ValueError for sparse or complex gradients, for parameters of a second model, and if
-    the caller is not DDP.
+    `TCSState` has an example. Raises ValueError for sparse or complex gradients, for parameters of
+    a second model, if the caller is not DDP and, on all ranks, if their states differ at the start.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -4900,9 +4892,8 @@ def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:
 def _parameters_at(positions_K: Tensor, sizes: list[int]) -> Tensor:
     """Return the number of the parameter that each position belongs to, int64 (K,)."""
     ends_L = torch.tensor(list(accumulate(sizes)), device="cpu")
-    ends_L = ends_L.to(
-        positions_K.device, non_blocking=True
-    )  # a plain copy would make the host wait
+    # A copy that is not `non_blocking` would make the host wait.
+    ends_L = ends_L.to(positions_K.device, non_blocking=True)
     return torch.searchsorted(ends_L, positions_K, right=True)
 
 

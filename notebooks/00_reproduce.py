@@ -119,14 +119,16 @@ def compared(row) -> dict[str, str]:
 def ended(name: str) -> str:
     """Where a method ended, ours and the paper's, in words."""
     for row in traffic[(traffic["scheme"] == name) & traffic["difference"].notna()].itertuples():
-        ours, theirs = (
-            lab.format_interval(100 * gap, math.nan, math.nan)
-            for gap in (row.difference, row.paper_difference)
-        )
-        return f"ended {ours} points from it" + (
-            f" (in the paper: {theirs})" if theirs != "–" else ""
+        theirs = row.paper_difference
+        return f"ended {beside(row.difference)} it" + (
+            "" if math.isnan(theirs) else f" (in the paper: {beside(theirs)} it)"
         )
     return "has no result here yet"
+
+
+def beside(difference: float) -> str:
+    """A difference of accuracies in words, such as "0.17 points below"."""
+    return f"{abs(100 * difference):.2f} points {'below' if difference < 0 else 'above'}"
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

@@ -116,8 +116,8 @@ if all(plain.values()):
     means = {what: sum(ends.values()) / len(ends) for what, ends in plain.items()}
     side = "below" if means["top-K"] < means["dense training"] else "above"
     display(
-        Markdown(f"""**On text, measured in bits per character (fewer are better), top-K ends {side} dense training: at {means["top-K"]:.3f}
-instead of {means["dense training"]:.3f}** (a difference of {against(plain["top-K"], plain["dense training"])}). TCS ends at {means["TCS"]:.3f}
+        Markdown(f"""**In short.** On text, measured in bits per character (fewer are better), top-K ends {side} dense training: at {means["top-K"]:.3f}
+instead of {means["dense training"]:.3f} (a difference of {against(plain["top-K"], plain["dense training"])}). TCS ends at {means["TCS"]:.3f}
 ({against(plain["TCS"], plain["dense training"])}, against dense training). These are recorded runs of profile {evidence} without momentum,
 compared seed by seed.""")
     )

@@ -47,9 +47,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
     """Carry out a command, return its exit code, and say in one line what ended it early."""
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # so that a table is printed in an encoding without η, too
+    # A table is printed even if the terminal's encoding has no η.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _stopped_once():

@@ -249,9 +249,8 @@ class EF21(TopK):
         check_same_state("state: rule: mean_D", state["mean_D"], self.mean_D)
 
     def observe(self, update_D: Tensor) -> None:
-        self.mean_D = (
-            update_D.clone()
-        )  # not in place: after a failed round the old tensor is put back
+        # A new tensor: after a failed round the old one is restored.
+        self.mean_D = update_D.clone()
 
 
 @register_scheme(

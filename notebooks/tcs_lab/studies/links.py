@@ -46,10 +46,8 @@ SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_
 # How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
 EXCHANGES = ("passes", "plain", "bf16", "PowerSGD", *SHARES)
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
-_FRAME, _PAYLOAD = (
-    1514,
-    1448,
-)  # bytes of a full packet, as the limit counts them, and of its content
+# Bytes of a full packet, as the link's limit counts them, and of its content.
+_FRAME, _PAYLOAD = 1514, 1448
 _SOON = 60.0  # seconds that are enough for what should take no time
 
 

@@ -69,9 +69,8 @@ class Loopback:
             "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
             "RAY_USAGE_STATS_ENABLED": "0",
         }  # fmt: skip
-        if os.environ.get(
-            "PYTHONDONTWRITEBYTECODE"
-        ):  # without bytecode, each message would compile torch's modules
+        # Without bytecode, each message would compile torch's modules.
+        if os.environ.get("PYTHONDONTWRITEBYTECODE"):
             del self.environment["PYTHONDONTWRITEBYTECODE"]
             self.environment["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

@@ -159,9 +159,8 @@ class Node(Participant):
             self.theta_D = torch.frombuffer(bytearray(order["theta"]), dtype=torch.float32)
             self.known.load_state_dict(state_from_bytes(order["known"]))
         elif "reply" in order:
-            if (
-                self.known.status == tcs.CLOSED
-            ):  # this object was made after the client sent its message
+            # The round is not open if this object was made after the client sent its message.
+            if self.known.status == tcs.CLOSED:
                 self.known.begin(order["reply_dense"], self.theta_D)
             reply = self.known.from_bytes(order["reply"], tcs.SERVER)
             self.theta_D.add_(self.client.receive(reply, heard))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 _CODE = Path(__file__).resolve().parents[3]
 IS_CLONE = (_CODE / "tcs_core.py").is_file() and (_CODE / "params").is_dir()
-ROOT = (
-    _CODE if IS_CLONE else Path.cwd()
-)  # params/ and results/ are here; if installed, the folder in which it is called
+# The folder of params/ and results/. If the package is installed, this is the current folder.
+ROOT = _CODE if IS_CLONE else Path.cwd()
 LAB = Path(__file__).parents[1]  # as it stands in the file names of tracebacks

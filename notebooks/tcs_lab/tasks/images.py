@@ -223,13 +223,8 @@ def _cifar10(root: Path, label: str | None) -> Dataset:
 
 MAX_IMAGE_BYTES, MAX_IMAGE_SIDE = 1 << 20, 256  # bytes of one file, and pixels
 MAX_DATASET_BYTES = 4 << 30  # of all images when decoded
-IMAGE_FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-    "BMP",
-    "PPM",
-)  # for some of the others, Pillow starts programs
+# No other formats are read, since Pillow starts programs for some of them.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
 PARTS = ("train", "test")
 LAYOUT = "train/<class>/<image> and test/<class>/<image>"
 # What operating systems put beside images. Names that begin with a dot are ignored, too.

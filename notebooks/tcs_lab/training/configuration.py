@@ -45,9 +45,8 @@ PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Drops = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
-    Field(
-        strict=False, description="fractions of the epochs, between 0 and 1, in rising order"
-    ),  # a list too
+    # `strict=False` also allows a list.
+    Field(strict=False, description="fractions of the epochs, between 0 and 1, in rising order"),
     AfterValidator(_check_rising),
 ]
 Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]

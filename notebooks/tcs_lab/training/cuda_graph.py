@@ -178,17 +178,14 @@ class GraphRounds:
         if before_K is not None:
             if isinstance(self.watch, MaskWatch):
                 watched = self.watch.compare(before_K, rule.positions)
-            rule.positions = before_K.copy_(
-                rule.positions
-            )  # in the memory where the next round looks for it
+            # The next round looks for the positions in the memory of the earlier ones.
+            rule.positions = before_K.copy_(rule.positions)
         if watched is not None:
             self.watched_T2.index_copy_(0, now, watched.view(1, 2))
         finite = {n: torch.ones((), dtype=torch.bool, device=now.device) for n in everyone}
         finite[SERVER] = finite[0]
-        for (
-            sender,
-            flag,
-        ) in self.link.flags:  # on a CPU there are none, since what is not finite raises there
+        # On a CPU there are no flags, since a value that is not finite raises an error there.
+        for sender, flag in self.link.flags:
             finite[sender] = finite[sender] & flag
         self.finite_TN.index_copy_(0, now, torch.stack([*finite.values()]).view(1, -1))
         self.explored_T.index_copy_(0, now, self.link.explored.view(1))
@@ -220,9 +217,8 @@ class GraphRounds:
                 self._round()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, stream=side
-        ):  # the default stream is that of the first device used
+        # The stream is given, because the default one belongs to the first device that was used.
+        with torch.cuda.graph(graph, stream=side):
             self._round()
         for tensor, value in before:
             tensor.copy_(value)

@@ -180,9 +180,8 @@ class Training:
             weight_decay=config.weight_decay, seed=config.seed * 8 + _MASKS,
             trainer=self._choose_trainer(static),
         )  # fmt: skip
-        if hasattr(
-            self.compressor.rule, "set_model"
-        ):  # a method that compresses each parameter apart
+        # Methods that compress each parameter separately have `set_model`.
+        if hasattr(self.compressor.rule, "set_model"):
             self.compressor.rule.set_model(self.flat)
         if config.errors_limit and 1e6 * config.errors_limit < self.compressor.errors_ND.nbytes:
             move_errors_to_file(self.compressor)

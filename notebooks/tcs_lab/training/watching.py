@@ -37,9 +37,8 @@ class UpdateWatch:
         self.sizes_L = torch.tensor(layer_sizes, device=device)
         self.ends_L = self.sizes_L.cumsum(0)
         self.k = tcs_core.kept(phi, sum(layer_sizes))
-        self.before_K = torch.arange(
-            -self.k, 0, device=device
-        )  # at first positions that do not exist
+        # At first, these are positions that do not exist.
+        self.before_K = torch.arange(-self.k, 0, device=device)
         self.before_L = torch.zeros_like(self.sizes_L)  # how many of these are in each layer
         self.counts: list[Tensor] = []  # (2,) for each round
         self.floor = 0.0  # the least magnitude of the last selection
