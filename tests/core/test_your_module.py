@@ -384,6 +384,13 @@ def test_a_few_loaders_with_workers_are_a_feed():
 # What can't be meant is refused by name ───────────────────────────────────────────────────────────
 
 
+def test_a_scheduler_of_torchs_is_refused_with_what_to_give_instead():
+    optimizer = torch.optim.SGD(Classifier().parameters(), 0.1)
+    made = federation(Classifier(), eta=torch.optim.lr_scheduler.StepLR(optimizer, 50))
+    with pytest.raises(ValueError, match=r"^schedule: round 0: got .*StepLR.* lambda t: "):
+        made.round()
+
+
 @pytest.mark.parametrize(
     ("eta", "shown"), [(-0.1, "-0.1"), (torch.nan, "nan"), (torch.inf, "inf"), ("0.1", "'0.1'"), (lambda t: None, "None")]
 )  # fmt: skip
