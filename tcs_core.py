@@ -3595,7 +3595,9 @@ class FlatView:
                 way = "keep parameters in float32 and use autocast in the loss"
                 raise ValueError(f"model: {name}: got {p.dtype}, allowed: torch.float32 ({way})")
         if not named:
-            raise ValueError("model: got no parameter that is trained, allowed: one or more")
+            raise ValueError(
+                "model: got no parameter that is trained, allowed: one or more (p.requires_grad_())"
+            )
         self.names, self.parameters = list(named), list(named.values())
         starts: dict[Any, str] = {}
         for name, p in named.items():
