@@ -2,8 +2,9 @@
 
 This module contains the paper's whole method. It needs only torch and numpy. The paper is
 E. Ozfatura, K. Ozfatura and D. Gunduz, "Time-Correlated Sparsification for
-Communication-Efficient Federated Learning". In this file, "Alg.", "Eq.", "Sec." and "line" refer
-to the paper.
+Communication-Efficient Federated Learning". In this file, "Alg.", "Eq." and "Sec." refer to the
+paper, and "line" to a line of Alg. 2, except in section 7, where `LocalTrainer` does Alg. 1.
+"Norm" means a layer with running statistics, such as batch norm.
 
     theta_D -> local training -> delta_D -> (+ errors_D) -> masks -> values -> Message
             -> server: average -> update_D -> theta_D
@@ -23,18 +24,20 @@ Contents, with the main names of each section
     7 the federation   Federation, LocalTrainer, Phase, Feed, layer_sizes (Alg. 1, 3)
     8 models           resnet18, build_model
     9 a hook for DDP   TCSState, tcs_hook
-   10 states           check_same_state; names that no longer exist
+   10 states           check_same_state; errors for names that were removed
 
 Symbols (a suffix of a name, such as _D or _NS, gives the dimensions of a tensor)
     D parameters   N clients   K kept entries   L layers   H local steps   B batch   P intervals
     S entries of the norms' running statistics
     theta_D      model parameters            (D,) float32, in the order in which they lie in memory
     delta_D      a client's model difference (D,) float32: parameters after minus before training
-    errors_D     accumulated errors e        (D,) float32: what a client has not sent yet
+    errors_D     accumulated errors e        (D,) float32: what has not reached the server yet
     intended     delta + errors              what a client means to send
     sent         the quantized kept entries  what a client sends
     update_D     the server's average        (D,) float32
     phi          the fraction that is KEPT   K = ceil(phi * D), at least 1
+    shared mask  the paper's global mask     the same at the server and all clients: phi_global
+    own mask     the paper's local mask      of one client, outside the shared mask: phi_local
 
 Differences from the paper
      1. Bits are counted in two ways: by the paper's formula, and as the length of a code that can
@@ -46,25 +49,27 @@ Differences from the paper
         without a warm-up begins with one dense round.
      4. Error accumulation keeps the quantization error, too, so that sent + errors == intended.
         Without quantization this holds exactly in float32. With quantization it holds exactly if
-        sigma >= 1/2, because the difference of two such numbers is exact (Sterbenz's lemma). For
-        smaller sigma it holds up to one rounding of the subtraction. Errors are in units of the
+        sigma >= 1/2: then a value and the mean of its interval differ by a factor of at most 2, and
+        the difference of two float32 numbers that close is exact (Sterbenz's lemma). For smaller
+        sigma it holds up to one rounding of the subtraction. Errors are in units of the
         model difference, as in the paper's text. In the authors' published code they are in units
         of gradients; error_unit "gradient" selects this. With global momentum clients send sums of
         gradients, and errors are in units of these.
      5. Global momentum follows the paper's text, w <- beta w + g, theta <- theta - eta w. (The
         algorithm box puts beta on the wrong term, and the text has a plus before eta.) A round ends
-        with the server's step, at this round's learning rate; in the boxes the next round begins
-        with it.
-     6. In layer-wise fairness, phi^max with ">=" in the paper means phi^min. A layer is one
-        parameter tensor. The mask always has K entries: if the layers' minimum shares add up to
-        more than K, only the K largest of their entries are kept.
+        with the server's step, at this round's learning rate. In the paper's algorithm boxes, the
+        next round begins with this step.
+     6. The paper writes phi^max with ">=" in its condition for layer-wise fairness. We read it as
+        phi^min, the least fraction of every layer. A layer is one parameter tensor. The mask always
+        has K entries: if the layers' minimum numbers add up to more than K, only the K largest of
+        their entries are kept.
      7. The intervals of fractional quantization are (sigma^p u_max, sigma^(p-1) u_max], and the
         last includes u_min, the smallest magnitude that is NOT ZERO. Zeros get the last interval's
         code and are left out of its mean. All values of a message, on the shared mask and on the
         client's own mask, are quantized together.
-     8. A block of the position code has not 1/phi entries but a power of two near that number: the
-        power of two with the shortest code. In a block of 1/phi entries, a position would take
-        ceil(log2(1/phi)) bits, and up to one of them would be wasted.
+     8. In the paper, a block of the position code has 1/phi entries. There, a position takes
+        ceil(log2(1/phi)) bits, and up to one of them is wasted. Here the number of entries is a
+        power of two near 1/phi, namely the one that makes the code shortest.
      9. Batch norm's running statistics never influence training. After a round the module has the
         clients' average. (The authors evaluate with the test batch's statistics.)
     10. Weight decay is part of every local gradient.
@@ -198,7 +203,7 @@ class Scheme:
         if type(self.momentum) not in (int, float) or not 0 <= self.momentum < 1:
             _refuse("momentum", self.momentum, "a number in [0, 1)")
         object.__setattr__(self, "momentum", float(self.momentum))
-        for key in _SHARES:
+        for key in _PHIS:
             share = getattr(self, key)
             if share is None:
                 continue
@@ -238,12 +243,13 @@ class Scheme:
         with `register_scheme`) and any suffixes in `SUFFIXES` that make sense with it and with each
         other. `changes` replaces fields.
 
-        Raises ValueError for an unknown name, a suffix that makes no sense, a phi of a mask that
-        this family of the paper does not have, or a change that contradicts the name.
+        Raises ValueError for an unknown name, a suffix that makes no sense, a change that
+        contradicts the name, or a phi for a mask that a family of the paper does not have (such as
+        phi_global for top-K).
         """
         family, parts = _split_name(name)
         changes = {field: _number(value) for field, value in changes.items()}
-        _check_shares(family, changes)
+        _check_phis(family, changes)
         found = [(part, *_suffix_of(part, name)) for part in parts]
         fields, said = dict(FAMILIES[family]), set[str]()
         for part, suffix, number in sorted(found, key=lambda one: one[1].last):
@@ -256,7 +262,7 @@ class Scheme:
                 # `changes` may replace a suffix's phis and beta, which are only defaults, but not
                 # its number or its switch
                 is_said = number or type(sets[field]) is bool
-                if is_said and field not in _SHARES and changes[field] != sets[field]:
+                if is_said and field not in _PHIS and changes[field] != sets[field]:
                     got = f"got {changes[field]!r} beside {part!r}, which says {sets[field]!r}"
                     raise ValueError(
                         f"scheme {shorten(name)}: {field}: {got}, allowed: one of them"
@@ -267,7 +273,7 @@ class Scheme:
         return Scheme(name=family + spelt, **(fields | changes))
 
 
-_SHARES = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
+_PHIS = ("phi_global", "phi_local", "phi_min_global", "phi_min_local", "phi_down")
 
 
 def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
@@ -329,6 +335,7 @@ def _known_schemes() -> str:
 class Suffix(NamedTuple):
     """A part of scheme names, such as "-L<H>".
 
+    `form` is the suffix as error messages write it, and `says` describes it in a few words.
     `pattern` is a regular expression, in lower case and without the dash. If it has a group, the
     group matches a number. `change(fields, number)` returns the fields of Scheme that the suffix
     sets. `needs` lists what the scheme must have: masks of the clients' own ("own"), a "shared"
@@ -344,8 +351,8 @@ class Suffix(NamedTuple):
     last: bool = False
 
 
-def shares_of(fields: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return phi_global and phi_local of a scheme in which these fields are set."""
+def phis_of(fields: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Return phi_global and phi_local from `fields`, or Scheme's default where one is missing."""
     shared = fields.get("phi_global", Scheme.phi_global)
     own = fields.get("phi_local", Scheme.phi_local)
     return shared, own
@@ -370,7 +377,7 @@ _NEEDS = {  # what a suffix may need, and the words for it in an error
 
 
 def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -> None:
-    shared, own = shares_of(fields)
+    shared, own = phis_of(fields)
     rule = fields.get("rule", Scheme.rule)
     has = {
         "own": bool(own),
@@ -387,7 +394,7 @@ def _check_needs(suffix: Suffix, part: str, fields: dict[str, Any], name: str) -
         raise ValueError(f"scheme {shorten(name)}: {what}; {_known_schemes()}")
 
 
-def _check_shares(family: str, changes: dict[str, Any]) -> None:
+def _check_phis(family: str, changes: dict[str, Any]) -> None:
     """Raise ValueError if changes give a mask to a family of the paper that does not have this
     mask."""
     if family not in _THE_PAPERS:
@@ -411,7 +418,8 @@ def _spelling(part: str, suffix: Suffix, fields: dict[str, Any]) -> str:
 def register_suffix(
     form: str, pattern: str, says: str, needs: tuple[str, ...] = (), last: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Register a suffix of scheme names. This is a decorator of its `change(fields, number)`.
+    """Register a suffix of scheme names. Use this as a decorator of the suffix's function
+    `change(fields, number)`.
 
         @register_suffix("-G<n>", r"g([1-9])", "a shared mask of n/1000", ("shared",))
         def _shared_mask(fields, number):
@@ -439,7 +447,7 @@ def _local_steps(fields: dict[str, Any], number: int) -> dict[str, Any]:
 
 @register_suffix("-LF", "lf", "layer-wise fairness of both masks (Sec. II-C)", ("S_top",))
 def _fair(fields: dict[str, Any], _: int) -> dict[str, Any]:
-    shared, own = shares_of(fields)
+    shared, own = phis_of(fields)
     return {"phi_min_global": 1e-3 if shared else None, "phi_min_local": 4e-4 if own else None}
 
 
@@ -457,8 +465,8 @@ def _global_momentum(fields: dict[str, Any], _: int) -> dict[str, Any]:
 
 
 def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type[MaskRule]]:
-    """Register a family of schemes. This is a decorator of its mask rule; suffixes such as -L<H>
-    and -Q<q> then work with its name.
+    """Register a family of schemes. Use this as a decorator of the family's mask rule, a class
+    derived from `MaskRule`. Suffixes such as -L<H> and -Q<q> can then follow its name.
 
         @register_scheme("TCS-Average", phi_global=1e-2, phi_local=1e-3)
         class RunningAverage(TCS):
@@ -470,8 +478,8 @@ def register_scheme(name: str, **fields: Any) -> Callable[[type[MaskRule]], type
                 super().observe(self.average_D)
 
     `fields` are fields of Scheme. A family with the same name is replaced. Raises ValueError for a
-    field that is unknown or not allowed, and for a name that is one of the paper's or that a known
-    family with suffixes already has.
+    field that is unknown or not allowed, for a name that the paper uses, and for one that is
+    already understood as a known family with suffixes, such as "TCS-L4".
     """
     allowed = {field.name for field in dataclasses.fields(Scheme)} - {"name", "rule"}
     unknown = sorted(fields.keys() - allowed)
@@ -575,18 +583,19 @@ def top_k_above(
     floor: float, vector_D: Tensor, k: int, excluded: Tensor | None = None,
     among_K: Tensor | None = None,
 ) -> tuple[Tensor, float]:  # fmt: skip
-    """Return `top_k_positions`, and a floor that makes the call for the next vector of this kind
+    """Return what `top_k_positions` returns, and a floor: a magnitude that makes the next call
     faster.
 
-    Magnitudes change slowly from round to round. Therefore few entries lie above the floor, which
-    is slightly lower than the last threshold, and S_top is chosen exactly among these. If there are
-    fewer than k of them, half of the floor is tried, and then 0, which includes all entries.
-    Without a floor (0.0), one is estimated from a sample if the vector is long.
+    Give the floor with a similar vector, such as that of the next round. Magnitudes change slowly
+    from round to round. Therefore few entries lie above the floor, which is slightly lower than the
+    last k-th largest magnitude, and S_top is chosen exactly among these. If there are fewer than k
+    of them, half of the floor is tried, and then 0, which includes all entries. Without a floor
+    (0.0), one is estimated from a sample if the vector is long.
 
     `among_K` (int64, ascending) are positions outside of which the vector is known to be 0. On a
-    CPU no other entry is then read, unless fewer than k of these are different from 0. The
-    positions that are returned do not depend on the floor, nor on a correct `among_K`. Raises
-    ValueError for `among_K` together with `excluded`.
+    CPU, other entries are then not read, unless fewer than k entries at these positions differ from
+    0. Neither the floor nor a correct `among_K` changes the result. Raises ValueError as
+    `top_k_positions` does, and for `among_K` together with `excluded`.
 
     The floor is used only for float32 on a CPU, where numpy's calls cost less than torch's. On a
     GPU the host would have to wait to learn how many candidates there are. There, and for other
@@ -769,9 +778,9 @@ def layerwise_top_k_positions(
 ) -> Tensor:
     """Return S_top under layer-wise fairness (Eq. 14, 15): positions int64 (k,), ascending.
 
-    Of every layer l, the ceil(phi_min * d_l) largest entries are chosen, or all that are not
-    excluded if there are fewer. The rest of k is chosen by magnitude among all other entries. If
-    the layers' shares add up to more than k, the k largest entries among them are chosen.
+    From every layer l, which has d_l entries, the ceil(phi_min * d_l) largest are chosen, or all
+    that are not excluded if there are fewer. The rest of k is chosen by magnitude among all other
+    entries. If these numbers add up to more than k, the k largest entries among them are chosen.
 
     Raises ValueError for sizes or a k that do not fit, or if an entry that may be chosen is NaN,
     even with k = 0. On a GPU the host waits for these checks.
@@ -822,7 +831,8 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
 
 
 def intra_block_bits(block: int) -> int:
-    """Return the bits of a position inside a block of `block` entries: ceil(log2(block))."""
+    """Return how many bits a position takes inside a block of `block` entries:
+    ceil(log2(block))."""
     return (block - 1).bit_length()
 
 
@@ -833,8 +843,8 @@ def position_bits(count: int, dimension: int, block: int) -> int:
 
 @lru_cache(1024)
 def block_for(count: int, dimension: int) -> int:
-    """Return the power of two whose blocks give `count` positions in `dimension` the shortest
-    code."""
+    """Return the block size, a power of two, that makes the code of `count` positions out of
+    `dimension` entries shortest."""
     powers = [2**i for i in range(dimension.bit_length())]
     return min(powers, key=lambda block: position_bits(count, dimension, block))
 
@@ -850,9 +860,10 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
     """Encode positions as bits, the inverse of Alg. 4: uint8 tensor of 0 and 1.
 
     `positions_K` must be int64, 0-based, strictly ascending and below `dimension`. `block` is the
-    number of entries per block. The code of entry i in block b comes after i earlier entries and b
-    ends of blocks, so it begins at bit i * (1 + width) + b, where `width` is the number of bits of
-    an offset inside a block. Raises ValueError for positions out of range or out of order.
+    number of entries per block. Each position takes 1 + width bits: a "1", and its offset inside
+    the block in `width` bits. Each block ends with a "0". Position number i, which lies in block b,
+    comes after i positions and b ends of blocks, so it begins at bit i * (1 + width) + b. Raises
+    ValueError for positions out of range or out of order.
     """
     dimension, block = _check_code(dimension, block)
     check_positions(positions_K, dimension)
@@ -871,7 +882,7 @@ def encode_positions(positions_K: Tensor, dimension: int, block: int) -> Tensor:
 def check_positions(positions_K: Tensor, dimension: int, taken_D: Tensor | None = None) -> None:
     """Raise ValueError unless positions are int64 (K,), strictly ascending and in range.
 
-    On a CPU, `taken_D` (D,) may be a mask in which no position may lie.
+    On a CPU you can give a mask `taken_D` (D,). Then no position may lie inside it.
     """
     if positions_K.dim() != 1 or positions_K.dtype != torch.int64:
         got = f"{tuple(positions_K.shape)} {positions_K.dtype}"
@@ -942,8 +953,8 @@ def scaled_sign(values_K: Tensor) -> Tensor:
 
 
 def interval_edges(values_K: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Return the P - 1 inner edges sigma^p * u_max, ascending, in float64, and sigma (Eq. 20,
-    21)."""
+    """Return the P - 1 inner edges sigma^p * u_max of one or more values, ascending, in float64,
+    and sigma (Eq. 20, 21)."""
     magnitudes_K = values_K.abs().double()
     u_max, u_min = magnitudes_K.max(), torch.where(magnitudes_K > 0, magnitudes_K, math.inf).min()
     sigma = torch.where(u_max > 0, u_min / u_max, 1.0) ** (1.0 / intervals)
@@ -955,10 +966,11 @@ def fractional_quantize(values_K: Tensor, intervals: int) -> tuple[Tensor, Tenso
     """Quantize values by fractional quantization, Eq. 20 to 22: codes (K,) int32 and means (P,)
     float32.
 
-    Interval p = 1..P contains magnitudes in (sigma^p u_max, sigma^(p-1) u_max]. A code is p - 1,
+    Interval p = 1..P contains magnitudes in (sigma^p u_max, sigma^(p-1) u_max], and the last one
+    also the smallest, sigma^P u_max. A value and the mean of its interval differ by a factor of at
+    most 1 / sigma, so |Q(u) - u| <= (1 - sigma) / sigma * |u| for every u != 0. A code is p - 1,
     plus P for a negative value, which takes q = log2(P) + 1 bits. Zeros get the code of the last
-    interval with a positive sign, and are left out of its mean. Therefore |Q(u) - u| <= (1 - sigma)
-    / sigma * |u| for every u != 0. Empty intervals have mean 0.
+    interval with a positive sign, and are left out of its mean. Empty intervals have mean 0.
 
     Raises ValueError if there is no value, if a value is not finite, or if intervals < 1.
     """
@@ -1116,7 +1128,7 @@ class Message:
         value_bits = _number(value_bits)
         if value_bits == 32:
             return Message(intended_K, positions, sender, round)
-        intervals = 2 ** (value_bits - 1)
+        intervals = _intervals(value_bits)
         if not len(intended_K):
             codes, means = intended_K.int(), intended_K.new_zeros(intervals)
         else:
@@ -1134,7 +1146,10 @@ class Message:
         return Message(values_D, none, sender, round, dense=True)
 
     def add_to_(self, sum_D: Tensor, shared_K: Tensor | None, weight: float = 1.0) -> None:
-        """Add the values, times `weight`, to a vector (D,) at their positions."""
+        """Add the values, times `weight`, to a vector (D,) at their positions.
+
+        `shared_K` are the shared positions; a dense message does not need them.
+        """
         values_K, weight = self.values.detach(), _number(weight)
         if self.dense:
             sum_D.add_(values_K, alpha=weight)
@@ -1176,7 +1191,9 @@ def _check_quantized(name: str, given: Any, count: int, intervals: int) -> None:
     got = codes.dtype, tuple(codes.shape), means.dtype, tuple(means.shape)
     fit = torch.int32, (count,), torch.float32, (intervals,)
     if got != fit:
-        raise ValueError(f"quantizer {name}: got {got}; allowed: {fit}, codes and means")
+        words = "codes {1} {0} and means {3} {2}"
+        allowed = words.format(*fit)
+        raise ValueError(f"quantizer {name}: got {words.format(*got)}, allowed: {allowed}")
     if not is_on_cpu(codes) or not count:
         return
     low, high = int(codes.min()), int(codes.max())
@@ -1211,8 +1228,8 @@ class Wire:
     @staticmethod
     def down(scheme: Scheme, layer_sizes: Iterable[int], order: Iterable[Any] = ()) -> Wire:
         """Return the format of a scheme's messages from the server to clients."""
-        sizes = tuple(int(size) for size in layer_sizes)
-        return Wire(scheme.down_value_bits, scheme.code, sizes, tuple(map(tuple, order)))
+        wire = Wire.up(scheme, layer_sizes, order)
+        return dataclasses.replace(wire, value_bits=scheme.down_value_bits)
 
     @cached_property
     def dimension(self) -> int:
@@ -1242,7 +1259,7 @@ def message_bits(message: Message, wire: Wire) -> int:
 
 @lru_cache(1024)
 def block_code_bits(value_bits: int, values: int, own: int, dimension: int) -> int:
-    """Return the exact length of code "block" in bits.
+    """Return the exact length in bits of a sparse message in code "block", that of `BlockCode`.
 
     It depends only on the bits per value, on the numbers of values and own positions, and on D.
     """
@@ -1267,8 +1284,9 @@ def encode_message(message: Message, wire: Wire, mask_tag: int = 0) -> bytes:
     The result has message_bits(message, wire) bits, rounded up to whole bytes, plus OVERHEAD_BYTES.
 
     Raises ValueError for a message that could not be decoded to the same message: one with NaN,
-    infinity, or a sender, round or position out of range. The same holds for values of another
-    type, with another number of bits than the wire's, or that do not match their codes and means.
+    infinity, or a sender, round or position out of range. Also raises it for values of another type
+    or of another number of bits than the wire's, and for values that differ from what their codes
+    and means stand for.
     """
     who, when = message.sender, message.round
     if not 0 <= who <= SERVER or not 0 <= when < 2**32:
@@ -1294,11 +1312,10 @@ def _check_values(message: Message, wire: Wire) -> None:
     if not values.isfinite().all():
         raise ValueError("values: got NaN or infinity, allowed: finite numbers")
     if message.dense:
-        got = f"{len(values)} and {len(message.positions)} positions"
         if len(values) != wire.dimension or len(message.positions):
-            raise ValueError(
-                f"values: got {got}, allowed in a dense message: {wire.dimension} and 0"
-            )
+            got = f"{len(values)} values and {len(message.positions)} positions"
+            allowed = f"{wire.dimension} values and no positions"
+            raise ValueError(f"values: got {got}, allowed in a dense message: {allowed}")
         return
     if len(values) < len(message.positions):
         got = f"{len(values)} for {len(message.positions)} positions"
@@ -1309,7 +1326,8 @@ def _check_values(message: Message, wire: Wire) -> None:
     if codes is not None and means is not None:
         _check_quantized("of the message", (codes, means), len(values), wire.intervals)
         if not torch.equal(_dequantize(codes, means), values):
-            raise ValueError("values: got others than codes and means stand for, allowed: the same")
+            what = "got values that differ from those that the codes and means stand for"
+            raise ValueError(f"values: {what}, allowed: the same values")
 
 
 def decode_message(
@@ -1417,10 +1435,11 @@ class BlockCode:
     """
 
     def encode(self, message: Message, wire: Wire) -> tuple[bytes, bool]:
-        """Return the bytes of the message, and whether a receiver has to read them as code "block".
+        """Return the message as bytes, and whether the receiver has to read them with `BlockCode`
+        although the wire has another code.
 
-        In this class the second value is False: the receiver reads the bytes with the wire's code.
-        Another code may encode some messages as code "block" instead; for these it returns True.
+        This class is `BlockCode`, so the second value is False. The class of another code may
+        encode some messages with `BlockCode`, and returns True for these.
         """
         own, streams = len(message.positions), []
         if message.codes is not None and message.means is not None:
@@ -1497,19 +1516,28 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
 
 
 # ══ 6. Alg. 2: which entries are sent, shared knowledge, a client, the server ═════════════════════
-#    One round, in the order of its calls:
-#      1. known.begin(): the rule says which mask the server and all clients share in this round.
-#      2. client.send(delta): lines 9 to 12; the rule chooses the client's own mask (line 10).
-#      3. server.add(n, message): checks the message and adds it to the sum.
-#      4. server.finish(): lines 15 and 16, the average, and the reply that sends it to the clients.
-#      5. client.receive(reply): ends the round at a client in a separate process, which has a
-#         separate `Known`. Line 13, `arrived`, subtracts what the client has sent from its errors.
-#      6. known.observe(update): ends the round at the server. The rule chooses the next round's
-#         mask from the update.
-#    Between processes, `Known.to_bytes` makes bytes of a message and `Known.from_bytes` reads them.
-#    In one process, the server and all clients can share one `Known`. A `Compressor` then does the
-#    whole round, and calls `arrived` itself. A `Link` decides how messages travel, and counts
-#    their bits.
+#    One round, in the order of its calls. On the left, server and clients are separate processes,
+#    each with its own `Known`. On the right, a `Compressor` does the whole round in one process,
+#    where the server and all clients have the same `Known`.
+#
+#      separate processes                     Compressor      what changes
+#      ------------------                     ----------      ------------
+#      all:    known.begin()                  the same        the rule gives the shared mask
+#      client: client.send(delta)             message_of      lines 9 to 12: the errors become what
+#                                                             is intended; the message is in flight
+#      client: known.to_bytes(message)        link.to_server  counts the bits of the message
+#      server: known.from_bytes(data, n)
+#      server: server.add(n, message)         the same        the sum
+#      server: server.finish()                link.to_clients lines 15 and 16: the average, and the
+#      server: known.to_bytes(reply)                          reply that brings it to the clients
+#      server: known.observe(update)          the same        line 5 of the next round: the rule
+#                                                             chooses its mask; the round is closed
+#      client: known.from_bytes(data, SERVER)
+#      client: client.receive(reply)          arrived         line 13: what was sent leaves the
+#                                                             errors; `receive` also calls `observe`
+#
+#    A `Compressor` calls neither `send` nor `receive`, since it checks all clients' differences
+#    first, and since there is one `Known` to be closed.
 
 
 class MaskRule:
@@ -1541,9 +1569,15 @@ class MaskRule:
         self.scheme, self.layer_sizes = scheme, layer_sizes
         self.device, self.seed = device, seed
         self.dimension = sum(layer_sizes)
-        self.k_global = self.size(scheme.phi_global, self.dimension)
-        self.k_local = self.size(scheme.phi_local, self.dimension - self.k_global)
-        self._floors: dict[str, float] = defaultdict(float)  # by kind of vector: see `select`
+        self._set_sizes()
+        # By kind of vector: see `select`. Clients that share a `Known` share these numbers. They
+        # change how fast a mask is found, but never which.
+        self._floors: dict[str, float] = defaultdict(float)
+
+    def _set_sizes(self) -> None:
+        """Set the sizes of the shared mask and of a client's own mask in this round."""
+        self.k_global = self.size(self.scheme.phi_global, self.dimension)
+        self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
 
     def size(self, phi: float | None, most: int) -> int:
         """Return how many entries a mask with the fraction `phi` keeps in this round.
@@ -1561,14 +1595,14 @@ class MaskRule:
         factor = mask_factor if self.scheme.warmup_masks != 1 else 1
         if factor != self.mask_factor:
             self.mask_factor = _check_whole("mask_factor", factor, 1, 1000)
-            self.k_global = self.size(self.scheme.phi_global, self.dimension)
-            self.k_local = self.size(self.scheme.phi_local, self.dimension - self.k_global)
+            self._set_sizes()
 
     def shared_mask(self) -> Tensor | None:
         """Return the mask that the server and all clients share in this round, or None if there is
         none yet.
 
-        After None, the round is dense or, for a scheme without a dense warm-up, nothing is shared.
+        Here it is an empty mask: nothing is shared. If the result is None, the round is dense; in a
+        scheme without a dense warm-up, nothing is shared instead.
         """
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
@@ -1671,7 +1705,8 @@ def names_to_keep(kept: Any) -> list[str]:
 class Dense(MaskRule):
     """Send every entry (FedAvg).
 
-    With -Q<bits>, values are quantized, and the shared mask is the whole vector.
+    With -Q<bits>, values are quantized, and the shared mask is the whole vector. Such a round is
+    not "dense" in the sense of `Known.dense`, which means 32 bits for each value.
     """
 
     def shared_mask(self) -> Tensor:
@@ -1710,23 +1745,31 @@ class TCS(MaskRule):
     positions: Tensor | None = None  # of the shared mask; None before the first update
     # |last update| at `positions`, kept only after a round whose masks were larger than usual
     magnitudes_K: Tensor | None = None
-    among_K: Tensor | None = None  # ascending positions outside of which the next update is 0
+    # Ascending positions outside of which the next update is 0. Only `tcs_hook` sets them.
+    among_K: Tensor | None = None
 
     def shared_mask(self) -> Tensor | None:
         """Return the shared mask, or None before the first update."""
         if not self.k_global:
             return super().shared_mask()
         if self.magnitudes_K is not None and len(self.magnitudes_K) > self.k_global:
-            # In a sparse warm-up, masks were larger until now. Keep only the largest entries.
-            last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
-            last_D[self.positions] = self.magnitudes_K
-            fair = self.scheme.phi_min_global
-            self.positions = self.select(last_D, self.k_global, fair, None, "last")
-            self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
+            self._shrink(self.magnitudes_K)
         return self.positions
 
+    def _shrink(self, magnitudes_K: Tensor) -> None:
+        """Keep only the largest entries of the mask, because masks were larger until now, in a
+        sparse warm-up."""
+        last_D = torch.zeros(self.dimension, dtype=torch.float32, device=self.device)
+        last_D[self.positions] = magnitudes_K
+        fair = self.scheme.phi_min_global
+        self.positions = self.select(last_D, self.k_global, fair, None, "last")
+        self.magnitudes_K = last_D[self.positions] if self.mask_factor != 1 else None
+
     def observe(self, update_D: Tensor) -> None:
-        """Choose the next round's shared mask: S_top of the update (D,), line 5."""
+        """Choose the next round's shared mask: S_top of the update (D,), line 5.
+
+        An update that is all zero keeps the mask.
+        """
         if not self.k_global:
             return
         before_K, fair = self.positions, self.scheme.phi_min_global
@@ -1735,23 +1778,24 @@ class TCS(MaskRule):
         # An update that is all zero, as after a step at rate 0, says nothing about which entries
         # are large, so the mask stays.
         if is_on_cpu(update_D):
-            first = chosen_K[:1]  # usually enough; reading all scattered entries is slow
+            # One entry that is not 0 is enough, and usually the first one is not. To read all of
+            # them is slow, since they are scattered.
+            first = chosen_K[:1]
             if not update_D[first].any() and not update_D[chosen_K].any():
                 return
-            self.positions = chosen_K
-            self.magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
-            return
-        magnitudes_K = update_D[chosen_K].abs()
-        is_update = magnitudes_K.any()
-        if before_K is not None and len(before_K) == len(chosen_K):
-            chosen_K = torch.where(is_update, chosen_K, before_K)
-            if self.magnitudes_K is not None:
-                magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
+            magnitudes_K = update_D[chosen_K].abs() if self.mask_factor != 1 else None
+        else:
+            magnitudes_K = update_D[chosen_K].abs()
+            is_update = magnitudes_K.any()
+            if before_K is not None and len(before_K) == len(chosen_K):
+                chosen_K = torch.where(is_update, chosen_K, before_K)
+                if self.magnitudes_K is not None:
+                    magnitudes_K = torch.where(is_update, magnitudes_K, self.magnitudes_K)
         self.positions = chosen_K
         self.magnitudes_K = magnitudes_K if self.mask_factor != 1 else None
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Extend the checks of `MaskRule` to the positions and their magnitudes."""
+        """Check `positions` and `magnitudes_K`, too, in addition to what `MaskRule` checks."""
         super().check_state(state)
         positions_K, magnitudes_K = state["positions"], state["magnitudes_K"]
         if positions_K is None:
@@ -1805,8 +1849,8 @@ class Known:
     - `Server.average` sets AVERAGED, after which the server refuses further messages. If a client
       has a separate `Known`, its status goes from OPEN to CLOSED directly.
     - `observe` closes the round with its update. It is refused if no round is open.
-    - `lose` closes a round in which no message was averaged. It is never refused: if no round is
-      open, the number of the next one is skipped.
+    - `lose` closes a round whose average is not used. It is never refused: if no round is open, the
+      number of the next one is skipped.
     - `load_state_dict` discards an open round.
     """
 
@@ -1832,6 +1876,7 @@ class Known:
         self.round = 0  # the number of the open round, or of the next one if none is open
         self.status = CLOSED  # of the round: CLOSED, OPEN or AVERAGED
         self.senders: set[int] = set()  # clients that have sent through this object in this round
+        self.opening = 0  # how often `begin` was called; a `Server` recognizes a new round by it
         # Pairs of a sender and a bool () tensor, which says whether its values were finite.
         # `require_finite` adds them on a GPU. The DDP hook also adds them on a CPU.
         self.flags: list[tuple[int, Tensor]] = []
@@ -1861,15 +1906,16 @@ class Known:
         dense = dense or self.scheme.always_dense
         mask = None if dense else self.rule.shared_mask()
         if mask is None and not dense and not self.scheme.dense_warmup:
-            mask = torch.empty(0, dtype=torch.int64, device=self.device)
+            mask = torch.empty(0, dtype=torch.int64, device=self.device)  # nothing is shared yet
         if mask is not None:
             self.shared_K = self.positions_of(mask)
             self.shared_D = positions_to_mask(self.shared_K, self.dimension)
             self.own_count = self.rule.own_count(len(self.shared_K))
-        self.dense = mask is None
+        self.dense = mask is None  # then nothing uses the mask, which is still the last one
         self._mask_tag = 0 if self.dense else None
         self.status = OPEN
-        self.senders = set()  # a new set, by which a `Server` recognizes a new round
+        self.senders = set()
+        self.opening += 1
 
     def observe(self, update_D: Tensor) -> None:
         """Close the round with its update (D,), from which the rule chooses the next round's mask.
@@ -1887,7 +1933,7 @@ class Known:
         self.status = CLOSED
 
     def lose(self, round: int | None = None) -> None:
-        """Close a round in which no message was averaged.
+        """Close a round whose average is not used.
 
         `round` is the number of this round. Without it, the round is the open one or, if none is
         open, the next one. The mask stays the same, and the next round has the next number. This
@@ -1925,8 +1971,8 @@ class Known:
         its entries is not finite, and a flag is stored. `check_flags`, at the end of a round, reads
         all flags together and raises the error.
         """
-        if self.on_cpu:  # A sum is quick. It can overflow, so then every value is checked.
-            if not math.isfinite(values.sum().item()) and not values.isfinite().all():
+        if self.on_cpu:
+            if not _all_finite(values):
                 raise NotFiniteError(sender)
             return values
         # a sum of finite float32 values cannot overflow in float64
@@ -1993,8 +2039,8 @@ class Known:
                 got = f"{tuple(part.shape)} {part.dtype}" if is_tensor else type(part).__name__
                 want = f"a tensor of one dimension, {wanted_type}"
                 raise MessageError(sender, f"message: {name}: got {got}, allowed: {want}")
-        wire, own = (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
-        count = len(positions) if own is None else own  # the size of the own mask
+        wire, own = self._format_of(sender)
+        count = len(positions) if own is None else own
         wanted = {
             "sender": (message.sender, sender),
             "round": (message.round, self.round),
@@ -2014,7 +2060,7 @@ class Known:
             raise MessageError(sender, f"message: {error}") from error
         if sender != SERVER and self.dense:
             return
-        if not math.isfinite(values.sum().item()) and not values.isfinite().all():
+        if not _all_finite(values):
             what = "message: a value is NaN or infinity, allowed: finite values"
             raise MessageError(sender, what)
 
@@ -2033,24 +2079,32 @@ class Known:
         """Return a message of this round as bytes.
 
         Raises NotFiniteError if it turns out only now, on a GPU, that a client's values were not
-        finite.
+        finite, and ValueError for a message that `encode_message` refuses.
         """
         self.check_flags()
-        wire = self.wire_down if message.sender == SERVER else self.wire_up
-        return encode_message(message, wire, self.mask_tag)
+        return encode_message(message, self._format_of(message.sender)[0], self.mask_tag)
 
     def from_bytes(self, data: bytes, sender: int) -> Message:
         """Return the message of this round that `sender` (SERVER: the server) sent, from its bytes.
 
-        `data` may be untrusted. Raises MessageError for anything but that message.
+        `data` may be untrusted. Raises MessageError for anything but that message. Whether the
+        round is still open is checked by `Server.add` and `Client.receive`.
         """
-        wire, count = (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
+        wire, count = self._format_of(sender)
         shared_K = None if self.dense else self.shared_K
         try:
             message = decode_message(data, wire, shared_K, sender, self.round, count, self.mask_tag)
             return message.to(self.device)
         except ValueError as error:
             raise MessageError(sender, str(error)) from error
+
+    def _format_of(self, sender: int) -> tuple[Wire, int | None]:
+        """Return the wire format of a sender's messages, and how many positions of its own each
+        has.
+
+        This is None where the sender chooses the number. The sender is a client or SERVER.
+        """
+        return (self.wire_down, None) if sender == SERVER else (self.wire_up, self.own_count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that a resumed run needs.
@@ -2098,6 +2152,14 @@ class Known:
         self.flags.clear()
 
 
+def _all_finite(values: Tensor) -> bool:
+    """Return whether all values of a tensor on a CPU are finite.
+
+    A sum is quick and needs no temporary vector. It can overflow, so then every value is checked.
+    """
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+
+
 class InFlight(NamedTuple):
     """A message that a client has sent and that has not been acknowledged yet.
 
@@ -2114,8 +2176,8 @@ class InFlight(NamedTuple):
 class Client:
     """The client of Alg. 2.
 
-    `errors_D` (D,) is what the server has not received yet. It begins as zeros if none are given,
-    and is None if the scheme keeps no errors. Its unit is that of the vectors given to `send`:
+    `errors_D` (D,) is what the server has not received yet. If none are given, it begins as zeros,
+    or is None if the scheme keeps no errors. Its unit is that of the vectors given to `send`:
     model differences or, in a federation with global momentum, sums of gradients.
 
     `send` makes a message. From then until `arrived`, `errors_D` holds everything that was meant to
@@ -2141,8 +2203,11 @@ class Client:
 
         `delta_D` is not changed. Before anything is changed, this raises NotFiniteError for NaN or
         infinity. It raises ValueError for another shape or type, a round that is not open, or a
-        second message in one round. If adding the difference makes the errors overflow,
-        NotFiniteError is raised as well, and the errors are reset to 0.
+        second message in one round. If adding the difference makes errors overflow that are to be
+        sent, NotFiniteError is raised as well, and the errors are reset to 0.
+
+        If a rule raises or returns a mask that is not allowed, the difference is in the errors
+        already, and the client counts as one that has sent: give the round up with `Known.lose`.
 
         On a GPU the whole vector becomes 0 if any entry is not finite. The error is then raised by
         `Known.to_bytes` or at the end of the round.
@@ -2151,14 +2216,18 @@ class Client:
         if known.status != OPEN:
             got = f"round {known.round} is {known.status}"
             raise ValueError(f"{what}: {got}, allowed: after Known.begin")
+        # The second is for a client whose state was loaded: `known` may not know of the message.
         if self.number in known.senders or self.sent_in(known.round):
             got = f"has sent in round {known.round} already"
             raise ValueError(f"{what}: {got}, allowed: once per round")
         return self.message_of(self.check_difference(delta_D))
 
     def check_difference(self, delta_D: Tensor) -> Tensor:
-        """Return a difference that `message_of` can use. Raises as `send` does, with nothing
-        changed."""
+        """Check a difference and return it, detached from autograd.
+
+        Raises ValueError for another shape or type, and NotFiniteError for NaN or infinity. On a
+        GPU, a difference that is not finite is returned as zeros (see `Known.require_finite`).
+        """
         known = self.known
         if not isinstance(delta_D, Tensor):
             raise ValueError(f"delta_D: got a {type(delta_D).__name__}, allowed: a tensor")
@@ -2266,7 +2335,8 @@ class Client:
         known.observe(update_D)
         if heard:
             self.arrived()
-        self.in_flight = None
+        else:
+            self.in_flight = None
         return update_D
 
     def sent_in(self, round: int) -> bool:
@@ -2331,19 +2401,22 @@ class Client:
             )
         if flight is None:
             return
+        self._check_in_flight(flight)
+
+    def _check_in_flight(self, flight: Any) -> None:
+        """Raise ValueError for a message in flight that this client cannot load."""
         if not isinstance(flight, dict):
             _refuse("state: in_flight", flight, f"None, or {', '.join(InFlight._fields)}")
         positions_K: Any = flight.get("positions_K")
-        has_count = isinstance(positions_K, Tensor) and positions_K.dim() == 1
-        values_K = torch.empty(
-            len(positions_K) if has_count else 0, dtype=torch.float32, device="cpu"
-        )
+        is_vector = isinstance(positions_K, Tensor) and positions_K.dim() == 1
+        count = len(positions_K) if is_vector else 0
+        values_K = torch.empty(count, dtype=torch.float32, device="cpu")
         like = InFlight(0, values_K.long(), values_K, values_K, False)
         check_same_state("state: in_flight", flight, like._asdict())
         _check_whole("state: in_flight: round", flight["round"], 0, 2**32 - 1)
         if flight["dense"] and len(positions_K):
             raise ValueError("state: in_flight: got positions of a dense message, allowed: none")
-        try:
+        try:  # sorted, because the shared positions come first, and then the client's own
             check_positions(positions_K.sort().values, self.known.dimension)
         except ValueError as error:
             raise ValueError(f"state: in_flight: {error}") from error
@@ -2368,15 +2441,15 @@ class Client:
 class Downlink(Client):
     """The server as a sender of compressed updates: lines 9 to 13, applied to the update.
 
-    `Server` has one if the scheme does not send the whole average in 32 bits. The positions beside
-    the shared mask are chosen by `phi_down` or, without it, are all positions that clients sent.
-    Values are quantized if `down_value_bits` is below 32.
+    `Server` has one if the scheme does not send the whole average in 32 bits. Outside the shared
+    mask, the server sends the entries that `phi_down` selects or, without it, all that any client
+    has sent. Values are quantized if `down_value_bits` is below 32.
     """
 
     def __init__(self, known: Known):
         errors_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         super().__init__(known, 0, errors_D)
-        self.number = SERVER
+        self.number = SERVER  # which is not a client's number, so `Client` would refuse it
         self.value_bits, self.quantizer = known.scheme.down_value_bits, known.scheme.down_quantizer
         # Where clients sent entries outside the shared mask, bool (D,), as given to `reply_to`.
         # It is `Server.explored_D`, which is cleared after the round. Before the first: (0,).
@@ -2395,18 +2468,23 @@ class Downlink(Client):
         try:
             message = self.message_of(update_D)
         except NotFiniteError:
-            cast(Tensor, before_D).zero_()  # errors that overflow are reset, restored or not
+            # `message_of` has reset the new errors if they overflowed. A `Compressor` restores the
+            # old ones, which would overflow again in the next round, so they are reset, too.
+            cast(Tensor, before_D).zero_()
             raise
         self.arrived()
         return message
 
     def intended(self, delta_D: Tensor) -> Tensor:
-        """Line 9 in new memory, so that the errors from before a failed round can be restored."""
+        """Do line 9 in new memory, so that the errors can be restored after a failed round."""
         self.errors_D = cast(Tensor, self.errors_D) + delta_D
         return self.errors_D
 
     def own_positions(self, intended_D: Tensor) -> Tensor:
-        """Return the positions outside the shared mask that the server sends."""
+        """Return the positions outside the shared mask that the server sends.
+
+        In a round without a shared mask, these are k_global more than otherwise.
+        """
         known, phi_down = self.known, self.known.scheme.phi_down
         if phi_down is None:
             return mask_to_positions(self.explored_D)
@@ -2420,9 +2498,10 @@ class Downlink(Client):
 class Server:
     """The server of Alg. 2. It adds each message to a sum as soon as the message arrives.
 
-    `weights` has one number per client: its share of the average. Without it, all clients count
-    equally. If the scheme compresses the downlink, `downlink` is the `Downlink` that sends updates
-    and keeps their errors. Otherwise it is None.
+    `weights` has one number from 1e-18 to 1e18 per client. The average is divided by the sum of the
+    weights of those clients that were heard. Without weights, all clients count equally. If the
+    scheme compresses the downlink, `downlink` is the `Downlink` that sends updates and keeps their
+    errors. Otherwise it is None.
     """
 
     def __init__(self, known: Known, weights: Iterable[float] | None = None):
@@ -2432,15 +2511,16 @@ class Server:
         self.downlink = Downlink(known) if known.scheme.compresses_downlink else None
         self.explored_D = torch.zeros(known.dimension, dtype=torch.bool, device=known.device)
         self.heard: list[int] = []  # clients whose messages are in the sum
-        self.senders: set[int] | None = None  # `Known.senders` of the round of these messages
+        self.opening: int | None = None  # `Known.opening` in the round of these messages
         self.sum_D = torch.zeros(0, dtype=torch.float32, device=known.device)
         self.average_D: Tensor | None = None  # once `average` has computed it
 
     def add(self, number: int, message: Message) -> None:
         """Add client `number`'s message of this round to the sum.
 
-        Raises MessageError, with nothing changed, for a message of another client or round, for one
-        of another size, or for a client's second message in this round.
+        Raises MessageError, with nothing changed, for a message that `Known.check_message` refuses,
+        from a client without a weight, for a client's second message in this round, and after
+        `average`.
         """
         known, weights = self.known, self.weights
         limit = SERVER if weights is None else len(weights)
@@ -2451,14 +2531,14 @@ class Server:
             raise MessageError(
                 number, f"add: too late, round {known.round} has been averaged without it"
             )
-        is_first = self.senders is not known.senders  # the first message of a round
+        is_first = self.opening != known.opening  # the first message of a round
         if number in self.heard and not is_first:
             raise MessageError(
                 number, f"add: a second message in round {known.round}, allowed: one"
             )
         if is_first:
             self.drop()  # messages of a round that was never finished
-            self.senders = known.senders
+            self.opening = known.opening
             self.sum_D = torch.zeros(known.dimension, dtype=torch.float32, device=known.device)
         weight = 1.0 if weights is None else weights[number]
         message.add_to_(self.sum_D, known.shared_K, weight)
@@ -2472,7 +2552,7 @@ class Server:
         message, and NotFiniteError if the sum has overflowed.
         """
         known = self.known
-        if not self.heard or self.senders is not known.senders or known.status == CLOSED:
+        if not self.heard or self.opening != known.opening or known.status == CLOSED:
             way = "allowed: finish after add, or Known.lose, which gives the round up"
             raise MessageError(SERVER, f"no message was accepted in round {known.round}, {way}")
         if self.average_D is None:
@@ -2486,7 +2566,8 @@ class Server:
     def reply(self, update_D: Tensor) -> Message:
         """Line 16: make the server's message to all clients.
 
-        It contains the update (D,) or, if the downlink is compressed, a part of it.
+        It contains the update (D,) or, if the downlink is compressed, a part of it. With a
+        compressed downlink, NotFiniteError is raised if errors overflow.
         """
         known = self.known
         if self.downlink is not None:
@@ -2496,21 +2577,6 @@ class Server:
         own_K = mask_to_positions(self.explored_D)
         values_K = update_D.index_select(0, torch.cat([known.shared_K, own_K]))
         return Message(values_K, own_K, SERVER, known.round)  # line 16
-
-    def average_and_bits(self) -> tuple[Tensor, int]:
-        """Return the average, and the length in bits of a `reply` in code "block" that contains all
-        of it.
-
-        This takes less time than making the reply. Raises what `finish` raises.
-        """
-        known, update_D = self.known, self.average()
-        if known.dense:
-            known.check_flags()
-            return update_D, 32 * known.dimension
-        explored = known.check_flags(self.explored_D)
-        values = len(known.shared_K) + explored
-        value_bits = known.wire_down.value_bits
-        return update_D, block_code_bits(value_bits, values, explored, known.dimension)
 
     def finish(self) -> tuple[Tensor, Message]:
         """Return the update that the server and all clients apply, (D,), and the message that
@@ -2538,7 +2604,7 @@ class Server:
         """Forget the messages that were added, because the round is over or has failed."""
         if self.heard:
             self.explored_D.zero_()
-        self.heard, self.average_D, self.senders = [], None, None
+        self.heard, self.average_D, self.opening = [], None, None
         self.sum_D = self.sum_D.new_zeros(0)
 
     def scale_(self, factor: float) -> None:
@@ -2558,9 +2624,9 @@ class Server:
         wanted = dict.fromkeys(self.state_dict())
         check_same_state("state of Server", dict.fromkeys(state), wanted)
         if (state["downlink"] is None) != (self.downlink is None):
-            got, allowed = ("none", "one") if state["downlink"] is None else ("one", "none")
-            why = f"as {self.known.scheme.name} has it"
-            raise ValueError(f"state of Server: downlink: got {got}, allowed: {allowed}, {why}")
+            got, allowed = ("no", "some") if state["downlink"] is None else ("some", "no")
+            what = f"got {got} errors of a downlink, allowed: {allowed} such errors"
+            raise ValueError(f"state of Server: {what} ({self.known.scheme.name})")
         if self.downlink is not None:
             self.downlink.check_state(state["downlink"])
 
@@ -2583,12 +2649,14 @@ class Link:
 
     Without a `channel`, messages arrive exactly as they were sent, and their exact sizes are
     counted. With one, every message becomes bytes and is decoded before it is used.
-    `channel(sender, data)` returns the bytes that arrive: the same bytes with `unchanged`, or those
-    of a transport or an attack.
+    `channel(sender, data)` returns the bytes that arrive. Give the function `unchanged` for a
+    channel without errors, or your own function, such as a transport or a simulated attack.
 
-    A client's message that cannot be accepted raises MessageError. With `on_bad` "skip" it is left
+    A client's message that cannot be decoded raises MessageError. With `on_bad` "skip" it is left
     out instead: the average is that of the others, and the client's errors keep everything that it
-    meant to send. (In a scheme without errors, it is lost.)
+    meant to send. (In a scheme without errors, it is lost.) If no client's message can be decoded,
+    or the server's cannot, MessageError is raised all the same. To leave out messages for other
+    reasons, derive a class whose `to_server` returns None for them.
     """
 
     channel: Callable[[int, bytes], bytes] | None = None
@@ -2618,18 +2686,33 @@ class Link:
         """Return the update that all clients receive, (D,), and the length of the server's message
         in bits.
 
-        The message itself is not made if nobody reads it and its length follows from the number of
-        entries that clients sent outside the shared mask.
+        The message is not made if there is no channel, the downlink is not compressed and the code
+        is "block". Its length then follows from the number of entries that clients sent outside the
+        shared mask.
         """
         known = server.known
         if self.channel is None and server.downlink is None and known.scheme.code == "block":
-            return server.average_and_bits()
+            return self._count_reply(server)
         update_D, reply = server.finish()
         bits = message_bits(reply, known.wire_down)
         if self.channel is not None:
             data = self.channel(SERVER, known.to_bytes(reply))
             update_D = known.expand_message(known.from_bytes(data, SERVER))
         return update_D, bits
+
+    @staticmethod
+    def _count_reply(server: Server) -> tuple[Tensor, int]:
+        """Do what `Server.finish` does, but only count the bits of the reply.
+
+        Return the average and the number of bits.
+        """
+        known, update_D = server.known, server.average()
+        explored = known.check_flags(None if known.dense else server.explored_D)
+        server.drop()
+        if known.dense:
+            return update_D, 32 * known.dimension
+        values, value_bits = len(known.shared_K) + explored, known.wire_down.value_bits
+        return update_D, block_code_bits(value_bits, values, explored, known.dimension)
 
 
 def unchanged(sender: int, data: bytes) -> bytes:
@@ -2638,8 +2721,8 @@ def unchanged(sender: int, data: bytes) -> bytes:
 
 
 def bytes_of(bits: int) -> int:
-    """Return the length in bytes of a message whose code has this many bits, including the
-    overhead."""
+    """Return the length in bytes of a message whose code has this many bits, with OVERHEAD_BYTES
+    for header and checksum."""
     return OVERHEAD_BYTES + -(-bits // 8)
 
 
@@ -2649,10 +2732,10 @@ def bytes_of(bits: int) -> int:
 class Traffic(NamedTuple):
     """What was sent in one round.
 
-    `bits_up` is the average length of a client's message and `bits_down` the length of the server's
-    message, both in bits of code. `bytes_up`, the sum over all clients, and `bytes_down` include
-    the overhead. `heard` are the clients whose messages were averaged, and `refused` those whose
-    messages were not accepted.
+    `bits_up` is the average length of a client's message, rounded up, and `bits_down` the length of
+    the server's message, both in bits of code. `bytes_up`, the sum over the clients in `heard`, and
+    `bytes_down` include OVERHEAD_BYTES. `heard` are the clients whose messages were averaged, and
+    `refused` those whose messages were not accepted; their messages are not counted.
 
     The round of a centralized scheme (Baseline) is counted in the same way, as one dense message in
     each direction, although there is nobody to send it to. `bit_budget` is nan there.
@@ -2738,11 +2821,12 @@ class Compressor:
         """Do one round like `step`, but call `difference(n)` for each client's difference (D,) when
         it is needed.
 
-        For `theta_D` and `mask_factor` see `Known.begin`.
+        `chosen` lists the clients that take part. For `theta_D` and `mask_factor` see
+        `Known.begin`.
 
         If anything is raised during the round, no message counts as received: errors hold what was
         meant to be sent, the mask is the same as before, and the next round has the next number.
-        Schemes without errors lose what was sent, as they lose any message. If the very end of a
+        In a scheme without errors, what was sent in this round is lost. If the very end of a
         round, when errors are updated, is interrupted, every later call raises until a state is
         loaded.
         """
@@ -2781,7 +2865,6 @@ class Compressor:
             asked, heard = None, tuple(server.heard)
             update_D, bits_down = self.link.to_clients(server)  # lines 15 and 16
             known.observe(update_D)  # line 5 of the next round
-            server.drop()
             is_closing = True
             for n in heard:
                 self.clients[n].arrived()  # line 13
@@ -2812,13 +2895,12 @@ class Compressor:
         """
         # `before` holds no copies of tensors, since the rule and the downlink replace their tensors
         # and never change them in place. Of the server's tensors, `sum_D` is a new one in each
-        # round. `explored_D` does change in place, but `drop` clears it, and it is clear at the
-        # beginning of a round.
+        # round. `explored_D` does change in place, but it is clear at the beginning of a round.
         is_named = asked is None or isinstance(error, ClientError)  # which names its client itself
         who = "" if is_named else f"client {asked}, "
         lost = "" if self.scheme.keeps_errors else "; what was sent is lost"
         error.add_note(f"{who}round {t}: nobody was heard in it{lost}")
-        self.server.drop()
+        self.server.drop()  # clears `explored_D`; all else that it sets is replaced now
         for part, attributes in before:
             part.__dict__ = attributes
         self.known.lose(t)
@@ -2864,7 +2946,7 @@ class Compressor:
 
     def keep_errors_in(self, errors_ND: Tensor) -> None:
         """Use the memory of this tensor (N, D), which holds zeros, for the errors. Call it before
-        the first round."""
+        the first round. Raises ValueError for another shape or type."""
         check_same_state("errors_ND", errors_ND, self.errors_ND)
         self.errors_ND = errors_ND
         for client, errors_D in zip(self.clients.values(), errors_ND, strict=False):
@@ -2973,8 +3055,8 @@ class Federation:
       error that names the parameter: make a new Federation of the module. Anything else that a
       forward pass changes, such as a teacher model or the vectors of spectral norm, is shared by
       the clients, which change it in turn. It is not restored after a failed round either.
-    - `feed`: a list with one iterable of batches per client, on the model's device, or an object
-      like `Feed`.
+    - `feed`: a list with one iterable of batches per client, or an object like `Feed`. The batches
+      have to be on the model's device.
     - `scheme`: a `Scheme` or its name.
     - `schedule`: the learning rate of the local steps, or a function from a round's number to its
       rate or `Phase`. None leaves the rate to `local_optimizer`.
@@ -2985,12 +3067,14 @@ class Federation:
       plain SGD. It is called once for each client. With a schedule, the schedule sets the
       optimizer's learning rate. Then an optimizer is refused if it was given another rate than the
       one with which the schedule begins, or several rates.
-    - `server_optimizer`: such a function for the server's step. The optimizer sees minus the
-      average update as the gradient.
-    - `weights`: the clients' shares of the average, also of the average of running statistics.
+    - `server_optimizer`: a function from parameters to an optimizer, for the server's step. The
+      optimizer sees minus the average update as the gradient.
+    - `weights`: the clients' weights in the average (see `Server`), also in the average of running
+      statistics.
       Without it, all are equal.
     - `link`: how messages travel (see `Link`).
-    - `seed`: for rand-K's masks and for the random numbers that clients draw in torch.
+    - `seed`: for rand-K's masks, for the random numbers that clients draw in torch, and for the
+      order of batches if `feed` is a list.
     - `trainer`: a function that makes the `LocalTrainer` from its arguments. A class derived from
       `LocalTrainer` can run the same local steps in another way.
 
@@ -3004,7 +3088,7 @@ class Federation:
     - `theta_D` (D,): the parameters. `round` and `state_dict` first read them from the module, and
       `load_state_dict` writes them into it, so writing to `theta_D` itself has no effect.
     - `statistics_NS`: the running means and variances of the norms, one row per client.
-    - `momentum_D` (D,): the server's momentum, None without.
+    - `momentum_D` (D,): the server's momentum, or None if the scheme has no global momentum.
     - `compressor`: the `Compressor`. Its errors are in units of model differences or, with global
       momentum, of gradients.
     - `active`: the clients whose messages were averaged in the last round.
@@ -3077,9 +3161,10 @@ class Federation:
 
         A round can fail, for instance if a gradient is NaN, a feed ends or the user presses Ctrl-C.
         Then no client's message counts: theta, momentum, running statistics and masks stay the
-        same, and errors keep the differences of the clients that had sent. Only `t` and the feed
-        have advanced. The exception names the client and the round. If a client's difference was
-        not finite, its local optimizer is replaced by a new one.
+        same, and errors keep the differences of the clients that had sent. `t` and the feed have
+        advanced, and so have the local optimizers of the clients that had trained. The exception
+        names the client and the round. If a client's difference was not finite, its local optimizer
+        is replaced by a new one.
 
         An exception after the exchange, while theta is updated (by Ctrl-C or in a
         `server_optimizer`), cannot be undone in this way. Then every later call raises until a
@@ -3143,7 +3228,8 @@ class Federation:
     ) -> Tensor:  # fmt: skip
         """Let these clients train, send and receive in round t; return the update_D (D,).
 
-        This has to run inside `LocalTrainer.lend_module`. In a CUDA graph, t and eta are tensors.
+        This has to run inside `LocalTrainer.lend_module`. `t` and `eta` may be tensors, so that a
+        round can be captured as a CUDA graph. The other arguments are those of `Compressor.round`.
         """
 
         def difference(n: int) -> Tensor:
@@ -3191,8 +3277,7 @@ class Federation:
         Use it as `with fed.evaluated() as model`.
 
         Inside, the norms have the averaged statistics of the clients of that round, or
-        `statistics_S` (S,). Afterwards modes and statistics are restored. (A process that runs only
-        some of the clients knows only the statistics of these.) Inside, `round` and
+        `statistics_S` (S,). Afterwards modes and statistics are restored. Inside, `round` and
         `load_state_dict` raise ValueError.
         """
         self._check_usable("evaluated", shown=True)
@@ -3480,8 +3565,9 @@ class LocalTrainer:
             if p.grad is not None:
                 break
         else:
-            what = "got one that gives no trained parameter of the model a gradient"
-            raise ValueError(f"loss: {what}, allowed: a loss of the module it is called with")
+            what = "got one after whose backward() no trained parameter has a gradient"
+            way = "a loss that is computed from the module that the function is called with"
+            raise ValueError(f"loss: {what}, allowed: {way}")
         now = list(map(_VERSION, parameters))
         if self.local_optimizer is not None or now == versions:
             return
@@ -3687,7 +3773,7 @@ class FlatView:
         if same and kinds == self.kinds and len(norms) == len(self.norms):
             return
         name, got, allowed = self._change()
-        way = "to train on with others, make a new Federation of the module"
+        way = "to continue with other parameters, make a new Federation of the module"
         raise ValueError(f"model: {name}: got {got}, allowed: {allowed}, as at the start ({way})")
 
     def _change(self) -> tuple[str, str, str]:
@@ -3814,9 +3900,12 @@ class Feed:
     share a data set, each of them calls it.) Random numbers that are drawn later in a pass, as for
     a shuffle buffer, or by numpy, differ after a resume.
 
-    Your own feed class needs `clients`, the number of clients, and `batch`. Raises ValueError for
-    anything but a list of iterables, for a client with no batch, and for persistent workers that
-    the number of the pass would not reach.
+    Your own feed class needs `clients`, the number of clients, and `batch(n, round, tau)`. It may
+    have `state_dict`, `check_state` and `load_state_dict`, for states of a `Federation`.
+
+    Raises ValueError for anything but a list of iterables, for an iterator that two clients share,
+    for more than `most_workers` workers in all, and for persistent workers with a data set that has
+    `set_epoch` but nothing in shared memory: their copies would never learn the number of the pass.
     """
 
     # for all loaders together: each worker is a process that keeps files open during the training
@@ -3904,7 +3993,7 @@ class Feed:
         }  # fmt: skip
 
     def check_state(self, state: Any) -> None:
-        """Raise ValueError unless this is the state of a feed with as many clients."""
+        """Raise ValueError unless this is the state of a feed with the same number of clients."""
         check_state_version("state: feed", state)
         check_same_state("state: feed", state, self.state_dict())
         for count in (*state["passes"], *state["given"]):
@@ -4037,7 +4126,7 @@ def _check_made(key: str, made: Any, given: list[nn.Parameter]) -> None:
         raise ValueError(f"{key}: gave a {type(made).__name__}, allowed: {allowed}")
     steps = {id(p) for group in made.param_groups for p in group["params"]}
     if steps.isdisjoint(map(id, given)):
-        raise ValueError(f"{key}: gave one of other parameters, allowed: {allowed}")
+        raise ValueError(f"{key}: gave an optimizer of other parameters, allowed: {allowed}")
 
 
 def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
@@ -4053,7 +4142,11 @@ def _check_rate(optimizer: torch.optim.Optimizer, first_eta: float) -> None:
 
 
 def _descend(start_D: Tensor, gradient_D: Tensor, eta: float | Tensor, out: Tensor) -> None:
-    """Write start - eta * gradient into `out`."""
+    """Write start - eta * gradient into `out`.
+
+    The rate and the number of a round are tensors where a whole round is recorded as a CUDA graph
+    (tcs_lab.training.cuda_graph).
+    """
     if isinstance(eta, Tensor):
         torch.addcmul(start_D, gradient_D, eta, value=-1.0, out=out)
     else:
@@ -4090,9 +4183,10 @@ class BasicBlock(nn.Module):
 
 
 def build_model(name: str, width: int, classes: int = 10) -> nn.Module:
-    """Return a net for images (B, 3, h, w): stages of blocks, each twice as wide at half the size.
+    """Return a convolutional net for images (B, 3, h, w), with the stages in `STAGES`.
 
-    Raises ValueError for a name that is not in `STAGES`.
+    Its first stage has `width` channels. Each later stage has twice the channels, and half the
+    height and width, of the one before. Raises ValueError for a name that is not in `STAGES`.
     """
     if name not in STAGES:
         raise ValueError(f"model: got {shorten(name)}, allowed: {', '.join(STAGES)}")
@@ -4123,8 +4217,7 @@ def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
 def tcs_hook(
     state: TCSState, bucket: dist.GradBucket, *others: Any
 ) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: average gradients by TCS over all ranks, or over the model's process
-    group.
+    """DDP communication hook: average gradients by TCS over the process group of the state.
 
     1. The first `start_iter` steps are DDP's plain all-reduce. The last of them gives the first
        shared mask.
@@ -4135,7 +4228,7 @@ def tcs_hook(
     4. Shares on the ranks' own masks are exchanged by an all_gather. Each takes 8 bytes: a position
        and a float32 value.
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
-       13 subtracts what this rank's shares contributed from its errors.
+       13: from its errors, this rank subtracts what its shares contributed to the average.
 
     `TCSState` has an example. Raises ValueError for sparse or complex gradients, for parameters of
     a second model, if the caller is not DDP and, on all ranks, if their states differ at the start.
@@ -4177,7 +4270,8 @@ tcs_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.
 
 
 class TCSState:
-    """Settings and memory of `tcs_hook`, which averages over all ranks if no `model` is given.
+    """Settings and memory of `tcs_hook`. It averages over the process group of the `model`, over
+    `process_group` or, if neither is given, over all ranks, even if the model is on some only.
 
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> torch.distributed.init_process_group("gloo")  # torchrun says how many processes
@@ -4227,13 +4321,14 @@ class TCSState:
 
     `iter` counts steps. `bytes_sent` is what this rank has passed to collectives, in bytes: "dense"
     and "shared" to all_reduce, "explored" to all_gather. On a GPU the host waits for values in two
-    steps only. In the first step, the ranks compare their states. In the last dense step, the
-    average has to be finite. (The host may wait once more after a state is loaded, after DDP has
-    rebuilt its buckets, or in a second pass with the same parameters.)
+    steps only. In the first step, the ranks compare their states. In the last dense step, the host
+    reads whether the average is finite. (The host may wait once more after a state is loaded, after
+    DDP has rebuilt its buckets, or in a second pass with the same parameters.)
 
     Each rank saves its own `state_dict` between two steps, and loads it into a new state with the
-    same settings. No error is lost. Other ranks than those that saved, or another number of ranks,
-    can load only the masks: see `load_state_dict`.
+    same settings. All errors, that is, everything that was not sent yet, are kept in this way. If
+    the state was saved by another rank, or with another number of ranks, only its masks can be
+    loaded: see `load_state_dict`.
 
     A resumed run can differ slightly from one without a stop. DDP rebuilds its buckets after its
     first step, and a resumed run begins with the initial buckets again: one bucket, unless
@@ -4249,8 +4344,8 @@ class TCSState:
     corrected.
 
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step. Errors and mask then stay the same. What is sent for a
-    parameter that no rank has used stays in the errors, because DDP ignores the average. A
+    that every GradScaler skips the step. Errors and mask then stay the same. DDP does not give the
+    average to parameters that no rank has used, so what was sent for them stays in the errors. A
     parameter counts as unused if its gradient was 0 everywhere. Errors are in the units of the
     gradients that DDP passes to the hook. When a GradScaler changes its scale, errors are not
     converted to the new scale.
@@ -4551,7 +4646,7 @@ class TCSState:
             if not is_whole or sum(packing) != len(parameters):
                 _refuse("TCSState: state: packing", packing, "numbers of all the parameters")
             if self._settled and parameters and (found, packing) != (self._layouts, self._packing):
-                raise _another_model("other ones than came in the first step")
+                raise _another_model("parameters that did not come in the first step")
             return
         if any(type(name) is not str for name in parameters):
             raise ValueError("TCSState: state: parameters: got numbers, allowed: names (a state "
@@ -4703,8 +4798,8 @@ def _layout(parameter: Tensor) -> dict[str, list[int]]:
 def _another_model(got: str) -> ValueError:
     what = f"TCSState: the loaded state is of other parameters: got {got}"
     same = "the same shapes in the same order and buckets"
-    return ValueError(f"{what}, allowed: {same} (TCSState(model=...), to save and to load, goes by "
-                      "names instead)")  # fmt: skip
+    way = "if you save and load with TCSState(model=...), parameters are matched by name instead"
+    return ValueError(f"{what}, allowed: {same} ({way})")
 
 
 def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
@@ -4740,9 +4835,7 @@ def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
     if not gives_mask:
         is_finite = False
     elif is_on_cpu(numbers_D):
-        # a sum needs no temporary vector, but it can overflow
-        total = numbers_D.sum().item()
-        is_finite = math.isfinite(total) or bool(numbers_D.isfinite().all())
+        is_finite = _all_finite(numbers_D)
     else:
         is_finite = _host_reads(numbers_D.isfinite().all())
     if is_finite:
@@ -4926,7 +5019,8 @@ def check_state_version(key: str, given: Any) -> None:
     `key` names the kind of object that the state belongs to, for the error message.
     """
     if not isinstance(given, dict):
-        raise ValueError(f"{key}: got a {type(given).__name__}, allowed: a state_dict of one")
+        got = f"got a {type(given).__name__}"
+        raise ValueError(f"{key}: {got}, allowed: a dictionary, as state_dict() returns it")
     version = given.get("version", 1)
     if type(version) is not int or version != STATE_VERSION:
         way = "load it with the version of tcs_core that saved it, or begin anew"

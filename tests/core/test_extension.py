@@ -104,7 +104,8 @@ def test_a_quantizer_of_ones_own_never_sees_an_empty_message(uniform):
 def test_a_quantizer_that_gives_other_types_or_sizes_is_named(uniform, wrong):
     tcs.register_quantizer("U", "uniform")(wrong)
     compressor = tcs.Compressor("FedAvg-U3", [4], 1)
-    with pytest.raises(ValueError, match=r"quantizer uniform: got .*; allowed: .* \(4,\)"):
+    allowed = r"codes \(4,\) torch.int32 and means \(4,\) torch.float32"
+    with pytest.raises(ValueError, match=rf"quantizer uniform: got codes .*, allowed: {allowed}"):
         compressor.step(torch.ones(1, 4))
 
 

@@ -29,10 +29,10 @@ from tcs_core import (
     check_positions,
     check_same_state,
     is_on_cpu,
+    phis_of,
     random_positions,
     register_quantizer,
     register_suffix,
-    shares_of,
 )
 
 Fields = dict[str, Any]
@@ -82,7 +82,7 @@ def _smaller(fields: Fields, number: int) -> Fields:
 def _downlink(fields: Fields, bits: int) -> Fields:
     """Compress the downlink. With few bits per value there is room for more positions than one client
     sends: with 0.4 of phi_global and 2-bit values, a message is about as long as one of TCS-Q5."""
-    shared, own = shares_of(fields)
+    shared, own = phis_of(fields)
     phi_down = 0.4 * shared if shared and own else own
     return {"down_value_bits": bits, "down_quantizer": "lloyd", "phi_down": phi_down}
 

@@ -60,6 +60,7 @@ class DeferredLink(Link):
         known, update_D = server.known, server.average()
         self.flags, known.flags = known.flags, []
         self.explored = self.explored.new_zeros(()) if known.dense else server.explored_D.sum()
+        server.drop()
         return update_D, 0
 
 
