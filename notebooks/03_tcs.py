@@ -14,10 +14,12 @@
 # - write a client of TCS,
 # - say where the shared mask comes from.
 #
-# **Claim (Sec. II-A, Alg. 2).** The largest entries of an update are mostly at the same positions as in the round before. So the
-# last update, which the server and all clients know, tells them which entries to send next, and the positions of these entries
-# need not be sent. Each client also searches for new positions, with a small mask of its own. The server's message never holds
-# more than $K_{global} + N K_{local}$ entries, which is a fraction of 0.02 in Sec. III-B.
+# **What the paper claims (Sec. II-A, Alg. 2).** The paper says that the largest entries of an update are mostly at the same
+# positions as in the round before. Therefore the last update, which the server and all clients know, can tell them which entries to
+# send next, and the positions of these entries need not be sent. Each client also searches for new positions, with a small mask of
+# its own. The server's message never holds more than $K_{global} + N K_{local}$ entries, where $N$ is the number of clients,
+# $K_{global}$ is the size of the shared mask, and $K_{local}$ is the size of a client's own mask. In the paper's training
+# (Sec. III-B) this is 2 % of all entries.
 #
 # *Run time*: about a minute on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb) and
 # [02_sparsification](02_sparsification.ipynb).
@@ -44,15 +46,15 @@ torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "font.size": 10})
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-phi_global = 1e-2  # share of the entries kept by the mask that all sides know
+phi_global = 1e-2  # share of the entries kept by the mask that the server and all clients know
 phi_local = 1e-3  # share kept by each client's own mask
-local_steps = 1  # H, local steps of a round
+local_steps = 1  # H, local steps per round
 value_bits = 32  # q, bits of a value: 32, or 1 to 16 to quantize
-profile = "ci"  # how large this is; nothing is written
+profile = "ci"  # name of these settings; nothing is written
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1040  # the first so many training images
 test_samples = 1000  # the first so many test images
-image_size = 16  # pixels a side, averaged from more; None: as they are
+image_size = 16  # height and width in pixels, averaged from more; None: as they are
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 10  # N
@@ -64,7 +66,7 @@ drops = [0.75]  # when eta is divided by 10, as shares of the epochs
 reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 large_local_share = 1e-2  # a second phi_local, for comparison
-ticket_seeds = 3  # trainings with one mask for ever
+ticket_seeds = 3  # trainings with one mask for the whole training
 ticket_epochs = 5  # passes over the data in these trainings
 seed = 0  # of everything random
 
@@ -82,8 +84,9 @@ data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image
 probe = lab.Training(config, data)
 dimension, layer_sizes = len(probe.theta_D), probe.flat.layer_sizes
 k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_local
-print(f"D = {dimension:,} parameters, K_global = {k_global}, K_local = {k_local}, N = {clients}")
-print(f"{probe.rounds_per_epoch} rounds an epoch; the first {warmup_epochs} epoch(s) dense")
+print(f"The network has D = {dimension:,} parameters. K_global = {k_global}, K_local = {k_local}, and "
+      f"there are N = {clients} clients.\nAn epoch has {probe.rounds_per_epoch} rounds. "
+      f"Number of dense epochs at the start (warm-up): {warmup_epochs} of {epochs}.")  # fmt: skip
 ticket = dataclasses.replace(config, epochs=ticket_epochs, warmup_epochs=0)
 print(lab.forecast_trainings([config] * 6 + [ticket] * 4 * ticket_seeds))
 
@@ -129,10 +132,14 @@ runs = {"TCS": follow(scheme)}
 pair = {"TCS: the shared mask": runs["TCS"], "Dense training: the K largest": dense}
 stay = {name: survivors(run["mask"][start - 1 :]) for name, run in pair.items()}
 (one, two), (dense_one, dense_two) = (share[1:] for share in stay.values())
+rest = (
+    "TCS still learns: it" if runs["TCS"]["accuracy"] < dense["accuracy"] else "All the same, TCS"
+)
 answer = f"""**In short.** Large entries {"seldom" if max(two, dense_two) < 0.25 else "often"} stay large for long. Of the entries that enter TCS's shared mask, {one:.0%} are still in
-it one round later and {two:.0%} two rounds later. (Among the K largest entries of dense updates it is {dense_one:.0%} and {dense_two:.0%}.) All
-the same, TCS reaches {runs["TCS"]["accuracy"]:.0%} test accuracy; dense training, which sends every entry, reaches
-{dense["accuracy"]:.0%}. This is one training each, of {len(dense["mask"])} rounds."""
+it one round later and {two:.0%} two rounds later. (In dense training, of the entries that enter the set of the K largest, {dense_one:.0%}
+are still there one round later and {dense_two:.0%} two rounds later.) {rest} reaches
+{runs["TCS"]["accuracy"]:.0%} test accuracy. Dense training, which sends every entry, reaches {dense["accuracy"]:.0%}. These numbers come
+from one training of each, with {len(dense["mask"])} rounds."""
 display(Markdown(answer))
 window = dense["mask"][-40:].shape[0]
 figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.9), sharey=True)
@@ -156,10 +163,12 @@ lab.show_figures()
 # without the positions. The client's own mask $m_{local}$ **explores**: it contains the client's largest entries *outside*
 # $m_{global}$. Their positions must be sent too, so this mask is small.
 #
-# The table shows the lines of the paper's Algorithm 2, in our words, beside the code in the core that carries their
-# numbers. The symbol $\otimes$ multiplies entry by entry, and $S_{top}(v, K)$ is the mask of the K entries of $v$ with the largest
-# magnitude. The table leaves out a few lines of the algorithm: lines 1 and 3 only start loops, lines 2, 8 and 14 are headings, and
-# in line 4 the client receives the update.
+# The table shows the lines of the paper's Algorithm 2, in our words. Beside each line is the statement of `tcs_core.py` that carries
+# it out; in that file, a comment names the line of the algorithm. The symbol $\otimes$ multiplies entry by entry, and
+# $S_{top}(v, K)$ is the mask of the K entries of $v$ with the largest magnitude. $\Delta\theta_n$ is the *difference* of client $n$,
+# that is, how far its local steps have moved the weights, and $e_n$ is its *accumulated error*, the sum of everything that it
+# has not sent so far. The table leaves out a few lines of the algorithm: lines 1 and 3 only start loops, lines 2, 8 and 14 are
+# headings, and in line 4 the client receives the update.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 BOX = {
@@ -169,7 +178,7 @@ BOX = {
     9: r"intended: $\bar\Delta\theta_n = \Delta\theta_n + e_n$",
     10: r"$m_{local} = S_{top}(\bar\Delta\theta_n \otimes (1 - m_{global}),\, K_{local})$",
     11: r"$\tilde\Delta\theta_n = (m_{local} + m_{global}) \otimes \bar\Delta\theta_n$",
-    12: r"send it, quantized if $q < 32$",
+    12: r"send it; quantize it if a value has $q < 32$ bits",
     13: r"what remains: $e_n = \bar\Delta\theta_n - \tilde\Delta\theta_n$",
     15: r"$\Delta\theta_t = \frac{1}{N}\sum_n \tilde\Delta\theta_n$",
     16: r"send $\Delta\theta_t$ to all clients",
@@ -184,29 +193,47 @@ marked = {int(line or above): [f"`{code or below}`", f"`{method.__qualname__}`"]
           for code, line, above, below in MARK.findall(inspect.getsource(method))}  # fmt: skip
 assert marked.keys() == BOX.keys(), "a line of the box is not where it was"
 lines = [[line, words, *marked[line]] for line, words in BOX.items()]
-lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "code in the core", "method"])
+lines = pd.DataFrame(lines, columns=["line", "Algorithm 2", "statement in tcs_core.py", "method"])
 display(Markdown(lab.markdown(lines)))
 
 # %% [markdown]
-# Below is the complete code, in the order of the algorithm. First comes what the server and all clients know (at the end of a
-# round it computes line 5 of the next round), then the client, and then the server.
+# Below are the methods that contain most of these statements; what they call is in `tcs_core.py`. They also check their input, handle
+# dense rounds, and avoid waiting for a GPU, so they are longer than the algorithm. Some names belong to options that this page does not
+# use: `fair` to layer-wise fairness, `mask_factor` to a warm-up with larger masks, and `among_K` to a faster search. `in_flight` is the
+# message that has been sent but has not yet arrived.
 #
-# Two details help with reading it. The core works with the *positions* of the ones in a mask, and `positions_K` contains those of
-# both masks. From line 9 on, `errors_D` contains everything that the client intends to send. Therefore line 13 only has to write what
-# remains at the positions that were sent.
+# When you read the code, it helps to know that the core does not store a mask as a vector of zeros and ones. It stores the *positions* that
+# the mask contains, so $m_{local}$ is a list `own_K`, and `positions_K` has the positions of both masks.
+#
+# We begin with the shared mask. `TCS.observe` is called at the end of a round, with the update. It computes line 5 of the next round.
 
 # %%
-lab.show_code(tcs.Known.observe, tcs.TCS.observe, tcs.Client.message_of, tcs.Client.intended,
-              tcs.MaskRule.own_mask, tcs.Client.arrived, tcs.Server.add, tcs.Server.average,
-              tcs.Server.reply)  # fmt: skip
+lab.show_code(tcs.TCS.observe)
+
+# %% [markdown]
+# Now a client. `Client.message_of` does lines 9 to 12. For line 10 it calls `Client.own_positions`, which calls `MaskRule.own_mask`.
+# From line 9 on, the errors contain everything that the client intends to send (`Client.intended`). So `Client.arrived`, which does
+# line 13, only has to write what remains at the positions that were sent.
+
+# %%
+lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.own_positions,
+              tcs.MaskRule.own_mask, tcs.Client.arrived)  # fmt: skip
+
+# %% [markdown]
+# Finally the server. It has already added up the clients' messages when `Server.average` computes line 15 and `Server.reply` makes the
+# message of line 16.
+
+# %%
+lab.show_code(tcs.Server.average, tcs.Server.reply)
 
 # %% [markdown]
 # ## Ten numbers, two clients
 #
 # We now run the same code on ten parameters, with $K_{global} = 2$ and $K_{local} = 1$. In the output, `G` marks a position in the
 # global mask, `L` the position in the client's own mask, and a dot an entry that is not sent. At first, positions 1 and 4 have
-# the largest entries. From round 3 on, client 0 has an even larger difference, at position 7. (Here the server and both clients
-# share one object `known`. If they ran in separate processes, each would have its own and compute the same.)
+# the largest entries. From round 3 on, client 0 has an even larger difference, at position 7. (In this example the server and both
+# clients share one object, `known`, which holds what all of them know. In separate processes, each of them would have such an object
+# of its own, with the same content.)
 
 # %%
 before = torch.zeros(2, 10)
@@ -253,10 +280,11 @@ for number in range(2, 11):
 
 # %% [markdown]
 # In round 3, client 0 finds position 7 with its local mask. From the next round on position 7 is in the global mask, where its
-# position need not be sent, and position 4 has left that mask. The local masks then choose the largest entry that waits. Most of the
-# time this is position 4, but sometimes it is 6, 8 or 3, whose small differences add up over the rounds. In round 8, the
-# accumulated values at position 4 become larger than the entry at position 1, so position 1 leaves the global mask for one
-# round. The `assert` checks that nothing is lost: what the clients intended to send equals what was sent plus what still waits.
+# position need not be sent, and position 4 has left that mask. From then on, each local mask chooses the entry with the largest
+# accumulated error outside the global mask. Most of the time this is position 4, but sometimes it is 6, 8 or 3, whose small
+# differences add up over the rounds. In round 8, the accumulated values at position 4 become larger than the entry at position 1, so
+# position 1 leaves the global mask for one round. The `assert` checks that nothing is lost: what the clients intended to send
+# equals what was sent plus the accumulated errors.
 #
 # ## Without a local mask nothing ever moves
 #
@@ -274,7 +302,7 @@ _ = frozen.step(before)
 for number in range(2, 7):
     _ = frozen.step(before if number < 3 else after)
     mask, waiting = frozen.rule.positions.tolist(), float(frozen.errors_ND[0, 7])
-    print(f"round {number}: global mask {mask}, error waiting at position 7: {waiting:.0f}")
+    print(f"round {number}: global mask {mask}, accumulated error at position 7: {waiting:.0f}")
 
 # %% [markdown]
 # The mask never changes. The error at position 7 keeps growing, but it is never sent.
@@ -293,7 +321,7 @@ for number in range(2, 7):
 # positions *inside* each layer are random. We therefore also compute a stricter chance level. It keeps the number of entries
 # $k_l(t)$ that the mask has in each layer $l$ of size $d_l$, and assumes that the positions inside the layer are random:
 #
-# $$\text{chance, layers known} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
+# $$\text{chance within layers} = \frac{1}{K} \sum_l \frac{k_l(t)\, k_l(t+1)}{d_l}$$
 
 
 # %%
@@ -309,9 +337,8 @@ chance = k_global / dimension
 measured = float(overlaps(dense["mask"], 1).mean())
 word = "more" if measured > 0.5 else "fewer"
 layers = float(by_layer_T.mean())
-print(
-    f"overlap {measured:.2f}, {word} than half; by chance {chance:.2f}, with layers known {layers:.2f}"
-)
+print(f"The measured overlap is {measured:.2f}, so {word} than half of the entries stay. By chance it would be "
+      f"{chance:.2f},\nand {layers:.2f} by chance if the number of entries in each layer is kept.")  # fmt: skip
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -323,23 +350,23 @@ def line(i, every=None, dash=0):
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 later = range(2, len(dense["mask"]) + 1)
 axes.plot(later, overlaps(dense["mask"], 1), label="measured", **line(2, 12))
-axes.plot(later, by_layer_T, label="chance, layers known", **line(1, 12, dash=1))
-axes.axhline(chance, label="chance, K/D", **line(0, dash=3))
+axes.plot(later, by_layer_T, label="chance within layers", **line(1, 12, dash=1))
+axes.axhline(chance, label="chance over all entries, K/D", **line(0, dash=3))
 axes.set(title="Dense updates: overlap with the round before", ylim=(0, 1))
 axes.set(xlabel="round", ylabel="share of the K largest in common")
 axes.legend(frameon=False, ncols=3, loc="upper center")
 lab.show_figures()
 
 # %% [markdown]
-# The correlation in time is the distance between the measured line and the line *chance, layers known*. Most of the overlap only
-# tells *which layers* contain the large entries ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of it tells
-# *which entries* they are.
+# The correlation in time is the distance between the measured line and the line *chance within layers*. Most of the overlap is there
+# only because the large entries are in the same *layers* in every round ([notebook 04](04_layerwise_fairness.ipynb)). A smaller part of
+# it is there because the same *entries* of these layers are large.
 #
 # ## What the local mask finds, round by round
 #
-# Now we turn to TCS. If an entry appears in an update but was not in the mask before it, some client has explored it. Explored
-# entries that are among the $K_{global}$ largest enter the next mask, and equally many entries leave. The fraction of the mask
-# that is new is called its *turnover*.
+# Now we turn to TCS. If an entry of the update is not zero although it was not in that round's shared mask, some client has explored
+# it. Explored entries that are among the $K_{global}$ largest enter the next shared mask, and equally many entries leave it. The
+# fraction of the mask that is new in a round is called its *turnover*.
 
 
 # %%
@@ -348,8 +375,9 @@ explored_T = (runs["TCS"]["support"][start:] & ~old).sum(1)
 entered_T = (new & ~old).sum(1)
 entering = float((entered_T / explored_T).mean())
 turnover = float(entered_T.float().mean() / k_global)
-print(f"{clients} clients explore {explored_T.float().mean():.0f} entries per round")
-print(f"of these, {entering:.0%} enter the next global mask; turnover {turnover:.0%} per round")
+print(f"Together, the {clients} clients explore {explored_T.float().mean():.0f} entries per round. "
+      f"Of these, {entering:.0%} enter the next shared mask.\n"
+      f"In each round, {turnover:.0%} of the shared mask is new (turnover).")  # fmt: skip
 
 
 # %% [markdown]
@@ -368,19 +396,17 @@ bound = k_global + clients * k_local
 shares = {k: run["support"][start:].sum(1) / dimension for k, run in runs.items()}
 largest = {k: int(run["support"][start:].sum(1).max()) for k, run in runs.items()}
 for name, share in shares.items():
-    print(
-        f"{name:5s} update: {share.mean():.1%} of the entries on average, at most {largest[name]} entries"
-    )
-print(
-    f"bound of TCS: {bound} entries, {bound / dimension:.3f} of all (in the paper 0.02, with 10 clients)"
-)
+    print(f"The server's message of {name} has {share.mean():.1%} of all entries on average, and at most "
+          f"{largest[name]} entries.")  # fmt: skip
+print(f"For TCS the bound is {bound} entries, or {bound / dimension:.1%} of all. (In the paper, with 10 clients, "
+      "it is 2 %.)")  # fmt: skip
 
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 rounds = range(start + 1, len(dense["mask"]) + 1)
 for name in ("top-K", "TCS"):
     look = lab.curve_style(name) | {"markersize": 5, "markevery": 12}
     axes.plot(rounds, 100 * shares[name], label=name, **look)
-axes.axhline(100 * bound / dimension, label="TCS, bound", **line(0, dash=3))
+axes.axhline(100 * bound / dimension, label="bound of TCS", **line(0, dash=3))
 axes.set(title="Entries in the server's message", xlabel="round", ylabel="% of all entries")
 axes.set_ylim(0, 1.3 * 100 * float(shares["top-K"].max()))
 axes.legend(frameon=False, ncols=3, loc="upper center")
@@ -403,7 +429,9 @@ figure, axes = plt.subplots(figsize=(7.6, 3.8))
 for name in order:
     look = lab.curve_style(name, order) | {"markersize": 5}
     axes.plot(range(1, epochs + 1), runs[name]["loss"], label=name, **look)
-axes.set(title="Training loss, parts of TCS taken away", xlabel="epoch", ylabel="cross-entropy")
+axes.set(
+    title="Training loss of TCS without some of its parts", xlabel="epoch", ylabel="cross-entropy"
+)
 axes.grid(alpha=0.25)
 figure.legend(loc="outside right upper", frameon=False)
 lab.show_figures()
@@ -412,41 +440,46 @@ table = pd.DataFrame({
     "scheme": order,
     "training loss": [f"{runs[n]['loss'][-1]:.2f}" for n in order],
     "test accuracy, %": [f"{100 * runs[n]['accuracy']:.1f}" for n in order],
-    "mask turnover, % per round": [f"{100 - 100 * overlaps(masks[n], 1).mean():.0f}" for n in order],
-    "entries ever in the mask": [f"{masks[n].any(0).sum():,}" for n in order],
-    "entries sent back, %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
+    "new in the mask, % per round": [f"{100 - 100 * overlaps(masks[n], 1).mean():.0f}" for n in order],
+    "entries that were ever in the mask": [f"{masks[n].any(0).sum():,}" for n in order],
+    "entries in the server's message, %": [f"{100 * runs[n]['support'][start:].float().mean():.1f}" for n in order],
 })  # fmt: skip
 display(Markdown(lab.markdown(table)))
 
 # %% [markdown]
 # In this table, *mask* always means the $K_{global}$ largest entries of the update. Without the local mask, the model can only
-# learn with the one set of positions that the warm-up left. Without error accumulation, the clients explore, but what they do not
-# send is lost.
+# learn with the positions that are largest at the end of the *warm-up*, the dense rounds at the beginning. Without error
+# accumulation, the clients explore, but what they do not send is lost.
 #
 # TCS scores below dense training here. A likely reason is that this training is very short: the number of sparse rounds times
-# $\phi_{global}$ says how often an average entry is sent in the whole training, and this number is small. *What we saw*
-# prints it, together with the number for the paper's training.
+# $\phi_{global}$ says how often an average entry is sent in the whole training, and this number is small. The section *What we saw*
+# at the end gives it for this training and for the paper's.
 #
 # ## Why the mask of TCS moves so fast
 #
 # From one round to the next, the masks of TCS change no faster than those of dense training, as the table shows. But an entry that has
-# left the mask of TCS seldom comes back in the round after. Here is the overlap of masks that are two rounds apart:
+# left the mask of TCS seldom comes back soon. This shows in masks that are two rounds apart:
 
 # %%
 for name in ("dense (FedAvg)", "no error accumulation", "TCS"):
-    print(f"{name:22s} overlap of masks two rounds apart {overlaps(masks[name], 2).mean():.0%}")
+    print(
+        f"{name + ':':23s} masks two rounds apart overlap by {overlaps(masks[name], 2).mean():.0%}"
+    )
 
 # %% [markdown]
-# Without error accumulation the mask changes more slowly, as the idea behind TCS suggests. So the accumulated errors may be the
-# reason for the fast changes. An entry would enter the mask when one client sends the error that it has accumulated there. In the
-# next round *all* clients send their accumulated errors for this entry, which keeps it large for one more round.
+# Without error accumulation, the mask changes more slowly. So the accumulated errors may be the reason for the fast changes. Our
+# explanation is this: an entry enters the mask when one client sends the error that it has accumulated there. In the next round,
+# *all* clients send their accumulated errors for this entry, which keeps it large for one more round. Then it has no accumulated
+# errors left, and drops out.
 #
 # To check this, we start TCS once more and observe it for two epochs. We compare the accumulated errors at an entry with the
-# differences of the current round:
+# clients' differences of the current round:
 #
 # $$\text{ratio} = \frac{\text{mean of } |e_{n,t-1}|}{\text{mean of } |\Delta\theta_{n,t}|}$$
 #
-# We also ask which of the explored entries $S_{top}$ would have chosen from the differences alone, without the errors.
+# We compute this ratio for three groups of entries: those that a client explores in this round, those that are new in the shared
+# mask, and the rest of the shared mask. We also ask how many of the explored entries the clients would have chosen without
+# accumulated errors, that is, if $S_{top}$ had looked only at the differences of the round.
 
 
 # %%
@@ -471,39 +504,38 @@ for epoch in range(warmup_epochs + 3):
         older_D, old_D = old_D, tcs.top_k_mask(update_D, k_global)
         errors_ND.copy_(federation.compressor.errors_ND)
 explored, newcomers, others = torch.tensor(piles).mean(0).tolist()
-print(f"accumulated error relative to the round's difference: {explored:.1f} at explored entries, "
-      f"{newcomers:.1f} at newcomers, {others:.1f} at the rest of the mask")  # fmt: skip
+print(f"An accumulated error is {explored:.1f} times as large as the round's difference at explored entries,\n"
+      f"{newcomers:.1f} times at entries that are new in the mask, and {others:.1f} times at the rest of the mask.")  # fmt: skip
 fewer, half = lab.paired_gain([0.5] * len(without), without)
-print(
-    f"the differences alone would have chosen {torch.tensor(without).mean():.0%} of the explored entries"
-)
+print(f"From the differences alone, the clients would have chosen {torch.tensor(without).mean():.0%} of the "
+      "entries that they explored.")  # fmt: skip
 claim.judge(
     "most entries are explored because of errors that have accumulated there",
     lab.judge_mean(fewer, half),
 )
 
 # %% [markdown]
-# The errors choose most of what is explored. At entries that are explored, a client's accumulated error is a few times as
-# large as the round's difference. The same is true at newcomers, which entered the mask in the last round. At entries that have been
-# in the mask for longer nothing waits, because line 13 has emptied their errors. Such an entry is soon exceeded by others with large
-# accumulated errors, and leaves the mask.
+# Most entries are explored because of their accumulated errors. At explored entries, a client's accumulated error is a few times as
+# large as the round's difference. The same is true for entries that are new in the mask. Entries that have been in the mask for longer
+# have no accumulated error, because line 13 has set it to zero. Such an entry is soon exceeded by others with large accumulated
+# errors, and leaves the mask.
 #
-# So $m_{local}$ finds entries that are important *for the moment*. Most of the few positions that it has are spent on sending
-# accumulated errors.
+# So $m_{local}$ finds entries that are important *for the moment*. Each client can explore only $K_{local}$ entries per round, and it
+# uses most of them to send accumulated errors.
 
 # %% [markdown]
 # ## Is there a mask that may stay?
 #
-# The paper argues with *lottery tickets*, small parts of a network that can be trained on their own: with a good mask,
-# no search would be necessary. We look for such a mask in a finished run of TCS. Then we train again from the same initial weights with
-# this one mask only. We try three masks:
+# The paper refers to *lottery tickets*: small parts of a network that can be trained on their own. If there are such parts, there may
+# also be one good mask for the whole training, and no search would be necessary. We look for such a mask in a finished run of TCS.
+# Then we start again from the same initial weights and keep one mask for the whole training. We try three such masks:
 #
 # - the last shared mask of the run,
 # - the $K$ positions at which θ moved farthest in the run,
 # - positions drawn at random, for comparison (this is rand-K with the same mask in every round).
 #
-# After one dense round, nothing outside the mask is ever sent. These runs are shorter than those above, they have no dense epoch and
-# no warm-up of the learning rate, and they use other seeds, so their losses cannot be compared with the losses above.
+# After one dense round, nothing outside the mask is ever sent. These runs are shorter than those above and have no dense epoch, so
+# their losses cannot be compared with the losses above.
 #
 # **What do you expect?** Which of the three masks comes closest to TCS?
 
@@ -537,22 +569,20 @@ rows = pd.DataFrame(rows)
 behind = {n: lab.paired_gain(rows[n], rows["TCS"]) for n in rows}
 above = ["–", *(f"{mean:+.2f} ± {half:.2f}" for mean, half in list(behind.values())[1:])]
 ends = [f"{mean:.2f}" for mean in rows.mean()]
-table = {"mask": list(rows), "training loss": ends, "above TCS (95 %)": above}
-print(f"each mask is kept for the whole training; n = {len(rows)} seeds")
+names = ["changes in every round (TCS)", *(f"fixed: {name}" for name in list(rows)[1:])]
+table = {"mask": names, "training loss": ends, "difference to TCS (95 % interval)": above}
 best = "where θ moved farthest"
 as_well = lab.judge_mean(-behind[best][0], behind[best][1])  # whether TCS's loss is the higher one
-print(f"that one good mask ({best}) does as well as TCS: {as_well}")
 display(Markdown(lab.markdown(pd.DataFrame(table))))
+print(f"These are means over n = {len(rows)} seeds.\n"
+      f"Does TCS do as well with one fixed mask (the positions {best}) as with its own masks? That it does is {as_well}.")  # fmt: skip
 
 # %% [markdown]
 # ## Claim
 #
-# Three statements are exact and hold for any parameters. The server's message stays within its bound. In each round, the clients
-# explore at most $N K_{local}$ entries. Without a local mask, the mask never changes (unless entries are exactly zero).
-#
-# The other statements are measured in one run each. Dense masks overlap more than their layers explain. TCS ends with a training
-# loss that is lower, by more than 0.02, than without the local mask and than without error accumulation. We do not assert that
-# the large entries *stay*.
+# The next cell checks six statements. The first three are exact and hold for any parameters. The other three are measured in one
+# training each; for the last two, TCS has to end with a training loss that is lower by more than 0.02. We do not assert that the large
+# entries *stay*.
 
 # %%
 final = {name: run["loss"][-1] for name, run in runs.items()}
@@ -561,7 +591,7 @@ claim("the server's message has no more entries than its bound allows", largest[
       f"at most {largest['TCS']} of {bound} entries")  # fmt: skip
 claim("clients explore at most N · K_local entries", int(explored_T.max()) <= clients * k_local)
 claim("without a local mask the shared mask never changes", places == k_global, f"{places} entries")
-claim("masks of consecutive dense updates share more than their layers explain", measured > layers,
+claim("masks of consecutive dense updates overlap more than by chance within the layers", measured > layers,
       f"{measured:.2f} against {layers:.2f}")  # fmt: skip
 for name in ("no local mask", "no error accumulation"):
     claim(f"TCS ends with a lower loss than with {name}", final[name] - final["TCS"] > 0.02,
@@ -613,7 +643,7 @@ lab.check_exercise("shared_mask", shared_mask)
 #
 #
 # def shared_mask(theta_D, delta_D, update_D, k_global):
-#     return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
+#     return tcs.top_k_positions(update_D, k_global)  # line 5: everybody knows update_D
 # ```
 #
 # </details>
@@ -630,7 +660,7 @@ def client_lines(errors_D, delta_D, shared_K, k_local):
 
 
 def shared_mask(theta_D, delta_D, update_D, k_global):
-    return tcs.top_k_positions(update_D, k_global)  # line 5: all sides have update_D
+    return tcs.top_k_positions(update_D, k_global)  # line 5: everybody knows update_D
 
 
 assert lab.teaching.judge_solution("client_lines", client_lines) == "right"
@@ -643,17 +673,19 @@ assert lab.teaching.judge_solution("shared_mask", shared_mask) == "right"
 at_two, quiet = (float(overlaps(masks[n], 2).mean()) for n in ("TCS", "no error accumulation"))
 often = (len(masks["TCS"]) - 1) * k_global / dimension
 display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
-- Dense masks share {measured:.0%} of their entries with the round before. By chance, masks with as many entries in each layer
-  would share {layers:.0%}, and two random masks {chance:.0%}. Compare the first number with these two to see how much stays beyond
-  chance. In any case {word} than half of the entries stay.
-- In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart share {at_two:.0%} of their entries. Without error
-  accumulation they share {quiet:.0%}. Here, as in the paper's setting, the clients together can explore {clients * k_local} entries per
-  round, while the shared mask has {k_global}. The turnover of this mask therefore says nothing about the paper's assumption, which
-  [13_evidence](13_evidence.ipynb) judges on dense updates.
-- One good mask from a finished run, kept for the whole training, does as well as TCS: **{as_well}** (n = {len(rows)} seeds, see
-  the losses above).
+- In dense training, {measured:.0%} of the positions in a mask were also in the mask of the round before. If only the number of entries in each
+  layer stayed the same and the positions inside the layers were random, {layers:.0%} would be in both masks. If all positions were random, it
+  would be {chance:.0%}. So {100 * (measured - layers):.0f} percentage points of the overlap are beyond chance within the layers, and in
+  total {word} than half of the entries stay.
+- In each round {turnover:.0%} of TCS's shared mask is new, and masks two rounds apart have {at_two:.0%} of their entries in common. Without error
+  accumulation this is {quiet:.0%}. In each round, the clients together can explore {clients * k_local} entries, and the shared mask has {k_global} positions.
+  The proportion is the same in the paper. Explored entries can therefore replace the whole mask in one round, and how fast the mask changes
+  depends on the exploration. It cannot tell whether the paper's assumption is right. Notebook [13_evidence](13_evidence.ipynb) tests the
+  assumption on dense updates.
+- Does TCS do as well with one fixed mask from a finished run as with its own masks? That it does is **{as_well}** (n = {len(rows)} seeds; the
+  losses are above. This question is not among the statements that were checked.)
 - This training shows how the schemes start, not how they end. It has {len(masks["TCS"]) - 1} sparse rounds, so an average entry is
-  sent {often:.1f} times (rounds × φ_global). The paper's 23,400 rounds, including the dense ones, give 234 times.
+  sent {often:.1f} times (rounds × φ_global). In the paper's 23,400 rounds (the dense ones included), an average entry is sent 234 times.
 """))  # fmt: skip
 
 # %% [markdown]
@@ -662,4 +694,5 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 # together then explore so few entries that the mask can only change slowly.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · one run (n = 1)")
+print(f"Made with tcs_core.py (checksum {lab.core_sha256()[:12]}), torch {torch.__version__}, data {data.label}. "
+      "One run of each scheme (n = 1).")  # fmt: skip

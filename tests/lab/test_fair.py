@@ -191,7 +191,7 @@ def test_nothing_is_estimated_before_a_stage_is_whole(folder):
     table = lab.fair_differences(folder / "fair.yaml", folder)
     row = row_of(table, first="top-K", second="Baseline")
     assert math.isnan(row["measured"]) and row["no_loss"] == "not measured"
-    assert row["reason"] == "stage rest is not whole"
+    assert "stage rest" in row["reason"]
     assert math.isnan(row_of(table, first="TCS-K4", second="top-K")["p"])
     score(folder, "top-K", 40, 42, 45)
     table = lab.fair_differences(folder / "fair.yaml", folder)
@@ -334,7 +334,7 @@ def test_a_control_has_no_answer_before_its_stage_is_whole(folder, of_evidence):
     table = lab.control_answers(folder / "controls.yaml", folder)
     row = row_of(table, question="mechanism")
     assert math.isnan(row["measured"]) and row["verdict"] == "not measured"
-    assert row["reason"] == "2 of 3 runs of stage mechanism are made"
+    assert row["reason"].startswith("2 of 3 runs")
     assert (row["made"], row["stage_planned"]) == (2, 3)
     assert "2 of 3" in lab.readable_answers(table)["runs made"][0]
 

@@ -238,7 +238,7 @@ def _fair_difference(
     sides = [methods[name] for name in pair]
     estimate, reason = Estimate(), ""
     if parts := [m.stage for m in sides if not whole[m.stage]]:
-        reason = f"stage {parts[0]} is not whole"
+        reason = f"not all runs of stage {parts[0]} have been made"
     elif lost := [f"{m.name}: {', '.join(m.diverged)}" for m in sides if m.diverged]:
         reason = f"diverged: {'; '.join(lost)}"
     else:
@@ -296,7 +296,7 @@ def control_answers(path: str | Path, results: str | Path | None = None) -> pd.D
         records = _add_judged_records(path, read, question, found, results) if whole else {}
         (row,) = judge_claims(alone, records).to_dict("records")
         if not whole:
-            row["reason"] = f"{len(found)} of {planned} runs of stage {question.stage} are made"
+            row["reason"] = f"{len(found)} of {planned} runs have been made"
         rows.append({"question": name, "stage": question.stage, "made": len(found),
                      "stage_planned": planned, **row})  # fmt: skip
     return pd.DataFrame(rows)

@@ -156,8 +156,9 @@ def apply_gates(
 # As a person reads it ─────────────────────────────────────────────────────────────────────────────
 
 CLAIM_UNITS = (
-    "Accuracies: differences in points, with 95 % intervals. ×: times fewer bits. Important entries: "
-    "0 is chance, 1 a mask that never changes."
+    "Numbers for accuracies are differences in percentage points, with 95 % intervals. A factor such as "
+    "×88 says how many times fewer bits are sent. Numbers for important entries are on a scale on which "
+    "0 is chance and 1 is a mask that never changes."
 )
 
 
@@ -228,7 +229,7 @@ def format_verdict(row: Mapping[str, Any]) -> str:
         return f"{word}: the bound is {'met' if row['kept'] else 'not met'}"
     if word == OPEN and row["measure"] == "accuracy" and (row["low"] > 0 or row["high"] < 0):
         direction = "higher" if row["low"] > 0 else "lower"
-        return f"{word}: {direction}; whether by more than the bound is open{beside}"
+        return f"{word}: {direction}, but perhaps not by more than the bound{beside}"
     return f"{word}: {row['reason']}" if row["reason"] else word + beside
 
 

@@ -118,7 +118,7 @@ def sentences_table(
         for notebook, texts in s.statements.items():
             words += [verdict_on(notebook, text) for text in texts]
         flags = [flag_of[name] for name in names if flag_of[name]]
-        because = "; ".join([s.because.rstrip(".") if flags else s.because, *flags]).lstrip("; ")
+        because = " ".join(filter(None, [s.because, *flags]))
         rows.append({"where": s.where, "says": s.says, "verdict": s.word or combine_verdicts(words),
                      "because": because, "shown": s.shown})  # fmt: skip
     return pd.DataFrame(rows)
@@ -135,7 +135,7 @@ def _flag(row: Mapping[str, Any]) -> str:
     """A note that the bootstrap's interval gives another verdict on a difference, or ""."""
     other = differing_bootstrap_verdict(row) if "bootstrap" in row else ""
     difference = f"{row.get('first')} − {row.get('second')}"
-    return f"for {difference} the bootstrap's interval says {other}" if other else ""
+    return f'For {difference}, the interval of the bootstrap gives "{other}".' if other else ""
 
 
 def link(place: str) -> str:

@@ -149,10 +149,10 @@ class Statements:
         parameters are the notebook's own."""
         self.save()
         held = list(self.words.values()).count(SUPPORTED)
-        count = f"{held} of {len(self.words)} statements checked on this page"
         others = {text: word for text, word in self.words.items() if word != SUPPORTED}
         rest = [f"\n{strong.format(word)}: {text}" for text, word in others.items()]
-        return f"{strong.format(SUPPORTED)}: {count}" + "".join(rest)
+        count = f"{held} of {len(self.words)} statements checked on this page"
+        return f"{count} are {strong.format(SUPPORTED)}." + "".join(rest)
 
     def save(self) -> None:
         """Write the verdicts to results/verdicts if the parameters are the notebook's own."""
