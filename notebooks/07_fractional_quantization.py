@@ -32,6 +32,7 @@
 # errors. Positions are the subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
+import dataclasses
 import math
 from typing import Annotated
 
@@ -86,6 +87,8 @@ config = lab.RunConfig(scheme, learning_rate, seed, profile, **sizes, **schedule
 data = lab.load_dataset("synthetic").first(train_samples, test_samples)
 P = scheme.intervals
 print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval, 1 for the sign")
+small = dataclasses.replace(config, train_samples=train_samples, test_samples=test_samples)
+print(lab.forecast_trainings([small]))
 
 # %% [markdown]
 # ## The values that clients send

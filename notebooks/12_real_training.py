@@ -178,6 +178,9 @@ os._exit(0)  # a thread of gloo may outlive Python and abort
 # %%
 names = ["phi_global", "phi_local", "start_iter", "steps", "batch_size", "learning_rate"]
 names += ["train_samples", "test_samples", "image_size", "width", "seed"]
+net, images = tcs.build_model("resnet8", width), torch.randn(batch_size, 3, image_size, image_size)
+what = f"steps, {steps} in each of two DDP trainings"
+print(lab.forecast_steps(2 * steps, what, lambda: net(images).sum().backward()))
 with tempfile.TemporaryDirectory() as folder:
     script, target = Path(folder) / "train.py", Path(folder) / "results.json"
     script.write_text(SCRIPT, encoding="utf-8")

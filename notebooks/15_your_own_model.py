@@ -171,6 +171,9 @@ def trained(federation: tcs.Federation) -> pd.DataFrame:
 
 
 # %%
+what = f"local steps of {clients} clients, {rounds} in each of {len(schemes + adaptive)} trainings"
+count, sample = rounds * len(schemes + adaptive), federation_of("FedAvg")
+print(lab.forecast_steps(count, what, sample.round))
 curves = {scheme: trained(federation_of(scheme)) for scheme in schemes}
 
 # %%

@@ -67,6 +67,10 @@ FLOWER = (
 )
 if not FLOWER:
     print("Flower is not here: uv run --extra flower jupyter lab. The rest runs without it.")
+else:
+    print(
+        f"two runs of {rounds} rounds follow, in processes of Flower: about three minutes on two free cores"
+    )
 
 # %% [markdown]
 # ## What you write

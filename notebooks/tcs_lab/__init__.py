@@ -47,7 +47,7 @@ __getattr__, __dir__ = lazily(
             "PARAMETERS check_notebook_params given_notebook_params notebook_params params_file "
             "plan profile_params read_params"
         ),
-        "runs.estimates": "forecast",
+        "runs.estimates": "forecast forecast_steps forecast_trainings",
         "runs.index": "find_records",
         "runs.plans": "count_made find_searches plan_runs",
         "runs.progress": "Progress follow",
