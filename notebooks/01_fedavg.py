@@ -76,7 +76,7 @@ seed = 0  # of everything random
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 claim = lab.Statements(globals(), "01_fedavg")
-lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
+lab.check_values(globals(), local_steps=Annotated[list[lab.WholeNumber], Len(1)], seed=lab.Seed)
 fields |= {"seed": seed, "device": "cpu"}
 config = lab.RunConfig(scheme="FedAvg", **fields)
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)

@@ -75,7 +75,7 @@ fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 claim = lab.Statements(globals(), "03_tcs")
 shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Fraction)
 lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)],
-                 ticket_epochs=lab.Count, seed=lab.Seed)  # fmt: skip
+                 ticket_epochs=lab.WholeNumber, seed=lab.Seed)  # fmt: skip
 fields |= {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)

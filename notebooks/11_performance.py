@@ -71,7 +71,7 @@ run_target_minutes = 5.0  # one run of TCS on a GPU
 lab.check_notebook_params(globals())
 counts = ("train_samples", "width", "clients", "batch_size", "epochs", "step_dimension",
           "round_width", "repeat", "paper_samples", "paper_epochs")  # fmt: skip
-lab.check_values(globals(), **dict.fromkeys(counts, lab.Count), seed=lab.Seed)
+lab.check_values(globals(), **dict.fromkeys(counts, lab.WholeNumber), seed=lab.Seed)
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": "resnet8", "width": width, "clients": clients, "batch_size": batch_size}
 schedule = {"epochs": epochs, "warmup_epochs": 1, "drops": (drop,), "reference_batch": None}
