@@ -3012,7 +3012,7 @@ def _check_weights(weights: Iterable[float] | None, clients: int) -> list[float]
     numbers = [_number(weight) for weight in weights]
     real = all(isinstance(weight, Real) and type(weight) is not bool for weight in numbers)
     if len(numbers) != clients or not real or not all(1e-18 <= n <= 1e18 for n in numbers):
-        allowed = f"{clients} positive numbers, 1e-18 to 1e18"
+        allowed = f"{clients} positive numbers, 1e-18 to 1e18 (leave out clients without samples)"
         raise ValueError(f"weights: got {numbers}, allowed: {allowed}")
     return [float(weight) for weight in numbers]
 
@@ -3216,7 +3216,10 @@ class Federation:
         phase = found if isinstance(found, Phase) else Phase(found)
         eta = _number(phase.eta)
         if not isinstance(eta, Real) or not 0 <= cast(float, eta) < math.inf:
-            _refuse(f"schedule: round {t}", phase.eta, "a learning rate >= 0, or a Phase with one")
+            allowed = "a learning rate >= 0, or a Phase with one"
+            if hasattr(phase.eta, "get_last_lr"):  # torch's scheduler, which steps an optimizer
+                allowed += ": give a function of the round, as lambda t: 0.1 * 0.5 ** (t // 50)"
+            _refuse(f"schedule: round {t}", phase.eta, allowed)
         return Phase(cast(float, eta), bool(phase.dense), phase.mask_factor)
 
     def exchange(
@@ -3678,7 +3681,9 @@ class FlatView:
                 way = "keep parameters in float32 and use autocast in the loss"
                 raise ValueError(f"model: {name}: got {p.dtype}, allowed: torch.float32 ({way})")
         if not named:
-            raise ValueError("model: got no parameter that is trained, allowed: one or more")
+            raise ValueError(
+                "model: got no parameter that is trained, allowed: one or more (p.requires_grad_())"
+            )
         self.names, self.parameters = list(named), list(named.values())
         starts: dict[Any, str] = {}
         for name, p in named.items():
@@ -3948,6 +3953,10 @@ class Feed:
             batch = next(self._begin_pass(n), _END)
         if batch is _END:
             what = "its iterable has ended, or is empty"
+            if getattr(self.sources[n], "drop_last", False):
+                what += (
+                    " (drop_last leaves out a batch that is not full: take a smaller batch_size)"
+                )
             raise ValueError(f"feed: client {n} has no batch for step {tau + 1}: {what}")
         self.given[n] += 1
         return batch
@@ -4392,6 +4401,7 @@ class TCSState:
         self.process_group = model.process_group
         for name, p in trained_parameters(model.module).items():
             if name not in model.parameters_to_ignore:
+                name = name.replace("_orig_mod.", "")  # a prefix that torch.compile adds
                 self._names[p], self._layouts[name] = name, _layout(p)
 
     @property

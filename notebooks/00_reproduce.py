@@ -75,7 +75,7 @@ graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-given = lab.given_notebook_params(globals(), own=["tables", "points", "evidence"])
+given = lab.given_notebook_params(globals())
 of_profile = ("profile", profile) if profile else ("evidence", evidence)
 base = lab.profile_params(*of_profile, given)
 asked = {t: lab.read_params([lab.params_file("tables", t)]) | base | given for t in tables}

@@ -74,15 +74,16 @@ weight_decay = 1e-4  # L2, part of every local gradient
 seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 claim = lab.Statements(globals(), "01_fedavg")
-lab.check_values(globals(), local_steps=Annotated[list[lab.Count], Len(1)], seed=lab.Seed)
-fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+lab.check_values(globals(), local_steps=Annotated[list[lab.WholeNumber], Len(1)], seed=lab.Seed)
+fields |= {"seed": seed, "device": "cpu"}
 config = lab.RunConfig(scheme="FedAvg", **fields)
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 training = lab.Training(config, data)
 dimension = len(training.theta_D)
 print(f"D = {dimension:,} parameters, N = {clients} clients, {data.label} images")
+print(lab.forecast_trainings([config] * len(local_steps)))
 
 # %% [markdown]
 # ## The federation

@@ -68,20 +68,21 @@ selected_from = 2_000_000  # entries of the vector on which selections are timed
 seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "02_sparsification")
 counts = dict.fromkeys(
-    ("drawn_clients", "drawn_entries", "drawn_k", "samples_each", "selected_from"), lab.Count
+    ("drawn_clients", "drawn_entries", "drawn_k", "samples_each", "selected_from"), lab.WholeNumber
 )
-sizes = {"federation_sizes": Annotated[list[lab.Count], Len(1)], "seed": lab.Seed}
-lab.check_values(globals(), phi=lab.Share, phi_local=lab.Share, **counts, **sizes)
+sizes = {"federation_sizes": Annotated[list[lab.WholeNumber], Len(1)], "seed": lab.Seed}
+lab.check_values(globals(), phi=lab.Fraction, phi_local=lab.Fraction, **counts, **sizes)
 lab.check_values(globals(), drawn_k=Annotated[int, Le(drawn_entries)])
-fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+fields |= {"seed": seed, "device": "cpu"}
 everything = lab.load_dataset(dataset).resize(image_size)
 data = everything.first(train_samples, test_samples)
 base = lab.RunConfig(scheme="FedAvg", **fields)
 print(f"N = {clients} clients, {data.label} images, sending {phi:.1%} of the entries")
+print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further down
 
 # %% [markdown]
 # ## Five trainings

@@ -71,12 +71,12 @@ ticket_epochs = 5  # passes over the data in these trainings
 seed = 0  # of everything random
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 claim = lab.Statements(globals(), "03_tcs")
-shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Share)
+shares = dict.fromkeys(("phi_global", "phi_local", "large_local_share"), lab.Fraction)
 lab.check_values(globals(), **shares, ticket_seeds=Annotated[int, Ge(2)],
-                 ticket_epochs=lab.Count, seed=lab.Seed)  # fmt: skip
-fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"seed": seed, "device": "cpu"}
+                 ticket_epochs=lab.WholeNumber, seed=lab.Seed)  # fmt: skip
+fields |= {"seed": seed, "device": "cpu"}
 sizes = {"local_steps": local_steps, "value_bits": value_bits}
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local, **sizes)
 config = lab.RunConfig(scheme, **fields)
@@ -87,6 +87,8 @@ k_global, k_local = probe.compressor.rule.k_global, probe.compressor.rule.k_loca
 print(f"The network has D = {dimension:,} parameters. K_global = {k_global}, K_local = {k_local}, and "
       f"there are N = {clients} clients.\nAn epoch has {probe.rounds_per_epoch} rounds. "
       f"Number of dense epochs at the start (warm-up): {warmup_epochs} of {epochs}.")  # fmt: skip
+ticket = dataclasses.replace(config, epochs=ticket_epochs, warmup_epochs=0)
+print(lab.forecast_trainings([config] * 6 + [ticket] * 4 * ticket_seeds))
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

@@ -71,10 +71,10 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals(), lab.PARAMETERS - {"device", "learning_rate"})
 answer = display(Markdown("*The answer comes here when all cells have run.*"), display_id=True)
 claim = lab.Statements(globals(), "04_layerwise_fairness")
-some = {"learning_rates": lab.Positive, "schemes": str}
+some = {"learning_rates": lab.PositiveNumber, "schemes": str}
 lab.check_values(globals(), **{name: Annotated[list[kind], Len(1)] for name, kind in some.items()})
 params |= {"device": "cpu", "learning_rate": learning_rates[0]}
 (config,) = lab.plan(params | {"schemes": ["FedAvg"], "seeds": 1})
@@ -86,6 +86,9 @@ sizes_L = torch.tensor(layer_sizes)
 k_global, k_local = tcs.kept(phi_global, dimension), tcs.kept(phi_local, dimension)
 print(f"D = {dimension:,} parameters in {len(layer_sizes)} layers (parameter tensors)")
 print(f"K_global = {k_global}, K_local = {k_local}")
+trials = range(seeds) if isinstance(seeds, int) else seeds
+planned = 2 + len(learning_rates) * len(trials) * (1 + len(schemes))
+print(lab.forecast_trainings([config] * planned))
 
 # %% [markdown]
 # ## Where the budget goes
@@ -252,7 +255,6 @@ def watch(federation):
 
 
 # %%
-trials = range(seeds) if isinstance(seeds, int) else seeds
 first = learning_rates[0], trials[0]
 runs = {(name, first[0]): [watch(federation_of(name, *first))] for name in schemes}
 seen = {name: runs[name, first[0]][0][0] for name in schemes}

@@ -78,10 +78,10 @@ reference_batch = None  # cumulative batch at which learning rates hold; None: n
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
 claim = lab.Statements(globals(), "05_global_momentum")
 lab.check_values(globals(), momentum=Annotated[float, Gt(0), Lt(1)])
-fields = {k: v for k, v in params.items() if k in lab.RUN_KEYS} | {"device": "cpu"}
+fields |= {"device": "cpu"}
 trials = range(seeds) if isinstance(seeds, int) else seeds
 sparse = {"phi_global": phi_global, "phi_local": phi_local}
 sparse |= {"value_bits": value_bits, "local_steps": local_steps}
@@ -91,6 +91,7 @@ config = dataclasses.replace(plain, scheme=named)
 data = lab.load_dataset(dataset).first(train_samples, test_samples).resize(image_size)
 probe = lab.Training(config, data)
 print(f"D = {len(probe.theta_D):,} parameters, N = {clients}, beta = {momentum:g}")
+print(lab.forecast_trainings([config] * (1 + 5 * len(trials))))
 
 # %% [markdown]
 # ## Algorithm 3, put right

@@ -53,8 +53,8 @@ seed = 0  # of the random positions
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "06_sparse_encoding")
-counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Share, Lt(1)])
-kinds = {"phi": lab.Share, "dimension": lab.Count} | counted
+counted = dict.fromkeys(("phi_smallest", "phi_largest"), Annotated[lab.Fraction, Lt(1)])
+kinds = {"phi": lab.Fraction, "dimension": lab.WholeNumber} | counted
 kinds |= {"measured_dimension": Annotated[int, Ge(1000)], "phi_steps": Annotated[int, Ge(2)]}
 lab.check_values(globals(), **kinds, seed=lab.Seed)
 inside = Annotated[list[Annotated[int, Ge(1), Le(dimension)]], Len(1)]  # counted from one

@@ -32,6 +32,7 @@
 # errors. Positions are the subject of [06_sparse_encoding](06_sparse_encoding.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
+import dataclasses
 import math
 from typing import Annotated
 
@@ -73,7 +74,11 @@ cut = 1e-3  # values below this share of the largest one are dropped in one expe
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "07_fractional_quantization")
 bits_of = Annotated[int, Ge(1), Le(16)]
-kinds = {"value_bits": bits_of, "compared_bits": Annotated[list[bits_of], Len(1)], "cut": lab.Share}
+kinds = {
+    "value_bits": bits_of,
+    "compared_bits": Annotated[list[bits_of], Len(1)],
+    "cut": lab.Fraction,
+}
 lab.check_values(globals(), **kinds, epochs=Annotated[int, Ge(2)])
 scheme = tcs.Scheme.named(f"TCS-Q{value_bits}", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": model, "width": width, "clients": clients, "batch_size": batch_size}
@@ -82,6 +87,8 @@ config = lab.RunConfig(scheme, learning_rate, seed, profile, **sizes, **schedule
 data = lab.load_dataset("synthetic").first(train_samples, test_samples)
 P = scheme.intervals
 print(f"{scheme.name}: {P} intervals, {int(math.log2(P))} bits for the interval, 1 for the sign")
+small = dataclasses.replace(config, train_samples=train_samples, test_samples=test_samples)
+print(lab.forecast_trainings([small]))
 
 # %% [markdown]
 # ## The values that clients send

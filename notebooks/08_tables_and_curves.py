@@ -69,7 +69,7 @@ graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-given = lab.given_notebook_params(globals(), own=["evidence"])
+given = lab.given_notebook_params(globals())
 of_profile = ("profile", profile) if profile else ("evidence", evidence)
 params = lab.read_params([lab.params_file("table", table)])
 params |= lab.profile_params(*of_profile, given) | given

@@ -63,7 +63,7 @@ jobs = 1  # runs side by side
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "09_your_own_scheme")
 names = Annotated[list[str], Len(1)]
-lab.check_values(globals(), own=names, beside=names, seeds=lab.Count, jobs=lab.Count)
+lab.check_values(globals(), own=names, beside=names, seeds=lab.WholeNumber, jobs=lab.WholeNumber)
 files = [lab.ROOT / "params/table1.yaml", lab.params_file("profile", profile)]
 params = lab.read_params(files) | {"seeds": seeds, "jobs": jobs, "data_root": data_root}
 print(

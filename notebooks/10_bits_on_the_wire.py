@@ -80,11 +80,11 @@ paper_warmup = 5  # dense epochs at the start, Sec. III-B
 paper_steps = 78  # local steps an epoch: 50,000 images, 10 clients, batches of 64
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals())
 claim = lab.Statements(globals(), "10_bits_on_the_wire")
 own = ("message_width", "message_samples", "paper_epochs", "paper_clients", "paper_warmup",
        "paper_steps")  # fmt: skip
-lab.check_values(globals(), **dict.fromkeys(own, lab.Count))
+lab.check_values(globals(), **dict.fromkeys(own, lab.WholeNumber))
 configs = [c for c in lab.plan(params) if not c.scheme.centralized]
 configs = [dataclasses.replace(c, wire=True) for c in configs]
 data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))
@@ -92,6 +92,7 @@ data = data.first(message_samples, test_samples)
 print(
     f"{len(configs)} runs, each made twice: once with messages of real bytes, once with counted bits"
 )
+print(lab.forecast_trainings(2 * configs))
 
 # %% [markdown]
 # ## One message, taken apart

@@ -84,17 +84,18 @@ target = 0.6  # accuracy whose time is asked for
 links = [1, 10, 100]  # Mbit/s
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-params = lab.notebook_params(globals(), complete=False)
+params = lab.notebook_params(globals())
 claim = lab.Statements(globals(), "10b_fewer_bytes")
 counts = ("paper_epochs", "paper_clients", "paper_warmup", "paper_steps")
-kinds = {"links": list[lab.Positive], "target": lab.Share, "no_loss": lab.Positive}
-lab.check_values(globals(), **dict.fromkeys(counts, lab.Count), **kinds)
+kinds = {"links": list[lab.PositiveNumber], "target": lab.Fraction, "no_loss": lab.PositiveNumber}
+lab.check_values(globals(), **dict.fromkeys(counts, lab.WholeNumber), **kinds)
 scheme = tcs.Scheme.named("TCS-Q5")
 (config,) = lab.plan(params | {"schemes": [scheme.name]})
 data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))
 federation = lab.Training(config, data.first(train_samples, test_samples))
 compressor = federation.compressor
 print(f"{clients} clients train {scheme.name} for {epochs} epochs on {data.label} images.")
+print(lab.forecast_trainings([config]))
 
 # %% [markdown]
 # ## The same message in fewer bytes

@@ -27,6 +27,7 @@
 # *Run time*: less than a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
+import dataclasses
 import re
 import tempfile
 
@@ -68,6 +69,9 @@ run_target_minutes = 5.0  # one run of TCS on a GPU
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
+counts = ("train_samples", "width", "clients", "batch_size", "epochs", "step_dimension",
+          "round_width", "repeat", "paper_samples", "paper_epochs")  # fmt: skip
+lab.check_values(globals(), **dict.fromkeys(counts, lab.WholeNumber), seed=lab.Seed)
 scheme = tcs.Scheme.named("TCS", phi_global=phi_global, phi_local=phi_local)
 sizes = {"model": "resnet8", "width": width, "clients": clients, "batch_size": batch_size}
 schedule = {"epochs": epochs, "warmup_epochs": 1, "drops": (drop,), "reference_batch": None}
@@ -79,6 +83,8 @@ print(f"D = {D:,} parameters, K_global = {rule.k_global}, K_local = {rule.k_loca
 print(
     f"Each epoch has {training.rounds_per_epoch} rounds; the rounds of the first epoch are dense."
 )
+small = dataclasses.replace(config, train_samples=train_samples, test_samples=100)
+print(lab.forecast_trainings([small]))
 
 # %% [markdown]
 # ## A guess that cannot be wrong

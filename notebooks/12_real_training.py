@@ -54,9 +54,14 @@ lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "12_real_training")
 counts = ("processes", "steps", "batch_size", "train_samples", "test_samples", "image_size",
           "width")  # fmt: skip
-kinds = dict.fromkeys(counts, lab.Count) | dict.fromkeys(("phi_global", "phi_local"), lab.Share)
-kinds |= {"learning_rate": lab.Positive, "link_rates": Annotated[list[lab.Positive], Len(1)]}
-lab.check_values(globals(), **kinds, seed=lab.Seed, start_iter=lab.Count)
+kinds = dict.fromkeys(counts, lab.WholeNumber) | dict.fromkeys(
+    ("phi_global", "phi_local"), lab.Fraction
+)
+kinds |= {
+    "learning_rate": lab.PositiveNumber,
+    "link_rates": Annotated[list[lab.PositiveNumber], Len(1)],
+}
+lab.check_values(globals(), **kinds, seed=lab.Seed, start_iter=lab.WholeNumber)
 if start_iter > steps - 2:
     raise ValueError(
         f"start_iter: got {start_iter}, allowed: at most steps - 2, which is {steps - 2}"
@@ -173,6 +178,9 @@ os._exit(0)  # a thread of gloo may outlive Python and abort
 # %%
 names = ["phi_global", "phi_local", "start_iter", "steps", "batch_size", "learning_rate"]
 names += ["train_samples", "test_samples", "image_size", "width", "seed"]
+net, images = tcs.build_model("resnet8", width), torch.randn(batch_size, 3, image_size, image_size)
+what = f"steps, {steps} in each of two DDP trainings"
+print(lab.forecast_steps(2 * steps, what, lambda: net(images).sum().backward()))
 with tempfile.TemporaryDirectory() as folder:
     script, target = Path(folder) / "train.py", Path(folder) / "results.json"
     script.write_text(SCRIPT, encoding="utf-8")

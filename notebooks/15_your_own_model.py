@@ -55,11 +55,11 @@ lab.check_notebook_params(globals())
 answer = display(Markdown("*The answer will appear here after the comparison.*"), display_id=True)
 picture = display(Markdown("*Its figure will appear here.*"), display_id=True)
 claim = lab.Statements(globals(), "15_your_own_model")
-whole = dict.fromkeys(("clients", "rounds", "batch_size", "warmup", "many_width"), lab.Count)
-positive = dict.fromkeys(("learning_rate", "adaptive_rate", "tolerance"), lab.Positive)
+whole = dict.fromkeys(("clients", "rounds", "batch_size", "warmup", "many_width"), lab.WholeNumber)
+positive = dict.fromkeys(("learning_rate", "adaptive_rate", "tolerance"), lab.PositiveNumber)
 names = Annotated[list[str], Len(2)]  # two or more
 lab.check_values(globals(), **whole, **positive, schemes=names, adaptive=names)
-lab.check_values(globals(), many_clients=list[lab.Count], seed=lab.Seed)
+lab.check_values(globals(), many_clients=list[lab.WholeNumber], seed=lab.Seed)
 if warmup >= rounds:
     raise ValueError(f"warmup: got {warmup}, allowed: less than rounds, which is {rounds}")
 
@@ -171,6 +171,9 @@ def trained(federation: tcs.Federation) -> pd.DataFrame:
 
 
 # %%
+what = f"local steps of {clients} clients, {rounds} in each of {len(schemes + adaptive)} trainings"
+count, sample = rounds * len(schemes + adaptive), federation_of("FedAvg")
+print(lab.forecast_steps(count, what, sample.round))
 curves = {scheme: trained(federation_of(scheme)) for scheme in schemes}
 
 # %%

@@ -56,8 +56,10 @@ seed = 0  # of first weights and windows of what is run here
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "16_text")
-lab.check_values(globals(), rounds=lab.Count, phi_global=lab.Share, ddp_steps=lab.Count)
-lab.check_values(globals(), ddp_rank=lab.Count, seed=lab.Seed)
+lab.check_values(
+    globals(), rounds=lab.WholeNumber, phi_global=lab.Fraction, ddp_steps=lab.WholeNumber
+)
+lab.check_values(globals(), ddp_rank=lab.WholeNumber, seed=lab.Seed)
 files = [lab.ROOT / "params/table_text.yaml", lab.params_file("evidence", evidence)]
 params = lab.read_params(files)
 
@@ -207,6 +209,8 @@ print(f"{D:,} parameters")
 # in them, so the number for a whole training is lower.
 
 # %%
+sample = lab.Training(config, text).rounds(0)
+print(lab.forecast_steps(rounds, "dense rounds", lambda: next(sample)))
 watch, k = lab.UpdateWatch(training.flat.layer_sizes, phi_global), tcs.kept(phi_global, D)
 where = torch.zeros(D)
 epochs = range(1 + rounds // training.rounds_per_epoch)
@@ -333,6 +337,10 @@ if ddp_steps < 20:
     raise ValueError(f"ddp_steps: got {ddp_steps}, allowed: at least 20, ten of them dense")
 given = {"seed": seed, "ddp_steps": ddp_steps, "ddp_rank": ddp_rank}
 given |= {"width": config.width, "context": config.context}
+net = lab.GPT(text.classes, config.width, config.context)
+windows = torch.zeros(16, config.context, dtype=torch.int64)
+what = f"steps, {ddp_steps} in each of three DDP trainings"
+print(lab.forecast_steps(3 * ddp_steps, what, lambda: net(windows).sum().backward()))
 environment = os.environ | {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": f"{lab.ROOT}:{lab.ROOT / 'notebooks'}",

@@ -44,8 +44,10 @@ data_root = None  # make: the folder or tar of the data; None: the profile's
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "17_rivals")
-numbers = Annotated[list[lab.Positive], Len(1)]
-lab.check_values(globals(), seeds=lab.Count, below=lab.Positive, links=numbers, latencies=numbers)
+numbers = Annotated[list[lab.PositiveNumber], Len(1)]
+lab.check_values(
+    globals(), seeds=lab.WholeNumber, below=lab.PositiveNumber, links=numbers, latencies=numbers
+)
 sizes = lab.read_params([lab.params_file("profile", profile)]) | {"seeds": seeds}
 sizes |= {"data_root": data_root} if data_root else {}
 asked = lab.read_sensitivity(lab.ROOT / f"params/rivals_{profile}.yaml")

@@ -59,14 +59,18 @@ patience = 600  # seconds that a run may take
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
 claim = lab.Statements(globals(), "18_flower")
-counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.Count)
-positive = dict.fromkeys(["learning_rate", "patience"], lab.Positive)
+counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.WholeNumber)
+positive = dict.fromkeys(["learning_rate", "patience"], lab.PositiveNumber)
 lab.check_values(globals(), **counts, **positive, seed=lab.Seed)
 FLOWER = (
     importlib.util.find_spec("flwr") is not None and importlib.util.find_spec("ray") is not None
 )
 if not FLOWER:
     print("Flower is not here: uv run --extra flower jupyter lab. The rest runs without it.")
+else:
+    print(
+        f"two runs of {rounds} rounds follow, in processes of Flower: about three minutes on two free cores"
+    )
 
 # %% [markdown]
 # ## What you write

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import inspect
+import multiprocessing
 import os
 import shutil
 import sys
@@ -30,9 +31,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_configure():
     """A kernel that dies at its start is started again: it chooses its ports before it opens them,
     and another process, such as the other worker's kernel, may take one of them in between."""
+    from jupyter_client.provisioning import local_provisioner
+    from kernels import launch_kernel
     from nbval import kernel
 
     kernel.start_new_kernel = patient(kernel.start_new_kernel)
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        local_provisioner.launch_kernel = launch_kernel
 
 
 def patient(start, attempts: int = 3):
@@ -123,6 +128,15 @@ def development_data() -> Path:
     if not path or not Path(path).exists():
         pytest.skip("TCS_TEST_DATA does not name a tar of train/<class>/*, test/<class>/*")
     return Path(path)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Workers of queues are forked, where what they do is tested and not how they start."""
+    import tcs_lab as lab
+    from processes import ForkedWorkers
+
+    monkeypatch.setattr(lab.runs.workers, "_CONTEXT", ForkedWorkers)
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ from tcs_lab.__main__ import main
 from tcs_lab.studies.loopback import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # one for all: each list replaces the last
-FORKSERVER.set_forkserver_preload(["tcs_lab.commands", "torch._dynamo", "pytest", "hypothesis"])
+FORKSERVER.set_forkserver_preload(
+    ["tcs_lab.commands", "torch._dynamo", "pytest", "hypothesis", "pandas", "matplotlib.pyplot",
+     "ipykernel.kernelapp", "ipykernel.ipkernel"]
+)  # fmt: skip
 
 
 def few_images(train=120):
@@ -67,6 +70,24 @@ def start(size, folder, work, *arguments, joined=True):
         assert process.exitcode == 0
     print(*(answer for answer in found.values() if isinstance(answer, str)), sep="\n")
     return [found.get(rank) for rank in range(size)]
+
+
+class ForkedWorkers:
+    """Stands in for `tcs_lab.runs.workers._CONTEXT`: workers that need not import all once more."""
+
+    Pipe = staticmethod(FORKSERVER.Pipe)
+
+    @staticmethod
+    def Process(target, args):
+        *arguments, _ = args
+        return FORKSERVER.Process(target=as_worker, args=(dict(os.environ), target, arguments))
+
+
+def as_worker(variables, target, arguments):
+    """In a process of its own, with these variables: the work of a worker. It ends with its parent, the
+    server."""
+    os.environ.update(variables)
+    target(*arguments, os.getppid())
 
 
 def as_command(words, folder, name, disturb):

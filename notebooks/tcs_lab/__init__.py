@@ -38,14 +38,16 @@ __getattr__, __dir__ = lazily(
         "schemes": "",
         "tasks.images": "Batches Draws generator_for load_dataset partition synthetic_dataset",
         "tasks.text": "GPT load_text",
-        "training.configuration": "RUN_KEYS RunConfig Seed digest_of",
+        "training.configuration": (
+            "RUN_KEYS Fraction PositiveNumber RunConfig Seed WholeNumber digest_of"
+        ),
         "training.training": "Training load_data read_outcomes",
         "training.watching": "UpdateWatch",
         "runs.parameters": (
             "PARAMETERS check_notebook_params given_notebook_params notebook_params params_file "
             "plan profile_params read_params"
         ),
-        "runs.estimates": "forecast",
+        "runs.estimates": "forecast forecast_steps forecast_trainings",
         "runs.index": "find_records",
         "runs.plans": "count_made find_searches plan_runs",
         "runs.progress": "Progress follow",
@@ -88,7 +90,7 @@ __getattr__, __dir__ = lazily(
         "evidence.paper_tables": "draw_table",
         "studies.bench": "bench_codecs bench_compiled bench_round bench_step bench_table run_benches",
         "teaching.cells": (
-            "Count ListeningLink Positive Share Statements bold check_values judge_mean paired_gain "
+            "ListeningLink Statements bold check_values judge_mean paired_gain "
             "show_code show_figures"
         ),
         "teaching.exercises": "check_exercise",

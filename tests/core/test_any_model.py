@@ -183,6 +183,13 @@ def test_a_client_without_data_is_named(nothing):
         made.round()
 
 
+def test_a_loader_that_leaves_out_its_only_batch_names_the_option():
+    few = torch.utils.data.TensorDataset(*batches(1, 0)[0])
+    loader = torch.utils.data.DataLoader(few, len(few) + 1, drop_last=True)
+    with pytest.raises(ValueError, match=r"^feed: client 0 has no batch .*\bdrop_last\b"):
+        tcs.Federation(mlp(), [loader], "TCS", 0.1, loss=mse).round()
+
+
 def test_no_clients_at_all():
     with pytest.raises(ValueError, match="client"):
         tcs.Federation(mlp(), [], "TCS", 0.1, loss=mse).round()

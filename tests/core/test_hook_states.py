@@ -362,6 +362,38 @@ def given_a_model(ranks, folder):
     ]
 
 
+def compiled(kind):
+    net = small_net()
+    if kind == "the whole":
+        return torch.compile(net, backend="eager")
+    if kind == "a layer":
+        net[2] = torch.compile(net[2], backend="eager")
+    return net
+
+
+def across_compilation(ranks, folder, kinds):
+    """Whether each kind's state goes on with the same gradients in the model of each kind."""
+    found = []
+    for saver in kinds:
+        for loader in kinds:
+            one, other = (
+                Recorded({"start_iter": 1} | SHARES, compiled(kind), named=True)
+                for kind in (saver, loader)
+            )
+            one.step(0)
+            one.step(1)
+            other.state.load_state_dict(one.state.state_dict())
+            pairs = zip(one.step(2), other.step(2), strict=True)
+            found.append(all(torch.equal(mine, its) for mine, its in pairs))
+    return found
+
+
+def test_a_state_goes_from_a_compiled_model_into_a_plain_one_and_back(tmp_path):
+    kinds = ["none", "the whole", "a layer"]
+    for found in start(2, tmp_path, across_compilation, kinds):
+        assert found == [True] * 9
+
+
 def net_of_three():
     return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 25), nn.Linear(25, 4))
 

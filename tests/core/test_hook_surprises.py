@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_h
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import tcs_core as tcs
 
@@ -483,3 +484,45 @@ def with_a_sharded_optimizer(ranks, folder):
 
 def test_a_sharded_optimizer_after_the_backward_pass_is_as_one_of_torch(tmp_path):
     assert start(2, tmp_path, with_a_sharded_optimizer) == [(True, 5)] * 2
+
+
+# Recomputed layers and static graphs ──────────────────────────────────────────────────────────────
+
+
+class Recomputing(nn.Module):
+    """A layer that is used twice, within a part that is computed again in the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.last = nn.Linear(20, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def inside(self, x):
+        return self.twice(torch.relu(self.twice(x)))
+
+    def forward(self, x):
+        x = checkpoint(self.inside, self.first(x), use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def recomputed(ranks, folder, reentrant, static):
+    """Parameters after some steps without the hook, and with one that keeps everything."""
+    ends, options = [], {"static_graph": static, "gradient_as_bucket_view": True}
+    for hooked in (False, True):
+        model = DistributedDataParallel(Recomputing(reentrant), **options)
+        if hooked:
+            model.register_comm_hook(tcs.TCSState(**FULL, model=model), tcs.tcs_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+        ends.append(flat(model.parameters()))
+    return ends
+
+
+@pytest.mark.parametrize(("reentrant", "static"), [(False, False), (False, True), (True, True)])
+def test_layers_that_are_computed_again_are_averaged_as_by_plain_ddp(tmp_path, reentrant, static):
+    for plain, hooked in start(2, tmp_path, recomputed, reentrant, static):
+        torch.testing.assert_close(hooked, plain, rtol=1e-6, atol=1e-7)

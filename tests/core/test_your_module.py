@@ -384,6 +384,37 @@ def test_a_few_loaders_with_workers_are_a_feed():
 # What can't be meant is refused by name ───────────────────────────────────────────────────────────
 
 
+NORMALIZED = [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm,
+              nn.utils.parametrizations.orthogonal]  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMALIZED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_weights_that_are_calculated_from_parameters_train_and_resume(norm):
+    """Of these, torch cannot copy the first, nor pickle the others."""
+
+    def make():
+        model = Classifier()
+        norm(model.head)
+        return federation(model)
+
+    one, other = make(), make()
+    before = one.theta_D.clone()
+    one.round()
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one.round(), other.round())
+    assert torch.equal(one.theta_D, other.theta_D) and not torch.equal(one.theta_D, before)
+    with one.evaluated() as here, other.evaluated() as there:
+        assert torch.equal(here(batches(1)[0][0]), there(batches(1)[0][0]))
+
+
+def test_a_scheduler_of_torchs_is_refused_with_what_to_give_instead():
+    optimizer = torch.optim.SGD(Classifier().parameters(), 0.1)
+    made = federation(Classifier(), eta=torch.optim.lr_scheduler.StepLR(optimizer, 50))
+    with pytest.raises(ValueError, match=r"^schedule: round 0: got .*StepLR.* lambda t: "):
+        made.round()
+
+
 @pytest.mark.parametrize(
     ("eta", "shown"), [(-0.1, "-0.1"), (torch.nan, "nan"), (torch.inf, "inf"), ("0.1", "'0.1'"), (lambda t: None, "None")]
 )  # fmt: skip

@@ -112,10 +112,11 @@ def test_a_queue_that_is_terminated_leaves_whole_files_and_no_process(tmp_path):
         assert torch.load(path, weights_only=True)["rows"]
 
 
-def test_a_dry_run_makes_nothing(tmp_path):
+def test_a_dry_run_makes_nothing(tmp_path, capsys):
     plan = plan_of(tmp_path, only=(["TCS", "top-K"], 3))
     results = tmp_path / "results"
-    done = ended("queue", plan, "--dry-run", "--jobs", "2", "--results", str(results))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("2 runs, 0 of them made, 2 left")
+    words = ["queue", plan, "--dry-run", "--jobs", "2", "--results", str(results)]
+    assert command_line.main(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("2 runs, 0 of them made, 2 left") and err == ""
     assert not results.exists() and not (tmp_path / "cache").exists()

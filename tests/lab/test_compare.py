@@ -1,6 +1,7 @@
 """A method from a file: what each of its three forms becomes, what it sends, its row beside stored
 ones, and what is said of a file that is wrong."""
 
+import dataclasses
 import io
 import json
 import math
@@ -395,6 +396,35 @@ def test_between_two_points_of_a_method_and_nowhere_else():
     assert math.isnan(scoring.find_bytes([], 55.0))
 
 
+def test_bytes_count_as_equal_up_to_one_percent():
+    """At either end of a method's points, and not between two of them, where interpolation is exact."""
+    points = [point("a", 100.0, 60.0), point("b", 146.2, 70.0)]
+    assert scoring.weigh_points(points, 146.5) == {"b": 1.0} == scoring.weigh_points(points, 147.6)
+    assert scoring.weigh_points(points, 99.1) == {"a": 1.0}
+    assert scoring.weigh_points(points, 98.9) is None is scoring.weigh_points(points, 148.0)
+    assert scoring.weigh_points(points, 145.9) == pytest.approx(
+        {"a": 0.0054, "b": 0.9946}, abs=1e-4
+    )
+    assert scoring.weigh_points([point("b", 146.2, 70.0)], 146.5) == {"b": 1.0}
+    assert scoring.weigh_points([point("b", 0.0, 70.0)], 1e-3) is None
+    close = [point("a", 100.0, 60.0), point("b", 100.2, 61.0)]
+    assert scoring.weigh_points(close, 100.3) == {"b": 1.0}  # the nearest of two
+
+
+def test_a_stored_method_with_almost_the_same_bytes_is_compared():
+    """TCS sends 146.5 MB, and TCS with a random mask 146.2."""
+    track = read_track()
+    stored = track.analysis.model_copy(update={"methods": {"TCS": ["TCS"], "FedAvg": ["FedAvg"]}})
+    track = dataclasses.replace(track, analysis=stored)
+    scores = scoring.Scores(track, [track.find_scheme("TCS-Random")])
+    one = next(c for c in scores.compare(scores.points[0], "TCS-Random") if c.method == "TCS")
+    gap = scores.points[0].accuracy - scores.stored["TCS"][0].accuracy
+    assert one.equal_bytes.value == pytest.approx(gap) == one.without_start.value
+    assert "sends at" not in one.reason
+    far = next(c for c in scores.compare(scores.points[0], "TCS-Random") if c.method == "FedAvg")
+    assert math.isnan(far.equal_bytes.value) and "sends at least" in far.reason
+
+
 def test_a_dense_start_can_be_left_out_of_both_ways():
     one = scoring.Point("a", 0.5, 60.0, 0.1, 3, 30.0, 10.0, 20.0)
     later = one.without_start()
@@ -596,7 +626,9 @@ class Mine(tcs.TopK):
     assert "mine.py" in line and f"Mine: {RUN}client 0, round 5: own_mask: got" in line
 
 
-def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(folder, capsys):
+def test_workers_read_the_file_too_and_its_error_comes_back_in_one_line(
+    folder, capsys, forked_workers
+):
     path = written(folder, SIGNS.replace("-tensors[1])", "-tensors[1]) + 1 / 0"))
     line = error_of(folder, capsys, path, "--jobs", "2")
     assert "mine.py, line 9: Signs: run with eta" in line and "ZeroDivisionError" in line

@@ -281,7 +281,7 @@ def test_what_fits_is_made_as_by_run_and_brought_back_in_one_file(plan, tmp_path
 
 
 def test_a_run_that_is_stopped_keeps_its_checkpoint_and_a_second_call_goes_on(
-    plan, tmp_path, capsys, monkeypatch
+    plan, tmp_path, capsys, monkeypatch, forked_workers
 ):
     words = plan("{schemes: [TCS-Q5], epochs: 80, minutes: 1}")
     ((wanted,),) = lab.plan_runs(words[1]).values()

@@ -1,7 +1,12 @@
 """Environment variables that the lab reads: a wrong one is named, with what is allowed."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import tcs_lab as lab
+from tcs_lab.studies.loopback import Loopback
 from tcs_lab.support.files import hold_lock
 from tcs_lab.training.compiled import uses_compilation
 
@@ -40,3 +45,9 @@ def test_a_compiler_that_is_no_command_is_named(monkeypatch, given):
     config = lab.RunConfig("TCS", compiled=True, device="cpu")
     with pytest.raises(ValueError, match=r"^\$CXX: got .*allowed: the command of a C\+\+ compiler"):
         uses_compilation(config)
+
+
+def test_flowers_programs_are_found_where_no_path_is_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("PATH")
+    path = Loopback(tmp_path).environment["PATH"]
+    assert path.startswith(f"{Path(sys.executable).parent}{os.pathsep}")

@@ -1,7 +1,9 @@
 """What is said before runs are made: which lack a record, how many epochs, about how long."""
 
 import re
+import time
 
+import nbformat
 import pytest
 import tcs_lab as lab
 import torch
@@ -55,3 +57,32 @@ def test_a_run_of_three_hundred_epochs_is_told_to_be_long():
     """Roughly: the time of a pass is measured beside all else that the machine does."""
     assert told(epochs=300_000) > 10 * told(epochs=300)
     assert told(epochs=300, model="resnet18", width=64, image_size=None, train_samples=None) > 3600
+
+
+def test_trainings_of_a_notebooks_own_and_steps_are_told_with_their_number():
+    runs = plan(1)
+    assert re.match(
+        r"this page makes 2 trainings of 3 epochs: about ", lab.forecast_trainings(runs)
+    )
+    assert "1 training of 3 epochs" in lab.forecast_trainings(runs[:1])
+    longer = [*runs, *plan(1, epochs=5)]
+    assert "4 trainings of 3 or 5 epochs" in lab.forecast_trainings(longer)
+    calls = []
+    said = lab.forecast_steps(2_000, "rounds", lambda: (calls.append(0), time.sleep(0.03)))
+    assert len(calls) == 2
+    assert re.match(r"this page makes 2,000 rounds: about (\d+ seconds|[1-9] minutes)", said)
+
+
+TRAINS = ("lab.run_all(", "lab.Training(", ".round()", "torchrun_command(", "subprocess.Popen(")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((lab.ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem
+)
+def test_every_notebook_that_trains_says_how_long_before_it_does(path):
+    cells = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
+    trains = [cell for cell in cells if any(word in cell for word in TRAINS)]
+    says = [cell for cell in cells if "lab.forecast" in cell]
+    assert bool(trains) == bool(says)
+    if trains and "lab.run_all(" in "".join(trains[:1]):
+        assert cells.index(says[0]) <= cells.index(trains[0])

@@ -154,7 +154,7 @@ def test_two_processes_share_a_queue(tmp_path):
     assert makers == {process.pid for process in both}
 
 
-def test_workers_make_one_job_after_another(tmp_path, monkeypatch):
+def test_workers_make_one_job_after_another(tmp_path, monkeypatch, forked_workers):
     """Two processes for five jobs, which end with the queue."""
     monkeypatch.setenv("TCS_WAITS", str(tmp_path / "begun"))
     jobs = [Wait(number, seconds=0.1) for number in range(5)]

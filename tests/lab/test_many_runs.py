@@ -179,7 +179,7 @@ def test_the_longest_runs_are_begun_first(tmp_path, monkeypatch, small):
     assert [record["config"]["scheme"]["name"] for record in records] == names
 
 
-def test_the_error_of_a_worker_is_raised_here(tmp_path, few):
+def test_the_error_of_a_worker_is_raised_here(tmp_path, few, forked_workers):
     wanted = configs("TCS", "top-K", **few | {"batch_size": 900})
     with pytest.raises(ValueError, match="batch_size: got 900") as caught:
         lab.run_all(wanted, tmp_path, jobs=2)
@@ -289,7 +289,7 @@ def test_a_row_that_is_written_in_two_parts_reaches_the_bar(monkeypatch):
     assert seen == [("a", {"epoch": 1}), ("d", {"epoch": 2})] and not failed
 
 
-def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, few):
+def test_rows_of_workers_reach_the_bar(tmp_path, monkeypatch, few, forked_workers):
     seen, epoch = [], lab.Progress.show_row
     monkeypatch.setattr(
         lab.Progress, "show_row", lambda bar, *a: seen.append(a[0]) or epoch(bar, *a)
@@ -331,7 +331,7 @@ def test_two_processes_share_a_table(tmp_path):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_what_another_process_makes_comes_last(tmp_path, few, jobs):
+def test_what_another_process_makes_comes_last(tmp_path, few, jobs, forked_workers):
     """A thread stands in for the other process."""
     wanted = configs("TCS", "top-K", "rand-K", **few)
     paths = [lab.record_path(c, tmp_path) for c in wanted]

@@ -364,7 +364,7 @@ def test_numbers_of_numpy_and_torch_are_plain_numbers_in_configurations_and_plan
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_numpy_and_torch_in_the_labs_other_functions(kind):
     whole, real = KINDS[kind]
-    lab.check_values({"n": whole(2), "share": real(0.5)}, n=lab.Count, share=lab.Share)
+    lab.check_values({"n": whole(2), "share": real(0.5)}, n=lab.WholeNumber, share=lab.Fraction)
     assert lab.run_all([], jobs=whole(1)) == []
     data = lab.synthetic_dataset(whole(20), whole(10))
     assert data.first(whole(8), whole(4)).resize(whole(16)).train_images.shape == (8, 16, 16, 3)

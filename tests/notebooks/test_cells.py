@@ -104,7 +104,9 @@ def test_a_broken_file_of_verdicts_is_named(verdicts, text, says):
 
 def test_a_parameter_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"^steps, links: missing"):
-        lab.check_values({"phi": 0.5}, phi=lab.Share, steps=lab.Count, links=lab.Count)
+        lab.check_values(
+            {"phi": 0.5}, phi=lab.Fraction, steps=lab.WholeNumber, links=lab.WholeNumber
+        )
 
 
 def test_only_a_cell_of_literals_is_one_of_parameters():
@@ -121,17 +123,17 @@ def test_only_a_cell_of_literals_is_one_of_parameters():
 @pytest.mark.parametrize(
     ("kind", "value", "says"),
     [
-        (lab.Share, 0, "phi: got 0; Input should be greater than 0"),
-        (lab.Share, 2.0, "phi: got 2.0; Input should be less than or equal to 1"),
-        (lab.Share, math.nan, "phi: got nan; Input should be a finite number"),
-        (lab.Count, 12.5, "phi: got 12.5; Input should be a valid integer"),
-        (lab.Count, True, "phi: got True; Input should be a valid integer"),
+        (lab.Fraction, 0, "phi: got 0; Input should be greater than 0"),
+        (lab.Fraction, 2.0, "phi: got 2.0; Input should be less than or equal to 1"),
+        (lab.Fraction, math.nan, "phi: got nan; Input should be less than or equal to 1"),
+        (lab.WholeNumber, 12.5, "phi: got 12.5; Input should be a valid integer"),
+        (lab.WholeNumber, True, "phi: got True; Input should be a valid integer"),
         (
-            list[lab.Count],
+            list[lab.WholeNumber],
             [1, 0],
             "phi: value 2: got 0; Input should be greater than or equal to 1",
         ),
-        (list[lab.Count], 3, "phi: got 3; Input should be a valid list"),
+        (list[lab.WholeNumber], 3, "phi: got 3; Input should be a valid list"),
     ],
 )
 def test_a_bad_parameter_gets_one_line(kind, value, says):

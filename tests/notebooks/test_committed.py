@@ -196,3 +196,44 @@ def test_no_notebook_takes_a_parameter_that_it_does_not_know(path):
             exec(cell.source, namespace)
         with pytest.raises(ValueError, match="unknown parameter: evidenz"):
             exec(cells[checked].source, namespace)
+
+
+# What a reader may write: into the cell of parameters, beside a number that is calculated, or below.
+TYPED = {
+    "a name": ("{own}\nevidenz = 3", "evidenz"),
+    "with a type": ("{own}\nevidenz: int = 3", "evidenz"),
+    "beside a calculation": ("{own}\nevidenz = 1 / 3", "evidenz"),
+    "in another cell": ("{own}", "evidenz = 'cpu'  # the profile", "evidenz"),
+}
+
+
+@pytest.mark.parametrize("path", IPYNB, **by_name)
+def test_no_notebook_ignores_a_name_that_a_reader_adds(path):
+    cells = code_of(read(path))
+    (own,) = (n for n, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
+    running = cells[own + 1].source
+    for *typed, name in TYPED.values():
+        typed = [cell.format(own=cells[own].source) for cell in typed]
+        namespace = {"In": ["import tcs_lab as lab", *typed, running]}
+        with matplotlib.rc_context():
+            for cell in cells[: own + 1]:
+                exec(cell.source, namespace)
+            with pytest.raises(ValueError, match=f"unknown parameter: {name}; allowed: "):
+                exec(running, namespace)
+    # what a reader assigns later, and the notebook's own names, are no such names
+    for later in (["x = f()\nmu = 0.1"], ["mu = f()"]):
+        lab.check_notebook_params({"In": [*typed[:1], *later, running]}, lab.PARAMETERS)
+    lab.check_notebook_params({"In": [*typed[:1], running]}, lab.PARAMETERS)
+
+
+DEVICELESS = ("01", "02", "03", "04", "05")
+
+
+@pytest.mark.parametrize("path", [p for p in IPYNB if p.stem[:2] in DEVICELESS], **by_name)
+def test_what_a_notebook_would_override_is_named(path):
+    cells = code_of(read(path))
+    (own,) = (n for n, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
+    for name in ["device", "learning_rate" if path.stem[:2] == "04" else "jobs"]:
+        cell = f"{cells[own].source}\n{name} = 'cuda'"
+        with pytest.raises(ValueError, match=f"unknown parameter: {name}; allowed: "):
+            exec(cells[own + 1].source, {"lab": lab, "In": [cell, cells[own + 1].source]})

@@ -61,7 +61,7 @@ def test_text_from_papermills_p_is_told_of_its_y():
     with pytest.raises(ValueError, match=r"^learning_rate: .*write 1.0e-3"):
         lab.plan({"schemes": ["TCS"], "learning_rate": "1e-3"})
     with pytest.raises(ValueError, match=r"^lags: got '\[1\]'.*write -y \"lags: \[1\]\""):
-        lab.check_values({"lags": "[1]"}, lags=list[lab.Count])
+        lab.check_values({"lags": "[1]"}, lags=list[lab.WholeNumber])
     for nothing in ("maybe", "[", "[0.5]", "!!python/object:os.system []"):
         with pytest.raises(ValueError) as raised:
             lab.plan({"schemes": ["TCS"], "seeds": nothing})

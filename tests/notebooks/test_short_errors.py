@@ -12,9 +12,9 @@ CELLS = {
     "no kind": "import tcs_lab as lab\nimport tcs_core as tcs\nimport torch\nlab.check_notebook_params(globals())",
     "unknown": "# Parameters\nepochz = 3",  # as papermill puts it in
     "an unknown one": "lab.check_notebook_params(globals())",
-    "a parameter": "lab.check_values(globals(), epochs=lab.Count)",
-    "in a list": "lab.check_values(globals(), steps=list[lab.Count])",
-    "none given": "lab.check_values(globals(), seeds=lab.Count)",
+    "a parameter": "lab.check_values(globals(), epochs=lab.WholeNumber)",
+    "in a list": "lab.check_values(globals(), steps=list[lab.WholeNumber])",
+    "none given": "lab.check_values(globals(), seeds=lab.WholeNumber)",
     "the core's": "tcs.Scheme.named(schemes[0])",
     "a statement": (
         "statements = lab.Statements({}, 'a notebook')\n"

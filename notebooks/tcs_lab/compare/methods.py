@@ -36,8 +36,11 @@ SMALLER = ("-K4", "-K16")  # suffixes of the further densities of a method with 
 
 @dataclass(frozen=True)
 class Method:
-    """A method to compare. `names` are its schemes, that with the usual density first. A method from a
-    `file` has the `source` that was executed."""
+    """A method to compare. `names` are its schemes, that with the usual density first.
+
+    A method from a `file` has the `source` that was executed. Its runs, in this process or in a worker,
+    are made in a `with` block of `guard`.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -58,6 +61,25 @@ class Method:
     def label(self) -> str:
         """What it is called in messages."""
         return self.name if self.file is None else f"{self.file.name}: {self.name}"
+
+    @contextlib.contextmanager
+    def guard(self, config: RunConfig) -> Iterator[None]:
+        """Read the file, if there is one, so that it is known in this process. An error of the run in
+        this block is told in one line that names the file, the run and the round."""
+        if self.file is None:
+            yield
+            return
+        read_method_file(self.file, self.name, self.source)
+        try:
+            yield
+        except (MemoryError, OSError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            run = f"run with eta {config.eta:g} and seed {config.seed}, {_round_of(error)}"
+            line = _line_in(self.file, error)
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            what = f"{self.file}{line}: {config.scheme.name}: {run}: {kind}{one_line(error)}"
+            raise ValueError(what) from error
 
 
 def find_method(given: str) -> Method:
@@ -221,33 +243,7 @@ def _line_in(path: Path, error: BaseException) -> str:
     return line
 
 
-# A run of a method from a file ────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class MethodFile:
-    """The file of a method, for its runs in this process or in a worker. A run is made in a `with` block
-    of `guard`, so that the file is known there, and an error in it is told in one line, with its run and
-    round."""
-
-    path: Path
-    name: str
-    source: bytes
-
-    @contextlib.contextmanager
-    def guard(self, config: RunConfig) -> Iterator[None]:
-        """Read the file, and name it in errors of the run in this block."""
-        read_method_file(self.path, self.name, self.source)
-        try:
-            yield
-        except (MemoryError, OSError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            run = f"run with eta {config.eta:g} and seed {config.seed}, {_round_of(error)}"
-            line = _line_in(self.path, error)
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            what = f"{self.path}{line}: {config.scheme.name}: {run}: {kind}{one_line(error)}"
-            raise ValueError(what) from error
+# What an error says of its run ──────────────────────────────────────────────────────────────────
 
 
 def _round_of(error: BaseException) -> str:

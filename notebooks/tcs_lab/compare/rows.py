@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from tcs_lab.compare.methods import Method, MethodFile, read_method_file
+from tcs_lab.compare.methods import Method, read_method_file
 from tcs_lab.compare.probe import play_rounds, probe_method
-from tcs_lab.compare.scoring import Point, Scores
-from tcs_lab.compare.table import NOTE, comparison_figure, comparison_table, rows_table
+from tcs_lab.compare.scoring import EQUAL, Point, Scores
+from tcs_lab.compare.table import (
+    COMPARISON_NOTE,
+    NOTE,
+    comparison_figure,
+    comparison_table,
+    rows_table,
+)
 from tcs_lab.compare.track import Track, count_runs_left, list_next_runs
 from tcs_lab.runs.jobs import Tell
 from tcs_lab.runs.records import Record
@@ -35,25 +40,25 @@ ROW = "row.json"
 class MethodRun(Run):
     """A run of a method. That of a method from a file takes the file with it, also into a worker."""
 
-    around: MethodFile | None = None
+    method: Method = field(kw_only=True)
 
     @property
     def can_travel(self) -> bool:
-        return self.around is not None or super().can_travel
+        return self.method.file is not None or super().can_travel
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_run, (self.config, self.minutes, self.around)
+        return _rebuild_run, (self.config, self.minutes, self.method)
 
     def make(self, tell: Tell = None) -> Record:
-        with self.around.guard(self.config) if self.around else contextlib.nullcontext():
+        with self.method.guard(self.config):
             return super().make(tell)
 
 
-def _rebuild_run(config: RunConfig, minutes: float | None, around: MethodFile | None) -> MethodRun:
+def _rebuild_run(config: RunConfig, minutes: float | None, method: Method) -> MethodRun:
     """Rebuild a run in a worker, which knows the method's file from now on."""
-    if around is not None:
-        read_method_file(around.path, around.name, around.source)
-    return MethodRun(config, minutes, around)
+    if method.file is not None:
+        read_method_file(method.file, method.name, method.source)
+    return MethodRun(config, minutes, method=method)
 
 
 def try_method(track: Track, method: Method, names: Sequence[str]) -> None:
@@ -61,10 +66,9 @@ def try_method(track: Track, method: Method, names: Sequence[str]) -> None:
     the file, for a mistake in it."""
     if method.file is None:
         return
-    around = MethodFile(method.file, method.name, method.source)
     for name in names:
         config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
-        with around.guard(config):
+        with method.guard(config):
             play_rounds(config, load_data(config))
 
 
@@ -72,9 +76,6 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
     """Make the missing runs of a method, and save its row. If this is interrupted, the runs that are made
     remain, and the same call goes on."""
     tuned = [track.find_scheme(name, method) for name in names]
-    around = None
-    if method.file is not None:
-        around = MethodFile(method.file, method.name, method.source)
     while configs := list_next_runs(tuned):
         left = max(len(configs), count_runs_left(tuned))
         minutes = math.ceil(left / jobs) * track.analysis.minutes
@@ -82,14 +83,12 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
             f"{method.label}: {len(configs)} runs now, {left} in all, about {minutes:.0f} minutes"
         )
         print(said, file=sys.stderr, flush=True)
-        run_all([MethodRun(c, around=around) for c in configs], tuned[0].results, jobs)
+        run_all([MethodRun(c, method=method) for c in configs], tuned[0].results, jobs)
         tuned = [track.find_scheme(name, method) for name in names]
-    _save_row(track, method, names, around)
+    _save_row(track, method, names)
 
 
-def _save_row(
-    track: Track, method: Method, names: Sequence[str], around: MethodFile | None
-) -> None:
+def _save_row(track: Track, method: Method, names: Sequence[str]) -> None:
     """Save a method's row and its file in results/compare/<method>/. The points of an older row of the
     same file remain in it. The row is left as it is if it has all points already."""
     folder, kept = track.folder / method.folder, read_row(track.folder / method.folder)
@@ -110,7 +109,7 @@ def _save_row(
     chosen = usual.config(usual.chosen or 1.0, track.seeds[0])
     if points and not chosen.scheme.centralized:
         beside = track.find_scheme("TCS").search.config(1.0, track.seeds[0])
-        with around.guard(chosen) if around else contextlib.nullcontext():
+        with method.guard(chosen):
             row |= asdict(probe_method(chosen, beside, load_data(chosen)))
     if method.file is not None:
         write_whole(folder / "method.py", lambda file: file.write(method.source))
@@ -158,11 +157,14 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
         plain_markdown(rows_table(points + _list_stored(scores, names), _read_rows(track, method)))
     )
     print("\n" + NOTE.format(scores.confidence))
-    for point in scores.points:
-        if point.both == 0:
-            continue
-        if compared := scores.compare(point, _find_stored_name(scores, point)):
-            print("\n" + plain_markdown(comparison_table(compared, point)))
+    compared = [
+        (p, scores.compare(p, _find_stored_name(scores, p))) for p in scores.points if p.both
+    ]
+    tables = [comparison_table(others, point) for point, others in compared if others]
+    for table in tables:
+        print("\n" + plain_markdown(table))
+    if tables:
+        print("\n" + COMPARISON_NOTE.format(EQUAL))
     if not points:
         return 1
     path = track.folder / method.folder / "comparison"

@@ -12,10 +12,9 @@ from typing import Any
 from scipy.special import stdtrit
 
 from tcs_lab.compare.track import Track
-from tcs_lab.evidence.fair import TunedMethod as Tuned
-from tcs_lab.evidence.fair import fair_model
+from tcs_lab.evidence.fair import TunedScheme, fair_model
 from tcs_lab.tables.analysis import Comparison, Estimate
-from tcs_lab.tables.tables import traffic
+from tcs_lab.tables.tables import format_number, traffic
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Point:
         return replace(self, up=self.up * share, down=self.down * share, start=0.0)
 
 
-def make_points(tuned: Iterable[Tuned], model: Comparison, confidence: float) -> list[Point]:
+def make_points(tuned: Iterable[TunedScheme], model: Comparison, confidence: float) -> list[Point]:
     """Make the points of the schemes of which all runs are made and none diverged. The one that sends
     least comes first."""
     points = []
@@ -87,11 +86,21 @@ def compute_half_width(
 # Between the points of a method ───────────────────────────────────────────────────────────────────
 
 
+EQUAL = 0.01  # bytes that differ by at most this part count as equal
+
+
+def are_equal_bytes(one: float, other: float) -> bool:
+    """Return whether two numbers of bytes differ by at most 1 % of the larger one, so that they count as
+    equal."""
+    return math.isclose(one, other, rel_tol=EQUAL)
+
+
 def weigh_points(points: Sequence[Point], megabytes: float) -> dict[str, float] | None:
     """Return the weights of the two points of a method between which so many megabytes lie, by scheme.
 
-    They interpolate on a line over the logarithm of the bytes. Returns None outside of the points, since
-    nothing is extrapolated.
+    They interpolate on a line over the logarithm of the bytes. Outside of the points nothing is
+    extrapolated: there, only the nearest point counts, if its bytes are equal up to 1 %
+    (`are_equal_bytes`), and else None is returned.
     """
     for few, many in pairwise(points):
         if 0 < few.both <= megabytes <= many.both:
@@ -99,7 +108,9 @@ def weigh_points(points: Sequence[Point], megabytes: float) -> dict[str, float] 
                 return {few.scheme: 1.0}
             share = math.log(megabytes / few.both) / math.log(many.both / few.both)
             return {few.scheme: 1 - share, many.scheme: share}
-    return {points[0].scheme: 1.0} if points and points[0].both == megabytes else None
+    equal = [point for point in points if are_equal_bytes(point.both, megabytes)]
+    nearest = min(equal, key=lambda point: abs(point.both - megabytes), default=None)
+    return None if nearest is None else {nearest.scheme: 1.0}
 
 
 def find_bytes(points: Sequence[Point], accuracy: float) -> float:
@@ -133,9 +144,10 @@ def find_front(points: Iterable[Point]) -> list[Point]:
 class PointComparison:
     """One point of a method compared with a stored method.
 
-    `equal_bytes` is the difference in accuracy at the bytes of the point, and `without_start` the same
-    with the dense start of both left out. `megabytes` is what the stored method needs for the accuracy
-    of the point. Where one of them is not defined, `reason` says why.
+    `equal_bytes` is the difference in accuracy at the bytes of the point, which count as equal to those
+    of a stored point up to 1 %, and `without_start` the same with the dense start of both left out.
+    `megabytes` is what the stored method needs for the accuracy of the point. Where one of them is not
+    defined, `reason` says why.
     """
 
     method: str
@@ -148,7 +160,7 @@ class PointComparison:
 class Scores:
     """All points on a track: those of the stored methods, and those of the method that is compared."""
 
-    def __init__(self, track: Track, tuned: Sequence[Tuned] = ()):
+    def __init__(self, track: Track, tuned: Sequence[TunedScheme] = ()):
         stored, confidence = track.find_stored(), track.analysis.confidence
         known = {one.name for group in stored.values() for one in group}
         self.confidence = confidence
@@ -169,15 +181,15 @@ class Scores:
     def _compare_with(self, point: Point, name: str, points: list[Point]) -> PointComparison:
         best = max(points, key=lambda p: p.accuracy)
         words = []
-        if point.both > points[-1].both:
-            words.append(f"sends at most {points[-1].both:.3g} MB")
-        elif point.both < points[0].both:
-            words.append(f"sends at least {points[0].both:.3g} MB")
+        if weigh_points(points, point.both) is None:
+            few, many = points[0].both, points[-1].both
+            bound, end = ("most", many) if point.both > many else ("least", few)
+            words.append(f"sends at {bound} {format_number(end)} MB")
         megabytes = find_bytes(points, point.accuracy)
         if points[0].accuracy >= point.accuracy:
-            words.append(f"reached with {points[0].both:.3g} MB or less")
+            words.append(f"reached with {format_number(points[0].both)} MB or less")
         elif math.isnan(megabytes):
-            words.append(f"not reached: best {best.accuracy:.1f} at {best.both:.3g} MB")
+            words.append(f"not reached: best {best.accuracy:.1f} at {format_number(best.both)} MB")
         without = self._difference(point.without_start(), [p.without_start() for p in points])
         equal = self._difference(point, points)
         return PointComparison(name, equal, without, megabytes, "; ".join(words))

@@ -50,8 +50,15 @@ NOTE = (
 )
 
 
+COMPARISON_NOTE = (
+    "The difference in accuracy is taken at equal bytes, which are interpolated between whole runs of the "
+    "stored method. The bytes of two runs count as equal if they differ by at most {:.0%}. Nothing is "
+    "extrapolated: a dash stands where the stored method has no run with as few or as many bytes."
+)
+
+
 def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.DataFrame:
-    """Make the table of one point compared with the stored methods."""
+    """Make the table of one point compared with the stored methods; COMPARISON_NOTE is its caption."""
     lines = []
     for one in compared:
         e, without = one.equal_bytes, one.without_start

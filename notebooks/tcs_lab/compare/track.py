@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from tcs_lab.compare.methods import Method
-from tcs_lab.evidence.fair import TunedMethod as Tuned
+from tcs_lab.evidence.fair import TunedScheme
 from tcs_lab.runs.parameters import read_params
 from tcs_lab.runs.plans import Plan, Search, read_plan
 from tcs_lab.runs.records import record_path, results_folder
@@ -59,7 +59,7 @@ class Track:
         """The seeds that score."""
         return self.plan.stages[0].seeds
 
-    def find_scheme(self, scheme: str, method: Method | None = None) -> Tuned:
+    def find_scheme(self, scheme: str, method: Method | None = None) -> TunedScheme:
         """Return one scheme on this track, with the records that there are of it. Those of a method from
         a file are in the folder of that method."""
         if method is None or method.file is None:
@@ -67,11 +67,11 @@ class Track:
         else:
             profile, results = self.profile | {"profile": method.folder}, self.folder
         assert self.plan.tuning is not None  # as `read_track` has checked
-        return Tuned(
+        return TunedScheme(
             "compare", Search(scheme, self.plan.tuning, profile, results), self.seeds, results
         )
 
-    def find_stored(self) -> dict[str, list[Tuned]]:
+    def find_stored(self) -> dict[str, list[TunedScheme]]:
         """Return the stored methods, with the records that there are of them."""
         return {
             name: [self.find_scheme(scheme) for scheme in schemes]
@@ -97,7 +97,7 @@ def read_track(path: str | Path | None = None, results: str | Path | None = None
     return Track(plan, analysis, read_params([path.parent / plan.profile]), results)
 
 
-def list_next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
+def list_next_runs(tuned: Iterable[TunedScheme]) -> list[RunConfig]:
     """List the missing runs of which it is known by now that they are needed: first those that tune, then
     those that score."""
     configs = []
@@ -111,7 +111,7 @@ def list_next_runs(tuned: Iterable[Tuned]) -> list[RunConfig]:
     return configs
 
 
-def count_runs_left(tuned: Iterable[Tuned]) -> int:
+def count_runs_left(tuned: Iterable[TunedScheme]) -> int:
     """Count the missing runs, if no rates beyond those of the plan will be needed."""
     left = 0
     for one in tuned:

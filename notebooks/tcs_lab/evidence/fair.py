@@ -64,8 +64,8 @@ class FairAnalysis(BaseModel, extra="forbid"):
 
 
 @dataclass(frozen=True)
-class TunedMethod:
-    """A method of a tuned plan, with those of its runs that are made."""
+class TunedScheme:
+    """A scheme of a tuned plan, with those of its runs that are made."""
 
     stage: str
     search: Search
@@ -119,11 +119,11 @@ class TunedMethod:
         return {seed: 100 * measure_accuracy(record, spans) for seed, record in self.scored.items()}
 
 
-def load_methods(path: str | Path, results: str | Path | None = None) -> list[TunedMethod]:
+def load_methods(path: str | Path, results: str | Path | None = None) -> list[TunedScheme]:
     """Load the methods of all tuned stages of a plan, in its order."""
     seeds = {stage.stage: stage.seeds for stage in read_plan(path).stages}
     return [
-        TunedMethod(stage, search, seeds[stage], results)
+        TunedScheme(stage, search, seeds[stage], results)
         for stage, searches in find_searches(path, results=results).items()
         for search in searches
     ]
@@ -165,7 +165,7 @@ def fair_table(path: str | Path, results: str | Path | None = None) -> pd.DataFr
     return pd.DataFrame([_fair_row(method) for method in load_methods(path, results)])
 
 
-def _fair_row(method: TunedMethod) -> dict[str, Any]:
+def _fair_row(method: TunedScheme) -> dict[str, Any]:
     values = list(method.accuracies.values()) if method.is_complete else []
     flows = [traffic(r) for r in method.scored.values() if r["status"] == "finished"]
     sent = {way: fmean(flow[way] for flow in flows) / 1e6 if flows else math.nan
@@ -185,7 +185,7 @@ def _fair_row(method: TunedMethod) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fair_model(methods: Iterable[TunedMethod]) -> Comparison:
+def fair_model(methods: Iterable[TunedScheme]) -> Comparison:
     """The pooled model of scored runs, by method and seed, with the images that each got right. Only the
     images that score count."""
     accuracies, right = {}, {}
@@ -223,7 +223,7 @@ def fair_differences(path: str | Path, results: str | Path | None = None) -> pd.
     return pd.DataFrame(tables)
 
 
-def _complete_stages(methods: Iterable[TunedMethod]) -> dict[str, bool]:
+def _complete_stages(methods: Iterable[TunedScheme]) -> dict[str, bool]:
     whole: dict[str, bool] = {}
     for method in methods:
         whole[method.stage] = whole.get(method.stage, True) and method.is_complete
@@ -231,7 +231,7 @@ def _complete_stages(methods: Iterable[TunedMethod]) -> dict[str, bool]:
 
 
 def _fair_difference(
-    pair: tuple[str, str], methods: Mapping[str, TunedMethod], whole: Mapping[str, bool],
+    pair: tuple[str, str], methods: Mapping[str, TunedScheme], whole: Mapping[str, bool],
     model: Comparison, analysis: FairAnalysis,
 ) -> dict[str, Any]:  # fmt: skip
     reject_unknown(pair, methods, "method of the plan")

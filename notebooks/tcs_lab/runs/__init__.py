@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazily(
         ),
         "queue": "run_queue",
         "workers": "Worker start_job stop_processes",
-        "estimates": "Expected expect forecast",
+        "estimates": "Expected expect forecast forecast_steps forecast_trainings",
         "checkpoints": "checkpoint_path epochs_kept",
         "progress": "Progress follow",
         "deadline": "Deadline",

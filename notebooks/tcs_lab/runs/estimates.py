@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -69,6 +69,29 @@ def forecast(configs: Iterable[RunConfig], jobs: int = 1, results: str | Path | 
         f"{len(missing)} of {len(wanted)} runs have no record and are made now, of {epochs} epochs: "
         f"about {_in_words(seconds)} on this machine"
     )
+
+
+def forecast_trainings(configs: Iterable[RunConfig]) -> str:
+    """Say in a sentence how many trainings a notebook makes in its own cells, how many epochs they
+    have, and about how long they will take on this machine. They leave no records."""
+    wanted = list(configs)
+    epochs = " or ".join(f"{number:,}" for number in sorted({config.epochs for config in wanted}))
+    seconds = sum(estimate_run(config, None) for config in wanted)
+    trainings = "training" if len(wanted) == 1 else "trainings"
+    return _forecast_of(len(wanted), f"{trainings} of {epochs} epochs", seconds)
+
+
+def forecast_steps(count: int, steps: str, step: Callable[[], Any]) -> str:
+    """Say in a sentence that a notebook makes so many `steps`, and about how long they will take on
+    this machine. `step` makes one, and is called twice; only the second call is timed."""
+    step()
+    start = time.perf_counter()
+    step()
+    return _forecast_of(count, steps, count * (time.perf_counter() - start))
+
+
+def _forecast_of(count: int, what: str, seconds: float) -> str:
+    return f"this page makes {count:,} {what}: about {_in_words(seconds)} on this machine"
 
 
 def _in_words(seconds: float) -> str:

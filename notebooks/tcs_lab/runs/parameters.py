@@ -104,52 +104,67 @@ def _named_files(kind: str) -> list[str]:
     return names
 
 
-def notebook_params(namespace: dict[str, Any], complete: bool = True) -> dict[str, Any]:
-    """Take the known parameters from a notebook's variables; call it with globals().
+def notebook_params(namespace: dict[str, Any], keys: Iterable[str] = PARAMETERS) -> dict[str, Any]:
+    """Take the parameters of runs from a notebook's variables; call it with globals(), in the cell
+    below the parameters.
 
-    papermill only warns of unknown parameters: here a name that it injected raises ValueError if
-    it is neither a parameter of runs nor in the notebook's own cell of parameters. So does, unless
-    `complete` is false, a profile that leaves out a key for which the notebook's own default, made
-    for profile ci, is not RunConfig's. From here on the notebook's errors are one line.
+    `keys` are those that the notebook takes; the reader may set them all, also those that are not in
+    the cell of parameters. Raises ValueError for other names, as `check_notebook_params` does.
     """
-    short_errors()
-    injected, defaults = _papermill_names(namespace)
-    reject_unknown(injected, PARAMETERS | defaults, "parameter")
-    params = {key: namespace[key] for key in sorted(PARAMETERS) if key in namespace}
-    if complete and "profile" in injected:
-        for key in sorted(params.keys() & RUN_KEYS - injected):
-            _check_default(key, params)
-    return params
+    check_notebook_params(namespace, keys)
+    return {key: namespace[key] for key in sorted(keys) if key in namespace}
 
 
-def _check_default(key: str, params: dict[str, Any]) -> None:
-    if check_parameter(key, params[key]) != getattr(RunConfig, key):
-        raise ValueError(
-            f"{key}: the profile {params['profile']} does not set it, and the notebook's own value "
-            f"{params[key]!r} is meant for the profile ci; allowed: a profile that sets {key}, or {key} "
-            "as a further parameter"
-        )
-
-
-def given_notebook_params(namespace: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+def given_notebook_params(namespace: dict[str, Any]) -> dict[str, Any]:
     """Take what the reader or papermill has set in a notebook in which None means "as the files say".
 
-    `own` are parameters of the notebook that are not parameters of runs. ValueError for any other name that
-    the reader has assigned in the cell of parameters, or in one between that and this."""
-    params = notebook_params(namespace, complete=False)
-    for cell in namespace.get("In", [])[-2::-1]:
-        if (assigned := read_literals(cell)) is None:
-            break
-        reject_unknown(assigned, PARAMETERS | set(own), "parameter")
+    Raises ValueError for names that are no parameters, as `check_notebook_params` does.
+    """
+    params = notebook_params(namespace)
     injected, _ = _papermill_names(namespace)
     return {key: value for key, value in params.items() if value is not None or key in injected}
 
 
-def check_notebook_params(namespace: dict[str, Any]) -> None:
-    """Raise ValueError if papermill brought parameters that are not in the notebook's own cell of
-    parameters. From here on the notebook's errors are one line."""
+def check_notebook_params(namespace: dict[str, Any], beyond: Iterable[str] = ()) -> None:
+    """Raise ValueError for a name that has been assigned like a parameter and is none.
+
+    papermill only warns if its caller gives a name that is not in the notebook's cell of parameters.
+    A reader adds a name to this cell, or to another one between it and the cell that calls this:
+    it is a parameter if the notebook, as it lies in its file, uses it anywhere. The names `beyond`
+    are parameters in any case. From here on the notebook's errors are one line.
+    """
     short_errors()
-    reject_unknown(*_papermill_names(namespace), "parameter")
+    injected, defaults = _papermill_names(namespace)
+    reject_unknown(injected, defaults | set(beyond), "parameter")
+    *before, running = namespace.get("In") or [""]
+    if (used := _used_names(running)) is None:
+        return
+    assigned = set[str]()
+    for cell in reversed(before):
+        if not _only_assigns(cell):
+            break
+        assigned |= _assigned_names(cell)
+    reject_unknown(assigned, assigned & used | set(beyond), "parameter")
+
+
+def _used_names(cell: str) -> set[str] | None:
+    """Return the names that a notebook uses in its file, if there is one with this cell.
+
+    A name in quotes in a tuple or a list counts as well, since some cells look up globals() by names.
+    """
+    paths = (ROOT / "notebooks").glob("[0-9]*.py")
+    texts = (path.read_text(encoding="utf-8") for path in sorted(paths))
+    text = next((text for text in texts if cell and cell in text), None)
+    if text is None:
+        return None
+    used = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+        elif isinstance(node, ast.Tuple | ast.List):
+            constants = [part.value for part in node.elts if isinstance(part, ast.Constant)]
+            used |= {value for value in constants if isinstance(value, str)}
+    return used
 
 
 def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
@@ -161,6 +176,16 @@ def _papermill_names(namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
             injected |= _assigned_names(cell)
             defaults |= _assigned_names(before)
     return injected, defaults
+
+
+def _only_assigns(cell: str) -> bool:
+    """Whether a cell looks like one of parameters: it has assignments and comments, but no call."""
+    try:
+        nodes = ast.parse(cell).body
+    except SyntaxError:
+        return False
+    calls = any(isinstance(part, ast.Call) for node in nodes for part in ast.walk(node))
+    return not calls and all(isinstance(node, ast.Assign | ast.AnnAssign) for node in nodes)
 
 
 def _assigned_names(cell: str) -> set[str]:

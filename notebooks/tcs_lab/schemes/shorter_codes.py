@@ -164,16 +164,19 @@ def _columns(widths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.nd
         yield fields, starts[fields] + column, widths[fields] - 1 - column
 
 
+_TOO_SHORT = "message: positions: got a code that ends too early, allowed: the whole of a code"
+
+
 def _decode_rice(bits: np.ndarray, count: int, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Read `count` numbers whose remainders have these widths. Return them and the bits behind them."""
     ones = np.flatnonzero(bits)[:count]
     if len(ones) < count:
-        raise ValueError("message: positions: got too few bits for their number")
+        raise ValueError(_TOO_SHORT)
     quotients = np.diff(ones, prepend=-1) - 1
     bits = bits[ones[-1] + 1 :] if count else bits
     length = int(widths.sum())
     if len(bits) < length:
-        raise ValueError("message: positions: got too few bits for their number")
+        raise ValueError(_TOO_SHORT)
     remainders = np.zeros(count, np.int64)
     for fields, places, _ in _columns(widths):
         remainders[fields] = remainders[fields] << 1 | bits[places]
@@ -223,7 +226,7 @@ def _decode_gaps(data: memoryview, own: int, layer_sizes: Iterable[int]) -> Tens
     counts = np.array([own])
     if by_layer:
         if len(bits) < _WIDTH_BITS:
-            raise ValueError("message: positions: got too few bits for their number")
+            raise ValueError(_TOO_SHORT)
         width = int(from_bits(bits[:_WIDTH_BITS], _WIDTH_BITS)[0])
         widths = np.full(len(sizes), width)
         counts, bits = _decode_rice(bits[_WIDTH_BITS:], len(sizes), widths)

@@ -66,7 +66,7 @@ class Loopback:
         bin_folder = Path(sys.executable).parent
         self.environment = os.environ | {
             "FLWR_HOME": str(self.folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0",
-            "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "RAY_USAGE_STATS_ENABLED": "0",
         }  # fmt: skip
         # Without bytecode, each message would compile torch's modules.

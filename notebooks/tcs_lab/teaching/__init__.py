@@ -10,7 +10,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "cells": (
-            "Count ListeningLink Positive Share Statements bold check_values judge_mean paired_gain "
+            "ListeningLink Statements bold check_values judge_mean paired_gain "
             "read_literals show_code show_figures"
         ),
         "exercises": "EXERCISES RIGHT UNWRITTEN check_exercise judge_solution",

@@ -8,10 +8,9 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 import tcs_core as tcs
 from tcs_lab.runs.parameters import read_literals
@@ -26,15 +25,10 @@ from tcs_lab.tables.verdicts import (
     write_verdicts,
 )
 
-# Kinds of parameters that notebooks have beside those of runs.
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-
 
 def check_values(namespace: dict[str, Any], **kinds: Any) -> None:
     """Raise ValueError, in one line, if a parameter of a notebook is missing or not of its kind (a
-    pydantic type)."""
+    pydantic type, such as `lab.WholeNumber`)."""
     missing = [name for name in kinds if name not in namespace]
     if missing:
         raise ValueError(
