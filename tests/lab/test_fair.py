@@ -304,9 +304,7 @@ def test_a_method_that_is_not_stored_is_scored_in_one_model_with_the_stored_ones
     whole_main(folder)
     methods = {method.name: method for method in fair.load_methods(folder / "fair.yaml", folder)}
     stored = {"Baseline": [methods["Baseline"]], "FedAvg": [methods["FedAvg"]]}
-    track = SimpleNamespace(
-        find_stored=lambda: stored, analysis=SimpleNamespace(confidence=0.95)
-    )
+    track = SimpleNamespace(find_stored=lambda: stored, analysis=SimpleNamespace(confidence=0.95))
     scores = Scores(track, [methods["TCS"]])
     (point,) = scores.points
     clients = searches(folder)["TCS"].config(1.0, 1).clients

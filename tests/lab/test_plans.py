@@ -249,6 +249,25 @@ def test_a_queue_leaves_a_run_to_the_process_that_makes_it(tmp_path, small, monk
     assert order == ["top-K"] and records[0] == elsewhere
 
 
+def test_a_queue_that_waits_for_another_process_says_so_once(tmp_path, small, monkeypatch, capsys):
+    monkeypatch.setattr(lab.runs.queue, "_LOOK_SECONDS", 0.05)
+    run = config(epochs=1)
+    elsewhere = lab.run(run, tmp_path / "elsewhere")
+    looks = []
+    with hold_lock(checkpoint_path(run)) as mine:
+        assert mine
+
+        def planned():
+            looks.append(capsys.readouterr().err)
+            if len(looks) == 5:
+                write_json(lab.record_path(run, tmp_path), elsewhere)
+            return [Run(run)]
+
+        assert lab.runs.run_queue(planned, tmp_path, progress=False) == [elsewhere]
+    said = [lab.record_path(run, tmp_path).stem in text for text in looks]
+    assert said == [False, True, False, False, False]
+
+
 def fails():
     raise SystemExit(3)
 
