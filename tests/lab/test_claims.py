@@ -373,7 +373,7 @@ def test_what_recurs_is_set_beside_both_kinds_of_chance():
 
 def test_differences_of_a_table_are_those_of_the_planned_model(monkeypatch):
     """Of records that are the model's; otherwise there are none, and a table has Student's."""
-    base = group("Baseline", 60, 70, 80, eta=0.1)
+    base = group("Baseline", 61, 70.5, 81, eta=0.1)
     runs = [one | {"digest": f"{n}"} for n, one in enumerate([*OURS, *THEIRS, *base])]
     read = claims(it=TOP_K | {"at_least": 0})
     named = {lab.training.configuration.record_file_name(one): one for one in runs}

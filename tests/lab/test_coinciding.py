@@ -51,6 +51,8 @@ def test_a_record_says_where_clients_sent(tmp_path, small, name, phi_local, shar
     most = sum(together) / len(together)
     assert most / 2 - 0.01 <= found["own"] <= most + 0.01  # of two at a place it counts one
     assert found["own"] > 0.01 and (found["all"] > found["own"] + 0.01) == (name != "top-K")
+    if name == "top-K":
+        assert found["all"] == found["own"]  # it has no shared mask
 
 
 def test_how_much_of_the_mask_stays(tmp_path, small):

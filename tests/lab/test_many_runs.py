@@ -169,6 +169,56 @@ def test_a_run_that_is_left_over_has_the_threads_of_one_among_many(tmp_path, mon
     assert [one.threads for one in ThisProcess.begun] == [3] * 6
 
 
+def test_each_worker_has_one_job_at_a_time_and_all_of_them_work(tmp_path, monkeypatch, small):
+    workers, busy = [], []
+
+    class WorkerHere:
+        """A worker that makes its job in this process, when one waits for it."""
+
+        def __init__(self, results, told):
+            self.results, self.job = results, None
+            workers.append(self)
+
+        def begin(self, job):
+            assert self.job is None
+            self.job = job
+            busy.append(sum(worker.job is not None for worker in workers))
+
+        def finish(self):
+            make_job(self.job, self.results)
+            self.job = None
+
+        def close(self):
+            assert self.job is None
+
+    monkeypatch.setattr(lab.runs.queue, "Worker", WorkerHere)
+    monkeypatch.setattr(lab.runs.queue, "wait_for_any", lambda busy, seconds: busy[:1])
+    jobs = [Run(config) for config in configs("TCS", "top-K", "FedAvg", epochs=1)]
+    records = lab.runs.run_queue(lambda: jobs, tmp_path, progress=False, jobs=2)
+    assert [record["digest"] for record in records] == [job.digest for job in jobs]
+    assert busy == [1, 2, 2] and len(workers) == 2
+
+
+def test_a_run_that_cannot_travel_has_all_threads_and_one_that_can_has_its_share(
+    tmp_path, monkeypatch, small
+):
+    """Both are made in this process, because another one works on the second until that is looked at."""
+
+    class Staying(Run):
+        can_travel = False
+
+    threads, train = {}, lab.runs.runs._train
+    monkeypatch.setattr(
+        lab.runs.runs, "_train", lambda c, *a: threads.update({c.seed: c.threads}) or train(c, *a)
+    )
+    monkeypatch.setattr(lab.runs.queue, "_is_free", lambda job, results: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    jobs = [kind(config(seed=n, threads=None, **BRIEF)) for n, kind in enumerate((Staying, Run))]
+    lab.runs.run_queue(lambda: jobs, tmp_path, progress=False, jobs=4)
+    assert threads == {0: None, 1: 3}
+
+
 def test_the_longest_runs_are_begun_first(tmp_path, monkeypatch, small):
     """Those of one local step have the most rounds; at the end no core should wait for one."""
     monkeypatch.setattr(ThisProcess, "begun", [])

@@ -387,3 +387,30 @@ def test_what_is_no_whole_number_stays_refused(wrong):
     for key in ("epochs", "clients", "seed"):
         with pytest.raises(ValueError, match=rf"^{key}: got .*allowed: a whole number"):
             lab.RunConfig("TCS", **{key: wrong})
+
+
+def test_a_gpu_is_one_that_this_machine_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def device(name):
+        return settings.RunConfig("TCS", device=name).torch_device
+
+    assert device("auto") == device("cuda") == torch.device("cuda")
+    assert device("cuda:0") == torch.device("cuda:0") and device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device: got 'cuda:1'"):
+        device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "warmup"), [(300, 5), (600, 10), (210, 4), (200, 3), (20, 1), (1, 1)]
+)
+def test_the_warm_up_is_a_sixtieth_of_the_epochs_and_at_least_one(epochs, warmup):
+    assert settings.RunConfig("TCS", epochs=epochs).warmup == warmup
+
+
+@pytest.mark.parametrize(("epochs", "most"), [(1, 1), (2, 1), (4, 3)])
+def test_a_warm_up_leaves_an_epoch_after_it_unless_there_is_only_one(epochs, most):
+    assert settings.RunConfig("TCS", epochs=epochs, warmup_epochs=most).warmup == most
+    with pytest.raises(ValueError, match=f"warmup_epochs: got {most + 1}, "):
+        settings.RunConfig("TCS", epochs=epochs, warmup_epochs=most + 1)
