@@ -193,10 +193,31 @@ def test_each_worker_has_one_job_at_a_time_and_all_of_them_work(tmp_path, monkey
 
     monkeypatch.setattr(lab.runs.queue, "Worker", WorkerHere)
     monkeypatch.setattr(lab.runs.queue, "wait_for_any", lambda busy, seconds: busy[:1])
+    ended, end = [], lab.runs.queue.Progress.end
+    monkeypatch.setattr(
+        lab.runs.queue.Progress, "end", lambda bar, digest: ended.append(digest) or end(bar, digest)
+    )
     jobs = [Run(config) for config in configs("TCS", "top-K", "FedAvg", epochs=1)]
     records = lab.runs.run_queue(lambda: jobs, tmp_path, progress=False, jobs=2)
+    assert sorted(ended) == sorted(job.digest for job in jobs)
     assert [record["digest"] for record in records] == [job.digest for job in jobs]
     assert busy == [1, 2, 2] and len(workers) == 2
+
+
+def test_the_progress_counts_runs_that_a_plan_names_later(tmp_path, monkeypatch, small):
+    added, add = [], lab.runs.queue.Progress.add
+    monkeypatch.setattr(
+        lab.runs.queue.Progress,
+        "add",
+        lambda bar, jobs: added.append({job.digest for job in jobs}) or add(bar, jobs),
+    )
+    first, second = (Run(config) for config in configs("TCS", "top-K"))
+
+    def planned():
+        return [first, second] if first.is_made(tmp_path) else [first]
+
+    lab.runs.run_queue(planned, tmp_path, progress=False)
+    assert {second.digest} in added
 
 
 def test_a_run_that_cannot_travel_has_all_threads_and_one_that_can_has_its_share(

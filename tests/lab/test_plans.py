@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 import tcs_lab as lab
@@ -253,12 +255,13 @@ def test_a_queue_that_waits_for_another_process_says_so_once(tmp_path, small, mo
     monkeypatch.setattr(lab.runs.queue, "_LOOK_SECONDS", 0.05)
     run = config(epochs=1)
     elsewhere = lab.run(run, tmp_path / "elsewhere")
-    looks = []
+    looks, times = [], []
     with hold_lock(checkpoint_path(run)) as mine:
         assert mine
 
         def planned():
             looks.append(capsys.readouterr().err)
+            times.append(time.monotonic())
             if len(looks) == 5:
                 write_json(lab.record_path(run, tmp_path), elsewhere)
             return [Run(run)]
@@ -266,6 +269,7 @@ def test_a_queue_that_waits_for_another_process_says_so_once(tmp_path, small, mo
         assert lab.runs.run_queue(planned, tmp_path, progress=False) == [elsewhere]
     said = [lab.record_path(run, tmp_path).stem in text for text in looks]
     assert said == [False, True, False, False, False]
+    assert all(after - before >= 0.05 for before, after in pairwise(times))  # it waits in between
 
 
 def fails():
