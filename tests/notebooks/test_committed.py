@@ -85,7 +85,7 @@ def test_all_were_executed_on_one_state_of_the_core():
     Says which are stale: execute them again (tests/execute_notebooks.py) and commit."""
     on = defaultdict(list)
     for path in IPYNB:
-        printed = re.findall(r"core ([0-9a-f]{12}) · ", committed(path)[1])
+        printed = re.findall(r"(?:core |checksum )([0-9a-f]{12})\b", committed(path)[1])
         on[printed[-1] if printed else "none printed"].append(path.stem)
     assert len(on) == 1, dict(on)
 
