@@ -24,9 +24,10 @@ import pandas as pd
 import tcs_lab as lab
 import torch
 from annotated_types import Len
-from IPython.display import Markdown, display
+from IPython.display import Image, Markdown, display
 from tcs_lab import compare
 from tcs_lab.studies import links as links_of
+from tcs_lab.teaching.cells import describe_figure
 
 import tcs_core as tcs
 
@@ -80,7 +81,8 @@ if stored:
         f"**In short.** On our small track, where every method has its own best learning rate, these methods need the "
         f"fewest bytes for their accuracy: {words}.{rest} (Means of {stored[0].n} seeds, ± {worst:.1f} points. The megabytes "
         f"are those that one client sends and receives in the whole run. {made} of {planned} planned rows are made.)"))  # fmt: skip
-    display(compare.table.comparison_figure(scores))
+    figure = compare.table.comparison_figure(scores)
+    display(Image(lab.save_figure(figure, None), width=600, alt=describe_figure(figure)))
 else:
     print("no stored row")
 

@@ -76,6 +76,8 @@ def test_executed_in_order_without_errors(path):
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
     rendered = [o.get("data", {}).get("text/markdown", "") for o in outputs]
     assert not [words for words in rendered if "\x1b" in words], "a terminal's code in Markdown"
+    figures = [o.data for o in outputs if "<Figure" in o.get("data", {}).get("text/plain", "")]
+    assert all("image/png" in data for data in figures), "a figure that is shown as words"
     assert "/root/" not in text and "/home/" not in text and 'papermill": {' not in text
 
 
