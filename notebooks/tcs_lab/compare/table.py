@@ -78,8 +78,9 @@ def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.Da
 
 
 def comparison_figure(scores: Scores, method: str = "") -> Any:
-    """Plot final accuracy against the megabytes of one client. Each stored method has a line through its
-    densities, the best of them are a grey step line, and the compared method, if there is one, has stars.
+    """Plot final accuracy with its interval against the megabytes of one client. Each stored method has a
+    line through its densities, the best of them are a grey step line, and the compared method, if there
+    is one, has stars.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -88,21 +89,7 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
     with rc_context(LOOK):
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         axes = figure.subplots()
-        ends = []
-        for name, points in others.items():
-            sent = [point for point in points if point.both > 0]
-            for level in (point for point in points if point.both == 0):
-                axes.axhline(level.accuracy, color=COLOURS[0], linestyle="--", linewidth=1)
-                where: Any = {
-                    "transform": axes.get_yaxis_transform(),
-                    "va": "bottom",
-                    "fontsize": 9,
-                }
-                axes.text(0.01, level.accuracy, level.scheme, **where)
-            if sent:
-                xy = [p.both for p in sent], [p.accuracy for p in sent]
-                axes.plot(*xy, **curve_style(name, others), markersize=5, linewidth=1, alpha=0.8)
-                ends.append((name, xy[0][-1], xy[1][-1], curve_style(name, others)["color"]))
+        ends, singles = _draw_stored(axes, others)
         best = find_front(p for points in others.values() for p in points if p.both > 0)
         axes.step([p.both for p in best], [p.accuracy for p in best], where="post", color="#666666",
                   linewidth=4, alpha=0.25, zorder=0)  # fmt: skip
@@ -117,7 +104,32 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         axes.grid(alpha=0.25)
         if ends:
             label_ends(axes, ends)
-        label_points(axes, [(p.scheme, p.both, p.accuracy, text_colour(COLOURS[0])) for p in stars])
-        what = f"{method} (stars) beside the stored methods" if method else "The stored methods"
-        figure.suptitle(f"{what}; grey: the best of those")
+        dark = text_colour(COLOURS[0])
+        label_points(axes, [*singles, *((p.scheme, p.both, p.accuracy, dark) for p in stars)])
+        known = "the known methods" if method else "Known methods"
+        what = f"{method} (stars) beside {known}" if method else known
+        confidence = f"bars: {scores.confidence:.0%} intervals"
+        figure.suptitle(f"{what}; grey line: the fewest bytes for an accuracy; {confidence}")
     return figure
+
+
+def _draw_stored(axes: Any, stored: Mapping[str, list[Point]]) -> tuple[list[Any], list[Any]]:
+    """Draw the stored methods. Returns their names, where they stand and their colours: of methods with a
+    line, at its end, and of methods with a single point."""
+    ends: list[Any] = []
+    singles: list[Any] = []
+    for name, points in stored.items():
+        sent = [point for point in points if point.both > 0]
+        for level in (point for point in points if point.both == 0):
+            axes.axhline(level.accuracy, color=COLOURS[0], linestyle="--", linewidth=1)
+            where: Any = {"transform": axes.get_yaxis_transform(), "va": "bottom", "fontsize": 9}
+            axes.text(0.01, level.accuracy, level.scheme, **where)
+        if not sent:
+            continue
+        xy = [point.both for point in sent], [point.accuracy for point in sent]
+        style, halves = curve_style(name, stored), [point.half for point in sent]
+        axes.plot(*xy, **style, markersize=5, linewidth=1, alpha=0.8)
+        axes.errorbar(*xy, yerr=halves, fmt="none", ecolor=style["color"], alpha=0.35)
+        named = ends if len(sent) > 1 else singles
+        named.append((name, xy[0][-1], xy[1][-1], style["color"]))
+    return ends, singles
