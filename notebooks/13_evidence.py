@@ -11,7 +11,7 @@
 #
 # The paper says, for example, that TCS loses no accuracy against centralized training. To check such a sentence, one has to say how large a
 # loss would still count as none, and how sure one has to be. This notebook does that for every claim of the paper that our trainings can
-# test. It reads stored results and trains nothing, so it takes seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
+# test. It reads stored results and trains nothing. *Run time*: seconds. *Read before*: [08_tables_and_curves](08_tables_and_curves.ipynb).
 #
 # The grey bars are folded code cells: click one to open it. The second one holds the settings.
 

@@ -573,11 +573,15 @@ NOTEBOOKS = {  # group: notebook: question
 
 
 def notebooks_block() -> str:
-    rows = [["", "Notebook", "Question"], ["---"] * 3]
+    """The notebooks, by group, with the time that each takes by its own text."""
+    rows = [["", "Notebook", "Question", "Takes", "Exercises"], ["---"] * 5]
     for group, notebooks in NOTEBOOKS.items():
         for i, (name, question) in enumerate(notebooks.items()):
             link = f"[{name.replace('_', ' ', 1)}](notebooks/{name}.ipynb)"
-            rows.append(["" if i else f"**{group}**", link, question])
+            text = (ROOT / f"notebooks/{name}.py").read_text(encoding="utf-8")
+            takes = re.findall(r"\*Run time\*: (.+?)(?: on two| as it|[;,.])", text)
+            exercises = "yes" if re.search("^# #+ .*Exercise", text, re.M) else ""
+            rows.append(["" if i else f"**{group}**", link, question, takes[0], exercises])
     return as_table(rows)
 
 
