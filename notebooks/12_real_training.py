@@ -317,7 +317,7 @@ lab.show_figures()
 # by the calculated one. `results/hook/links.json` describes the machine and its load.
 
 # %%
-display(Markdown(lab.markdown(measured.limited())))
+display(Markdown(lab.markdown(measured.tabulate_limited())))
 print(f"Measurements that agree with the calculation: {measured.agreement(within=0.15)}")
 
 # %% [markdown]
@@ -331,7 +331,7 @@ print(f"Measurements that agree with the calculation: {measured.agreement(within
 # "Peak" is the largest memory of a rank beyond what it used before the model existed.
 
 # %%
-display(Markdown(lab.markdown(measured.unlimited())))
+display(Markdown(lab.markdown(measured.tabulate_unlimited())))
 
 # %% [markdown]
 # So with a batch of 16 on these cores, TCS saves time on slow links. Where the rate is not limited, it saves little or none.

@@ -79,10 +79,10 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
     while configs := list_next_runs(tuned):
         left = max(len(configs), count_runs_left(tuned))
         minutes = math.ceil(left / jobs) * track.analysis.minutes
-        said = (
+        words = (
             f"{method.label}: {len(configs)} runs now, {left} in all, about {minutes:.0f} minutes"
         )
-        print(said, file=sys.stderr, flush=True)
+        print(words, file=sys.stderr, flush=True)
         run_all([MethodRun(c, method=method) for c in configs], tuned[0].results, jobs)
         tuned = [track.find_scheme(name, method) for name in names]
     _save_row(track, method, names)

@@ -433,7 +433,7 @@ def readable_prediction(table: pd.DataFrame) -> pd.DataFrame:
         rows.append({
             "made on": row["date"], "by": row["made_by"], "method": row["scheme"],
             "predicted − Baseline, points": f"{points} ({_points(row['low'])} to {_points(row['high'])})",
-            "the paper": _points(row["paper"]), "measured": _measured(row),
+            "the paper": _points(row["paper"]), "measured": _format_measured(row),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -442,7 +442,7 @@ def _points(value: float) -> str:
     return format_interval(value, math.nan, math.nan)
 
 
-def _measured(row: Mapping[str, Any]) -> str:
+def _format_measured(row: Mapping[str, Any]) -> str:
     if not row["n"]:
         return "not tested at the paper's length"
     inside = row["low"] <= row["measured"] <= row["high"]

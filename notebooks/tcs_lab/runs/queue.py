@@ -58,17 +58,17 @@ Work = Callable[[list[Job]], None]  # works on the missing jobs until one of the
 @contextlib.contextmanager
 def _in_this_process(results: str | Path | None, bar: Progress) -> Iterator[Work]:
     """Work that makes the first job that nobody else is making."""
-    said = False
+    has_told = False
 
     def work(missing: list[Job]) -> None:
-        nonlocal said
+        nonlocal has_told
         for job in missing:
             if make_job(job, results, partial(bar.show_row, job.digest), wait=False) is not None:
                 bar.end(job.digest)
                 return
-        if not said:
+        if not has_told:
             say_waiting(missing[0].path(results).stem)
-        said = True
+        has_told = True
         look_again = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < look_again and not any(job.is_made(results) for job in missing):
             time.sleep(POLL_SECONDS)

@@ -323,7 +323,7 @@ class Links:
         wired = calculate_step(row["way"], *case, row["mbit"], passes["seconds"])
         return max(free["seconds"], wired)
 
-    def unlimited(self) -> pd.DataFrame:
+    def tabulate_unlimited(self) -> pd.DataFrame:
         """Make the table of steps without a limit: their seconds, the fraction of them that is not passes and
         optimizer, and the memory of a rank."""
         table = []
@@ -340,7 +340,7 @@ class Links:
             )  # fmt: skip
         return pd.DataFrame(table)
 
-    def limited(self) -> pd.DataFrame:
+    def tabulate_limited(self) -> pd.DataFrame:
         """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
         calculated ones, and n where it is small."""
         table = dict[tuple, dict[str, Any]]()

@@ -72,8 +72,8 @@ def write_if_possible(path: Path, write: Callable[[Any], Any]) -> bool:
         write_whole(path, write)
     except OSError as error:
         if not _unsaved:
-            said = f"{error.strerror or error}: {error.filename or path}"
-            print(f"Nothing can be saved here ({said}), but everything is shown.", flush=True)
+            reason = f"{error.strerror or error}: {error.filename or path}"
+            print(f"Nothing can be saved here ({reason}), but everything is shown.", flush=True)
         _unsaved.append(path)
         return False
     return True

@@ -168,7 +168,7 @@ def summary(
         gap = NO_GAP
         if name != "Baseline":
             gap = _gaps(group, base) if gaps is None else gaps.get(name, NO_GAP)
-        rows.append(_measured(configs[name], group) | gap | _printed(name, paper))
+        rows.append(_describe_records(configs[name], group) | gap | _read_paper_row(name, paper))
     return pd.DataFrame(rows)
 
 
@@ -179,7 +179,7 @@ def _finals(records: list[Record]) -> dict[int, float]:
     return {r["config"]["seed"]: r["rows"][-1]["accuracy"] for r in records}
 
 
-def _measured(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
+def _describe_records(config: dict[str, Any], records: list[Record]) -> dict[str, Any]:
     """The columns that the records of one scheme fill."""
     finished = [r for r in records if r["status"] == "finished"]
     final = pd.Series(_finals(records), dtype=float)
@@ -225,7 +225,7 @@ def _gaps(records: list[Record], base: dict[int, float]) -> dict[str, float]:
     return dict(zip(_GAP, mean_interval(pairs), strict=True)) | {"difference_n": len(pairs)}
 
 
-def _printed(name: str, paper: dict[str, list]) -> dict[str, float]:
+def _read_paper_row(name: str, paper: dict[str, list]) -> dict[str, float]:
     """The paper's numbers for a scheme, accuracies 0..1, and the difference to its Baseline."""
     (mean, deviation, bits), base = (
         [math.nan if v is None else v for v in paper.get(n, NONE)] for n in (name, "Baseline")

@@ -283,11 +283,11 @@ def digest_of(identity: dict[str, Any]) -> str:
     that changes nothing, leaves the names of older records as they are.
     """
 
-    def changed(values: dict[str, Any], cls: type) -> dict[str, Any]:
+    def list_changes(values: dict[str, Any], cls: type) -> dict[str, Any]:
         defaults = _defaults(cls)
         return {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
 
-    named = changed(identity, RunConfig) | {"scheme": changed(identity["scheme"], Scheme)}
+    named = list_changes(identity, RunConfig) | {"scheme": list_changes(identity["scheme"], Scheme)}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:10]
 
 
