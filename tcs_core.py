@@ -597,9 +597,8 @@ def top_k_above(
     0. Neither the floor nor a correct `among_K` changes the result. Raises ValueError as
     `top_k_positions` does, and for `among_K` together with `excluded`.
 
-    The floor is used only for float32 on a CPU, where numpy's calls cost less than torch's. On a
-    GPU the host would have to wait to learn how many candidates there are. There, and for other
-    types, `topk` chooses among all entries, and the floor is returned unchanged.
+    The floor is used only for float32 on a CPU. Otherwise `topk` chooses among all entries, and the
+    floor is returned unchanged: on a GPU the host would wait to learn how many candidates it has.
     """
     if among_K is not None and excluded is not None:
         raise ValueError("among_K: got one together with excluded, allowed: only one of the two")
