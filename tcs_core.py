@@ -613,7 +613,7 @@ def top_k_above(
             magnitudes_D.masked_fill_(taken_D, -1.0)
             eligible -= int(taken_D.sum()) if is_on_cpu(taken_D) else 0
         _check_k(k, eligible)
-        return _largest_by_topk(magnitudes_D, k), floor
+        return _largest_by_topk(magnitudes_D.unsqueeze(0), k)[0], floor
     values_D = numbers_D.numpy()
     if among_K is not None and len(among_K) >= k:
         near = among_K.numpy()
@@ -680,20 +680,44 @@ def is_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _largest_by_topk(numbers_D: Tensor, k: int) -> Tensor:
-    """Return the positions of the k >= 1 largest numbers, ascending. On a GPU the host reads
-    none."""
-    largest_K, positions_K = numbers_D.topk(k, sorted=False)
-    kth = largest_K.min()
-    if is_on_cpu(kth) and kth.isnan():
+_TOGETHER = 1 << 28  # this many float32 numbers take a gigabyte
+
+
+def top_k_of_each(vectors: list[Tensor], k: int, excluded_K: Tensor) -> Tensor:
+    """Return S_top of each of N vectors (D,) outside of some positions: int64 (N, k), rows
+    ascending.
+
+    Each row equals what `top_k_positions` returns for this vector. The vectors are processed
+    together, which takes less time on a GPU: the number of calls hardly grows with N. Then, as
+    there, no value is checked. Copies take up to a gigabyte of memory at a time, and more only if
+    the copy of a single vector does.
+    """
+    dimension, device = len(vectors[0]), vectors[0].device
+    found, together = [], max(1, _TOGETHER // dimension)
+    for start in range(0, len(vectors), together):
+        part = vectors[start : start + together]
+        magnitudes_ND = torch.empty((len(part), dimension), dtype=torch.float32, device=device)
+        for vector_D, magnitudes_D in zip(part, magnitudes_ND, strict=True):
+            torch.abs(vector_D.detach(), out=magnitudes_D)
+        magnitudes_ND.index_fill_(1, excluded_K, -1.0)
+        found.append(_largest_by_topk(magnitudes_ND, k))
+    return torch.cat(found)
+
+
+def _largest_by_topk(numbers_ND: Tensor, k: int) -> Tensor:
+    """Return the positions of each row's k >= 1 largest numbers, ascending: int64 (N, k). On a GPU
+    the host reads none."""
+    largest_NK, positions_NK = numbers_ND.topk(k, sorted=False)
+    kth_N = largest_NK.amin(1, keepdim=True)
+    if is_on_cpu(kth_N) and kth_N.isnan().any():
         raise ValueError(_NOT_A_NUMBER)
     # Of several entries equal to the k-th, topk returns any. Replace the n-th of them by the n-th
-    # such entry of the whole vector, so that lower indices win.
-    is_tie_K = largest_K == kth
-    first_ties_K = _first(numbers_D == kth, k)
-    nth_tie_K = is_tie_K.cumsum(0) - 1  # -1 before the first tie, where it is not used
-    positions_K = torch.where(is_tie_K, first_ties_K[nth_tie_K], positions_K)
-    return _first(positions_to_mask(positions_K, len(numbers_D)), k)
+    # such entry of the whole row, so that lower indices win.
+    is_tie_NK = largest_NK == kth_N
+    first_ties_NK = torch.stack([_first(is_tie_D, k) for is_tie_D in numbers_ND == kth_N])
+    nth_tie_NK = (is_tie_NK.cumsum(1) - 1).clamp_(min=0)  # before the first tie it is not used
+    positions_NK = torch.where(is_tie_NK, first_ties_NK.gather(1, nth_tie_NK), positions_NK)
+    return positions_NK.sort(1).values
 
 
 def _first(mask_D: Tensor, k: int) -> Tensor:
@@ -816,7 +840,7 @@ def _largest(magnitudes_D: Tensor, k: int) -> Tensor:
     """Return the positions of the k >= 1 largest, ascending, with the faster method on their
     device."""
     if not is_on_cpu(magnitudes_D) or magnitudes_D.dtype != torch.float32:
-        return _largest_by_topk(magnitudes_D, k)
+        return _largest_by_topk(magnitudes_D.unsqueeze(0), k)[0]
     values = magnitudes_D.numpy()
     if k == 1:  # of equal numbers, argmax returns the first
         return torch.from_numpy(values.argmax(0, keepdims=True))
@@ -1536,7 +1560,8 @@ def unpack_bits(data: memoryview, count: int) -> np.ndarray:
 #                                                             errors; `receive` also calls `observe`
 #
 #    A `Compressor` calls neither `send` nor `receive`, since it checks all clients' differences
-#    first, and since there is one `Known` to be closed.
+#    first, and since there is one `Known` to be closed. On a GPU it does line 9 for all clients
+#    before line 10, because choosing all their masks together takes less time there.
 
 
 class MaskRule:
@@ -2239,8 +2264,12 @@ class Client:
 
     def message_of(self, delta_D: Tensor) -> Message:
         """Do lines 9 to 12 for a difference that has been checked, in an open round."""
+        return self.message_from(self.intended(delta_D))  # line 9
+
+    def message_from(self, intended_D: Tensor, own_K: Tensor | None = None) -> Message:
+        """Do lines 10 to 12, or only lines 11 and 12 if the own positions have been chosen
+        already."""
         known, shared_K, who = self.known, self.known.shared_K, (self.number, self.known.round)
-        intended_D = self.intended(delta_D)  # line 9
         known.senders.add(self.number)
         try:
             if known.dense:
@@ -2249,7 +2278,8 @@ class Client:
                 none = values_D[:0].clone()
                 self.in_flight = InFlight(known.round, none.long(), none, none, True)
                 return Message.dense_of(values_D, *who)
-            own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
+            if own_K is None:
+                own_K = self.own_positions(intended_D)  # line 10: explore outside the shared mask
             positions_K = torch.cat([shared_K, own_K])
             intended_K = intended_D.index_select(0, positions_K)  # line 11: exploit and explore
             finite_K = known.require_finite(intended_K, self.number).clone()
@@ -2851,14 +2881,22 @@ class Compressor:
         try:
             self._is_whole = False
             known.begin(dense, theta_D, mask_factor)
-            for n in chosen:
-                asked = n
-                message = self.clients[n].message_of(checked(n))
-                message, length = self.link.to_server(known, n, message)
+            own = dict[int, Tensor]()  # chosen for all clients together, on a GPU
+            if self._chooses_together():
+                for asked in chosen:
+                    self.clients[asked].intended(checked(asked))  # line 9
+                own = self._own_positions(chosen)  # line 10
+            for asked in chosen:
+                client = self.clients[asked]
+                if own:
+                    message = client.message_from(cast(Tensor, client.errors_D), own[asked])
+                else:
+                    message = client.message_of(checked(asked))
+                message, length = self.link.to_server(known, asked, message)
                 if message is None:
-                    refused.append(n)
+                    refused.append(asked)
                     continue
-                server.add(n, message)
+                server.add(asked, message)
                 lengths_up.append(length)
                 del message  # a dense message is as large as the model
             asked, heard = None, tuple(server.heard)
@@ -2879,6 +2917,27 @@ class Compressor:
         self.traffic = Traffic(*sizes, heard, tuple(refused))
         self._is_whole = True
         return update_D
+
+    def _chooses_together(self) -> bool:
+        """Return whether the clients' own masks are chosen in one batch of calls.
+
+        This is done on a GPU, if each mask is S_top of the client's errors after line 9. On a CPU
+        it would take longer than one client after the other.
+        """
+        known, rule = self.known, self.rule
+        is_plain = rule.client_type is None and type(rule).own_mask is MaskRule.own_mask
+        sends_own = not known.dense and bool(known.own_count)
+        is_fair = self.scheme.phi_min_local is not None
+        return (
+            not known.on_cpu and is_plain and sends_own and not is_fair and len(self.errors_ND) > 0
+        )
+
+    def _own_positions(self, chosen: list[int]) -> dict[int, Tensor]:
+        """Return each of these clients' own positions int64 (K_own,), after line 9."""
+        known = self.known
+        intended = [cast(Tensor, self.clients[n].errors_D) for n in chosen]
+        own_NK = top_k_of_each(intended, cast(int, known.own_count), known.shared_K)
+        return dict(zip(chosen, own_NK, strict=True))
 
     def _put_back(
         self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
