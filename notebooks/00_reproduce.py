@@ -241,4 +241,4 @@ for t, params in plans.items():
 # explain what each scheme does. Next: [01_fedavg](01_fedavg.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · {lab.describe_provenance(records)}")
+print(f"Shown with {lab.describe_core()}. {lab.describe_provenance(records)}")

@@ -610,5 +610,5 @@ What surprised us: for {k} steps of length {rates[-1]:g}, linear scaling is off 
 # Next, [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out of the message.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
-      f"{train_samples} images · one run (n = 1) for each H")  # fmt: skip
+print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {train_samples} images ({data.label}). "
+      "One run for each H (n = 1).")  # fmt: skip

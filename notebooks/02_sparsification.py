@@ -650,5 +650,5 @@ server's message contains {top["last"]:.0%} of the entries, while with TCS it co
 # Next, [03_tcs](03_tcs.ipynb) looks at how much of one round's mask is still in the next one.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, "
-      f"{train_samples} images · one run (n = 1) per scheme")  # fmt: skip
+print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {train_samples} images ({data.label}). "
+      "One run of each scheme (n = 1).")  # fmt: skip

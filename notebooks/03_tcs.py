@@ -694,5 +694,5 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 # together then explore so few entries that the mask can only change slowly.
 
 # %%
-print(f"Made with tcs_core.py (checksum {lab.core_sha256()[:12]}), torch {torch.__version__}, data {data.label}. "
+print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "
       "One run of each scheme (n = 1).")  # fmt: skip

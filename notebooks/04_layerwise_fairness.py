@@ -603,5 +603,6 @@ this layer is {" and ".join(f"**{word}** for {name}" for name, word in words.ite
 # momentum.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
-print(f"n = {len(trials)} seeds")
+print(
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. Each scheme has n = {len(trials)} seeds."
+)

@@ -515,5 +515,6 @@ display(Markdown(f"""
 # should shrink), `value_bits = 5` (messages get shorter), and `clients = 10` (the update has more entries).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}", end=" · ")
-print(f"n = {len(trials)}")
+print(
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. Each scheme has n = {len(trials)} seeds."
+)

@@ -544,5 +544,5 @@ print(
 
 # %%
 print(
-    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · no data set · n = {phi_steps} shares"
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, for {phi_steps} fractions. No data set is needed."
 )

@@ -574,6 +574,6 @@ for q in sorted({3, value_bits} & set(compared_bits)):
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
-    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
-    f"n = {len(all_sent)} messages, 1 run"
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}. "
+    f"The {len(all_sent)} messages come from one run."
 )

@@ -238,4 +238,4 @@ for row in summary.itertuples():
 # scheme of your own to this table.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · {lab.describe_provenance(records)}")
+print(f"Shown with {lab.describe_core()}. {lab.describe_provenance(records)}")

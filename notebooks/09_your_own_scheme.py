@@ -444,4 +444,6 @@ for name in ("TCS", "TCS-Average"):
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 made = records[0]["provenance"]
-print(f"core {lab.core_sha256()[:12]} · torch {made['torch']} · {label} · n = {seeds}")
+print(
+    f"Made with {lab.describe_core()} and torch {made['torch']}, on {label}. Each scheme has n = {seeds} seeds."
+)

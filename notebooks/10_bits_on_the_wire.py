@@ -443,5 +443,5 @@ print(
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
-    f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · {len(wired)} runs"
+    f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}, in {len(wired)} runs."
 )

@@ -615,5 +615,5 @@ for name, gap in gaps.items():
 # Next: [11_performance](11_performance.ipynb) measures how fast all of this is.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label}, {len(sent)} messages · "
-      f"{label}: n = {len(records)} records")  # fmt: skip
+print(f"Made with {lab.describe_core()} and torch {torch.__version__}, from {len(sent)} messages ({data.label}) "
+      f"and {len(records)} records ({label}).")  # fmt: skip

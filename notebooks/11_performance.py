@@ -552,5 +552,5 @@ display(Markdown(summary))
 # candidates changes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · torch {torch.__version__} · {data.label} · "
-      f"n = 1 training, {repeat} turns, {len(found)} bench records")  # fmt: skip
+print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}: one training, "
+      f"{repeat} turns of each measurement, and {len(found)} records of results/bench.")  # fmt: skip

@@ -476,5 +476,6 @@ print(f"On this one machine, the runs took {' and '.join(took)}.")
 
 # %%
 print(
-    f"core {lab.core_sha256()[:12]} · {processes} processes · synthetic, {image_size} x {image_size} · n = 1 run of each"
+    f"Made with {lab.describe_core()} in {processes} processes, on synthetic images of {image_size} x {image_size} pixels. "
+    "One run of each (n = 1)."
 )

@@ -929,6 +929,4 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 # was above the CPU's range for one seed and below it for another.
 
 # %%
-print(
-    f"Made with tcs_core.py (checksum {lab.core_sha256()[:12]}) from n = {len(records)} records of profile {evidence}."
-)
+print(f"Shown with {lab.describe_core()}, from {len(records)} records of profile {evidence}.")

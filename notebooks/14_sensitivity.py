@@ -411,4 +411,4 @@ for name, values in missing:
 # Next: [15_your_own_model](15_your_own_model.ipynb) tries such settings on your model and data.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")
+print(f"Shown with {lab.describe_core()}, from {len(records)} records ({scale}).")

@@ -638,4 +638,6 @@ print(f"In {rounds:,} local steps of {clients} clients, {saved}.")
 # another `seed` before you choose a scheme. Next: [16_text](16_text.ipynb) trains a transformer on text and has recorded evidence.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · {clients} clients, made-up regression · n = 1 run of each")
+print(
+    f"Made with {lab.describe_core()}, with {clients} clients and a made-up regression. One run of each (n = 1)."
+)

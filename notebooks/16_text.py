@@ -428,4 +428,4 @@ print(
 # data.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · {text.label} · n = {len(records)} records")
+print(f"Made with {lab.describe_core()}, on {text.label}, and from {len(records)} records.")

@@ -539,4 +539,4 @@ print("Not measured:", ", ".join(missing) or "nothing")
 # federated learning.
 
 # %%
-print(f"core {lab.core_sha256()[:12]} · {scale} · n = {len(records)} records")
+print(f"Shown with {lab.describe_core()}, from {len(records)} records ({scale}).")

@@ -354,5 +354,5 @@ for name, took in seconds.items():
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
-    f"core {lab.core_sha256()[:12]} · {scheme} · {D:,} parameters · {clients} nodes · n = 1 run of each"
+    f"Made with {lab.describe_core()}: {scheme}, {D:,} parameters, {clients} nodes. One run of each (n = 1)."
 )

@@ -52,7 +52,7 @@ __getattr__, __dir__ = lazily(
         "runs.plans": "count_made find_searches plan_runs",
         "runs.progress": "Progress follow",
         "runs.records": (
-            "compare_records config_of core_sha256 describe_provenance list_missing load_records "
+            "compare_records config_of core_sha256 describe_core describe_provenance list_missing load_records "
             "read_record record_path results_folder"
         ),
         "runs.runs": "run run_all",

@@ -178,7 +178,7 @@ def test_a_few_commits_behind_records_are_named_and_more_are_counted(commits):
     made = [{"commit": f"{n}" * 40, "torch": "2", "dataset": "made up"} for n in range(commits)]
     said = lab.describe_provenance({"provenance": one} for one in made * 2)
     names = [one["commit"][:7] for one in made]
-    assert f"n = {2 * commits} " in said and "torch 2" in said and "made up" in said
+    assert f"The {2 * commits} records " in said and "torch 2" in said and "made up" in said
     assert [name in said for name in names] == [commits < 4] * commits
     assert (f"{commits} commits" in said) == (commits == 4)
 

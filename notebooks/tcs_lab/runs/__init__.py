@@ -16,8 +16,8 @@ __getattr__, __dir__ = lazily(
             "given_notebook_params notebook_params plan read_params read_yaml"
         ),
         "records": (
-            "Record compare_records config_of core_sha256 describe_provenance load_records provenance "
-            "read_json_record read_record record_path results_folder write_record"
+            "Record compare_records config_of core_sha256 describe_core describe_provenance load_records "
+            "provenance read_json_record read_record record_path results_folder write_record"
         ),
         "jobs": "Job make_job missing_jobs read_jobs",
         "runs": "Run run run_all",

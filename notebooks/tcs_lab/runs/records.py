@@ -166,13 +166,20 @@ def core_sha256() -> str:
     return code_sha256(_CORE_SOURCE)
 
 
+def describe_core() -> str:
+    """Name the core that a notebook runs with, for the notebook's foot."""
+    return f"tcs_core.py (checksum {core_sha256()[:12]})"
+
+
 def describe_provenance(records: Iterable[dict[str, Any]]) -> str:
     """Say what records were made with, for the foot of a notebook that reads them."""
     made = [record["provenance"] for record in records]
     torches, data = (", ".join(sorted({one[key] for one in made})) for key in ("torch", "dataset"))
     commits = sorted({str(one.get("commit"))[:7] for one in made})
-    named = ", ".join(commits) if 0 < len(commits) < 4 else f"{len(commits)} commits"
-    return f"n = {len(made)} records, made with {named}, torch {torches or '–'} · {data or '–'}"
+    named = f"commit {', '.join(commits)}" if 0 < len(commits) < 4 else f"{len(commits)} commits"
+    return (
+        f"The {len(made)} records were made with {named}, torch {torches or '–'} and {data or '–'}."
+    )
 
 
 def code_sha256(source: bytes) -> str:
