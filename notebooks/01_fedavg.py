@@ -240,7 +240,7 @@ H, training = local_steps[-1], runs[local_steps[-1]][0]
 eta, most = learning_rate / 2, training.rounds_per_epoch * H  # an epoch's local steps per client
 
 
-def batch(n, tau):  # of the first epoch, from its first round on
+def batch(n, tau):  # client n's batch number tau, counted from the start of the first epoch
     return training.feed.batch(n, 0, tau)
 
 
@@ -253,7 +253,7 @@ with training.federation.trainer.lend_module():  # the core's round, at this rat
     update_D = training.federation.exchange(list(range(clients)), 0, eta)
     training.federation.move(update_D, eta)  # of theta_D
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
-training.flat.put(training.flat.views(average_D))  # below, from the round by hand
+training.flat.put(training.flat.views(average_D))  # the sections below start from here
 print(
     f"by hand and in the core: the results differ by {lab.format_number(gap_core, 1)} of the update's length"
 )
@@ -330,7 +330,7 @@ gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 
 # %%
-def large_step(batches, eta):  # one step with the batches' average gradient, all taken at theta_t
+def large_step(batches, eta):  # one step with the average of all gradients at theta_t
     net = copy.deepcopy(training.flat.model).train()
     for images, labels in batches:
         (F.cross_entropy(net(images), labels) / len(batches)).backward()
@@ -338,7 +338,7 @@ def large_step(batches, eta):  # one step with the batches' average gradient, al
     return theta_of(net)
 
 
-def gap_between(first_D, second_D):  # in units of the second one's step
+def gap_between(first_D, second_D):  # relative to the length of the second step
     return float((first_D - second_D).norm() / (second_D - average_D).norm())
 
 
@@ -494,7 +494,7 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 # | measured | expected | tolerance, and why |
 # |:---|:---|:---|
 # | the gap between the average of the models and θ plus the average of the differences | 0 | 1e-6, for the rounding of float32 |
-# | the gap between the round by hand and the core's round | 0 | 5 %, because rounding can carry the input of a ReLU across zero |
+# | the gap between the round by hand and the core's round | 0 | 5 % of the update, because rounding can carry the input of a ReLU across zero |
 # | the test loss with the largest tenth of an epoch's difference | the test loss with the whole difference | half of what the epoch gains, because there is only one training |
 # | the gap between FedAvg at H = 1 and FedSGD, relative to the step | 0 | 1e-3, because θ is rounded and the step is small |
 # | θ after training with wrong running statistics | the same θ as with correct ones | none; every bit must agree |

@@ -94,7 +94,7 @@ print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further d
 #
 # The sections below look at updates from real training, so the training comes first. We train one federation without
 # compression, and federations with top-K and with rand-K. Each of these two is trained with error accumulation and without it
-# (a later section explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
+# (the section *Error accumulation* explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
 #
 # For the rounds after the dense epoch we record two things:
 #
@@ -252,7 +252,7 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squared norm in {100 * phi:
 # Top-K keeps far more than rand-K at every φ below 1. Rand-K keeps about a fraction φ. (This straight line looks like a curve
 # because the horizontal axis is logarithmic. It may jump where a very large entry happens to be drawn.)
 #
-# So far this was one update. Proofs of convergence need more: *in every round*, a client must send at least a fraction
+# So far this was one update. Proofs that such a training converges need more: *in every round*, a client must send at least a fraction
 # $\delta > 0$ of what it intends to send, measured by the squared norm. What it intends to send includes the errors that it kept
 # from earlier rounds, which are explained below. The next cell measures this fraction in the two trainings with error accumulation,
 # and in one with TCS for comparison:
@@ -517,8 +517,8 @@ lab.show_figures()
 # longer, because a real code uses whole numbers of bits and the formula does not.
 #
 # TCS spends bits on positions only for the clients' own masks. The *bit budget* of the paper is the number of bits that a client
-# sends, divided by the number of parameters and by the number of local iterations. The next table shows it in total, then the part that the values
-# take, and then which share of the total the positions have:
+# sends, divided by the number of parameters and by the number of local iterations. The next table shows this total, the part of it
+# that the values take, and the share of the total that the positions take:
 
 # %% tags=["nbval-check-output"]
 print("scheme      total   values  positions   in the paper")
@@ -582,7 +582,8 @@ claim("our bit budgets agree with the paper's", all(printed_so), f"{len(known)} 
 #
 # <details><summary>Hints</summary>
 #
-# 1. Sort the positions by magnitude first and by position second, take the first k, and sort these by position.
+# 1. Sort the positions by magnitude, the largest first, and by position where magnitudes are equal. Take the first k of them and sort
+#    these by position.
 # 2. The new errors include old errors that were not sent. So subtract what is sent from the *sum* of the difference and the old
 #    errors, not from the difference alone.
 #

@@ -52,13 +52,13 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # - `learning_rates = [0.5]` should about halve the run time. Tables and pictures then show a single learning rate.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>: TCS-L2-LF, TCS-Q5-LF
+schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>, such as TCS-L2-LF or TCS-Q5-LF
 learning_rates = [0.5, 0.8]  # eta, the paper's two
 seeds = 4  # how many trials, or a list of seeds
 phi_global = 1e-2  # share of the entries in the mask that all clients share
 phi_local = 1e-3  # share kept by each client's own mask
-phi_min_global = 1e-3  # least share of every layer, global mask
-phi_min_local = 4e-4  # least share of every layer, local mask
+phi_min_global = 1e-3  # minimum share of every layer in the global mask
+phi_min_local = 4e-4  # minimum share of every layer in a local mask
 profile = "ci"  # name of this size of training
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 256  # training images of all clients together
@@ -249,7 +249,7 @@ def moves(start_D, end_D):
     return torch.stack([part.norm() for part in (end_D - start_D).split(layer_sizes)])
 
 
-MASK, EXPLORED = 0, 1  # what `watch` counts in every sparse round, second axis of its counts
+MASK, EXPLORED = 0, 1  # second axis of what `watch` counts in every sparse round
 
 
 def watch(federation):
@@ -347,7 +347,7 @@ def dense_moves(eta, seed):
     return moves(start_D, federation.theta_D)
 
 
-relative = {}  # of a scheme and a rate: a row a seed, how far each layer moved against dense
+relative = {}  # per scheme and rate: a row per seed, how far each layer moved, dense training = 1
 for eta in learning_rates:
     dense_SL = torch.stack([dense_moves(eta, seed) for seed in trials])
     for name in schemes:
@@ -363,12 +363,12 @@ paper |= {("TCS", 0.8): 92.094, ("TCS-PLF", 0.8): 92.442, ("TCS-LF", 0.8): 92.48
 
 
 def gain(name, eta):
-    """The change in accuracy against the first scheme, in points."""
+    """The difference in accuracy from the first scheme, in points."""
     return lab.paired_gain(*([run[2] for run in runs[n, eta]] for n in (name, schemes[0])))
 
 
 def change(name, eta):
-    """The change in how far the starved layer moves, against the first scheme, in % of dense."""
+    """The difference from the first scheme in how far the starved layer moves, in % of dense."""
     sides = [100 * relative[n, eta][:, starved] for n in (name, schemes[0])]
     return lab.paired_gain(*(side.tolist() for side in sides))
 

@@ -108,7 +108,7 @@ print(lab.forecast_trainings([config] * (1 + 5 * len(trials))))
 # momentum *global*. Neither the text nor the algorithm box of the paper is correct alone. This table lists the
 # misprints and what we run instead:
 #
-# | line of the box | printed | meant, and run here |
+# | line of the box | what is printed | what is meant, and what we run |
 # |---:|:---|:---|
 # | 5 | $S_{top}(g_{t-1}, K_{global})$ | $S_{top}(\tilde g_{t-1}, K_{global})$: the mask comes from the average that everybody has received |
 # | 7 | $w_t = w_{t-1} + \beta\, \bar g_{t-1}$ | $w_t = \beta\, w_{t-1} + \tilde g_{t-1}$, as in the text: β multiplies the old $w$, and the gradient is the received average ($\bar g$ is known to one client only) |
@@ -225,8 +225,8 @@ print(f"TCS, {clients} clients:              largest difference {largest} in {ro
 #
 # $$\text{memory} = \frac{\sum_{i \notin \text{supp}(\tilde g)} |w_i|}{\sum_i |w_i|}$$
 #
-# The global mask could also be chosen in two ways: from $\tilde g$, as line 5 does, or from $w$. We run
-# the first, and record which mask the second would have chosen.
+# There are also two ways to choose the global mask: from $\tilde g$, as line 5 does, or from $w$. We train with the first, and
+# record which mask the second would have given.
 
 # %%
 federation, memory, masks = lab.Training(config, data), [], {"g": [], "w": []}

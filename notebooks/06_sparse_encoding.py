@@ -147,8 +147,8 @@ def walk(code: str, block: int):
 
 
 # %% [markdown]
-# There are three kinds of bits, and each gets its own colour and hatch. The string `kinds` has one letter per bit: `f` for a **f**lag, `p` for a bit of the offset (the
-# **p**osition inside the block), and `e` for a block **e**nd.
+# There are three kinds of bits, and each gets its own colour and hatch. The string `kinds` has one letter per bit: `f` for a
+# **f**lag, `p` for a bit of the offset (the **p**osition inside the block), and `e` for a block **e**nd.
 
 # %%
 KINDS = {
