@@ -9,10 +9,11 @@
 # %% [markdown]
 # # 01 · Train one model at many clients: federated averaging
 #
-# **In short.** A client may send its model, or only what local training changed in it: the averages are the same. With several
-# local steps a client sends fewer messages, but the result is no longer the step that SGD would take. Only the difference can be
-# compressed by leaving entries out. Its largest tenth lowers the loss about as much as all of it, while the largest tenth of a
-# model is useless.
+# **In short.** The server gets the same new model whether every client sends its whole model or only the *difference*, which is
+# what local training has changed. A client that takes four local steps before it sends needs only a quarter of the messages, but
+# the result is no longer the step that SGD would take with the average gradient. Only the difference can be compressed by leaving
+# entries out. The largest tenth of its entries lowers the loss about as much as all of them. If only the largest tenth of a model
+# is kept, the loss rises.
 #
 # After this notebook you will be able to
 #
@@ -51,8 +52,8 @@ torch.set_num_threads(1)
 # cells describes what the values below give, so it may no longer fit. For example:
 #
 # - `local_steps = [1, 8]` should widen the gap between few and many local steps, because H = 8 leaves very few rounds.
-# - `batch_size = 32` should bring the cosine in the first section on batch norm closer to 1, because larger batches give less
-#   noisy statistics.
+# - `batch_size = 32` should make the clients' batch norm matter less, because larger batches give less noisy statistics. The
+#   cosine in the section *Batch norm: what a client's batch decides* should come closer to 1.
 # - `epochs = 10` should raise the accuracy of every run. In our trial it did, but H = 4 did not come closer to H = 1.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
@@ -60,18 +61,18 @@ profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
 test_samples = 1000  # test images
-image_size = 16  # pixels a side, averaged from more; None: as they are
+image_size = 16  # pixels per side, after averaging; None keeps the original size
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 4  # N
-local_steps = [1, 2, 4]  # H of the runs compared; the round taken apart has the last one
+local_steps = [1, 2, 4]  # H of each run; the round worked out by hand uses the last
 batch_size = 8  # B, samples of one local step
 epochs = 5  # passes over the data
 learning_rate = 0.2  # eta after the warm-up
-reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
+reference_batch = None  # total batch size that learning_rate is for; None: not scaled
 drops = [0.6]  # when eta is divided by 10, as shares of the epochs
 weight_decay = 1e-4  # L2, part of every local gradient
-seed = 0  # of everything random
+seed = 0  # of all random numbers
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
@@ -91,7 +92,7 @@ print(lab.forecast_trainings([config] * len(local_steps)))
 # N clients hold data that never leave them. A server holds the model, which we write as one long vector θ of D numbers.
 # In round t the server sends θ to all clients. Each client takes H steps of SGD on batches of its own data and sends
 # back how these steps changed θ. Here the training images are dealt out at random, and every client gets equally many.
-# Together they minimize the average loss:
+# Together, the clients minimize the average loss:
 #
 # $$\min_{\theta\in\mathbb{R}^D}\; \frac{1}{N}\sum_{n=1}^{N} f_n(\theta),\qquad
 # f_n(\theta)=\text{mean loss over the data of client } n \quad (\text{Eq. 1})$$
@@ -133,7 +134,7 @@ for x, name, n in ((0.2, "1", 0), (3.6, "2", min(1, clients - 1)), (8.0, "N", cl
     draw_client(axes, x, name, n)
 draw_server(axes)
 axes.text(7.1, 1.15, "…", fontsize=24, ha="center", va="center")
-axes.plot([], [], color=lab.COLOURS[1], lw=2.2, label="down: the model, the same to all")
+axes.plot([], [], color=lab.COLOURS[1], lw=2.2, label="down: the model, the same for all")
 axes.plot([], [], color=lab.COLOURS[2], lw=2.2, ls="--", label="up: what local training changed")
 axes.set(xlim=(0, 10.8), ylim=(0, 5.2), title="Fig. 1: one round of federated averaging")
 axes.set_axis_off()
@@ -147,14 +148,17 @@ lab.show_figures()
 #
 # ## Algorithm 1
 #
-# The core's class `LocalTrainer` carries out local training for one client after the other, in one process. In the formulas
-# below, $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t, including weight decay:
+# The module `tcs_core.py`, which we call the *core*, contains the methods of the paper. Its class `LocalTrainer` carries out local
+# training for one client after the other, in one process. Each client starts from the server's model, so $\theta^{0}_{n,t}=\theta_t$.
+# In the formulas below, $\eta_t$ is the learning rate, and $g^{\tau}_{n,t}$ is the gradient on client n's τ-th batch of round t,
+# including weight decay:
 #
 # $$\theta^{\tau}_{n,t}=\theta^{\tau-1}_{n,t}-\eta_t\,g^{\tau}_{n,t},\quad \tau=1,\dots,H;\qquad
 # \theta_{t+1}=\frac{1}{N}\sum_{n=1}^{N}\theta^{H}_{n,t}$$
 #
-# The method `local_training` covers lines 3 to 6 of the algorithm. It adds up a client's gradients in `gradient_D`; this sum
-# times −η is the model difference.
+# The method `local_training` covers lines 3 to 6 of the paper's algorithm. It adds up a client's gradients in `gradient_D`. This
+# sum times −η is the model difference. (The end of a name tells the shape of a tensor: `_D` stands for a vector of D numbers, and
+# `_ND` for N such vectors.)
 
 # %%
 lab.show_code(tcs.LocalTrainer.local_training, tcs.LocalTrainer._steps)
@@ -196,20 +200,21 @@ for i, (steps, (_, curve)) in enumerate(runs.items()):
     panels[0].plot([row["epoch"] for row in curve], accuracy, label=f"H = {steps}", **look)
     panels[1].plot([row["epoch"] * row["rounds"] for row in curve], accuracy, **look)
 panels[0].locator_params(axis="x", integer=True)
-panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="The same passes over the data …")
-panels[1].set(xlabel="rounds (messages of each client)", title="… need fewer messages")
+panels[0].set(xlabel="epochs", ylabel="test accuracy (%)", title="Accuracy by passes over the data")
+panels[1].set(xlabel="rounds (messages of each client)", title="The same runs, by messages sent")
 panels[0].legend(frameon=False)
 lab.show_figures()
 
 # %% [markdown]
 # The right panel shows that a larger H gets further with the same number of messages. The left panel shows that it ends lower
-# after the same number of passes. This is one run for each H, and a likely reason is that so few rounds are not enough. In the
-# paper, which trains for 300 epochs, TCS loses nothing at H = 2 and H = 4; [13_evidence](13_evidence.ipynb) judges that claim.
+# after the same number of passes. (This is one run for each H.) A likely reason is that a larger H leaves too few rounds in so
+# short a training. The paper trains for 300 epochs. There its method, *time-correlated sparsification* (TCS), loses no accuracy
+# with H = 2 or H = 4. Notebook [13_evidence](13_evidence.ipynb) judges that claim.
 #
 # ## One round by hand
 #
-# Let us now repeat one round of the last run in plain PyTorch. Every client copies the model, runs
-# `torch.optim.SGD` over its batches, and returns its *model*. Afterwards the core carries out the same round.
+# Let us now work out one more round in plain PyTorch, with the H and the trained model of the last run. Every client copies the
+# model, runs `torch.optim.SGD` over its batches, and returns its *model*. Afterwards the core carries out the same round.
 
 
 # %%
@@ -220,7 +225,7 @@ def theta_of(net):  # all its parameters in one vector (D,), in the core's order
     return theta_D
 
 
-def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one after the other
+def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step per batch
     net = copy.deepcopy(training.flat.model).train()  # line 3: pull theta_t
     sgd = torch.optim.SGD(net.parameters(), lr=eta, weight_decay=weight_decay)
     for images, labels in batches:
@@ -232,10 +237,10 @@ def small_steps(batches, eta):  # Alg. 1, lines 3 to 7: one step a batch, one af
 
 # %%
 H, training = local_steps[-1], runs[local_steps[-1]][0]
-eta, most = learning_rate / 2, training.rounds_per_epoch * H  # local steps an epoch has batches for
+eta, most = learning_rate / 2, training.rounds_per_epoch * H  # an epoch's local steps per client
 
 
-def batch(n, tau):  # of the first epoch, from its first round on
+def batch(n, tau):  # client n's batch number tau, counted from the start of the first epoch
     return training.feed.batch(n, 0, tau)
 
 
@@ -248,15 +253,14 @@ with training.federation.trainer.lend_module():  # the core's round, at this rat
     update_D = training.federation.exchange(list(range(clients)), 0, eta)
     training.federation.move(update_D, eta)  # of theta_D
 gap_core = float((average_D - training.theta_D).norm() / update_D.norm())
-training.flat.put(training.flat.views(average_D))  # below, from the round by hand
+training.flat.put(training.flat.views(average_D))  # the sections below start from here
 print(
     f"by hand and in the core: the results differ by {lab.format_number(gap_core, 1)} of the update's length"
 )
 
 # %% [markdown]
-# The two results agree up to float32 rounding, or at worst to within a fraction of a percent. They are not identical,
-# because they add up the local steps in a different order. A rounding error can also carry the input of a ReLU across zero, which
-# makes a slightly larger difference.
+# The two results agree up to float32 rounding. They are not identical, because the core adds up the local steps in a different
+# order. (Sometimes a rounding error carries the input of a ReLU across zero. Then the difference is a little larger.)
 #
 # ## Send differences, not models
 #
@@ -276,17 +280,18 @@ print(
     f"theta plus the mean difference is within {gap} of the mean model (relative to its largest entry)"
 )
 print(
-    f"differences of models and the core's sums of gradients differ by {lab.format_number(gap_deltas, 1)}"
+    f"differences computed from the models and from the gradients differ by {lab.format_number(gap_deltas, 1)} of their length"
 )
 
 # %% [markdown]
-# Both numbers are of the size of rounding errors, so the two forms of Eq. 3 agree.
+# Both numbers are rounding errors. So it makes no difference whether the server averages models or differences, nor whether a
+# client computes its difference from its models or from its gradients.
 #
 # As long as nothing is compressed, it does not matter which of the two is sent. With compression it does. If an entry of a
 # *difference* is left out, that parameter keeps its old value. If an entry of a *model* is left out, that parameter becomes zero.
 #
-# Below we keep only the largest tenth of one or of the other. A single round changes the loss too little to show the effect, so
-# we use the difference that a whole epoch makes.
+# Below we keep only a tenth of the entries, those of largest magnitude, once of the difference and once of the model. A single
+# round changes the loss too little to show the effect, so we use the difference that a whole epoch makes.
 
 # %%
 trained = lab.Training(runs[local_steps[0]][0].config, data)
@@ -305,7 +310,7 @@ loss = {}
 for name, theta_D in cut.items():
     trained.flat.put(trained.flat.views(theta_D))  # into the module
     loss[name] = trained.evaluate()["loss"]
-    print(f"{name:32s} test loss {loss[name]:.2f}")
+    print(f"sent: {name:32s} test loss {loss[name]:.2f}")
 gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 # %% [markdown]
@@ -325,7 +330,7 @@ gain = {name: loss["nothing"] - found for name, found in loss.items()}
 
 
 # %%
-def large_step(batches, eta):  # one step with the batches' average gradient, all taken at theta_t
+def large_step(batches, eta):  # one step with the average of all gradients at theta_t
     net = copy.deepcopy(training.flat.model).train()
     for images, labels in batches:
         (F.cross_entropy(net(images), labels) / len(batches)).backward()
@@ -333,7 +338,7 @@ def large_step(batches, eta):  # one step with the batches' average gradient, al
     return theta_of(net)
 
 
-def gap_between(first_D, second_D):  # in units of the second one's step
+def gap_between(first_D, second_D):  # relative to the length of the second step
     return float((first_D - second_D).norm() / (second_D - average_D).norm())
 
 
@@ -379,8 +384,8 @@ print("\n".join(table))
 # ## Warm-up and drops
 #
 # During the first 5 of 300 epochs, the warm-up, the rate rises linearly; with ten clients it starts at 0.1. After epochs 150
-# and 225 it is divided by 10. (During the warm-up, all clients also send all entries.) `RunConfig` has this schedule as its
-# default. Below we only change the number of clients.
+# and 225 it is divided by 10. (During the warm-up, all clients also send all entries.) The class `RunConfig`, which holds the
+# settings of a run, has this schedule as its default. Below we only change the number of clients.
 
 # %% tags=["nbval-check-output"]
 paper = {n: lab.RunConfig(scheme="TCS", clients=n) for n in (5, 10, 20)}
@@ -470,8 +475,8 @@ print(f"averaged once or after every round: they differ by {lab.format_number(ga
 
 # %% [markdown]
 # The two averages differ by rounding errors only. The remaining cost arises at each evaluation, when every client
-# sends 32 bits per statistic. Records of runs keep these bits apart, in the field `batch_norm_bits`. For the paper's network we
-# compare this cost with the messages of one round:
+# sends 32 bits per statistic. For the paper's network, we compare this cost with the message that a client sends in one round: with
+# FedAvg, with TCS, and with TCS and values of 5 bits (TCS-Q5).
 
 # %% tags=["nbval-check-output"]
 net = tcs.FlatView(tcs.resnet18())
@@ -488,13 +493,13 @@ for scheme in ("FedAvg", "TCS", "TCS-Q5"):
 #
 # | measured | expected | tolerance, and why |
 # |:---|:---|:---|
-# | the average of models compared with θ plus the average of differences | 0 | 1e-6, for one float32 rounding |
-# | the round by hand compared with the core's | 0 | 5 %, for rounding and for ReLU inputs that it carries across zero |
-# | the test loss with the largest tenth of an epoch's difference | that of the whole difference | half of what the epoch gains, because it is a single training |
-# | FedAvg at H = 1 compared with FedSGD | 0 | 1e-3, for the rounding of θ compared with a small step |
-# | θ after training with wrong running statistics | the same | none; it must agree bit for bit |
-# | statistics averaged once compared with every round | 0 | 1e-4, for the rounding over an epoch |
-# | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | only rounding, because it is arithmetic |
+# | the gap between the average of the models and θ plus the average of the differences | 0 | 1e-6, for the rounding of float32 |
+# | the gap between the round by hand and the core's round | 0 | 5 % of the update, because rounding can carry the input of a ReLU across zero |
+# | the test loss with the largest tenth of an epoch's difference | the test loss with the whole difference | half of what the epoch gains, because there is only one training |
+# | the gap between FedAvg at H = 1 and FedSGD, relative to the step | 0 | 1e-3, because θ is rounded and the step is small |
+# | θ after training with wrong running statistics | the same θ as with correct ones | none; every bit must agree |
+# | the gap between statistics averaged once and in every round | 0 | 1e-4, for the rounding in all rounds of an epoch |
+# | η of Sec. III-B at N = 10 | 0.1, 0.5, 0.05, 0.005 | only rounding, because η is computed and not measured |
 
 # %%
 claim(
@@ -603,8 +608,8 @@ After {epochs} passes over the data, H = {last} reached {100 * few:.1f} % accura
     reached {100 * many:.1f} % with {more} rounds per epoch. This is one run of each, which decides nothing.
 What surprised us: batch norm alone makes the step of {clients} batches of {batch_size} differ from that of one batch of
     {clients * batch_size}; the cosine between them is {alike:.2f}.
-What surprised us: for {k} steps of length {rates[-1]:g}, linear scaling is off by {100 * gaps[-1]:.0f} %; for steps of length {rates[0]:g}
-    it is off by {100 * gaps[0]:.0f} %.""")
+What surprised us: for {k} steps with η = {rates[-1]:g}, linear scaling is off by {100 * gaps[-1]:.0f} % of the long step;
+    with η = {rates[0]:g} it is off by {100 * gaps[0]:.0f} %.""")
 
 # %% [markdown]
 # Next, [02_sparsification](02_sparsification.ipynb) leaves most entries of Δθ out of the message.

@@ -16,14 +16,19 @@
 #
 # **Claim (Sec. I-B, I-C and II-B, Fig. 2).** *Top-K* sends the K entries of largest magnitude, *rand-K* sends K entries drawn at
 # random. With the same number of entries, top-K keeps far more of an update, and error accumulation recovers what it
-# leaves out. But top-K has two costs. Its positions take more bits than quantized values do. And each client chooses other
-# entries, so the message that the server sends back contains many more entries than a client's.
+# leaves out. But top-K has two costs. A position takes more bits than a quantized value does. And each client chooses other
+# entries, so the message that the server sends back contains many more entries than a client's. The paper's own method,
+# *time-correlated sparsification* (TCS), lets all clients send mostly the same entries. Here it only serves as a comparison.
 #
 # *Run time*: about 30 s on two cores of a Xeon. *Read before*: [01_fedavg](01_fedavg.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The first such cell below the imports
-# holds the parameters. Change them there and run all cells again. For example, `phi = 0.1` should bring rand-K closer to top-K, and
-# `federation_sizes = [1, 50]` shows the server's message with many clients.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters.
+# Change them there and run all cells again. For example:
+#
+# - `phi = 0.1` should bring rand-K closer to top-K, because both then send ten times as many entries.
+# - `federation_sizes = [1, 50]` should show that the server's message grows much more with top-K than with TCS.
+# - `phi_local = 0.01` should take away most of the advantage that TCS has in the server's message, because every client then chooses
+#   as many entries of its own as with top-K.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -47,25 +52,25 @@ profile = "ci"  # folder under results/ for the figure
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
 train_samples = 1000  # training images of all clients together
 test_samples = 1000  # test images
-image_size = 16  # pixels a side, averaged from more; None: as they are
+image_size = 16  # pixels per side, after averaging; None keeps the original size
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 4  # N
 batch_size = 8  # B, samples of one local step
 epochs = 5  # passes over the data, the first one dense
 learning_rate = 0.3  # eta after the warm-up
-reference_batch = None  # cumulative batch at which learning_rate holds; None: not scaled
+reference_batch = None  # total batch size that learning_rate is for; None: not scaled
 drops = [0.75]  # when eta is divided by 10, as shares of the epochs
 phi = 0.01  # share of the entries kept, by top-K and rand-K
-phi_local = 0.001  # share of the entries a TCS client adds of its own; phi goes to its shared mask
+phi_local = 0.001  # share of the entries that a TCS client adds itself; its shared mask has phi
 local_steps = 1  # H
 drawn_clients = 4  # clients in Fig. 2
-drawn_entries = 16  # entries of each in Fig. 2
+drawn_entries = 16  # entries of each client's update in Fig. 2
 drawn_k = 2  # K in Fig. 2
 federation_sizes = [1, 2, 5, 10, 20]  # N in the section on the downlink
-samples_each = 48  # training images of one client there
+samples_each = 48  # training images of one client in that section
 selected_from = 2_000_000  # entries of the vector on which selections are timed
-seed = 0  # of everything random
+seed = 0  # of all random numbers
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 fields = lab.notebook_params(globals(), lab.RUN_KEYS - {"device"})
@@ -89,7 +94,7 @@ print(lab.forecast_trainings([base] * 6))  # five in a moment, and TCS further d
 #
 # The sections below look at updates from real training, so the training comes first. We train one federation without
 # compression, and federations with top-K and with rand-K. Each of these two is trained with error accumulation and without it
-# (a later section explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
+# (the section *Error accumulation* explains it). In all five trainings the first epoch is dense, which means that all entries are sent.
 #
 # For the rounds after the dense epoch we record two things:
 #
@@ -154,10 +159,12 @@ print(f"D = {D:,} parameters, K = {K} entries are sent")
 # $$\tilde{\Delta} = m\otimes\Delta\theta,\qquad \phi=\frac{\lVert m\rVert_1}{D}\quad(\text{Eq. 4}),
 # \qquad K=\lceil\phi D\rceil$$
 #
-# With *top-K*, each client chooses its own K entries of largest magnitude. Their mask is called $S_{top}(\Delta\theta, K)$. The
-# client must tell the server the positions of these entries. With *rand-K*, all clients draw the same K positions from a common
-# seed, so no positions need to be sent. Fig. 2 shows both methods on the first entries of the output layer, in the last round
-# of the training above.
+# The sign ⊗ stands for multiplication entry by entry, and $\tilde{\Delta}$ is what is sent.
+#
+# With *top-K*, each client chooses its own K entries of largest magnitude. The mask of these entries is called
+# $S_{top}(\Delta\theta, K)$. The client must tell the server their positions. With *rand-K*, all clients draw the same K positions
+# from a common seed, so no positions need to be sent. Fig. 2 shows both methods on the first entries of the output layer, in the last
+# round of the training without compression.
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -192,16 +199,18 @@ own = torch.stack([tcs.top_k_mask(vector, drawn_k) for vector in vectors])
 drawn = torch.randperm(drawn_entries, generator=lab.generator_for(seed, 100))[:drawn_k]
 shared = tcs.positions_to_mask(drawn.sort().values, drawn_entries).expand_as(own)
 drawing, panels = plt.subplots(2, 1, figsize=(8, 5), layout="constrained", sharex=True)
-draw_panel(panels[0], vectors, own, f"(a) top-K, K = {drawn_k}: every client its own entries")
-draw_panel(panels[1], vectors, shared, f"(b) rand-K, K = {drawn_k}: the same entries for all")
-panels[1].set_xlabel("entry of the update (framed: sent; colour: size within its row)")
+draw_panel(panels[0], vectors, own, f"(a) top-K, K = {drawn_k}: every client sends its own entries")
+draw_panel(
+    panels[1], vectors, shared, f"(b) rand-K, K = {drawn_k}: all clients send the same entries"
+)
+panels[1].set_xlabel("entry of the update (sent if framed; colour: size relative to the row)")
 drawing.suptitle("Fig. 2: top-K and rand-K on a real update")
 lab.save_figure(drawing, lab.results_folder(profile) / "figure2")
 lab.show_figures()
 
 # %% [markdown]
-# In (a), each client's frames surround strong colours; in (b), many of the framed entries are pale. The last row shows the
-# server's average. In (a) it has more framed entries than any client's row, and in (b) it has as many as each of them.
+# In (a), the framed entries are the largest ones of each client's row. In (b), they are drawn without regard to their size. The last
+# row shows the server's average. In (a) it has more framed entries than any client's row, and in (b) it has as many as each of them.
 #
 # ## How much each keeps
 #
@@ -240,12 +249,13 @@ print(f"top-K keeps {100 * squares_top:.0f} % of the squared norm in {100 * phi:
       f"{squares_top / phi:.0f} times what rand-K keeps on average")  # fmt: skip
 
 # %% [markdown]
-# Top-K keeps far more than rand-K at every φ below 1. The values of rand-K lie near the diagonal, which looks like a curve
-# because the horizontal axis is logarithmic. They may jump where a very large entry happens to be drawn.
+# Top-K keeps far more than rand-K at every φ below 1. Rand-K keeps about a fraction φ. (This straight line looks like a curve
+# because the horizontal axis is logarithmic. It may jump where a very large entry happens to be drawn.)
 #
-# So far this was one update. Proofs of convergence need more: *in every round*, a client must send at least a fraction
+# So far this was one update. Proofs that such a training converges need more: *in every round*, a client must send at least a fraction
 # $\delta > 0$ of what it intends to send, measured by the squared norm. What it intends to send includes the errors that it kept
-# from earlier rounds, which are explained below. Here are whole trainings, and one with TCS for comparison:
+# from earlier rounds, which are explained below. The next cell measures this fraction in the two trainings with error accumulation,
+# and in one with TCS for comparison:
 
 # %%
 with_tcs = {name: runs[name] for name in ("top-K", "rand-K")}
@@ -262,10 +272,11 @@ for name, run in with_tcs.items():
 #
 # ## What choosing costs
 #
-# The paper hopes that TCS also makes it cheaper to choose the entries. But a TCS client makes two choices per round: it finds the
+# The paper says that TCS also makes it cheaper to choose the entries. But a TCS client makes two choices per round: it finds the
 # shared mask from the last update, and its own mask among the remaining entries. We time these choices on one long vector. For
-# top-K and TCS we use the core's plain implementation of $S_{top}$, and for rand-K the core's random draw. The methods take turns,
-# nine times each:
+# top-K and TCS we use the plain implementation of $S_{top}$ in the core (the module `tcs_core.py`), and for rand-K the core's random
+# draw. The methods take turns, nine times each. The verdict compares the two times in each turn. It is *open* if the 95 % confidence
+# interval of their mean ratio contains 1. A single slow turn can make this interval wide.
 
 # %%
 K_timed, K_own = tcs.kept(phi, selected_from), tcs.kept(phi_local, selected_from)
@@ -291,20 +302,21 @@ median = {name: statistics.median(turn[name] for turn in taken) for name in choi
 ratios = [turn["top-K"] / turn["TCS"] for turn in taken]
 word = lab.judge_mean(*lab.paired_gain(ratios, [1.0] * len(ratios)))
 print(
-    ", ".join(f"{name} {ms:.0f} ms" for name, ms in median.items()),
-    f"to choose among {selected_from:,} entries (medians)",
+    f"median time to choose among {selected_from:,} entries:",
+    ", ".join(f"{name} {lab.format_number(ms, 2)} ms" for name, ms in median.items()),
 )
 share_of_time = median["TCS"] / median["top-K"]
 claim.judge(
     "TCS chooses in less time than top-K",
     word,
-    f"it takes {share_of_time:.2f} times as long, n = {len(taken)}",
+    f"in the median it takes {share_of_time:.2f} times as long, n = {len(taken)} turns",
 )
 
 # %% [markdown]
 # ## Error accumulation
 #
-# What a client leaves out is not lost. The client keeps it as an error e and adds it to its next update:
+# What a client leaves out is not lost. The client keeps it as an error e and adds it to its next update. So it intends to send
+# $\bar\Delta$, and it sends $\tilde\Delta$:
 #
 # $$\bar\Delta_{n,t}=\Delta\theta_{n,t}+e_{n,t-1},\qquad
 # \tilde\Delta_{n,t}=m_{n,t}\otimes\bar\Delta_{n,t},\qquad e_{n,t}=\bar\Delta_{n,t}-\tilde\Delta_{n,t}$$
@@ -335,8 +347,9 @@ for name in ("top-K", "top-K, no errors kept"):
     waiting_D, meant_D = compressor.errors_ND.sum(0), 10 * deltas_ND.sum(0)
     if name == "top-K":
         lost = float((arrived_D + waiting_D - meant_D).norm() / meant_D.norm())
-        print(f"{name}: arrived plus waiting differs from intended by {1e9 * lost:.0f} billionths")
-    print(f"{name}: {int((arrived_D != 0).sum())} different entries arrived")
+        print(f"{name}: what arrived plus what waits differs from what was intended by "
+              f"{lab.format_number(lost, 2)} of its length")  # fmt: skip
+    print(f"{name}: {int((arrived_D != 0).sum())} entries arrived at least once")
 
 # %% [markdown]
 # Apart from rounding, nothing is lost. Without error accumulation, only the entries chosen in the first round ever arrive.
@@ -385,14 +398,15 @@ print(
 # ## The way down
 #
 # The server sends the average of the clients' messages back to all clients. With rand-K this average has K entries. With top-K
-# it has every entry that *any* client has chosen. With TCS it has the entries of the shared mask and at most those of every
-# client's small own mask. The fraction of entries in the server's message is therefore at most
+# it has every entry that *any* client has chosen. With TCS it has the entries of the shared mask, and the few that each client has
+# chosen outside of it. The fraction of entries in the server's message is therefore at most
 #
 # $$\text{top-K: } N\phi\qquad\text{rand-K: } \phi\qquad
 # \text{TCS: } \phi_{global}+N\,\phi_{local}$$
 #
-# We measure it in real federations of N clients, each with the same amount of data per client. The table shows the fraction of
-# entries of the server's update that are not zero, in the first sparse round and in the last one.
+# We measure it in federations of N clients, which all have the same amount of data per client. The columns *first* and *last* show
+# the fraction of entries of the server's update that are not zero, in the first sparse round and in the last one. The column *bound*
+# shows the formula above. The last column shows the length of the server's message, divided by the number of parameters.
 
 
 # %%
@@ -441,9 +455,9 @@ lab.show_figures()
 # Top-K's fraction grows almost in proportion to N up to about ten clients, and more slowly beyond. The fraction of TCS grows slowly
 # throughout, because all its clients have the shared mask in common.
 #
-# With many clients, top-K comes close to its bound only after several rounds, and only with error accumulation. At first the
-# clients choose similar entries. The error of an entry that was sent starts again from zero, so over the rounds the errors of
-# different clients, and with them their choices, become more and more different.
+# With many clients, the first sparse round stays far below top-K's bound, because the clients choose similar entries. With error
+# accumulation, later rounds come closer to the bound. The error of an entry that was sent starts again from zero. Therefore the errors
+# of different clients, and with them their choices, become more and more different.
 #
 # For the paper's setting, N = 10, the bounds are:
 
@@ -462,12 +476,14 @@ for name, scheme in paper.items():
 #
 # Each entry that is sent costs q bits for its value and, with top-K, some bits for its position. Sending the position as a plain
 # index takes log2(D) bits. The paper's position code ([06_sparse_encoding](06_sparse_encoding.ipynb)) takes fewer,
-# but their number grows as φ becomes smaller. Quantizing the values to q = 5 bits does not change the cost of the positions.
+# but their number grows as φ becomes smaller. Quantizing the values, which means rounding them to for example q = 5 bits, does not
+# change the cost of the positions.
 #
 # $$\text{bits per sent entry}=\underbrace{q}_{\text{value}}+
 # \underbrace{\log_2\frac{1}{\phi}+2}_{\text{position}}$$
 #
-# Below we compare this formula with the length of a code that really decodes, for the masks of real updates.
+# Below we encode the masks of an update from the training above, decode them again, and compare the length of the code with this
+# formula.
 
 # %%
 code = {}
@@ -490,7 +506,7 @@ for panel, q in zip(panels, (32, 5), strict=True):
     panel.fill_between(shares, q, total, color=lab.COLOURS[5], lw=0, label="position, formula")
     panel.plot(list(code), [q + bits for bits in code.values()], "ok", label="value + real code")
     panel.set(xscale="log", xlim=(0.4, 1e-4), ylim=(0, 56), xlabel="fraction sent, φ")
-    panel.set_title(f"q = {q}: positions {here / (q + here):.0%} at φ = {phi:g}")
+    panel.set_title(f"q = {q}: {here / (q + here):.0%} are positions at φ = {phi:g}")
 panels[0].set_ylabel("bits per sent entry")
 panels[1].legend(frameon=False, loc="upper left")
 lab.show_figures()
@@ -500,8 +516,9 @@ lab.show_figures()
 # they are the larger part, and their part grows as fewer entries are sent. The real code is as long as the formula says or a little
 # longer, because a real code uses whole numbers of bits and the formula does not.
 #
-# TCS spends bits on positions only for the clients' own masks. The next table shows the paper's budgets, in bits per parameter and
-# iteration:
+# TCS spends bits on positions only for the clients' own masks. The *bit budget* of the paper is the number of bits that a client
+# sends, divided by the number of parameters and by the number of local iterations. The next table shows this total, the part of it
+# that the values take, and the share of the total that the positions take:
 
 # %% tags=["nbval-check-output"]
 print("scheme      total   values  positions   in the paper")
@@ -521,13 +538,13 @@ for name, printed in in_paper.items():
 #
 # | measured | expected | tolerance, and why |
 # |:---|:---|:---|
-# | squared norm kept by top-K | more than 5 times rand-K's φ | wide, because it depends on the data |
-# | what arrived plus what waits, compared with what was intended | equal | a hundred thousandth, for float32 sums over ten rounds |
+# | squared norm kept by top-K | more than 5 times the fraction φ that rand-K keeps | none; we ask only for a factor of 5, because the factor depends on the data |
+# | what arrived plus what waits | what was intended | 1e-5, for float32 sums over ten rounds |
 # | fraction of the intended squared norm sent per round | TCS sends more than rand-K | none; these are means over the rounds |
 # | accuracy gained by error accumulation, in one run | more than 0 | two standard errors, from the number of test images |
 # | fraction of entries in the server's message | at most its bound | none, because it is a count |
 # | entries in the server's message, top-K and TCS | top-K has more at the largest N | none |
-# | budgets | the paper's | 0.4 %, or the paper's rounding |
+# | bit budgets | the budgets in the paper | 0.4 %, or equal after rounding to the two decimals that the paper prints |
 
 # %%
 rescued = final["top-K"] - final["top-K, no errors kept"]
@@ -541,7 +558,7 @@ claim("top-K keeps at least five times as much of the squared norm as rand-K", s
 claim(
     "what arrived and what waits add up to what was intended",
     lost < 1e-5,
-    f"up to {1e9 * lost:.0f} billionths",
+    f"up to {lab.format_number(lost, 2)}",
 )
 sends = {name: statistics.mean(run["sent"]) for name, run in with_tcs.items()}
 claim("a round of TCS sends more of what was intended than one of rand-K", sends["TCS"] > sends["rand-K"],
@@ -565,7 +582,8 @@ claim("our bit budgets agree with the paper's", all(printed_so), f"{len(known)} 
 #
 # <details><summary>Hints</summary>
 #
-# 1. Sort the positions by magnitude first and by position second, take the first k, and sort these by position.
+# 1. Sort the positions by magnitude, the largest first, and by position where magnitudes are equal. Take the first k of them and sort
+#    these by position.
 # 2. The new errors include old errors that were not sent. So subtract what is sent from the *sum* of the difference and the old
 #    errors, not from the difference alone.
 #
@@ -637,13 +655,14 @@ The accuracy of top-K with error accumulation differs by {gap:+.1f} points from 
     which decides nothing.
 What it costs: with N = {top["N"]} clients the server's message has {100 * top["last"]:.1f} % of the entries with top-K, and {100 * tcs_row["last"]:.1f} % with TCS.
 What surprised us: error accumulation changes rand-K's accuracy by {helps:+.1f} points; rand-K with it ends {behind:.1f} points below top-K.
-What surprised us: top-K's server message grows from {100 * top["first"]:.1f} to {100 * top["last"]:.1f} % of the entries in {top["rounds"]} sparse rounds.
+What surprised us: with top-K, the server's message grows from {100 * top["first"]:.1f} to {100 * top["last"]:.1f} % of the entries in {top["rounds"]} sparse rounds.
     Without error accumulation it has only {100 * forgot["last"]:.1f} % in the last round.""")
 where = math.log2(1 / phi) + 2
 answer.update(
     Markdown(f"""**In short.** With {phi:.0%} of the entries, top-K keeps {squares_top:.0%} of an update's squared norm, while rand-K keeps {phi:.0%}.
 But top-K has two costs. Each position takes {where:.1f} bits, more than the 5 bits of a quantized value. And with {top["N"]} clients the
-server's message contains {top["last"]:.0%} of the entries, while with TCS it contains {tcs_row["last"]:.0%}. (This is one run of each.)""")
+server's message contains {top["last"]:.0%} of the entries, while with the paper's method, TCS, it contains {tcs_row["last"]:.0%}. (Each method
+was run once.)""")
 )
 
 # %% [markdown]

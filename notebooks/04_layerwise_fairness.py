@@ -20,7 +20,8 @@
 #
 # *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
 #
-# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell.
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The values to change stand in the cell
+# under *Parameters*.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -44,22 +45,25 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # ## Parameters
 #
 # You can change any of these values and run all cells again. *Claim* and *What we saw* are computed anew. The text between the
-# cells describes what the values below give, so it may no longer fit. For example, `seeds = 10` makes the intervals narrower.
-# With `phi_min_global = 5e-3`, the curves of PLF and LF should come closer to the dotted line of an even share.
+# cells describes what the values below give, so it may no longer fit. For example:
+#
+# - `seeds = 10` should make the intervals narrower.
+# - `phi_min_global = 5e-3` should bring the curves of TCS-PLF and TCS-LF closer to the dotted line of an even share.
+# - `learning_rates = [0.5]` should about halve the run time. Tables and pictures then show a single learning rate.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>: TCS-L2-LF, TCS-Q5-LF
+schemes = ["TCS", "TCS-PLF", "TCS-LF"]  # also with -L<H> or -Q<q>, such as TCS-L2-LF or TCS-Q5-LF
 learning_rates = [0.5, 0.8]  # eta, the paper's two
 seeds = 4  # how many trials, or a list of seeds
-phi_global = 1e-2  # share of the entries kept by the mask that all sides know
+phi_global = 1e-2  # share of the entries in the mask that all clients share
 phi_local = 1e-3  # share kept by each client's own mask
-phi_min_global = 1e-3  # least share of every layer, global mask
-phi_min_local = 4e-4  # least share of every layer, local mask
-profile = "ci"  # how large this is; nothing is written
+phi_min_global = 1e-3  # minimum share of every layer in the global mask
+phi_min_local = 4e-4  # minimum share of every layer in a local mask
+profile = "ci"  # name of this size of training
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
-train_samples = 256  # the first so many training images
-test_samples = 500  # the first so many test images
-image_size = 16  # pixels a side, averaged from more; None: as they are
+train_samples = 256  # training images of all clients together
+test_samples = 500  # test images
+image_size = 16  # pixels per side, after averaging; None keeps the original size
 model = "resnet8"  # resnet8 or resnet18
 width = 16  # channels of its first stage
 clients = 4  # N
@@ -67,7 +71,7 @@ batch_size = 8  # B, samples of one local step
 epochs = 8  # passes over the data
 warmup_epochs = 1  # dense epochs at the start
 drops = [0.75]  # when eta is divided by 10, as shares of the epochs
-reference_batch = None  # cumulative batch at which learning rates hold; None: not scaled
+reference_batch = None  # total batch size that the learning rates are for; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -115,7 +119,7 @@ for epoch in range(epochs):
         counts_TL.append(per_layer(tcs.top_k_mask(update_D, k_global)))
 top_k_L = torch.stack(counts_TL).float().mean(0)
 print(
-    f"in {len(counts_TL)} masks, {(top_k_L < 0.5).sum()} layers have less than half an entry on average"
+    f"on average over {len(counts_TL)} masks, {(top_k_L < 0.5).sum()} layers have less than half an entry in the mask"
 )
 
 
@@ -144,9 +148,9 @@ axes.legend(frameon=False, ncols=3, loc="upper center")
 lab.show_figures()
 
 # %% [markdown]
-# For the layers of weights, the fraction falls by orders of magnitude from the first convolution to the last ones, as the paper
-# says. In the last linear layer it rises again, which contradicts the paper. The peaks in between belong to the 1×1 convolutions of the
-# shortcuts. The table adds up the same masks by part of the network:
+# The paper says that top-K favours the first layers. In our layers of weights, the fraction falls by orders of magnitude from the
+# first convolution to the last ones, which agrees with the paper. In the last linear layer it rises again, which contradicts the
+# paper. The peaks in between belong to the 1×1 convolutions of the shortcuts. The table adds up the same masks by part of the network:
 
 # %%
 blocks = [int(name.split(".")[0]) for name in names]
@@ -156,7 +160,9 @@ table = table.groupby("part", sort=False).sum() / [dimension, k_global]
 table.loc["head + input"] = table.loc["head"] + table.loc["input"]
 shown = table.map(lambda share: f"{100 * share:.1f} %").reset_index()
 display(
-    Markdown(lab.markdown(shown.set_axis(["part", "of all parameters", "of the budget"], axis=1)))
+    Markdown(
+        lab.markdown(shown.set_axis(["part", "share of parameters", "share of budget"], axis=1))
+    )
 )
 
 # %% [markdown]
@@ -165,8 +171,8 @@ display(
 #
 # ## A minimum share
 #
-# Layer-wise fairness requires that every layer gets at least a certain fraction of its own size. This holds for the global
-# mask and, with LF, for the local masks too:
+# Layer-wise fairness requires that the entries of a layer in the mask are at least a certain fraction of the layer. This holds for
+# the *global* mask, which all clients share, and with TCS-LF also for the *local* masks, which are the clients' own:
 #
 # $$|m_{global} \cap \text{layer } l| \ge \lceil \phi^{min}_{global}\, d_l \rceil, \qquad
 # |m_{local}^n \cap \text{layer } l| \ge \lceil \phi^{min}_{local}\, d_l \rceil$$
@@ -177,7 +183,7 @@ display(
 # minimum first, and the rest of $K$ goes to the largest of the remaining entries.
 #
 # The authors' published code differs from the paper here. It chooses the fair global mask by the magnitude of the weights instead of
-# the update, and the paper's results for LF and PLF may come from that code. This package calls these variants `TCS-WLF` and
+# the update, and the paper's results for TCS-LF and TCS-PLF may come from that code. This package calls these variants `TCS-WLF` and
 # `TCS-WPLF`. None of our verdicts depends on them.
 #
 # This is the function that finds the positions of a fair mask:
@@ -204,28 +210,31 @@ for name, positions in {
 # Both masks have five entries. $S_{top}$ has none in the third layer. With the minimum, the first layer loses three
 # entries, of which the second layer gets one and the third layer two.
 #
-# Which part of the budget do the minimum shares bind? This depends on the size of the network, because the
+# How many of the K entries do the minimum shares use up? This depends on the size of the network, because the
 # share of a small layer is rounded up to a whole entry.
 
 # %% tags=["nbval-check-output"]
 with torch.device("meta"):
-    models = {"resnet8, width 16": tcs.build_model("resnet8", 16), "the paper's": tcs.resnet18()}
+    models = {
+        "resnet8, width 16": tcs.build_model("resnet8", 16),
+        "the paper's ResNet": tcs.resnet18(),
+    }
 for name, network in models.items():
     sizes = [p.numel() for p in network.parameters()]
     for mask, phi, phi_min in (("global", 1e-2, 1e-3), ("local", 1e-3, 4e-4)):
         k, bound = tcs.kept(phi, sum(sizes)), sum(tcs.kept(phi_min, size) for size in sizes)
         print(
-            f"{name:18s} {mask:6s} mask: {bound:6,d} of K = {k:7,d} entries are bound, {bound / k:.0%}"
+            f"{name:18s} {mask:6s} mask: the minimum shares use {bound:6,d} of K = {k:7,d} entries, {bound / k:.0%}"
         )
 
 # %% [markdown]
-# Most of the global mask remains free, both here and in the paper. The local masks are different: with LF, the minimum decides to
-# which layers a large part of a client's explored entries belongs, and in a small network most of them.
+# Most of the global mask remains free, both in our network and in the paper's. The local masks are different. With TCS-LF, the
+# minimum shares use a large part of a client's own entries, and in a small network they use most of them.
 #
 # ## What it changes in the masks
 #
 # The function `watch` trains one scheme. For every sparse round it counts how many entries of each layer are in the global mask,
-# and how many the clients have explored.
+# and how many the clients have *explored*, which means that they were sent although they are outside the global mask.
 
 
 # %%
@@ -240,7 +249,7 @@ def moves(start_D, end_D):
     return torch.stack([part.norm() for part in (end_D - start_D).split(layer_sizes)])
 
 
-MASK, EXPLORED = 0, 1  # what `watch` counts in every sparse round, second axis of its counts
+MASK, EXPLORED = 0, 1  # second axis of what `watch` counts in every sparse round
 
 
 def watch(federation):
@@ -285,7 +294,7 @@ draw(EXPLORED, clients * phi_local, title)
 for n in schemes:
     empty, unexplored = [float((seen[n][:, i] == 0).float().mean()) for i in (MASK, EXPLORED)]
     print(
-        f"{n:8s} has no entry of {empty:4.0%} of the layers in the mask, and explores none of {unexplored:4.0%} of them"
+        f"{n:8s} in an average round, {empty:4.0%} of the layers have no entry in the mask, and in {unexplored:4.0%} no entry is explored"
     )
 
 # %%
@@ -298,15 +307,15 @@ for n, share in at_ends.items():
     print(f"{n:26s} input and head have {share:.0%} of the K entries in the mask")
 
 # %% [markdown]
-# We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of LF still miss a
+# We notice two things. First, the minimum works: no layer is left out of the global mask. (The local masks of TCS-LF still miss a
 # layer now and then, namely a small layer whose entries are all in the global mask already.) But the layers that gain most are
-# the wrong ones. The high points in the zigzag are norms and biases. These layers are so small that a single entry is more than
-# their minimum, and more than an even share. Under LF, each client adds one entry of its own to each of them. The deep
+# the smallest ones. The high points in the zigzag are norms and biases. In these layers a single entry is more than
+# the minimum, and more than an even share. With TCS-LF, each client adds one entry of its own to each of them. The deep
 # convolutions have most of the parameters but gain little, because they get more than their minimum anyway.
 #
-# Second, TCS itself distributes the entries more evenly than dense updates do, judged by how many input and head have (one seed).
-# Without error accumulation it does not. In the layers that are left out, errors accumulate until they are large enough to be sent.
-# So error accumulation is a kind of fairness too.
+# Second, TCS without any minimum distributes the entries more evenly than top-K of dense updates does: input and head have fewer of
+# them (one seed). Without error accumulation, TCS does not do so. In the layers that are left out, errors accumulate until they are
+# large enough to be sent. So error accumulation is a kind of fairness too.
 #
 # ## Does it help the layer that is starved?
 #
@@ -318,8 +327,9 @@ for n, share in at_ends.items():
 # \lVert\theta_T-\theta_0\rVert_{\text{layer, dense}}$$
 #
 # Runs with the same seed start from the same weights and see the samples in the same order, so we compare them in pairs. The
-# table below shows the mean change against TCS over the seeds, with a 95 % confidence interval (Student's t). It shows accuracy as
-# well. (We chose this measure after trials with other seeds, in which accuracy after so few rounds was mostly noise.)
+# table below shows the mean difference from TCS over the seeds, in percentage points and with a 95 % confidence interval (Student's
+# t). It shows the accuracy as well. (We chose this measure after trials with other seeds, in which accuracy after so few rounds was
+# mostly noise.)
 #
 # **What do you expect?** Does a minimum for every layer move the starved layer farther?
 
@@ -337,7 +347,7 @@ def dense_moves(eta, seed):
     return moves(start_D, federation.theta_D)
 
 
-relative = {}  # of a scheme and a rate: a row a seed, how far each layer moved against dense
+relative = {}  # per scheme and rate: a row per seed, how far each layer moved, dense training = 1
 for eta in learning_rates:
     dense_SL = torch.stack([dense_moves(eta, seed) for seed in trials])
     for name in schemes:
@@ -353,12 +363,12 @@ paper |= {("TCS", 0.8): 92.094, ("TCS-PLF", 0.8): 92.442, ("TCS-LF", 0.8): 92.48
 
 
 def gain(name, eta):
-    """The change in accuracy against the first scheme, in points."""
+    """The difference in accuracy from the first scheme, in points."""
     return lab.paired_gain(*([run[2] for run in runs[n, eta]] for n in (name, schemes[0])))
 
 
 def change(name, eta):
-    """The change in how far the starved layer moves, against the first scheme, in % of dense."""
+    """The difference from the first scheme in how far the starved layer moves, in % of dense."""
     sides = [100 * relative[n, eta][:, starved] for n in (name, schemes[0])]
     return lab.paired_gain(*(side.tolist() for side in sides))
 
@@ -379,8 +389,8 @@ for name, eta in runs:
         row[3], row[5] = with_half(*change(name, eta)), with_half(*gain(name, eta), 1)
         row[6] = f"{theirs:+.2f}".replace("-", "−")
     rows.append(row)
-head = ["scheme", "η", "starved layer moves, % of dense", f"change against {schemes[0]}",
-        "accuracy, %", "change in accuracy, points", "change in the paper"]  # fmt: skip
+head = ["scheme", "η", "starved layer moves, % of dense training", f"difference from {schemes[0]}, points",
+        "accuracy, %", f"difference in accuracy from {schemes[0]}, points", "the same difference in the paper, points"]  # fmt: skip
 print(
     f"the starved layer is number {starved + 1} ({names[starved]}), with {sizes_L[starved]:,} weights; n = {len(trials)} seeds"
 )
@@ -405,14 +415,16 @@ lab.show_figures()
 
 # %% [markdown]
 # The grey band marks the starved layer, which is the seventh layer of weights. The bars are 95 % confidence intervals over the seeds.
-# By this measure TCS does not starve this layer, because accumulated errors move it. We do not know why it moves less under LF. The
-# figures above show that its part of the mask, and of what is explored, is not smaller there.
+# By this measure TCS does not starve this layer. A likely reason is that accumulated errors move it. We do not know why it moves less
+# with TCS-LF. According to the figures above, this layer does not have fewer entries in the mask with TCS-LF than with TCS, and not
+# fewer of its entries are explored.
 #
 # ## Claim
 #
-# About the global mask the claim is exact. Under PLF and LF every layer has its minimum in every single round (checked in the first
-# run of each), and the total is K. Under TCS some layers have no entry. That top-K is uneven means here that the most favoured
-# weights get at least 10 times the fraction of the least favoured; we see far more. We report accuracy, but assert nothing about it.
+# We check the statements about the global mask without a tolerance. In every round, the mask has K entries, and with TCS-PLF and
+# TCS-LF every layer has its minimum (checked in the first run of each). With TCS some layers have no entry. We call top-K uneven if
+# the fraction of the most favoured layer of weights is more than 10 times that of the least favoured one. We report accuracy, but
+# check no statement about it.
 
 # %%
 minimum_L = torch.tensor([tcs.kept(phi_min_global, size) for size in layer_sizes])
@@ -428,7 +440,7 @@ empty = float((seen[schemes[0]][:, MASK] == 0).float().mean())
 claim(
     "TCS leaves some layers without an entry",
     empty > 0 if schemes[0] == "TCS" else None,
-    f"{empty:.0%} a round",
+    f"{empty:.0%} of the layers in an average round",
 )
 least, most = (top_k_L / sizes_L)[weights].min(), (top_k_L / sizes_L)[weights].max()
 claim("top-K of dense updates prefers some layers more than tenfold over others", bool(most > 10 * least),
@@ -439,7 +451,7 @@ claim("top-K of dense updates prefers some layers more than tenfold over others"
 #
 # Replace each `return None` by your own lines. Each cell then compares your function with the core.
 #
-# **1. Free places.** Every layer gets its minimum share, which is the fraction `phi_min` of its own size, rounded up to whole entries.
+# **1. Free entries.** Every layer gets its minimum share, which is the fraction `phi_min` of its own size, rounded up to whole entries.
 # How many of the K entries remain, to be chosen by magnitude? (If the minimum shares alone exceed K, none remain.)
 #
 # <details><summary>Hint</summary>
@@ -537,8 +549,9 @@ def said(name, eta):
     layer, layer_half = change(name, eta)
     word = lab.judge_mean(layer, layer_half)
     theirs = f"{paper[name, eta] - paper[schemes[0], eta]:+.2f}".replace("-", "−")
-    return f"""{name} at η = {eta:g}: compared with {schemes[0]}, the layer's distance changes by {with_half(layer, layer_half)} percentage points.
-      That the minimum helps this layer is **{word}**. Accuracy changes by {with_half(points, half, 1)} points (in the paper {theirs})."""
+    return f"""{name} at η = {eta:g}: compared with {schemes[0]}, the distance changes by {with_half(layer, layer_half)} percentage points.
+      The statement that the minimum moves this layer farther is **{word}**. Accuracy changes by {with_half(points, half, 1)} points
+      (in the paper {theirs})."""
 
 
 # %%
@@ -553,8 +566,8 @@ def share_kept(layers):
 body = [n for n in weights if places[n].startswith("block")]
 halves = [share_kept(half) for half in (body[: len(body) // 2], body[len(body) // 2 :])]
 last, first_of_body = share_kept(weights[-1:]), share_kept(body[:1])
-print(f"The mask has {halves[0]:.2%} of the weights in the earlier half of the body (all layers between input and head),\n"
-      f"{halves[1]:.2%} in its later half, {last:.1%} in the last layer, {first_of_body:.1%} in the body's first convolution.")  # fmt: skip
+print(f"The body is all layers between input and head. The mask contains {halves[0]:.2%} of the weights of its earlier half,\n"
+      f"{halves[1]:.2%} of its later half, {first_of_body:.1%} of its first convolution, and {last:.1%} of the last layer.")  # fmt: skip
 explored_L = seen[schemes[0]][:, EXPLORED].float().mean(0) / sizes_L
 kept_errors, forgot = at_ends[schemes[0]], at_ends[f"{schemes[0]}, no error accumulation"]
 fewest, largest = [float(x) for x in (explored_L[weights].min(), explored_L[weights].max())]
@@ -579,9 +592,9 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
   {table.loc["head + input", "parameters"]:.1%} of the parameters.
 - The paper says that later layers get a smaller share. This is **{"supported" if halves[1] < halves[0] else "contradicted"}** for the two halves of the body,
   **{"supported" if last < first_of_body else "contradicted"}** for the last layer against the body's first convolution.
-- The layer that top-K starves most is number {starved + 1}, with {sizes_L[starved] / dimension:.0%} of the parameters. We measure how far
-  training moves it, in % of dense training (n = {len(trials)} seeds, 95 % intervals). An average entry is sent {often:.1f} times in
-  this training, and 234 times in the paper's.
+- An average entry is sent {often:.1f} times in our training, and more than 200 times in the paper's.
+- The starved layer is number {starved + 1}, with {sizes_L[starved] / dimension:.0%} of the parameters. We measure how far training moves it,
+  in % of dense training (n = {len(trials)} seeds, 95 % intervals).
 {helped}
 - What surprised us: error accumulation {"makes the shares of the layers more even" if evener else "does not make the shares of the layers more even here"}. Input and head have
   {at_ends["dense updates"]:.0%} of the K largest entries in dense training, {kept_errors:.0%} with {schemes[0]}, and {forgot:.0%} with {schemes[0]} without error
@@ -592,14 +605,14 @@ left_out = float((seen[schemes[-1]][:, MASK] == 0).float().mean())
 words = {n: lab.judge_mean(*change(n, learning_rates[0])) for n in schemes[1:]}
 answer.update(Markdown(f"""**In short.** The input layers and the last layer have {table.loc["head + input", "parameters"]:.1%} of the parameters, but get
 {table.loc["head + input", "kept"]:.0%} of the entries that top-K chooses. In an average round, {empty:.0%} of the layers have no entry in the shared mask of
-{schemes[0]}; with {schemes[-1]} it is {left_out:.0%}. We then looked at the layer that gets least, and at how far training moves it compared with
-dense training: {", ".join(f"{share:.0f} % with {name}" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)} seeds). That a minimum share helps
-this layer is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.
+{schemes[0]}; with {schemes[-1]} it is {left_out:.0%}. We then looked at the layer of weights with the smallest share. Of the
+distance that dense training moves it, {", ".join(f"{name} reaches {share:.0f} %" for name, share in moved.items())} (η = {learning_rates[0]:g}, n = {len(trials)} seeds). The statement that a
+minimum share moves this layer farther is {" and ".join(f"**{word}** for {name}" for name, word in words.items())}.
 """))  # fmt: skip
 
 # %% [markdown]
-# Longer runs with more seeds give more evidence. Set `seeds = 10` and `train_samples = 2000` here, or look at Tables 1 and 2 in a
-# larger profile ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next, [05_global_momentum](05_global_momentum.ipynb) adds
+# Longer runs with more seeds give more evidence. Set `seeds = 10` and `train_samples = 2000` here, or look at the larger trainings in
+# Tables 1 and 2 ([08_tables_and_curves](08_tables_and_curves.ipynb)). Next, [05_global_momentum](05_global_momentum.ipynb) adds
 # momentum.
 
 # %%

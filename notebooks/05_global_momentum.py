@@ -7,26 +7,25 @@
 # ---
 
 # %% [markdown]
-# # 05 · Keep the momentum on every side
+# # 05 · Keep the same momentum at the server and at every client
 #
-# **In short.** The paper prints the rule for global momentum with a misprint. Put right, the rule is exactly that of
-# `torch.optim.SGD`, with compression and without, and it adds not a single bit to a message. With compression, most of
-# each step then comes from earlier rounds: it moves entries for which nothing arrived in this round. In
-# trainings as short as those on this page, TCS ends with a higher loss with momentum than without it.
+# **In short.** The server and all clients can keep the same momentum without sending it, so messages do not become longer. The
+# paper's rule for this contains misprints. Once they are corrected, it is exactly the rule of `torch.optim.SGD`, with compression and
+# without. With compression, more than half of an average step then comes from earlier rounds: it moves entries for which nothing
+# arrived in this round. In trainings as short as those on this page, TCS ends with a higher loss with momentum than without it.
 #
 # After this notebook you will be able to
 #
-# - write the update step with momentum, and tell it from the paper's misprints,
+# - write the update step with momentum, and recognize the paper's misprints,
 # - say how much of a sparse step comes from earlier rounds.
 #
 # **Claim (Sec. II-D, Alg. 3, Table 3).** If clients send sparsified *gradients*, the server and all clients can compute the
 # same momentum, so that it need not be sent. With it, TCS reaches the accuracy of centralized training with momentum.
 #
-# We read Algorithm 3 beside the code, with its misprints corrected, and see on a single number what each
-# misprint would do. Then we compare the federation with `torch.optim.SGD` on a real network. After that we measure what
-# momentum means for a sparse update. At the end we train with and without it.
-#
 # *Run time*: about 45 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The values to change stand in the cell
+# under *Parameters*.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -50,22 +49,26 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 # %% [markdown]
 # ## Parameters
 #
-# You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
-# The sections *Claim* and *What we saw* are computed anew in every run.
+# You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew. The text
+# between the cells describes what the values below give, so it may no longer fit. For example:
+#
+# - `momentum = 0.5` should make the part of a step that comes from earlier rounds smaller.
+# - `value_bits = 5` should make the clients' messages shorter.
+# - `clients = 10` should give the update more entries that are not zero.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 momentum = 0.9  # beta
 learning_rate = 0.5  # eta of the federated schemes; centralized training has the paper's 0.1
 seeds = 3  # how many trials, or a list of seeds
-phi_global = 1e-2  # share of the entries kept by the mask that all sides know
+phi_global = 1e-2  # share of the entries in the mask that all clients share
 phi_local = 1e-3  # share kept by each client's own mask
 value_bits = 32  # q, bits of a value: 32, or 1 to 16 to quantize
 local_steps = 1  # H; the paper combines global momentum only with an H of 1
-profile = "ci"  # how large this is; nothing is written
+profile = "ci"  # name of this size of training
 dataset = "synthetic"  # synthetic, or cifar10 (downloads)
-train_samples = 480  # the first so many training images
-test_samples = 500  # the first so many test images
-image_size = 16  # pixels a side, averaged from more; None: as they are
+train_samples = 480  # training images of all clients together
+test_samples = 500  # test images
+image_size = 16  # pixels per side, after averaging; None keeps the original size
 model = "resnet8"  # resnet8 or resnet18
 width = 8  # channels of its first stage
 clients = 4  # N
@@ -74,7 +77,7 @@ epochs = 8  # passes over the data
 warmup_epochs = 1  # dense epochs at the start
 warmup_learning_rate = 0.1  # eta of the first round
 drops = [0.75]  # when eta is divided by 10, as shares of the epochs
-reference_batch = None  # cumulative batch at which learning rates hold; None: not scaled
+reference_batch = None  # total batch size that the learning rates are for; None: not scaled
 dirichlet_alpha = None  # class skew among clients; None: IID
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -105,12 +108,12 @@ print(lab.forecast_trainings([config] * (1 + 5 * len(trials))))
 # momentum *global*. Neither the text nor the algorithm box of the paper is correct alone. This table lists the
 # misprints and what we run instead:
 #
-# | line of the box | printed | meant, and run here |
+# | line of the box | what is printed | what is meant, and what we run |
 # |---:|:---|:---|
 # | 5 | $S_{top}(g_{t-1}, K_{global})$ | $S_{top}(\tilde g_{t-1}, K_{global})$: the mask comes from the average that everybody has received |
 # | 7 | $w_t = w_{t-1} + \beta\, \bar g_{t-1}$ | $w_t = \beta\, w_{t-1} + \tilde g_{t-1}$, as in the text: β multiplies the old $w$, and the gradient is the received average ($\bar g$ is known to one client only) |
-# | 8 | $\theta_t = \theta_{t-1} - \eta_t w_t$; the text has a plus | minus |
-# | 16 | the mean of what arrives; the text has the *sum* | the mean |
+# | 8 | $\theta_t = \theta_{t-1} - \eta_t w_t$, but the text has a plus | the minus, as in the box |
+# | 16 | the mean of what arrives, but the text says the *sum* | the mean, as in the box |
 #
 # We depart from the box in one more point. In the box this step opens the next round and uses that round's learning rate.
 # Here the step closes the round in which the gradients were computed, with the learning rate of that round. The two differ only where η changes.
@@ -215,14 +218,15 @@ print(f"TCS, {clients} clients:              largest difference {largest} in {ro
 #
 # ## What momentum means for a sparse update
 #
-# $\tilde g$ has at most $K_{global} + N K_{local}$ non-zero entries. But $w$ remembers: a value that
-# arrived once stays in $w$ as $\beta, \beta^2, \dots$ times itself. So a step also moves entries for which nothing was
-# received in this round. We measure how large this part of the step is:
+# The average $\tilde g$ has at most $K_{global} + N K_{local}$ entries that are not zero. But a value that
+# arrived once stays in $w$, where it is multiplied by $\beta$ in every later round. So a step also moves entries for which nothing
+# was received in this round. We call this part of the step its *memory* and measure how large it is. Here $\text{supp}(\tilde g)$ is
+# the set of entries of $\tilde g$ that are not zero:
 #
 # $$\text{memory} = \frac{\sum_{i \notin \text{supp}(\tilde g)} |w_i|}{\sum_i |w_i|}$$
 #
-# The global mask could also be chosen in two ways: from $\tilde g$, as line 5 does, or from $w$. We run
-# the first, and record which mask the second would have chosen.
+# There are also two ways to choose the global mask: from $\tilde g$, as line 5 does, or from $w$. We train with the first, and
+# record which mask the second would have given.
 
 # %%
 federation, memory, masks = lab.Training(config, data), [], {"g": [], "w": []}
@@ -244,20 +248,20 @@ def in_common(masks):
 
 common = {name: statistics.mean(in_common(group)) for name, group in masks.items()}
 print(
-    f"the last update has {received:.1%} of all entries; memory is {statistics.mean(memory):.0%} of a step on average"
+    f"{received:.1%} of the entries of the last update are not zero; on average, memory is {statistics.mean(memory):.0%} of a step"
 )
 print(
-    f"of one round's mask {common['g']:.0%} is in the next one if it is S_top(g), {common['w']:.0%} if it is S_top(w)"
+    f"from one round to the next, {common['g']:.0%} of the entries stay in the mask S_top(g), and {common['w']:.0%} in S_top(w)"
 )
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 figure, axes = plt.subplots(figsize=(7.6, 3.2))
 start = federation.rounds_per_epoch * epochs - len(memory)
 rounds = range(start + 1, start + len(memory) + 1)
-axes.plot(rounds, memory, label="memory: part of the step", color=lab.COLOURS[0])
+axes.plot(rounds, memory, label="memory, as a share of the step", color=lab.COLOURS[0])
 for i, name in enumerate(masks):
     look = {"color": lab.COLOURS[i + 1], "linestyle": lab.tables.DASHES[i + 1], "marker": "s^"[i]}
-    label = f"S_top({name}): kept from the last round"
+    label = f"share of S_top({name}) that stays"
     axes.plot(rounds[1:], in_common(masks[name]), label=label, markevery=6, markersize=5, **look)
 axes.set(
     title="Most of a step moves entries that were not in the update",
@@ -272,8 +276,8 @@ lab.show_figures()
 # %% [markdown]
 # In nearly every round, most of the step is memory: it moves entries that were not in the update. This has an advantage and a
 # price. An entry that was sent once keeps moving for about $1/(1-\beta)$ rounds, but its direction is that of the round in which it
-# was sent. In this run $S_{top}(w)$ also changed less from round to round than the mask from
-# $\tilde g$. A training that used it might behave differently; the paper does not try it. [Notebook 09](09_your_own_scheme.ipynb)
+# was sent. In this run $S_{top}(w)$ also changed less from round to round than $S_{top}(\tilde g)$. A training that used
+# $S_{top}(w)$ as its mask might behave differently, but the paper does not try it. [Notebook 09](09_your_own_scheme.ipynb)
 # shows how to turn such an idea into a scheme.
 #
 # ## Does it help?
@@ -281,6 +285,8 @@ lab.show_figures()
 # We train the schemes of Table 3. With momentum β, a constant gradient makes steps $1/(1-\beta)$ times as long. We therefore train
 # TCS with global momentum twice: with the η of TCS, as the paper's Table 3 suggests, and with $(1-\beta)\,\eta$,
 # where the steps are as long as without momentum.
+#
+# (The *Baseline* of the paper is centralized training, in which one client has all data.)
 #
 # **What do you expect?** In so short a training, does momentum lower the loss of TCS, or raise it?
 
@@ -338,11 +344,11 @@ for label, group in runs.items():
     rows.append(row)
 head = [
     "scheme",
-    "paper, %",
-    "ours, %",
+    "accuracy in the paper, %",
+    "accuracy here, %",
     "training loss",
-    "gain (95 % interval)",
-    "bits per uplink message",
+    "gain in accuracy, points (95 % interval)",
+    "bits of one client's message",
 ]
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=head))))
 
@@ -358,13 +364,13 @@ figure.legend(loc="outside right upper", frameon=False, fontsize=9)
 lab.show_figures()
 
 # %% [markdown]
-# On average over the seeds, momentum lowers the training loss of the centralized baseline, though the interval in *What we saw* is wide.
-# It raises the loss of TCS. With the undiminished η, TCS learns slowly until η drops, and its loss then falls faster. A likely reason is
-# the memory above: most of a step follows gradients of earlier rounds, which error accumulation had already delayed.
+# On average over the seeds, momentum lowers the training loss of the Baseline, though the interval in *What we saw* is wide. It raises
+# the loss of TCS. With the larger η, TCS with momentum learns slowly until η drops, and then its loss falls faster. A likely reason is
+# the memory: most of a step follows gradients of earlier rounds, and error accumulation had delayed them already.
 #
-# These trainings are far from finished. They show how fast a scheme starts, not whether the paper is right, and longer trainings disagree with them:
-# with momentum, TCS ends more accurate in the profiles `evidence`, `cpu` and `short`, though not in `small` (a profile says how
-# large a run is; see `results/*/table3.md`). Notebook [13_evidence](13_evidence.ipynb) gives the verdict.
+# These trainings are far from finished. They show how fast a scheme starts, not whether the paper is right. In most of our larger
+# reproductions, TCS ends more accurate with momentum than without it (see `results/*/table3.md`). Notebook
+# [13_evidence](13_evidence.ipynb) gives the verdict.
 #
 # ## Claim
 #
@@ -438,7 +444,7 @@ def momentum_step(theta_D, w_D, g_D, eta, beta):
 assert lab.teaching.judge_solution("momentum_step", momentum_step) == "right"
 
 # %% [markdown]
-# **2. Where the sign slips.** The paper's text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
+# **2. The wrong sign.** The paper's text prints $\theta_t = \theta_{t-1} + \eta_t w_t$. In the first step
 # $w = g$. For a small step, the loss changes by the inner product of the gradient and the change of θ. Return this change of the loss
 # for the rule as printed, and then for the rule as meant. Which of the two descends?
 #
@@ -482,11 +488,11 @@ assert lab.teaching.judge_solution("loss_changes", loss_changes) == "right"
 
 # %%
 def said(label):
-    (points, interval), theirs = gain(label), "–"
+    (points, interval), theirs = gain(label), "not tried"
     if label in paper:
         theirs = paper[label] - paper["Baseline" if label.startswith("Baseline") else "TCS"]
         theirs = f"{theirs:+.2f}"
-    return f"{label}: paper {theirs}, ours {points:+.1f} ± {interval:.1f} points"
+    return f"{label}: here {points:+.1f} ± {interval:.1f} points, in the paper {theirs}"
 
 
 # %%
@@ -496,23 +502,22 @@ often = len(memory) * k_global / len(probe.theta_D)
 behind, interval = gain("TCS-Global Momentum", beside="Baseline-Momentum")
 print(claim.summary())
 display(Markdown(f"""
-- Momentum changed the accuracy as follows (n = {len(trials)} seeds, intervals of 95 %). These trainings are so short that the
-  average entry is sent only {often:.1f} times; in the paper it is sent 234 times:
+- These trainings are short: the average entry is sent {often:.1f} times, and in the paper more than 200 times.
+- Momentum changed the accuracy as follows (n = {len(trials)} seeds, intervals of 95 %):
 """ + "\n".join(f"    - {said(label)}" for label in runs if "omentum" in label) + f"""
-- Momentum changed the training loss of TCS by {changed["TCS-Global Momentum"]}, and that of the baseline by
+- Momentum changed the training loss of TCS by {changed["TCS-Global Momentum"]}, and that of the Baseline by
   {changed["Baseline-Momentum"]}.
-- TCS with global momentum ended {behind:+.1f} ± {interval:.1f} points from the centralized baseline with momentum. It had
-  {federation.rounds_per_epoch * epochs} rounds, where the baseline made {train_samples // (2 * batch_size) * epochs} steps. In the paper the two differ by
+- The accuracy of TCS with global momentum differed from that of the Baseline with momentum by {behind:+.1f} ± {interval:.1f} points.
+  (TCS had {federation.rounds_per_epoch * epochs} rounds, and the Baseline made {train_samples // (2 * batch_size) * epochs} steps.) In the paper the two differ by
   {paper["TCS-Global Momentum"] - paper["Baseline-Momentum"]:+.3f} points.
-- What surprised us: {statistics.mean(memory):.0%} of a step is memory, in entries that the round's update did
-  not contain. From one round to the next, $S_{{top}}(w)$, which this run did not use, kept {common["w"]:.0%} of its entries,
-  and the mask from the update kept {common["g"]:.0%}.
+- What surprised us: on average, {statistics.mean(memory):.0%} of a step is memory, so it moves entries that the round's update did
+  not contain. From one round to the next, $S_{{top}}(w)$, which this run did not use as its mask, kept {common["w"]:.0%} of its
+  entries. The mask that it used kept {common["g"]:.0%}.
 """))  # fmt: skip
 
 # %% [markdown]
-# Notebook [08_tables_and_curves](08_tables_and_curves.ipynb) draws Table 3 for larger profiles. Next,
-# [06_sparse_encoding](06_sparse_encoding.ipynb) turns positions into bits. Things to try here: `momentum = 0.5` (the memory
-# should shrink), `value_bits = 5` (messages get shorter), and `clients = 10` (the update has more entries).
+# Notebook [08_tables_and_curves](08_tables_and_curves.ipynb) shows Table 3 for larger trainings. Next,
+# [06_sparse_encoding](06_sparse_encoding.ipynb) turns positions into bits.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(

@@ -23,6 +23,13 @@
 #
 # *Run time*: about 10 s on two cores of a Xeon. *Read before*: [02_sparsification](02_sparsification.ipynb)
 # and [03_tcs](03_tcs.ipynb), which explain the masks.
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second grey bar hides the parameters.
+# Change them there and run all cells again. *Claim* and *What we saw* are computed anew. For example:
+#
+# - `positions = [1, 2, 3]` should give another code of the same length.
+# - `phi = 0.125` should give blocks of eight entries, and three bits for the position inside a block.
+# - `measured_dimension = 1_048_576` should make a plain index two bits longer, but not the code.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
@@ -40,14 +47,14 @@ import tcs_core as tcs
 torch.set_num_threads(1)
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-profile = "ci"  # the profile whose model is set beside the paper's ResNet-18
+profile = "ci"  # its model is compared with the paper's ResNet-18
 dimension = 12  # d, entries of the example's vector
-phi = 0.25  # share of them that the code is made for
+phi = 0.25  # share of kept entries for which the code is made
 positions = [1, 3, 10]  # the kept entries, counted from one, as in the paper
-measured_dimension = 262_144  # d of the random masks whose codes are counted, 2^18
-phi_smallest = 1e-4  # counted from this share ...
-phi_largest = 0.3  # ... to this one
-phi_steps = 81  # how many shares in between
+measured_dimension = 262_144  # d of the random masks that are encoded, 2^18
+phi_smallest = 1e-4  # smallest share of kept entries in these masks
+phi_largest = 0.3  # largest share of kept entries in these masks
+phi_steps = 81  # number of shares from the smallest to the largest
 seed = 0  # of the random positions
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -61,48 +68,50 @@ inside = Annotated[list[Annotated[int, Ge(1), Le(dimension)]], Len(1)]  # counte
 lab.check_values(globals(), positions=inside)
 positions = sorted(set(positions))
 block = round(1 / phi)  # entries in a block
-width = tcs.intra_block_bits(block)  # bits of a place inside a block
+width = tcs.intra_block_bits(block)  # bits of an offset inside a block
 positions_K = torch.tensor(positions) - 1  # the core counts from zero
 blocks = math.ceil(dimension / block)
-print(f"{blocks} blocks of {block} entries; an offset inside a block takes {width} bits")
+print(
+    f"the example has {blocks} blocks of {block} entries; a position inside a block takes {width} bits"
+)
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 paper_d = sum(p.numel() for p in tcs.resnet18().parameters())
 
 
 def in_positions(name: str) -> float:
-    """The part of a scheme's budget that positions are."""
+    """The share of positions in a scheme's budget."""
     scheme = tcs.Scheme.named(name)
     values = scheme.value_bits * ((scheme.phi_global or 0.0) + scheme.phi_local)
     return 1 - values / tcs.bit_budget(name)
 
 
 def budget_of(name: str) -> dict[str, str]:
-    """A scheme's budget (bits per parameter), the positions' part, and with plain indices."""
+    """A scheme's budget in bits per parameter, the share of positions, the budget with plain indices."""
     budget, own = tcs.bit_budget(name), tcs.Scheme.named(name).phi_local
     plain = (1 - in_positions(name)) * budget + own * math.log2(paper_d)
-    return {"scheme": name, "budget": f"{budget:.4f}", "part that is positions": f"{share[name]:.0%}",
-            "budget with plain indices": f"{plain:.4f}"}  # fmt: skip
+    return {"scheme": name, "bits per parameter": f"{budget:.4f}", "share of positions": f"{share[name]:.0%}",
+            "bits per parameter with plain indices": f"{plain:.4f}"}  # fmt: skip
 
 
 share = {name: in_positions(name) for name in ("TCS", "top-K", "TCS-Q5", "top-K-Q5")}
 at_once = {name: f"{100 * part:.0f}\u00a0%" for name, part in share.items()}
 display(
-    Markdown(f"""**In short.** Of the bits that TCS sends, {at_once["TCS"]} are positions, by the paper's budget with
-32-bit values; of the bits that top-K sends, {at_once["top-K"]} are. With 5-bit values the parts grow to {at_once["TCS-Q5"]} and
-{at_once["top-K-Q5"]}, and then it matters how positions are written.""")
+    Markdown(f"""**In short.** In the paper's network, one position takes {math.log2(1 / tcs.Scheme.named("TCS").phi_local) + 2:.0f} bits with this code, and
+{math.log2(paper_d):.0f} bits as a plain index. This matters most when values are short. By the paper's formulas and with 32-bit values,
+positions are {at_once["TCS"]} of the bits that TCS sends, and {at_once["top-K"]} of those that top-K sends. With 5-bit values they are
+{at_once["TCS-Q5"]} and {at_once["top-K-Q5"]}.""")
 )
 
 # %% [markdown]
 # ## The code
 #
-# A client sends the values under its own mask together with their positions in the vector. The parameters `dimension`, `phi` and `positions`
-# above are the paper's example. You can change any parameter and run all cells again. The picture, the decoding steps and the exercise
-# then use your values, and the sections *Claim* and *What we saw* are computed anew.
+# A client sends the values in its own mask together with their positions in the vector. The parameters `dimension`, `phi` and
+# `positions` are the paper's example. If you change them, the picture, the decoding steps and the exercise use your values.
 #
 # The code works as follows. Cut the vector into blocks of $1/\phi$ entries, so that a block holds one kept entry on average. Go
-# through the blocks in order. For each kept entry, write a flag `1` and then the entry's offset inside its block. At the
-# end of each block, empty or not, write `0`. A block number is never written, because the reader can count the zeros.
+# through the blocks in order. For each kept entry, write a flag `1` and then the entry's offset, which is its position inside the
+# block. At the end of each block, empty or not, write `0`. A block number is never written, because the receiver can count the zeros.
 #
 # $$\underbrace{1}_{\text{flag}}\;+\;\underbrace{\lceil\log_2(1/\phi)\rceil}_{\text{offset in the block}}
 # \;\text{ bits per entry}\qquad+\qquad\underbrace{1}_{\text{end}}\;\text{ bit per block}$$
@@ -138,9 +147,8 @@ def walk(code: str, block: int):
 
 
 # %% [markdown]
-# There are three kinds of bits. Each gets a colour that colour-blind readers can tell apart, and a hatch for
-# printing in black and white. The string `kinds` has one letter per bit: `f` for a **f**lag, `p` for a bit of the offset (the
-# **p**osition inside the block), and `e` for a block **e**nd.
+# There are three kinds of bits, and each gets its own colour and hatch. The string `kinds` has one letter per bit: `f` for a
+# **f**lag, `p` for a bit of the offset (the **p**osition inside the block), and `e` for a block **e**nd.
 
 # %%
 KINDS = {
@@ -301,7 +309,7 @@ shares = [phi_smallest * ratio ** (i / (phi_steps - 1)) for i in range(phi_steps
 table = pd.DataFrame([costs(share) for share in shares])
 zoom = pd.DataFrame([costs(i / 1000) for i in range(150, 301)])
 above = table["counted"] - table["formula"]
-print(f"counted minus formula: {above.min():+.2f} to {above.max():+.2f} bits per position")
+print(f"the code minus the formula: {above.min():+.2f} to {above.max():+.2f} bits per position")
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 LINES = {
@@ -355,21 +363,22 @@ for name, where in heaps.items():
     print(f"{name:14s} {len(tcs.encode_positions(where, measured_dimension, 1000)):,} bits")
 
 # %% [markdown]
-# The code has the same length three times. This has a price: entries that lie close together cost as much as scattered ones. Schemes whose
-# names end in `+` use a different code that makes use of such clusters ([notebook 10b](10b_fewer_bytes.ipynb)).
+# The code has the same length in all three cases. This has a price: entries that lie close together cost as much as scattered ones.
+# Schemes whose names end in `+` use a different code, which is shorter if entries lie close together
+# ([notebook 10b](10b_fewer_bytes.ipynb)).
 #
 # ## What it is worth in a scheme
 #
 # With top-K, every value needs a position. TCS sends positions only for the entries of its local mask, which is one entry in eleven.
-# The table shows which part of the paper's bit budget positions take, with values of 32 and of 5 bits:
+# The paper's *bit budget* is the number of bits that a client sends per parameter and local iteration. The table shows the share of
+# positions in it, with values of 32 and of 5 bits. The last column shows the budget if each position were a plain index.
 
 # %%
 display(Markdown(lab.markdown(pd.DataFrame([budget_of(name) for name in share]))))
 
 # %% [markdown]
-# This is why the paper combines its shared mask with 5-bit values. Once a value takes only 5 bits, positions are most of
-# top-K's budget, but still a small part of TCS's. The last column shows the budget if each position were a plain index. It would
-# hurt top-K-Q5 most.
+# Once a value takes only 5 bits, positions are most of the budget of top-K, but still a small part of the budget of TCS. So, as the
+# paper points out, TCS gains more from short values than top-K does. Plain indices would lengthen the messages of top-K-Q5 most.
 #
 # ## What the code does not do
 #
@@ -424,7 +433,7 @@ for label, d in {"ResNet-18": paper_d, f"model of profile {profile}": small_d}.i
     where = torch.randperm(d, generator=torch.Generator().manual_seed(seed))[:k].sort().values
     cost = len(tcs.encode_positions(where, d, 1000)) / k
     print(
-        f"{label}, {k:,} of {d:,}: {cost:.2f}, expected {expected:.2f}, log2 d {math.log2(d):.2f}"
+        f"{label}, {k:,} of {d:,} entries: {cost:.2f} bits per position (formula {expected:.2f}, plain index {math.log2(d):.2f})"
     )
     if d == paper_d:
         claim(
@@ -522,23 +531,23 @@ wins = zoom[~lost & (zoom["phi"] > 0.2)]["phi"]
 gap = (table["counted"] - table["entropy"])[table["phi"] < 0.1]
 print(claim.summary())
 print(
-    f"below φ = 0.1 a position costs {gap.min():.2f} to {gap.max():.2f} bits more than the entropy bound"
+    f"Below φ = 0.1 a position costs {gap.min():.2f} to {gap.max():.2f} bits more than the entropy bound."
 )
 first = zoom[lost]["phi"].min()
 print(
-    f"what surprised us: a bitmap is shorter from φ = {first:.3f} on, though by the formula only from 0.25 on;"
+    f"What surprised us: a bitmap is shorter from φ = {first:.3f} on, although by the formula it is so only above 0.25."
 )
 print(
-    f"from φ = {wins.min():.3f} to {wins.max():.3f} the code is again as short as a bitmap or shorter"
+    f"From φ = {wins.min():.3f} to {wins.max():.3f} the code is again as short as a bitmap or shorter."
 )
 
 # %% [markdown]
-# By the formula, a bitmap is cheaper above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. But blocks of 5
-# entries need 3 bits for an offset and use them badly, so the bitmap is already shorter at φ = 1/5. With blocks of 4 the code becomes as short or
-# shorter again for a while. No scheme of the paper comes near this range: its largest φ is 0.01.
+# By the formula, a bitmap is shorter above φ = 1/4, where $\log_2(1/\phi)+2=1/\phi$. But with blocks of 5 entries an offset takes 3
+# bits, which would be enough for 8 entries. So the bitmap is already shorter near φ = 1/5. With blocks of 4 entries the code is again
+# as short as the bitmap or shorter, up to φ = 1/4. No scheme of the paper comes near this range: its largest φ is 0.01.
 #
 # The idea of this code is older than federated learning. Elias and Fano stored sorted lists of numbers in the same way, with offsets in
-# binary and block numbers in unary, and search engines still do.
+# binary and block numbers in unary. Search engines still use their code.
 #
 # Next, [07_fractional_quantization](07_fractional_quantization.ipynb) looks at the other half of a message: the values.
 
