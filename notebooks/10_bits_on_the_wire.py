@@ -19,7 +19,7 @@
 # and local iteration, which is 1/1,910 of dense training. Messages that can be decoded confirm this within 0.5 % for
 # **one client's uplink after the warm-up**. The whole training, in both directions, needs more.
 #
-# A count of bits depends on what it includes: positions, headers, the dense warm-up, the downlink. On this page we count all of these:
+# A count of bits depends on what it includes: positions, headers, the dense warm-up, the downlink. We count all of them, in four steps:
 #
 # 1. We take one message apart, byte by byte.
 # 2. We train all schemes of the paper on messages that are encoded, sent and decoded.
