@@ -257,7 +257,8 @@ print(
 
 
 # %% [markdown]
-# The next table compares these measurements with the paper's formula, in bits per parameter and local iteration. The columns *uplink*
+# The next table compares these measurements with the paper's formula (the bit budget of [06_sparse_encoding](06_sparse_encoding.ipynb)), in
+# bits per parameter and local iteration. The columns *uplink*
 # and *downlink* leave out the dense warm-up, as the formula does; *with warm-up* includes it. *Formula with means, K rounded up* also
 # counts the means of the intervals, and rounds the number of sent entries K up to a whole number.
 

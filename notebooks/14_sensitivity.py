@@ -15,7 +15,7 @@
 # random seed can end half a point apart (`results/short/table1.md`). So it remains open whether 5-bit values are worse than 32-bit values,
 # and whether one dense round is worse than a dense epoch.
 #
-# **Claim.** What a client sends after the warm-up can be computed from the settings before any training. Its accuracy has to be measured.
+# **Claim.** What a client sends after the warm-up can be computed from the settings before any training. The accuracy has to be measured.
 #
 # The paper uses one value for most of its settings. This notebook varies one setting at a time, starting from TCS-Q5 (TCS with five bits per
 # value and one local step). It shows how accuracy and bytes depend on each setting, and what one would choose in practice.
@@ -25,7 +25,7 @@
 # *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
 #
 # *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second one holds the parameters. The notebook
-# draws trainings that exist already. It trains only if you set `make = True`, which needs the images and takes hours. Three changes to try:
+# draws trainings that exist already. It trains only if you set `make = True`, which needs the images (`data_root`) and takes hours. Three changes to try:
 #
 # - `margin: 0.1` in `params/sensitivity.yaml` asks for an accuracy closer to the best one. The table under *What a practitioner would
 #   choose* then names values that need more bytes.
