@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 10 · Count every byte on the wire
 #
-# **In short.** At the paper's size, a message has the number of bits that the paper's formula gives, within 0.20 %. But the formula covers
-# little of what is sent: the uplink messages after the warm-up are 4 % of the whole traffic of TCS-L4-Q5. By the formula, this scheme sends
-# 1,910 times fewer bits than dense training. If we include the dense warm-up, the factor for the uplink is 214. If we include
-# the downlink as well, it is 139.
+# **In short.** The paper's formula gives the number of bits of a client's message correctly, within 0.20 % at the paper's size. But the
+# formula covers only what clients send to the server (the uplink) after the dense warm-up. In TCS-L4-Q5, which is TCS with four local
+# steps per round and five bits per value, this is 4 % of the whole traffic. By the formula, this scheme sends 1,910 times fewer bits
+# than dense training. If we include the dense warm-up, the factor for the uplink is 214. If we also include what the server sends to
+# the clients (the downlink), it is 139.
 #
 # **Claim (last column of Tables 1 and 2, Sec. II-E).** TCS-L4-Q5 sends 0.01675 bits per parameter
-# and iteration, which is 1/1,910 of dense training. Messages that can be decoded confirm this within 0.5 % for
+# and local iteration, which is 1/1,910 of dense training. Messages that can be decoded confirm this within 0.5 % for
 # **one client's uplink after the warm-up**. The whole training, in both directions, needs more.
 #
-# Published counts for one and the same update differ several-fold, because they leave out the positions,
-# the downlink, the dense warm-up or the headers. On this page we count all of these:
+# A count of bits depends on what it includes: positions, headers, the dense warm-up, the downlink. We count all of them, in four steps:
 #
 # 1. We take one message apart, byte by byte.
 # 2. We train all schemes of the paper on messages that are encoded, sent and decoded.
@@ -29,6 +29,9 @@
 # *Run time*: about 25 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb),
 # [06_sparse_encoding](06_sparse_encoding.ipynb),
 # [07_fractional_quantization](07_fractional_quantization.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The one under *Parameters* holds the values
+# that you can change.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -51,8 +54,15 @@ plt.rcParams["figure.dpi"] = 90
 # %% [markdown]
 # ## Parameters
 #
-# You can change any of these values and run all cells again. The text between the cells describes the results for the values below.
-# The sections *Claim* and *What we saw* are computed anew in every run.
+# You can change any of these values and run all cells again. The sections *Claim* and *What we saw* are computed anew in every run. The
+# text between the cells describes the results for the values below, so it may no longer fit. Three changes to try:
+#
+# - `message_width = 4` makes the network smaller. The message becomes shorter, and its header and means, whose sizes stay the same,
+#   become a larger part of it.
+# - `warmup_epochs = 2` makes half of the short training dense. The bits with the warm-up grow, and those of the uplink
+#   without it stay the same.
+# - `paper_warmup = 1` shortens the warm-up of the paper's schedule. The factors of the whole training grow, most of all that
+#   of TCS-L4-Q5.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 schemes = ["FedAvg", "FedAvg-L4", "rand-K", "top-K", "TCS", "TCS-L2", "TCS-L4", "TCS-L4-Q5",
@@ -90,7 +100,7 @@ configs = [dataclasses.replace(c, wire=True) for c in configs]
 data = lab.load_dataset(dataset, params.get("data_root"), params.get("data_label"))
 data = data.first(message_samples, test_samples)
 print(
-    f"{len(configs)} runs, each made twice: once with messages of real bytes, once with counted bits"
+    f"{len(configs)} trainings are run twice: once with messages of real bytes, and once with counted bits"
 )
 print(lab.forecast_trainings(2 * configs))
 
@@ -112,13 +122,15 @@ for epoch in range(config.epochs):
 messages, shared_K = compressor.link.messages, compressor.known.shared_K  # of the last round
 message = messages[0]  # client 0's
 D, shared, own = len(server_D), len(shared_K), len(message.positions)
-print(f"a message: {shared} values under the shared mask and {own} under the client's own mask")
-print(f"the model has D = {D:,} parameters, so a dense message would be {4 * D:,} bytes of values")
+print(f"A message has {shared} values in the shared mask and {own} in the client's own mask.")
+print(
+    f"The model has D = {D:,} parameters, so a dense message would have {4 * D:,} bytes of values."
+)
 
 # %% [markdown]
 # We encode the message as the paper describes it: the means of the intervals, codes of five bits, and positions by Algorithm
-# 4. The paper does not say how a message is framed. A receiver must also learn who sent the message and in which round, and whether
-# it arrived undamaged.
+# 4. But a receiver must also learn who sent the message and in which round, and whether it arrived undamaged. The paper does not say how.
+# We put a header before the code and a checksum after it:
 
 # %%
 lab.show_code(tcs.encode_message)
@@ -131,7 +143,7 @@ names = [
     "kind (1: dense)",
     "sender",
     "round",
-    "tag: code, layers, order, mask",
+    "tag of the format",
     "own positions",
 ]
 ends = [0, 1, 2, 4, 8, 12, 16]
@@ -140,15 +152,17 @@ parts = [(a, b, name, str(value)) for name, value, a, b in fields]
 side = 16 + 4 * scheme.intervals
 parts += [(16, side, "means", f"{scheme.intervals} floats"),
           (side, len(block) - 4, "codes, positions", f"{shared + own} codes, {own} positions"),
-          (len(block) - 4, len(block), "checksum", "CRC-32 of all before it")]  # fmt: skip
+          (len(block) - 4, len(block), "checksum", "CRC-32 of all bytes before it")]  # fmt: skip
 rows = [[f"{a}–{b - 1}", block[a : min(b, a + 4)].hex(" ") + " …" * (b > a + 4), name, value]
         for a, b, name, value in parts]  # fmt: skip
 display(Markdown(lab.markdown(pd.DataFrame(rows, columns=["bytes", "hex", "field", "value"]))))
 
 # %% [markdown]
-# A message consists of a header of sixteen bytes, the means, one stream of bits, and a checksum. The receiver already knows the
-# shared mask, because it has the last update. With the mask it can turn the bytes into the message again. We check that this is the
-# message that was sent, and that the average of all decoded messages of the round is the update that the
+# A message consists of a header of sixteen bytes, the means, one stream of bits, and a checksum. The *tag* in the header is a number
+# that both participants compute from the scheme's format and the sizes of the layers. If their tags differ, the message is refused.
+#
+# The receiver already knows the shared mask, because it has the last update. With the mask it can turn the bytes into the message again.
+# We check that this is the message that was sent, and that the average of all decoded messages of the round is the update that the
 # server sent out.
 
 # %%
@@ -160,15 +174,17 @@ for one in messages:
     got = tcs.decode_message(tcs.encode_message(one, wire), wire, shared_K)
     average_D.index_add_(0, torch.cat([shared_K, got.positions]), got.values)
 averaged = torch.equal(average_D / clients, server_D)
-print(f"{len(block)} bytes; values, positions, codes and means come back bit for bit: {intact}")
-print(f"{clients} decoded messages average to the update, bit for bit: {averaged}")
+print(
+    f"The message has {len(block)} bytes. All values, positions, codes and means come back bit for bit: {intact}"
+)
+print(f"The average of the {clients} decoded messages is the update, bit for bit: {averaged}")
 
 # %% [markdown]
 # ## Anything else is refused
 #
 # In [06_sparse_encoding](06_sparse_encoding.ipynb) we saw that a flipped bit can move an entry without being
-# noticed. Now there is a checksum around the code. We damage the message in all the ways listed below and give
-# each result to the decoder:
+# noticed. Now the message has a checksum. We damage the message in many ways and give each result to the decoder. The next output
+# shows in how many cases the decoder refuses it:
 
 
 # %%
@@ -197,7 +213,7 @@ places = range(0, 8 * len(block), stride)
 signed = [bit for bit in places if bit < 8 * len(block) - 32]  # what the checksum is made of
 damage = {
     f"one bit flipped, {every}": [refused(flipped(block, bit), wire) for bit in places],
-    f"cut off after a byte, {every}": [refused(block[: b // 8], wire) for b in places[::8]],
+    f"cut off at a byte, {every}": [refused(block[: b // 8], wire) for b in places[::8]],
     "one byte added": [refused(block + bytes([b]), wire) for b in range(256)],
     "from another round": [refused(block, wire, round=message.round + 1)],
     "for another scheme": [refused(block, other)],
@@ -207,17 +223,17 @@ for name, results in (damage | {"one bit flipped, checksum corrected": forged}).
     print(f"{name:36s} {sum(results):5d} of {len(results):5d} refused")
 
 # %% [markdown]
-# Everything is refused, except in the last line. There, a forger has corrected the checksum after the flip. The decoder notices this
-# only if the result is not a valid message, for example because positions are out of order or a mean is not a
+# Everything is refused, except in the last line. There, the checksum was corrected after the flip, as an attacker would do. The decoder
+# notices this only if the result is not a valid message, for example because positions are out of order or a mean is not a
 # number. If the flip is in the code of a value, the result is another valid message. A checksum protects against
-# accidents, not against attackers. Whatever bytes an attacker sends, the decoder either raises `ValueError` or returns a valid message.
+# accidents, not against attackers. In each of these cases, the decoder either raised `ValueError` or returned a valid message.
 #
 # ## All schemes, on real messages
 #
-# Now we run whole trainings with `wire: true`. Every message of every client and of the server is turned into
-# bytes and decoded, and training goes on with the *decoded* message. The same runs without `wire` only count the bits
-# of each message, round them up to bytes and add the header and checksum. If the two ways differed by a single bit or byte
-# anywhere, they would differ in accuracy, loss or traffic of some epoch.
+# Now we run whole trainings with the setting `wire`. Every message of every client and of the server is turned into
+# bytes and decoded, and training goes on with the *decoded* message. The same trainings without `wire` only count the bits
+# of each message, round them up to bytes and add the header and checksum. We compare the accuracy, loss and traffic of every epoch,
+# which are kept in the record of a training. If both ways always agree, the counted bits are those of real messages.
 
 # %%
 with tempfile.TemporaryDirectory() as fresh:  # no record is reused: it is this code that is checked
@@ -233,20 +249,30 @@ def untimed(record: dict) -> list:
 
 alike = [untimed(a) == untimed(b) for a, b in zip(wired, counted, strict=True)]
 rounds = sum(row["rounds"] for record in wired for row in record["rows"])
-print(f"{len(wired)} runs, {rounds:,} rounds of {clients} uplink messages and one downlink message")
-print(f"records with and without wire are identical in {sum(alike)} runs")
+print(f"There were {len(wired)} trainings with {rounds:,} rounds. "
+      f"Each round had {clients} uplink messages and one downlink message.")  # fmt: skip
+print(
+    f"In {sum(alike)} of {len(alike)} trainings, the records with and without wire are identical."
+)
+
+
+# %% [markdown]
+# The next table compares these measurements with the paper's formula (the bit budget of [06_sparse_encoding](06_sparse_encoding.ipynb)), in
+# bits per parameter and local iteration. The columns *uplink*
+# and *downlink* leave out the dense warm-up, as the formula does; *with warm-up* includes it. *Formula with means, K rounded up* also
+# counts the means of the intervals, and rounds the number of sent entries K up to a whole number.
 
 
 # %%
 def measured(record: dict) -> dict[str, str]:
-    """Bits per parameter and iteration, bytes of one client's whole run."""
+    """Return the bits per parameter and local iteration, and the bytes of one client's whole run."""
     scheme, d = tcs.Scheme(**record["config"]["scheme"]), record["dimension"]
     bits, sent = lab.bits_per_parameter(record), lab.traffic(record)
     formulas = [tcs.bit_budget(scheme), tcs.bit_budget(scheme, d)]
-    names = ["formula", "formula, with means and whole K", *bits]
+    names = ["formula", "formula with means, K rounded up", *bits]
     columns = {k: f"{v:.4g}" for k, v in zip(names, [*formulas, *bits.values()], strict=True)}
     total, warm = sent["up"] + sent["down"], sent["warm-up"]
-    columns["MB in both directions (part of the warm-up)"] = (
+    columns["MB in both directions (share of the warm-up)"] = (
         f"{total / 1e6:.4f} ({warm / total:.0%})"
     )
     return {"scheme": scheme.name} | columns
@@ -255,7 +281,7 @@ def measured(record: dict) -> dict[str, str]:
 # %%
 table = pd.DataFrame([measured(record) for record in wired])
 small_d = wired[0]["dimension"]
-title = f"profile {profile}, D = {small_d:,}, {epochs} epochs, {warmup_epochs} of them dense"
+title = f"D = {small_d:,} parameters, {epochs} epochs, {warmup_epochs} of them dense"
 display(Markdown(f"**Bits per parameter and local iteration; {title}**\n\n{lab.markdown(table)}"))
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -278,18 +304,21 @@ fig.legend(loc="outside lower center", ncols=2, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# The squares lie inside the circles, so the messages have the size that the formula gives. Quantized schemes are an exception. In so
-# small a model, most of a `-Q5` message are the means of the intervals, which the formula leaves out. The third column of the table
-# includes them, rounds the number of entries K up to a whole number, and agrees with the measurement.
+# The squares lie inside the circles, so the messages have the size that the formula gives. Quantized schemes are an exception. In such a
+# small model, the means of the intervals make up most of a `-Q5` message, and the formula leaves them out. The formula that includes them
+# agrees with the measurement, as the table shows.
 #
-# The other two measurements are far to the right for every sparse scheme, because they include the dense warm-up. If clients have masks
-# of their own, the server sends more than a client does. It sends the *union* of all entries that the clients chose, and it does not quantize them. These runs are too short for
-# further conclusions: the warm-up weighs much more here than in a long training.
+# The other two measurements are far to the right for every sparse scheme, because they include the dense warm-up. In these short
+# trainings, the warm-up weighs much more than in a long one.
+#
+# If the clients choose entries of their own, the server sends more than a client does, as the table shows. It sends the *union* of all
+# entries that the clients chose, and it does not quantize them.
 #
 # ## At the paper's size
 #
-# The size of a message depends on the *number* of its values, so that no training is needed to measure it. Here
-# are messages for a ResNet-18 with all its layers. Their values are **random, not trained**.
+# The size of a message depends on how many values it has and on the bits per value, so no training is needed to measure it. Here
+# are messages for a ResNet-18 with all its layers. Their values are **random** and do not come from a training. The table shows bits per
+# parameter and local iteration.
 
 # %%
 large, rows, off = PaperSize(paper_clients), [], {}
@@ -298,25 +327,27 @@ for name in ("TCS", "TCS-L4", "TCS-L4-Q5", "TCS-LF-Q5", "top-K", "rand-K"):
     off[name] = sent / budget - 1
     row = {"scheme": name, "formula": f"{budget:.5f}", "sent": f"{sent:.5f}"}
     rows.append(row | {"difference": f"{off[name]:+.2%}"})
-print(f"D = {large.dimension:,} in {len(large.layer_sizes)} layers")
+print(f"The model has D = {large.dimension:,} parameters in {len(large.layer_sizes)} layers.")
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# All differences in the last column are below half a percent, although header, means, padding and checksum are included. At this size
-# they do not matter.
+# All differences in the last column are below half a percent, although the messages include header, means and checksum. At this size,
+# these hardly matter.
 #
 # ## What the warm-up costs
 #
-# The paper trains 300 epochs, of which the first five are dense. Its bit budget counts only the others. If $w$ of $T$ epochs
-# are dense and the sparse ones take $b$ bits per parameter and iteration, the average of the whole run is
+# The paper trains for 300 epochs, of which the first five are dense. Its bit budget counts only the others. Let $w$ of $T$ epochs
+# be dense, let the sparse ones take $b$ bits per parameter and local iteration, and let $H$ be the number of local steps per round. Then the
+# average over the whole training is
 #
-# $$\bar b=\frac{1}{T}\left(w\,\frac{32}{H}+(T-w)\,b\right),\qquad
-# \text{factor}=\frac{32}{\bar b}\quad\text{against dense training with } H=1 .$$
+# $$\bar b=\frac{1}{T}\left(w\,\frac{32}{H}+(T-w)\,b\right).$$
+#
+# Dense training with $H=1$ takes 32 bits, so the scheme sends $32/\bar b$ times fewer bits. We call this number its *factor*.
 
 
 # %%
 def average(b: float, steps: int, warmup: float) -> float:
-    """Bits per parameter and iteration over the paper's schedule, one way."""
+    """Return the average bits per parameter and local iteration over the paper's schedule, uplink only."""
     return (warmup * 32 / steps + (paper_epochs - warmup) * b) / paper_epochs
 
 
@@ -338,21 +369,22 @@ ax.axvline(paper_warmup, color=lab.COLOURS[7], ls=":", label="the paper's warm-u
 ax.set(yscale="log", xlabel=f"dense epochs at the start, of {paper_epochs}")
 ax.set(ylabel="times fewer uplink bits (log scale)", yticks=[10, 30, 100, 300, 1000, 2000])
 ax.set(yticklabels=["10", "30", "100", "300", "1000", "2000"], xlim=(0, dense_epochs[-1]))
-ax.set(title="What a dense warm-up leaves of a scheme's factor")
+ax.set(title="The longer the dense warm-up, the smaller the factor")
 ax.minorticks_off()
 ax.grid(alpha=0.25)
 fig.legend(loc="outside right upper", frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# With more dense epochs, every line falls towards $H\,T/w$, a limit for every scheme with $H$ local steps. The fewer bits
-# a scheme sends, the more of its factor it loses.
+# No scheme with $H$ local steps can have a factor above $H\,T/w$, because the warm-up alone takes so many bits. The fewer bits
+# a scheme sends per round after the warm-up, the larger the part of its factor that it loses.
 #
 # ## The whole run, both ways
 #
 # Besides the warm-up there is the downlink. The server sends all entries that arrived from any client. We count them as
-# if no two clients ever chose the same entry, so the real downlink is at most as large. The table shows the paper's schedule, counted in bytes
-# of messages like those above, including headers:
+# if no two clients ever chose the same entry, so the real downlink is at most as large. The table shows how many times fewer
+# bits each scheme sends in the paper's schedule than dense training with one local step. Headers are included. In the last column,
+# dense training has as many local steps as the scheme.
 
 # %%
 whole, rows = {}, []
@@ -368,30 +400,31 @@ for name in ("top-K", "TCS", "TCS-L4", "TCS-L4-Q5"):
     rows.append(
         row
         | {
-            "both, against dense training with the same H": f"×{lab.format_times(64 / steps / both)}"
+            "both directions, against dense training with the same H": f"×{lab.format_times(64 / steps / both)}"
         }
     )
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
 # The last column makes the most modest comparison. Four local steps save a factor of four in dense training, too, so they should not be credited to
-# the compression. Quantized values shorten the uplink only. Most of what remains is the downlink and the
+# the compression. Quantization shortens only the uplink. Most of the remaining traffic is the downlink and the
 # warm-up, and [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows how to shorten both.
 #
 # ## Claim
 #
-# 1. A message decodes to what was encoded. Every flipped bit, every truncated message, and every message from another round or scheme is refused,
-#    without a tolerance.
-# 2. In every epoch of every run, the bytes of an uplink message are its bits divided by 8, plus header and checksum, plus at most one
-#    byte of rounding on average. Runs on real messages give the same records as runs that only count.
-# 3. At the paper's size, TCS, TCS-L4-Q5 and top-K are within 0.5 % of the formula. This tolerance leaves room for means, header,
-#    checksum and whole blocks.
-# 4. With the paper's warm-up, between 213 and 214 of the factor 1,910 of TCS-L4-Q5 remain (to three digits). This is pure arithmetic.
+# The next cells check these statements.
+#
+# 1. A message decodes to what was encoded. Every damaged message above is refused, unless its checksum was corrected.
+# 2. In every epoch of every training, the average uplink message has its counted bits divided by 8, plus header and checksum, plus at most one
+#    byte of rounding. Trainings that send real messages give the same records as those that only count bits.
+# 3. At the paper's size, TCS, TCS-L4-Q5 and top-K are within 0.5 % of the formula. This tolerance leaves room for means, header
+#    and checksum.
+# 4. With the paper's warm-up, the factor of TCS-L4-Q5 falls from 1,910 to a number between 213 and 214.
 
 
 # %%
 def padding(record: dict) -> list[float]:
-    """Bytes a round that are neither the counted bits nor the frame, for every epoch."""
+    """Return for every epoch how many bytes per message are neither counted bits nor header or checksum."""
     each = tcs.kept(record["config"]["participation"], clients)
     extra = [row["bytes_up"] / each - row["bits_up"] / 8 for row in record["rows"]]
     rounds = [row["rounds"] for row in record["rows"]]
@@ -427,19 +460,19 @@ claim("with the warm-up, ×1,910 becomes ×213 to ×214", 213 <= with_warmup < 2
 # %%
 both = sum(whole["TCS-L4-Q5"].values())
 print(claim.summary())
-print(f"the bits in the paper's budget are {tcs.bit_budget('TCS-L4-Q5') / both:.0%} of the whole traffic "
-      "of TCS-L4-Q5 at the paper's size")  # fmt: skip
-print(f"with the warm-up the factor ×{lab.format_times(claimed)} becomes ×{few}, "
-      f"and with the downlink as well ×{lab.format_times(64 / both)}")  # fmt: skip
+print(f"At the paper's size, the paper's bit budget covers {tcs.bit_budget('TCS-L4-Q5') / both:.0%} of the whole traffic "
+      "of TCS-L4-Q5.")  # fmt: skip
+print(f"With the warm-up, the factor ×{lab.format_times(claimed)} becomes ×{few}. "
+      f"With the downlink as well, it becomes ×{lab.format_times(64 / both)}.")  # fmt: skip
 print(
-    f"what surprised us: a corrected checksum hides {1 - sum(forged) / len(forged):.0%} of all single flipped bits"
+    f"If the checksum is corrected, too, {1 - sum(forged) / len(forged):.0%} of all single flipped bits go unnoticed."
 )
 
 # %% [markdown]
-# A count is only as good as what it includes. The paper's formula is right, but it describes the smaller part of what a
-# run sends. For the scheme with the smallest budget, most of the traffic is the warm-up and the downlink.
+# The paper's formula is right, but it describes only a part of what a training sends. In the scheme with the smallest budget, most
+# of the traffic is the warm-up and the downlink.
 #
-# Next, [10b_fewer_bytes](10b_fewer_bytes.ipynb) does the same training with fewer bytes.
+# Next, [10b_fewer_bytes](10b_fewer_bytes.ipynb) shows how a training can send fewer bytes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(

@@ -9,24 +9,32 @@
 # %% [markdown]
 # # 14 · Vary one setting at a time
 #
-# **In short.** With 15 epochs and one training per value, accuracy rose with the size of both masks and with the learning rate, over the whole
-# range that was tried. Starting with one dense round instead of a dense epoch cut the megabytes to a sixth. Unequal classes among the
-# clients cost the most accuracy. Seeds alone make differences of half a point (`results/short/table1.md`), so some results are undecided: 5-bit
-# values against 32-bit values, and one dense round against a dense epoch.
+# **In short.** We trained a small network for 15 epochs, once per value. Accuracy rose with the sizes of both masks and with the learning
+# rate, over the whole range that we tried. Two bits per value instead of five cost accuracy. Starting with one dense round instead of a dense
+# epoch cut the megabytes to a sixth. Unequal classes among the clients cost the most accuracy. Two trainings that differ only in their
+# random seed can end half a point apart (`results/short/table1.md`). So it remains open whether 5-bit values are worse than 32-bit values,
+# and whether one dense round is worse than a dense epoch.
 #
-# **Claim.** What a client sends after the warm-up can be computed from the settings before any training. The accuracy that it buys has to
-# be measured.
+# **Claim.** What a client sends after the warm-up can be computed from the settings before any training. The accuracy has to be measured.
 #
-# The paper uses one value for each of its settings. This notebook varies each setting alone, around TCS-Q5 with one local step. It
-# shows how accuracy and bytes depend on it, and what one would choose in practice. `params/sensitivity.yaml` lists the values.
-# The notebook draws existing records and trains nothing, unless you set `make`. The command line makes the runs, too, for one
-# setting and seed at a time:
-#
-#     uv run tcs sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
+# The paper uses one value for most of its settings. This notebook varies one setting at a time, starting from TCS-Q5 (TCS with five bits per
+# value and one local step). It shows how accuracy and bytes depend on each setting, and what one would choose in practice.
 #
 # Short trainings mainly compare how fast methods learn. [13_evidence](13_evidence.ipynb) shows how differences shrink in longer ones.
 #
 # *Run time*: seconds. *Read before*: [03_tcs](03_tcs.ipynb), [10_bits_on_the_wire](10_bits_on_the_wire.ipynb).
+#
+# *How to use it*: a grey bar hides a cell with helper code; click on it to open the cell. The second one holds the parameters. The notebook
+# draws trainings that exist already. It trains only if you set `make = True`, which needs the images (`data_root`) and takes hours. Three changes to try:
+#
+# - `margin: 0.1` in `params/sensitivity.yaml` asks for an accuracy closer to the best one. The table under *What a practitioner would
+#   choose* then names values that need more bytes.
+# - `make = True` with `seeds = 1` and `settings = ["epochs"]` adds the trainings of 60 epochs. The last figure gets one more value.
+# - `make = True` with `seeds = 3` makes three trainings per value. The figures then show standard deviations.
+#
+# The command line can make the trainings, too, for one setting and seed at a time:
+#
+#     uv run tcs sensitivity --params params/short.yaml --setting phi_local --seed 0 --set data_root=cifar10.tar
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
@@ -59,9 +67,9 @@ folder = lab.results_folder(evidence)
 # %% [markdown]
 # ## The runs
 #
-# For each setting there is one run per value, with everything else as in the profile. The usual value belongs to every setting, so this run
-# is made once and used for all of them. If a table of the paper contains the same run, its record is used. The notebook looks for seeds up to
-# 99. The table uses only those seeds that all values of a setting have.
+# `params/sensitivity.yaml` lists the settings and their values. For each value there is one training (a run), and its result is kept in a
+# file, its *record*. Everything else is as in the file `params/<profile>.yaml`. If a setting was trained with several seeds, the table uses
+# only those seeds that all of its values have.
 
 # %%
 wanted = {}
@@ -76,7 +84,7 @@ records = {}
 for name in sweep.settings:
     for configs in lab.sensitivity_plan(sweep, profile | {"seeds": 100}, name).values():
         records |= lab.load_records(configs)
-print(f"{len(records)} records found in results/{evidence}/runs/")
+print(f"There are {len(records)} records of these trainings in results/{evidence}/runs/.")
 
 # %%
 scale = f"profile {evidence}, no record yet"
@@ -91,22 +99,22 @@ text = lab.save_table(table, folder / "sensitivity", title, lab.readable_sensiti
 display(Markdown(lab.prevent_line_breaks(text)))
 
 # %% [markdown]
-# Each row is one value of a setting. It shows the accuracy in percent, ± one standard deviation over n seeds (none with one seed), and the
-# megabytes that **one client** sends and receives in the whole run. *Diverged* means that at least one seed did not reach the end. In that case
-# no mean is shown.
+# Each row is one value of a setting. It shows the accuracy and the megabytes that **one client** sends (up) and receives (down) in the whole
+# training. The last column says how many of these megabytes belong to the warm-up. With more than one seed, the accuracy is a mean ± one
+# standard deviation.
 #
 # ## The settings, one by one
 #
-# Each figure has two panels over the same values. The values are drawn at equal distances, whatever their size. The upper panel shows the mean
-# accuracy and one standard deviation over the seeds. Its axis does not start at zero, so look at the numbers. The lower panel shows megabytes
-# in both directions, on a log scale. Filled marks are the whole run. White marks leave out the dense warm-up, which is most of the traffic of
-# a short training and would hide what a setting changes in the rest. The band marks the paper's choice.
+# Each figure has two panels over the same values. The values are drawn at equal distances, whatever their size. The upper panel shows the
+# accuracy. Its axis does not start at zero, so look at the numbers. The lower panel shows megabytes in both directions, on a log scale. Filled
+# marks count the whole training. White marks leave out the warm-up, which in a short training is most of the traffic. The band marks the
+# paper's choice.
 
 
 # %%
 def curves_of(name: str) -> dict[str, pd.DataFrame]:
-    """A setting's rows that have a record, a curve a scheme; schemes that are themselves the values
-    share one. Empty if fewer than two values have a record."""
+    """Return the rows of a setting that have a record, as one curve per scheme. If the schemes are the
+    values themselves, they share one curve. If fewer than two values have a record, there is none."""
     rows = table[(table["setting"] == name) & (table["n"] + table["diverged"] > 0)]
     if rows["value"].nunique() < 2:
         return {}
@@ -121,7 +129,8 @@ def trials(curve: pd.DataFrame) -> str:
 
 # %%
 def draw_curve(upper, lower, curve: pd.DataFrame, words: list[str], style: dict) -> None:
-    """Accuracy above; below, megabytes of the whole run and (white) without the dense warm-up."""
+    """Draw the accuracy into the upper panel. Draw megabytes into the lower one, for the whole training
+    and, in white, without the warm-up."""
     at = [words.index(value) for value in curve["value"]]
     deviation = 100 * curve["accuracy_std"]
     upper.errorbar(at, 100 * curve["accuracy"], yerr=deviation, capsize=4, **style)
@@ -132,7 +141,7 @@ def draw_curve(upper, lower, curve: pd.DataFrame, words: list[str], style: dict)
 
 
 def mark_paper(panels, marked: str | None, words: list[str]) -> None:
-    """The band at the paper's choice, if it is one of the values."""
+    """Draw the band at the paper's choice, if this is one of the values."""
     for axes in panels if marked else ():
         at = words.index(marked)
         axes.axvspan(at - 0.12, at + 0.12, color=lab.COLOURS[5], alpha=0.3, lw=0)
@@ -140,12 +149,12 @@ def mark_paper(panels, marked: str | None, words: list[str]) -> None:
 
 # %%
 def draw(name: str) -> None:
-    """The figure of one setting; or how much is missing for it."""
+    """Draw the figure of one setting, or say that there are too few records for it."""
     curves, setting = curves_of(name), sweep.settings[name]
     if not curves:
         rows = table[table["setting"] == name]
         print(
-            f"{name}: {rows[rows['n'] > 0]['value'].nunique()} values have a record, too few for a figure"
+            f"{name}: {rows[rows['n'] > 0]['value'].nunique()} values have a record, which is too few for a figure."
         )
         return
     figure, panels = plt.subplots(2, 1, figsize=(7.2, 5.4), sharex=True, height_ratios=(3, 2))
@@ -157,7 +166,7 @@ def draw(name: str) -> None:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
-    """Ticks, axes, the paper's choice, and the schemes' names at the ends of their curves."""
+    """Add ticks, axes, the paper's choice, and the name of each scheme at the end of its curve."""
     (upper, lower), setting = panels, sweep.settings[name]
     words, rows = list(setting.choices), pd.concat(curves.values())
     lost = rows.groupby("value")["diverged"].sum()
@@ -173,7 +182,7 @@ def finish(figure, panels, name: str, curves: dict[str, pd.DataFrame]) -> None:
 
 # %%
 def write_names(upper, lower, curves: dict[str, pd.DataFrame], words: list[str]) -> None:
-    """Axes and grids; each scheme's name and n beside the end of its curve."""
+    """Label the axes, and write the name of each scheme and n beside the end of its curve."""
     upper.set(ylabel="test accuracy (%)")
     lower.set(ylabel="MB per client (log)", yscale="log")
     lab.plain_log(lower.yaxis)
@@ -185,7 +194,7 @@ def write_names(upper, lower, curves: dict[str, pd.DataFrame], words: list[str])
 
 
 def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str]) -> tuple:
-    """What is written at a curve's last point: words, where, colour."""
+    """Return what is written at the last point of a curve: the text, its position and its colour."""
     last, colour = (
         curve.dropna(subset="accuracy").iloc[-1],
         lab.curve_style(scheme, schemes)["color"],
@@ -197,11 +206,11 @@ def end_of(scheme: str, curve: pd.DataFrame, words: list[str], schemes: list[str
 # %% [markdown]
 # ### A client's own mask
 #
-# $\phi_{local}$ is the fraction of entries that each client chooses itself, outside the shared mask. With them it *explores* which entries
-# have become important. Their positions have to be sent, too. The paper recommends $\phi_{local}\ll\phi_{global}$.
+# $\phi_{local}$ is the fraction of entries that each client chooses itself, outside the shared mask. With these entries it *explores* what
+# has become important. Their positions have to be sent, too. The paper recommends $\phi_{local}\ll\phi_{global}$.
 #
-# Look at the left end of the upper panel, where the shared mask gets the fewest new entries: how much accuracy is lost? Then look at the
-# white marks: each step multiplies the number of these entries by about three, but the bytes by less.
+# Look at the left end of the upper panel, where the clients choose the fewest entries. How much accuracy is lost there? Then look at the
+# white marks. From one value to the next, the clients choose about three times as many entries, but the bytes grow less than that.
 
 # %%
 draw("phi_local")
@@ -209,8 +218,9 @@ draw("phi_local")
 # %% [markdown]
 # ### The shared mask
 #
-# $\phi_{global}$ is the fraction of entries in the shared mask. They need no positions, since everybody knows them. If the mask is large,
-# bytes grow nearly in proportion to it. If it is small, most of the bytes belong to the entries that clients choose themselves.
+# $\phi_{global}$ is the fraction of entries in the shared mask. Their positions need not be sent, since the server and all clients know them.
+# If the mask is large, the bytes grow nearly in proportion to it. If it is small, most of the bytes belong to the entries that clients
+# choose themselves.
 
 # %%
 draw("phi_global")
@@ -218,12 +228,11 @@ draw("phi_global")
 # %% [markdown]
 # ### Bits of a value
 #
-# With $q$ bits there are $P=2^{q-1}$ intervals, and each interval's mean is sent as a 32-bit number. In a network as small as this one, these
-# means are a visible part of a message if $q$ is large. In the paper's network they hardly count.
+# With $q$ bits there are $P=2^{q-1}$ intervals, and the mean of each interval is sent as a 32-bit number. In a network as small as this one,
+# these means are a visible part of a message with eight bits per value. In the paper's network they hardly matter.
 #
-# What quantization loses is added to the client's errors and sent later. Look for the number of bits, if any, at which this is no longer
-# enough. Only clients quantize: the server sends 32-bit values for every $q$. With two and three bits the shared mask changes much less
-# from round to round (`mask_overlap` in their records).
+# What quantization loses is added to the client's errors and sent later. Look for the number of bits at which this is no longer
+# enough. Only clients quantize: the server sends 32-bit values for every $q$.
 
 # %%
 draw("value_bits")
@@ -231,9 +240,9 @@ draw("value_bits")
 # %% [markdown]
 # ### Clients
 #
-# All samples are divided among $N$ clients, each with its own batch. More clients therefore mean **fewer rounds** per epoch, larger
-# cumulative batches and, by the linear scaling rule, higher learning rates. The curve shows all of this together, as in any federation that
-# grows. What one client sends falls with the number of rounds.
+# All samples are divided among $N$ clients, and the batch of one client always has the same size. With more clients there are therefore
+# **fewer rounds** per epoch, and all batches of a round together are larger. The learning rate is scaled with this larger batch. The curve
+# shows all of these changes together. What one client sends falls with the number of rounds.
 
 # %%
 draw("clients")
@@ -241,13 +250,15 @@ draw("clients")
 # %% [markdown]
 # ### Class skew
 #
-# A small $\alpha$ gives each client only a few of the classes. *IID* is the paper's setting, in which all clients have similar data. Does one
-# shared mask still serve clients whose data differ? What a client sends has the same size in all cases. What the server sends may
-# grow, because it contains every entry that at least one client chose.
+# Here the classes are divided among the clients by a Dirichlet distribution with the parameter $\alpha$. A small $\alpha$ gives each client
+# only a few of the classes. *IID* is the paper's setting, in which all clients have similar data. Does one shared mask still serve clients
+# whose data differ? What a client sends has the same size in all cases. What the server sends could grow, because it contains every entry
+# that at least one client chose, but here it does not.
 #
-# A loss of accuracy need not be due to TCS. Every client normalizes with the statistics of its own batches, and a client with few classes has
-# other statistics than the averaged model is tested with. Dense federated averaging was not run with these settings, so this figure cannot
-# tell how much of the loss comes from sparsification.
+# A loss of accuracy need not be due to TCS. In batch normalization, every client uses the statistics of its own batches. If a client has few
+# classes, these differ from the statistics with which the averaged model is tested. Dense federated averaging was not trained with these
+# settings, so this figure cannot tell how much of the loss comes from sparsification. [10b_fewer_bytes](10b_fewer_bytes.ipynb) compares the
+# two for unequal clients in longer trainings.
 
 # %%
 draw("dirichlet_alpha")
@@ -255,9 +266,10 @@ draw("dirichlet_alpha")
 # %% [markdown]
 # ### The dense warm-up
 #
-# "One round" is the shortest possible warm-up: it gives the first shared mask. The learning rate then starts at its full value, since its
-# rise is tied to the warm-up. The paper uses 5 of 300 epochs. In proportion this would be less than one epoch here, so one is marked. In a
-# short training most of the megabytes belong to the dense epochs. What do these buy?
+# In the warm-up, the clients send all entries. The shortest possible warm-up is one round, which gives the first shared mask. The learning rate
+# then starts at its full value, because it rises only during the warm-up. The paper uses 5 of 300 epochs. In proportion, this would be less
+# than one epoch here, so one epoch is marked. In a short training, most of the megabytes belong to the dense epochs. How much accuracy is
+# gained by them?
 
 # %%
 draw("warmup_epochs")
@@ -265,22 +277,23 @@ draw("warmup_epochs")
 # %% [markdown]
 # ### Learning rate
 #
-# Our trainings use the paper's learning rates, scaled with the batch, and tune none of them. Is 0.5 a good choice for such a short
-# training and such a small network? If a higher rate does better, then part of every difference between TCS and centralized
-# training comes from the rates. (Centralized training uses the paper's rate of 0.1, also scaled.)
+# The other trainings on this page use the paper's learning rate of 0.5, scaled with the batch. Is it a good choice for such a short
+# training and such a small network? If a higher rate does better, then part of the difference between TCS and centralized
+# training may come from the rates. (Centralized training uses the paper's rate of 0.1, which is also scaled and not tuned here.)
 
 # %%
 draw("learning_rate")
 
 # %% [markdown]
-# Accuracy rises with the rate over the whole range (one trial). The paper's 0.5 is thus too low for this training. The best value is
-# the largest that was tried, so an even higher rate may be better.
+# Accuracy rises with the rate over the whole range, so the paper's 0.5 is too low for this training. The best value is the largest that
+# was tried, so an even higher rate may be better.
 #
 # ### Epochs
 #
-# Does TCS-L4-Q5 lose accuracy because it has too few rounds? It has a quarter of TCS's rounds in the same number of epochs. If this is the
-# reason, its distance to TCS and to centralized training (the Baseline) shrinks towards the right. The two schemes also differ in the bits of
-# a value; the figure for $q$ shows what that costs alone. The Baseline sends nothing and has no mark in the lower panel.
+# TCS-L4-Q5 takes four local steps per round, so it has only a quarter of the rounds of TCS in the same number of epochs. Does it lose accuracy
+# for this reason? If so, its distance to TCS and to centralized training (the Baseline) shrinks towards the right, where trainings are longer.
+# TCS-L4-Q5 also sends fewer bits per value; the figure for $q$ shows what that costs alone. TCS-L4-M2-E3-W10++ is a shorter variant of our own
+# ([10b_fewer_bytes](10b_fewer_bytes.ipynb)). The Baseline sends nothing and has no mark in the lower panel.
 
 # %%
 draw("epochs")
@@ -300,19 +313,20 @@ for value, group in table[table["setting"] == "epochs"].groupby("value", sort=Fa
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# The table has one seed. Each difference is smaller than in the shorter training above it, which is what too few rounds would lead to. It is
-# no proof: the learning rates are the same for all lengths, and they may not suit each length equally well.
+# Each difference is smaller than in the shorter training above it, as we would expect if there were too few rounds. It is
+# no proof: there is only one seed, and the learning rates are the same for all lengths, which they may not suit equally well.
 #
 # ## What a practitioner would choose
 #
-# We fixed the following rule before the runs. Consider all values whose accuracy is within a margin of the best one's (or within the best
-# one's standard deviation over seeds, if that is larger). Of these, choose the value with the **fewest megabytes in both directions**. Some
-# settings are given and cannot be chosen: who takes part, and with which data. For these the table names the worst value and what it costs.
+# We fixed the following rule before most of these trainings. Consider all values whose accuracy is at most a margin below the best one. (If
+# the standard deviation of the best one over seeds is larger than the margin, it takes the margin's place.) Of these values, choose the one with
+# the **fewest megabytes in both directions**. Some settings cannot be chosen, because they say who takes part and with which data. For these,
+# the table names the worst value.
 
 
 # %%
 def cheapest_near_best(curve: pd.DataFrame, margin: float):
-    """The row to choose, and the most accurate one; None without a mean and bytes to go by."""
+    """Return the row to choose and the most accurate one, or None if no row has accuracy and bytes."""
     curve = curve.assign(cost=curve["megabytes_up"] + curve["megabytes_down"])
     curve = curve.dropna(subset=["cost", "accuracy"]).sort_values("accuracy", ascending=False)
     if curve.empty:
@@ -331,18 +345,18 @@ assert cheapest_near_best(tried.assign(accuracy_std=0.02), 0.5)[0]["accuracy"] =
 
 # %%
 def choice(name: str, scheme: str, curve: pd.DataFrame, chosen, best) -> dict[str, str]:
-    """One line: the most accurate value, the chosen one (or the worst), and the differences."""
+    """Return one line: the most accurate value, the chosen one (or the worst), and the differences."""
     setting = sweep.settings[name]
     chosen = curve.loc[curve["accuracy"].idxmin()] if setting.given else chosen
     cost = [
         lab.format_number(row["megabytes_up"] + row["megabytes_down"]) for row in (chosen, best)
     ]
     points = f"{100 * (chosen['accuracy'] - best['accuracy']):+.2f}".replace("-", "−")
-    word = f"given; worst: {chosen['value']}" if setting.given else chosen["value"]
+    word = f"no choice; worst: {chosen['value']}" if setting.given else chosen["value"]
     return {"Setting": name, "Scheme": scheme,
             "Most accurate": f"{best['value']} ({100 * best['accuracy']:.2f} %)", "Choose": word,
-            "Points": points, "MB both ways": " instead of ".join(dict.fromkeys(cost)),
-            "Paper": setting.marked or "–", "n": trials(curve)}  # fmt: skip
+            "Difference, points": points, "MB in both directions": " instead of ".join(dict.fromkeys(cost)),
+            "The paper's choice": setting.marked or "–", "n": trials(curve)}  # fmt: skip
 
 
 # %%
@@ -359,19 +373,23 @@ display(
 )
 
 # %% [markdown]
-# *Points* and *MB* compare the chosen value (or the worst one) with the most accurate one. Some limits of the rule:
+# The columns *Difference, points* and *MB in both directions* compare the chosen value (or the worst one) with the most accurate one. The rule
+# has some limits:
 #
 # - It counts only bytes, but more epochs also cost computing time.
-# - Values are compared over the seeds that all values of the setting have. With one seed a value can be the best by luck, so look at n.
-# - For $\phi_{local}$, $\phi_{global}$, η and few clients, the most accurate value is the last one that was tried. A better one may lie
-#   outside the range.
+# - With one seed (n = 1), a value can be the best by chance.
+# - For both masks, the learning rate, the clients and the epochs, the most accurate value is at the end of the range that was tried. A better
+#   one may lie outside.
 # - Each setting was varied alone. Combinations of two choices were not tried.
 #
 # ## Claim
 #
-# The next cell checks two statements. For every setting, the bits that one client sends after the warm-up are those of the formula for these
-# settings and this number of parameters, within 1 %. (They are not equal, because the blocks of the position code are powers of two, and those
-# of the formula are not. Schemes with a shorter code, marked `+`, are left out.) And every row of the table is the mean of its records.
+# The next cell checks two statements.
+#
+# 1. In every training, the bits that one client sends after the warm-up are those of the formula, within 1 %. (They are not equal, because the
+#    blocks of the position code are powers of two, and those of the formula are not. Schemes with the shorter code of
+#    [10b_fewer_bytes](10b_fewer_bytes.ipynb) are left out.)
+# 2. The accuracy in every row of the table is the mean of its records.
 
 # %%
 off = {}
@@ -385,7 +403,9 @@ for row in table.itertuples():
     assert not final or abs(row.accuracy - sum(final) / len(final)) < 1e-12
 assert len({record["provenance"]["fingerprint"] for record in records.values()}) <= 1
 worst = max(map(abs, off.values()), default=0.0)
-print(f"{len(off)} federated records: what a client sent is as computed, within {worst:.2%}")
+print(
+    f"In {len(off)} trainings, the bits that a client sent differ from the formula by at most {worst:.2%}."
+)
 
 # %% [markdown]
 # ## What we saw
@@ -396,17 +416,20 @@ for name in sweep.settings:
         low, high = (100 * getattr(curve["accuracy"], end)() for end in ("min", "max"))
         sent = curve["megabytes_up"] + curve["megabytes_down"]
         ratio = (
-            f", bytes ×{lab.format_number(sent.max() / sent.min())}" if sent.notna().all() else ""
+            f", and bytes by a factor of {lab.format_number(sent.max() / sent.min())}"
+            if sent.notna().all()
+            else ""
         )
-        print(f"{name}, {scheme}: {len(curve)} values, {low:.2f} to {high:.2f} %{ratio}")
+        print(
+            f"{name}, {scheme}: over {len(curve)} values, accuracy varies from {low:.2f} to {high:.2f} %{ratio}."
+        )
 missing = table[table["n"] + table["diverged"] == 0].groupby("setting", sort=False)["value"]
 for name, values in missing:
-    print(f"not measured: {name} {', '.join(values.unique())}")
+    print(f"{name}: no training was made with {', '.join(values.unique())}.")
 
 # %% [markdown]
-# If a setting has a wide range of accuracies, it is worth tuning. If its range of accuracies is narrow and its range of bytes is wide, it is
-# where to save. All of this is from short trainings of a small network. In longer trainings, entries that are sent late, which cost
-# accuracy here, have more time to arrive.
+# If the accuracy depends strongly on a setting, this setting is worth tuning. If the accuracy hardly depends on it and the bytes do, it is the
+# place to save. All of this is from short trainings of a small network. In longer trainings, delayed entries have more time to arrive.
 #
 # Next: [15_your_own_model](15_your_own_model.ipynb) tries such settings on your model and data.
 
