@@ -348,7 +348,6 @@ if FLOWER:
         f"{around.max():.0f}",
     )
 
-# %% jupyter={"source_hidden": true} tags=["remove-input"]
 short = compressor.bytes_up // clients
 inside = f"In a sparse round, a client's message has {short:,} bytes, while the parameters have {4 * D:,}."
 if FLOWER:
