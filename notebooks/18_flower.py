@@ -120,7 +120,7 @@ def job(config):
 )
 
 # %% [markdown]
-# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them. The function `sized` is what Flower calls
+# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with the lab's module `flower`. The function `sized` is what Flower calls
 # a *mod*: Flower runs it around each call of a client. Here it only records how many bytes of state Flower has to carry from one call to
 # the next.
 
