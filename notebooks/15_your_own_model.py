@@ -18,8 +18,8 @@
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them
 # there and run all cells again. For example, `rounds = 200` should make the saving much smaller, because the 40 dense rounds of
-# the warm-up are then a fifth of the training. `schemes = ["FedAvg", "TCS", "TCS-NW"]` adds TCS without a warm-up, which should send
-# several times fewer bytes than TCS and reach about the same loss. With `seed = 1`, the data are different. All losses
+# the warm-up are then a fifth of the training. `schemes = ["FedAvg", "TCS", "TCS-NW"]` adds TCS without a warm-up, which should
+# send several times fewer bytes than TCS and reach about the same loss. With `seed = 1`, the data are different. All losses
 # should change, and the numbers of bytes should stay almost the same.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]

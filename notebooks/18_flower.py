@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 18 · Take TCS into Flower
 #
-# How does TCS run inside [Flower](https://flower.ai)? Flower runs federations on real machines, but it has no compressor that keeps a
-# state from round to round. TCS needs a state: each client keeps its errors, which are what it has not sent yet, and the server and all
-# clients keep the shared mask.
+# How does TCS run inside [Flower](https://flower.ai)? Flower runs federations on real machines, but it has no compressor that keeps a state
+# from round to round. TCS needs a state: each client keeps its errors, which are what it has not sent yet, and the server and all clients
+# keep the shared mask.
 #
 # **Claim (beyond the paper).** Inside Flower, TCS gives the same model as in one process, bit for bit. This holds in Flower's simulation, and
 # also in separate processes, one of which is killed during the run. Flower carries the paper's messages and adds only a few bytes to each.
@@ -120,9 +120,9 @@ def job(config):
 )
 
 # %% [markdown]
-# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with the lab's module `flower`. The function `sized` is what Flower calls
-# a *mod*: Flower runs it around each call of a client. Here it only records how many bytes of state Flower has to carry from one call to
-# the next.
+# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with the lab's module `flower`. The function
+# `sized` is what Flower calls a *mod*: Flower runs it around each call of a client. Here it only records how many bytes of state Flower has
+# to carry from one call to the next.
 
 # %%
 APPS = (
@@ -168,9 +168,9 @@ print(
 # ## Between two messages, a client is a file
 #
 # Flower may start a new process for every message. It moves a client's `context.state` with each call, and a model is too large for that.
-# Therefore each client, which Flower calls a node, has a file of its own. The file holds the parameters theta, the errors, the round and the
-# mask. Flower's state holds only the name and the checksum of the file. A node replaces the whole file after each message. If a process is
-# killed, the next one finds either the old file or the new one, but never half of one.
+# Therefore each client, which Flower calls a node, has a file of its own. The file holds the parameters theta, the errors, the round and
+# the mask. Flower's state holds only the name and the checksum of the file. A node replaces the whole file after each message. If a process
+# is killed, the next one finds either the old file or the new one, but never half of one.
 #
 # A node finishes a round when it receives the server's message to all clients (line 16 of Alg. 2). The core's method for this is:
 
@@ -373,10 +373,10 @@ for name, took in seconds.items():
 
 # %% [markdown]
 # Flower may start a new Python process for each message, so these runs take much longer than the training itself. Each client keeps its own
-# errors, and the server keeps none. The node that was killed continued with its errors from its file. A client that has missed rounds receives theta and the mask. If the
-# server did not use a message of this client, the content of the message remains in the client's errors. The file of a node contains theta
-# and the errors, which take eight bytes per parameter. It also contains the node's last message, which takes four more bytes per parameter
-# in a dense round.
+# errors, and the server keeps none. The node that was killed continued with its errors from its file. A client that has missed rounds
+# receives theta and the mask. If the server did not use a message of this client, the content of the message remains in the client's
+# errors. The file of a node contains theta and the errors, which take eight bytes per parameter. It also contains the node's last message,
+# which takes four more bytes per parameter in a dense round.
 #
 # This notebook does not show encryption and authentication (Flower provides them with certificates), several machines, or a server that is
 # killed (Flower then ends the run).
