@@ -139,10 +139,10 @@ display(Markdown(lab.markdown(pd.DataFrame(suffixes))))
 # %% [markdown]
 # ## Second idea: send what stands out
 #
-# This rule has no shared mask. Each client sends every entry that is more than four standard deviations away from zero, however many
-# these are. `own_count` returns None to say that the number is not fixed. The method `own_mask` may return a mask of booleans, which is
-# easier to write than a list of positions. The declared `phi_local` is only a *guess* here. It is used by the formula for the number of bits, and
-# by nothing else.
+# This rule has no shared mask. Each client sends every entry that is more than four standard deviations away from zero, however many these
+# are. `own_count` returns None to say that the number is not fixed. The method `own_mask` may return a mask of booleans, which is easier to
+# write than a list of positions. The declared `phi_local` is only a *guess* here. It is used by the formula for the number of bits, and by
+# nothing else.
 
 
 # %%
@@ -338,9 +338,10 @@ for record in records[: seeds * len(own) : seeds]:
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# For `TCS-Average`, with and without suffixes, the second count is close to the bits that a client sent. The first is smaller, because it does not
-# round up the numbers of entries. With `-Q5`, most of the difference comes from the 16 magnitudes, which need many bits compared with the
-# rest of a message of such a small model. For `Threshold`, the formula is only as good as the guess, so trust the bits that were sent.
+# For `TCS-Average`, with and without suffixes, the second count is close to the bits that a client sent. The first is smaller, because it
+# does not round up the numbers of entries. With `-Q5`, most of the difference comes from the 16 magnitudes, which need many bits compared
+# with the rest of a message of such a small model. For `Threshold`, the formula is only as good as the guess, so trust the bits that were
+# sent.
 #
 # ## What to keep in mind
 #

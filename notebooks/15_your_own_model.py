@@ -241,13 +241,13 @@ def verdict(curves: dict[str, pd.DataFrame]) -> tuple[bool, str]:
     megabytes, (first, *others) = reached(curves), curves
     best = min(others, key=megabytes.__getitem__)
     if megabytes[best] < math.inf:
-        line = f"{best} reached the loss of {first} with {megabytes[first] / megabytes[best]:.0f} times fewer bytes"
+        line = f"{best} reached the loss of {first} with {megabytes[first] / megabytes[best]:.1f} times fewer bytes"
         return True, f"{line}: {megabytes[best]:.1f} MB instead of {megabytes[first]:.1f} MB"
     ends = {name: curve.iloc[-1] for name, curve in curves.items()}
     near = min(others, key=lambda name: ends[name]["loss"])
     more, fewer = ends[near]["loss"] / ends[first]["loss"], ends[first]["MB"] / ends[near]["MB"]
     line = f"no sparse scheme reached the loss of {first}: {near} ended with a loss {more - 1:.0%} higher"
-    return False, f"{line} and sent {fewer:.0f} times fewer bytes"
+    return False, f"{line} and sent {fewer:.1f} times fewer bytes"
 
 
 # %%

@@ -157,10 +157,10 @@ lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=st
 display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 
 # %% [markdown]
-# **How to read this.** The number after "at" is the learning rate, and n is the number of seeds. *Bits per character* is the test loss, converted
-# to bits. *Accuracy* is the share of next characters that were predicted correctly. *Times fewer bits sent* compares a client with
-# dense training, after the warm-up. "Global Momentum" means that the server applies momentum (Alg. 3). We do not know why top-K, which is
-# sparse, ends below dense training here.
+# **How to read this.** The number after "at" is the learning rate, and n is the number of seeds. *Bits per character* is the test loss,
+# converted to bits. *Accuracy* is the share of next characters that were predicted correctly. *Times fewer bits sent* compares a client
+# with dense training, after the warm-up. "Global Momentum" means that the server applies momentum (Alg. 3). We do not know why top-K, which
+# is sparse, ends below dense training here.
 #
 # In the warm-up, which is one epoch of ten, every scheme sends whole updates. The axis of the right panel starts after it, because most of
 # what the sparse schemes sent was sent in the warm-up. The megabytes in the table include it.

@@ -21,8 +21,8 @@
 # `uv run --extra flower jupyter lab` to have it. Without Flower, the cells that need it do nothing.
 #
 # *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
-# all cells again. For example, with `scheme = "TCS-Q5"` the sparse messages should become much shorter, because values have 5 bits instead of 32.
-# With `hidden = 512`, the messages should become longer, but Flower should add as many bytes as before.
+# all cells again. For example, with `scheme = "TCS-Q5"` the sparse messages should become much shorter, because values have 5 bits instead
+# of 32. With `hidden = 512`, the messages should become longer, but Flower should add as many bytes as before.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import importlib.util
