@@ -9,15 +9,17 @@
 # %% [markdown]
 # # 09 · Add a scheme of your own
 #
-# **In short.** A selection rule of a few lines becomes a complete scheme. It gets a row in the table, a curve in the figure and all
-# suffixes, and its bits are counted in the same way as those of the paper's schemes. A shared mask that follows an average of past
-# updates changes less than the mask of TCS. A rule that uses information which the server does not have is detected by a replay.
+# **In short.** Write a class of a few lines that selects entries, and register it under a name. It is then a complete scheme: it gets a row in
+# the table and a curve in the figure, and its bits are counted in the same way as those of the paper's schemes. In our first example, the
+# shared mask follows an average of past updates, and it changes less than the mask of TCS. We also show how to detect a scheme that
+# uses information which the server does not have.
 #
 # **Claim (Table 1, Fig. 3).** An idea for a mask becomes a row of Table 1 and a curve of Fig. 3 with at most ten lines of
-# code. The new scheme trains, every bit that it sends is counted, and it accepts the suffixes -L4 and -Q5 like the schemes of the paper.
+# code. The new scheme trains, every bit that it sends is counted, and it accepts suffixes like the schemes of the paper, for example -L4 for
+# four local steps and -Q5 for values of 5 bits.
 #
-# We try three ideas: a shared mask that follows a running average of the updates, clients that send
-# every entry that stands out, and a rule that cheats. The runs here have the size of the `ci` profile and take seconds each.
+# We try three ideas: a shared mask that follows a running average of the updates, clients that send every entry that stands out, and a
+# rule that cheats. A *profile* is a file that says how large the trainings are. The runs here have the profile `ci` and take seconds each.
 # Their rows and bits are correct, but their accuracies mean nothing yet. For meaningful accuracies, run a larger profile
 # from the root of the repository. The profile `quick` needs five minutes or more:
 #
@@ -25,6 +27,10 @@
 #
 # *Run time*: about 30 s on two cores of a Xeon, and about 10 s when the records exist already. *Read before*:
 # [03_tcs](03_tcs.ipynb).
+#
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there, or
+# change a scheme, and run all cells again. For example, replace 0.9 by 0.5 in the class `RunningAverage`. Less of the shared mask of
+# `TCS-Average` should then stay from one round to the next. Replace 4 by 3 in the class `Threshold`, and it should send more bits.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
@@ -48,8 +54,8 @@ torch.set_num_threads(1)
 # The sizes come from `params/<profile>.yaml`. The learning rate and the paper's numbers come from `params/table1.yaml`. A run of `TCS` or
 # `Baseline` here is therefore the same run as in [notebook 08](08_tables_and_curves.ipynb), and has the same record.
 #
-# You can change any of these values and run all cells again. The text between the cells describes the
-# results for the values given here. The sections *Claim* and *What we saw* are computed anew.
+# You can change any of these values and run all cells again. The text between the cells describes the results for the values given here. The
+# outputs of the cells under *Claim* and *What we saw* are computed anew.
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 profile = "ci"  # sizes: params/<profile>.yaml; folder under results/
@@ -80,14 +86,15 @@ print(
 # - `own_mask` returns these entries, which are sent with their positions. This is the paper's local mask.
 # - `observe` receives every update that the server sent.
 #
-# Three of these methods, as TCS has them:
+# In TCS, three of these methods look like this:
 
 # %%
 lab.show_code(tcs.TCS.shared_mask, tcs.TCS.observe, tcs.MaskRule.own_mask)
 
 # %% [markdown]
 # `select` is the paper's $S_{top}$, which selects the largest entries. `k_global` is $K=\lceil\phi_{global}\,d\rceil$, the number of entries in
-# the shared mask. Most of the other lines treat a mask that shrinks after a sparse warm-up, and an update of zeros.
+# the shared mask, and $d$ is the number of all entries. Most of the other lines handle two special cases: an update that is zero everywhere,
+# and a mask that shrinks after a sparse warm-up.
 #
 # ## First idea: a mask with a memory
 #
@@ -95,7 +102,7 @@ lab.show_code(tcs.TCS.shared_mask, tcs.TCS.observe, tcs.MaskRule.own_mask)
 #
 # $$a_t = 0.9\,a_{t-1}+|\Delta\theta_t|,\qquad m_{global}=S_{top}(a_t,\,K).$$
 #
-# The server and all clients know the past updates, so they can compute this average, and the positions still need no bits.
+# The server and all clients know the past updates. They can compute this average themselves, so the positions still need no bits.
 
 
 # %%
@@ -132,9 +139,10 @@ display(Markdown(lab.markdown(pd.DataFrame(suffixes))))
 # %% [markdown]
 # ## Second idea: send what stands out
 #
-# This rule shares nothing. Each client sends every entry that is more than four standard deviations away from zero, however many
-# these are. `own_count` returns None to say that the number is not fixed. The method `own_mask` may return a mask of booleans, which is
-# easier to write than a list of positions. The declared `phi_local` is only a *guess* here, and only the formula uses it.
+# This rule has no shared mask. Each client sends every entry that is more than four standard deviations away from zero, however many these
+# are. `own_count` returns None to say that the number is not fixed. The method `own_mask` may return a mask of booleans, which is easier to
+# write than a list of positions. The declared `phi_local` is only a *guess* here. It is used by the formula for the number of bits, and by
+# nothing else.
 
 
 # %%
@@ -174,8 +182,8 @@ class Peek(tcs.TCS):
 # %% [markdown]
 # The scheme trains, and its number of bits looks like that of TCS. But this number is wrong, because the secret information was never sent.
 #
-# A **replay** detects this. We copy the rule before the first round and show the copy only the updates and the model. The server, or a client
-# that was there from the start, knows exactly these. If the copy finds the right mask in every round, the shared mask needs no hidden information.
+# A **replay** detects this. We copy the rule before the first round and show the copy only the updates and the model, which the server and all
+# clients know. If the copy finds the right mask in every round, the shared mask needs no hidden information.
 # The replay tests the shared mask only. It cannot detect that `own_mask` of one client learns something from another client.
 
 
@@ -235,13 +243,13 @@ fig.legend(loc="outside lower center", ncols=3, frameon=False)
 lab.show_figures()
 
 # %% [markdown]
-# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round.
-# There are two causes.
+# In sparse rounds, the running average keeps most of its mask, while TCS replaces a large part of its mask in every round. We see two
+# likely causes.
 #
-# The first cause is the accumulated error. A new entry can only come from the local mask of a client, because the update is zero
-# everywhere outside the masks. What a client sends there has accumulated in its errors, so the entry is large once, enters the shared
-# mask, and is small again one round later. The second cause is noise: in dense rounds nothing accumulates, and TCS keeps even less
-# of its mask. A memory smooths out both.
+# The first is that errors accumulate. The update is zero outside the masks, so a new entry of the shared mask can only come from a client's
+# own mask. What the client sends there has accumulated over many rounds. The entry is therefore large once, enters the shared mask, and is
+# small again one round later. The second cause is noise. In the dense rounds nothing accumulates, and still TCS keeps even less of its
+# mask. The running average reduces both effects.
 #
 # ## Names and values of your own
 #
@@ -280,8 +288,9 @@ for name in ("TCS-G5", "TCS-Average-G5-Q5", "TCS-Average-G5-U5"):
 # ## The row and the curve
 #
 # The remaining steps are those of notebook 08: plan, run, summary and figure. A record is reused if its configuration is the same.
-# For your own scheme, the code of its methods belongs to the configuration: when you edit the class, its runs are made again. Functions
-# that a method calls outside of its class do *not* belong to it. Put such code into the class, or rename the scheme when it changes.
+# For your own scheme, the code of its class belongs to the configuration, so its runs are made again when you edit the class. Functions
+# outside of the class do *not* belong to the configuration, even if a method calls them. Put such code into the class, or rename the scheme
+# when it changes.
 
 # %%
 configs = lab.plan(params | {"schemes": own + beside})
@@ -299,7 +308,7 @@ lab.save_table(summary, folder / "own_schemes", title)
 display(Markdown(f"**{title}**\n\n{lab.markdown(lab.readable(summary))}"))
 
 # %% [markdown]
-# Your own schemes come first. Their columns for the paper are empty.
+# Your own schemes come first. Their columns for the paper are empty, because the paper has no such schemes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 label = records[0]["provenance"]["dataset"]
@@ -313,8 +322,10 @@ display(Image(lab.save_figure(drawn, folder / "own_schemes"), width=700, alt=wor
 # We compare three ways to count the bits:
 #
 # 1. `bit_budget(name)` is the paper's formula. It uses the declared fractions $\phi$.
-# 2. `bit_budget(name, D)` is the same for a model of D parameters, with whole numbers K and with the means that the quantizer sends.
-# 3. `bits_per_parameter(record)` adds up the sizes of the codes that were sent in each round.
+# 2. `bit_budget(name, D)` is the formula for a model of D parameters. The numbers of entries are rounded up to whole numbers, and the
+#    magnitudes that a quantizer sends are counted as well.
+# 3. `bits_per_parameter(record)` adds up the sizes of the codes that were sent after the warm-up, by a client (*sent up*) and by the server
+#    (*sent down*).
 
 # %%
 rows = []
@@ -327,9 +338,10 @@ for record in records[: seeds * len(own) : seeds]:
 display(Markdown(lab.markdown(pd.DataFrame(rows))))
 
 # %% [markdown]
-# For `TCS-Average`, with and without suffixes, the second and third count are close to each other. The first is smaller, because K is rounded
-# up to a whole number. With `-Q5`, most of the difference comes from the 16 means, which are expensive in a very small model. For `Threshold`,
-# the formula is only as good as the guess, so the bits that were sent are the result to trust.
+# For `TCS-Average`, with and without suffixes, the second count is close to the bits that a client sent. The first is smaller, because it
+# does not round up the numbers of entries. With `-Q5`, most of the difference comes from the 16 magnitudes, which need many bits compared
+# with the rest of a message of such a small model. For `Threshold`, the formula is only as good as the guess, so trust the bits that were
+# sent.
 #
 # ## What to keep in mind
 #
@@ -342,14 +354,14 @@ display(Markdown(lab.markdown(pd.DataFrame(rows))))
 #   must draw the same mask.
 # - **Save the state.** The attributes that `keeps` lists are saved, if they are tensors or numbers, and an interrupted run then continues exactly.
 #   Keep a history as one tensor, and random draws as a counter.
-# - **Declare the fractions that you really send.** The formula relies on them; the bits that are counted do not.
+# - **Declare the fractions that you really send.** The formula relies on them. The counted bits do not depend on them.
 #
 # ## Claim
 #
 # 1. The new schemes have a row and a curve, and every trial finished.
 # 2. `TCS-Average` sends exactly as many bits as `TCS`, with and without -L4-Q5, because both use the same fractions and the same code.
-# 3. The counted bits of `TCS-Average` differ by less than 3 % from the formula at this model's size. The tolerance covers blocks that
-#    are not full and positions in whole bits. Both matter less in larger models.
+# 3. The counted bits of `TCS-Average` differ by less than 3 % from the formula at this model's size. They need not be equal, because the code
+#    for the positions rounds up to whole blocks and whole bits. This matters less in larger models.
 # 4. The replay accepts the honest rules and rejects the rule that cheats.
 #
 # The accuracy depends on the profile, so it is reported and not asserted.
@@ -385,17 +397,17 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 # with ten clients on synthetic images, which it makes itself. It tries four learning rates, chooses the best one on 15,000 images, and trains
 # with three more seeds, which are scored on 26,000 other images. If you stop it, the next call continues.
 #
-# It then prints the row of your scheme beside the rows of known methods, and their difference in accuracy at the bytes of your scheme
-# (yours minus theirs, bytes of both directions, with a 95 % interval). The row, your file and a picture are kept in
-# `results/compare/<name of the scheme>/`. If you change the file, the runs are made again.
+# It then prints the row of your scheme beside the rows of known methods. A second table says how much higher or lower your scheme's accuracy
+# is than that of other methods at the same number of bytes, with a 95 % interval. The bytes are those of both directions. The row, your
+# file and a picture are kept in `results/compare/<name of the scheme>/`. If you change the file, the runs are made again.
 #
 # A mask rule has these attributes: `dimension` (the number of entries D), `k_global` and `k_local` (the sizes of the masks in this round),
 # `round`, `seed`, `device`, `layer_sizes` and `scheme`. `shared_mask()` returns positions (int64, ascending) or a bool tensor (D,), or None as
-# long as there is no mask, which makes the round dense. Give `phi_local=None` for a scheme without masks of the clients' own. With
-# `--densities`, the masks are also made four and sixteen times as small, through `k_global` and `k_local`. The folder [examples](examples) has
-# two more forms that a method can have: a client and a server, and a class that compresses one tensor.
+# long as there is no mask, which makes the round dense. Give `phi_local=None` for a scheme in which clients add no entries of their own. With
+# `--densities`, the comparison also tries masks that are four and sixteen times smaller, and sets `k_global` and `k_local` accordingly. The
+# folder [examples](examples) has two more forms that a method can have: a client and a server, and a class that compresses one tensor.
 #
-# The next cell shows the rows that are stored for all known methods, and the row of that file if you have made it.
+# The next cell shows the rows that are stored for all known methods, and the row of `mask_rule.py` if you have made it.
 
 # %%
 track = compare.track.read_track()
@@ -434,9 +446,9 @@ for name in ("TCS", "TCS-Average"):
     )
 
 # %% [markdown]
-# To find out whether an idea is *good*, use a larger profile and more trials; the command at the top does this. In the profile `ci`,
-# which trains for three epochs, every scheme ends far below the Baseline, and the differences between the schemes are noise. We were
-# surprised how much the shared mask of TCS changes, and how much less it changes with one line of memory.
+# To find out whether an idea is *good*, use a larger profile and more trials; the command at the top does this. The profile `ci` trains for
+# three epochs only. Every scheme then ends far below the Baseline, and the differences between the schemes are noise. We were surprised
+# how much the shared mask of TCS changes, and how much less it changes if it follows an average.
 #
 # For another table or profile, change `files` and `profile` above. To use the scheme in [notebook 08](08_tables_and_curves.ipynb),
 # copy its class into a cell of that notebook, because a name is known only where it was registered. Next:

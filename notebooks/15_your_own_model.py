@@ -10,10 +10,17 @@
 # # 15 · Your own model, your own data
 #
 # **Claim (beyond the paper).** With a model, a loss function and a list of batches for each client, about twenty lines of
-# code show what TCS would save for *you*. They train with dense federated averaging, with top-K and with TCS, and compare
-# the loss that each reaches with the bytes that it sends.
+# code show what TCS would save for *you*. They train the model with four methods, and compare the loss that each method
+# reaches with the bytes that it sends. The methods are dense federated averaging (FedAvg), top-K, TCS, and TCS-Q5, which is
+# TCS with values of 5 bits.
 #
 # *Run time*: about 50 s on two cores of a Xeon. *Read before*: [03_tcs](03_tcs.ipynb).
+#
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them
+# there and run all cells again. For example, `rounds = 200` should make the saving much smaller, because the 40 dense rounds of
+# the warm-up are then a fifth of the training. `schemes = ["FedAvg", "TCS", "TCS-NW"]` adds TCS without a warm-up, which should
+# send several times fewer bytes than TCS and reach about the same loss. With `seed = 1`, the data are different. All losses
+# should change, and the numbers of bytes should stay almost the same.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import copy
@@ -37,18 +44,18 @@ torch.set_num_threads(1)
 plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} | lab.LOOK)
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-clients = 4  # each has data of its own, from 1000 samples up
-rounds = 1000  # with one local step each; an entry gets to be sent rounds x phi_global times
-batch_size = 16  # samples of a local step
-learning_rate = 0.1  # eta
+clients = 4  # each has its own data: the first 1000 samples, the second 2000, and so on
+rounds = 1000  # of one local step each
+batch_size = 16  # samples per local step
+learning_rate = 0.1  # of plain SGD
 warmup = 40  # dense rounds at the start
-schemes = ["FedAvg", "top-K", "TCS", "TCS-Q5"]  # the first is what the others are compared with
-adaptive = ["FedAvg-L4", "TCS-L4"]  # the same with AdamW at the clients
-adaptive_rate = 3e-3  # AdamW's
-tolerance = 0.05  # the same loss is at most so much higher than the first scheme's, as a share
-many_clients = [10, 100, 1000]  # of which ten take part in a round
-many_width = 512  # of the perceptron for many clients: 273,921 parameters
-seed = 0  # of data, first weights and batches
+schemes = ["FedAvg", "top-K", "TCS", "TCS-Q5"]  # the others are compared with the first
+adaptive = ["FedAvg-L4", "TCS-L4"]  # schemes that are trained with AdamW at the clients
+adaptive_rate = 3e-3  # learning rate of AdamW
+tolerance = 0.05  # a loss that is at most this fraction higher counts as the same
+many_clients = [10, 100, 1000]  # numbers of clients; ten of them take part in each round
+many_width = 512  # units per layer of the perceptron for many clients
+seed = 0  # of the data, the first weights and the batches
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
@@ -64,19 +71,20 @@ if warmup >= rounds:
     raise ValueError(f"warmup: got {warmup}, allowed: less than rounds, which is {rounds}")
 
 # %% [markdown]
-# ## Yours: data and model
+# ## Your data and your model
 #
 # A `Federation` does not depend on images: it accepts any `torch.nn.Module` with float32 parameters. The example here is a
 # made-up regression. Its model has batch norm, dropout and a frozen layer, and the clients have different data and different
 # amounts of it.
 #
 # To use your own data and model, replace the next two cells and keep the names that they define: `own`, `counts`, `test`,
-# `model_of()` and `loss`. The statements at the end of this notebook are asserted as long as its parameters are unchanged, so
-# an unsupported statement would stop the notebook. With your own data, please change one of the parameters, for example `seed`.
+# `model_of()` and `loss`. Please change one of the parameters as well, for example `seed`. The end of the notebook checks some
+# statements about the results. With unchanged parameters, a statement that does not hold stops the notebook. With other parameters, it
+# is only reported.
 #
 # `own[n]` is the list of batches that client n learns from. Here the batches hold noisy values of one unknown function, and
-# each client sees a different region of its inputs. `counts` are the numbers of samples of the clients; the last client has the
-# most. `test` is one batch. A federation does not move your tensors, so put them on the device of the model.
+# each client sees a different region of its inputs. `counts` holds the number of samples of each client. `test` is one batch. A
+# federation does not move your tensors, so put them on the device of the model.
 
 # %%
 torch.manual_seed(seed)
@@ -113,12 +121,12 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 # ## The comparison
 #
 # A `Federation` takes the model, an iterable of batches for each client, the name of a scheme, and a learning rate or a
-# schedule. A `DataLoader` is such an iterable; when it ends, it is started again. `weights` are the fractions with which the clients
-# enter the average, here in proportion to their data. Clients take plain SGD steps, or those of a `local_optimizer`.
+# schedule. A `DataLoader` is such an iterable; when it ends, it is started again. `weights` says how much each client counts in the
+# average, which is here in proportion to its data. Clients take plain SGD steps, or the steps of a `local_optimizer`.
 #
-# The schedule below begins with a dense warm-up. Some suffixes of a scheme's name replace it: `-NW` has no warm-up, `-W` has a
-# sparse one with larger masks, and `++` combines no warm-up with shorter codes (see [10b_fewer_bytes](10b_fewer_bytes.ipynb)).
-# A scheme with -L4 takes four local steps per round, and therefore needs a quarter of the rounds.
+# The schedule below begins with a dense warm-up, unless the name of the scheme says otherwise. For example, a scheme with the suffix -NW
+# has no warm-up ([10b_fewer_bytes](10b_fewer_bytes.ipynb) shows more such suffixes). A scheme with -L4 takes four local steps per
+# round, and therefore needs a quarter of the rounds.
 #
 # After each round, the compressor knows the length of all messages, headers included. `bytes_up` is what all clients sent
 # together, and `bytes_down` is what the server sent to each of them.
@@ -126,7 +134,7 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 # %%
 def schedule_of(scheme: tcs.Scheme, rate: float):
-    """Warm-up at first, as the scheme says; a tenth of the rate from three quarters on."""
+    """Return a schedule: first the warm-up of the scheme, and in the last quarter a tenth of the rate."""
 
     def schedule(t: int) -> tcs.Phase:
         done = t * scheme.local_steps
@@ -142,7 +150,7 @@ def schedule_of(scheme: tcs.Scheme, rate: float):
 
 @torch.no_grad()
 def tested(federation: tcs.Federation) -> float:
-    """The test loss: no dropout, and batch norms with the mean of the clients' statistics."""
+    """Return the test loss, without dropout. Batch norms use the mean of the clients' statistics."""
     with federation.evaluated() as model:
         return loss(model, test).item()
 
@@ -151,7 +159,7 @@ def tested(federation: tcs.Federation) -> float:
 def federation_of(
     name: str, rate: float = learning_rate, optimizer=None, **changes
 ) -> tcs.Federation:
-    """A federation before its first round; `changes` are those of the scheme's fields."""
+    """Make a federation. `changes` sets fields of the scheme to other values than its name does."""
     torch.manual_seed(seed)
     scheme = tcs.Scheme.named(name, **changes)
     return tcs.Federation(model_of(), own, scheme, schedule_of(scheme, rate), loss=loss,
@@ -159,7 +167,7 @@ def federation_of(
 
 
 def trained(federation: tcs.Federation) -> pd.DataFrame:
-    """Its curve."""
+    """Train a federation and return its curve: rounds, megabytes sent so far, and test loss."""
     count, rows, megabytes = rounds // federation.scheme.local_steps, [], 0.0
     for t in lab.follow(range(1, count + 1), "rounds"):
         federation.round()
@@ -179,12 +187,12 @@ curves = {scheme: trained(federation_of(scheme)) for scheme in schemes}
 # %%
 last = pd.DataFrame({scheme: curve.iloc[-1] for scheme, curve in curves.items()}).T
 last["times fewer bytes"] = last["MB"].iloc[0] / last["MB"]
-last["loss, × the first"] = last["loss"] / last["loss"].iloc[0]
+last["loss ÷ loss of the first row"] = last["loss"] / last["loss"].iloc[0]
 shapes = {
     "MB": "{:,.1f}",
     "loss": "{:.4f}",
     "times fewer bytes": "{:.1f}",
-    "loss, × the first": "{:.2f}",
+    "loss ÷ loss of the first row": "{:.2f}",
 }
 readable = pd.DataFrame({name: last[name].map(shape.format) for name, shape in shapes.items()})
 display(Markdown(lab.markdown(readable.reset_index(names="scheme"))))
@@ -205,55 +213,59 @@ plt.close(fig)
 # %% [markdown]
 # ## What to choose
 #
+# The table counts the megabytes that all clients and the server sent in the whole training, and gives the test loss at its end.
+#
 # The target is the loss with which the first scheme ends, within the tolerance. Choose the scheme that reaches this loss, stays
 # there, and sends the fewest bytes. If no sparse scheme reaches it, train longer or send more entries per round. For another row
 # in the table, add a cell with `curves["TCS, 5 %"] = trained(federation_of("TCS", phi_global=0.05))` after the cell that trains.
 #
-# Two simple calculations help to judge the result. First, 4 % of the rounds here are dense, so no scheme that has this warm-up can send
-# fewer than a twenty-fifth of the bytes. In fact, most of the bytes here are those of the warm-up. (Schemes with -NW, -W or ++ have no dense rounds.)
-# Second, multiply the number of rounds by $\phi_{global}$, the fraction of entries that is sent per round. This is how often an average
-# entry is sent: 10 times here, and 234 times in the paper. If it is only about ten, accuracy may suffer.
+# Two simple calculations help to judge the result. First, 40 of the 1,000 rounds here are dense. A scheme with this warm-up therefore sends
+# at least a twenty-fifth of the bytes of dense training. In the table, more than half of what each sparse scheme sent belongs to the
+# warm-up. Second, multiply the number of rounds by $\phi_{global}$, the fraction of entries that is sent per round. This is how often
+# an average entry is sent, which is 10 times here and 234 times in the paper. If it is only about ten, accuracy may suffer.
 
 
 # %%
 def reached(curves: dict[str, pd.DataFrame]) -> dict[str, float]:
-    """MB until each is, and stays, at the loss that the first one ends with; infinite: never."""
+    """Return how many MB each scheme sent before it reached the final loss of the first and stayed there.
+
+    The number is infinite for a scheme that never did.
+    """
     target = (1 + tolerance) * next(iter(curves.values()))["loss"].iloc[-1]
     stays = {name: (curve["loss"] <= target)[::-1].cummin()[::-1] for name, curve in curves.items()}
     return {name: min(curves[name]["MB"][at], default=math.inf) for name, at in stays.items()}
 
 
 def verdict(curves: dict[str, pd.DataFrame]) -> tuple[bool, str]:
-    """Whether another than the first gets to that loss, and for how few bytes, in words."""
+    """Return whether a scheme reached the final loss of the first one, and a sentence with its bytes."""
     megabytes, (first, *others) = reached(curves), curves
     best = min(others, key=megabytes.__getitem__)
     if megabytes[best] < math.inf:
-        line = f"{best} reached the loss of {first} with {megabytes[first] / megabytes[best]:.0f} times fewer bytes"
+        line = f"{best} reached the loss of {first} with {megabytes[first] / megabytes[best]:.1f} times fewer bytes"
         return True, f"{line}: {megabytes[best]:.1f} MB instead of {megabytes[first]:.1f} MB"
     ends = {name: curve.iloc[-1] for name, curve in curves.items()}
     near = min(others, key=lambda name: ends[name]["loss"])
     more, fewer = ends[near]["loss"] / ends[first]["loss"], ends[first]["MB"] / ends[near]["MB"]
-    line = (
-        f"no sparse scheme reached the loss of {first}: that of {near} ended {more - 1:.0%} higher"
-    )
-    return False, f"{line}, with {fewer:.0f} times fewer bytes"
+    line = f"no sparse scheme reached the loss of {first}: {near} ended with a loss {more - 1:.0%} higher"
+    return False, f"{line} and sent {fewer:.1f} times fewer bytes"
 
 
 # %%
 same_loss, saved = verdict(curves)
 size = sum(p.numel() for p in model_of().parameters() if p.requires_grad)
 answer.update(
-    Markdown(f"""**In short.** **{saved[0].upper()}{saved[1:]}.** The test loss counts as reached if it is at most {tolerance:.0%} higher. The bytes are those of all clients
-in both directions, warm-up included. The training had {clients}\u00a0clients, {size:,} trained parameters and {rounds:,} local steps, and each scheme was trained once.""")
+    Markdown(f"""**In short.** **On the example of this page, {saved}.** A scheme has reached this loss when its test loss is at most {tolerance:.0%} above the loss with which
+{schemes[0]} ends, and stays there. The bytes are those of all clients in both directions, warm-up included. The training had {clients}\u00a0clients, {size:,} trained
+parameters and {rounds:,} local steps, and each scheme was trained once.""")
 )
-print(saved)
+print(f"{saved[0].upper()}{saved[1:]}.")
 
 # %% [markdown]
 # ## Your optimizer at the clients
 #
 # `local_optimizer` is a function that receives parameters and returns an optimizer. Every client gets an optimizer of its own. Its
 # state stays with the client and is saved together with the federation. The learning rate comes from the schedule, so do not set
-# one in the optimizer. Each client sends the difference between its parameters after and before its local steps.
+# one in the optimizer. As before, each client sends the difference between its parameters after and before its local steps.
 
 
 # %%
@@ -271,16 +283,16 @@ _, with_adamw = verdict(adaptive_curves)
 print(f"With AdamW, {with_adamw}.")
 
 # %% [markdown]
-# With -L4, an average entry is sent only 2.5 times in this training. The result therefore cannot tell whether AdamW or the small
-# number of rounds costs some of the loss. There is a reason why AdamW may need more entries: its steps have about the same size in all
-# entries. The largest hundredth is then a smaller part of a client's difference than with SGD, and more of it has to wait.
-# Set `adaptive = ["FedAvg", "TCS"]` to compare with four times as many rounds.
+# With -L4, an average entry is sent only 2.5 times in this training. If TCS-L4 ends with a higher loss than FedAvg-L4, the cause can
+# therefore be AdamW or the small number of rounds. Set `adaptive = ["FedAvg", "TCS"]` to train with four times as many rounds. If the
+# losses still differ, AdamW is the more likely cause. A possible reason is that its steps have about the same size in all entries. The
+# few entries that are sent then make up a smaller part of the update than with SGD.
 #
 # ## Variants of federated averaging
 #
-# Several well-known variants of federated averaging need no new arguments. Each of the next cells shows one variant, with a
-# small network and four local steps per round. Next to it, a plain PyTorch loop does the same, and the cell prints the
-# largest difference of any parameter after five rounds. If you replace `FedAvg-L4` by the name of a sparse scheme, the same variant
+# Several well-known variants of federated averaging need only a few lines. Each of the next cells shows one variant, with a
+# small network and four local steps per round. A plain PyTorch loop then does the same, and we print by how much the parameters of
+# the two networks differ at most after five rounds. If you replace `FedAvg-L4` by the name of a sparse scheme, the same variant
 # sends fewer bytes.
 
 
@@ -295,8 +307,11 @@ def trained_of(net: nn.Module) -> list[nn.Parameter]:
 
 
 def played_by_hand(net: nn.Module, local, server=None) -> nn.Module:
-    """Five rounds in plain PyTorch. `local(net, n, t)` trains a client's copy in place. Then the mean of the copies is the new net,
-    or an optimizer of the server steps by minus the mean difference."""
+    """Train for five rounds in plain PyTorch.
+
+    `local(net, n, t)` trains a client's copy in place. Without `server`, the mean of the copies is the new net. With it, an
+    optimizer of the server takes a step, for which the gradient is minus the mean of the clients' changes.
+    """
     optimizer = server(trained_of(net)) if server else None
     for t in range(5):
         copies = [copy.deepcopy(net) for _ in range(clients)]
@@ -330,8 +345,8 @@ def compare(variant: str, net: nn.Module, by_hand: nn.Module) -> None:
 
 # %% [markdown]
 # **FedProx** keeps a client close to the model that it started from. Its loss has an additional term
-# $\frac{\mu}{2} \lVert \theta - \theta_t \rVert^2$. Between two rounds, the module holds the common parameters $\theta_t$, so we can copy
-# them then.
+# $\frac{\mu}{2} \lVert \theta - \theta_t \rVert^2$. Between two rounds, the module holds the common parameters $\theta_t$. We copy them
+# before each round.
 
 # %%
 mu, start = 0.5, []
@@ -414,8 +429,8 @@ by_hand = played_by_hand(small(), lambda net, n, t: sgd_by_hand(net, n, t, steps
 compare("unequal steps", federation.model, by_hand)
 
 # %% [markdown]
-# **FedAdam** lets the clients take plain SGD steps. The server then takes one Adam step, in which minus the mean difference of
-# the clients is the gradient.
+# **FedAdam** lets the clients take plain SGD steps. The server then takes one Adam step. As the gradient of this step, it uses the
+# mean of what the clients changed, with the opposite sign.
 
 
 # %%
@@ -435,9 +450,7 @@ compare("FedAdam", federation.model, played_by_hand(small(), sgd_by_hand, adam))
 # too, without a warning. To give each client a head of its own, keep the heads outside of the module. Each batch then says which client
 # it belongs to, and each head takes its step as soon as its gradient is ready.
 #
-# Save these heads yourself, beside the state of the federation. If a round fails, their steps are not undone. A personal batch norm is
-# not possible in this way, because its weights are part of the module. Only its running statistics belong to each client, until the
-# model is evaluated.
+# Save these heads yourself, beside the state of the federation. If a round fails, their steps are not undone.
 
 # %%
 heads = [copy.deepcopy(small()[2]) for _ in range(clients)]
@@ -480,8 +493,8 @@ compare("own heads", nn.Sequential(body, *heads), nn.Sequential(body_by_hand, *h
 # ## The module is still yours
 #
 # The parameters of your module are ordinary tensors that hold the trained values after every round. Training mode and frozen
-# parameters stay as you set them. To save the model, use `averaged_state_dict`: there, the norms have the mean of the
-# clients' running statistics.
+# parameters stay as you set them. Save the model with `averaged_state_dict`. In this dictionary, the running statistics of each
+# batch norm are the mean over the clients.
 
 # %%
 federation = own_optimizer[adaptive[-1]]
@@ -500,22 +513,21 @@ print(f"Every part is still in training mode: {modes}")
 # %% [markdown]
 # ## A thousand clients
 #
-# A client keeps everything that it has not sent yet in its errors, which are D numbers. All errors together, `errors_ND`, therefore grow
-# with the number of clients. (The statistics of batch norms grow as well, but they are small.) A round works on the errors of its ten
-# participants only. On a CPU, the errors need memory only after they are written, which is 4 · D bytes for each client that has
-# taken part. The first round of a client can take longer for this reason.
+# Each client keeps what it has not sent yet. These numbers are called its errors, and there is one for each of the D parameters.
+# The errors of all N clients are the tensor `errors_ND`, which grows with the number of clients. A round works on the errors of its
+# ten participants only. On a CPU, memory for a client's errors is used only once they are written, that is, after the client has taken
+# part in a sparse round. It is then 4 · D bytes. The first round of a client can take longer for this reason.
 #
 # If this is too much memory, keep the errors in a new file. Call
 # `compressor.keep_errors_in(torch.from_file("errors.bin", True, N * D).view(N, D))` before the first round. Delete an old file first,
-# since its content would be read as errors. In a parameter file, `errors_limit` is the number of megabytes above which errors are kept
-# in a file.
+# since its content would be read as errors.
 #
-# The next cells measure this with a made-up network and made-up data.
+# The next cells measure time and memory with a made-up network and made-up data.
 
 
 # %%
 def resident() -> float:
-    """Memory of this process that is really there, in MB (Linux)."""
+    """Return the memory that this process really uses, in MB. It is known on Linux only."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next(
@@ -527,11 +539,11 @@ def squared(net: nn.Module, batch: tuple) -> torch.Tensor:
     return nn.functional.mse_loss(net(batch[0]), batch[1])
 
 
-played = 12  # rounds of each federation
+played = 12  # rounds of each federation; the first one is dense and leaves no errors
 
 
 def timed_rounds(count: int) -> tuple[float, tcs.Federation]:
-    """The median round of a federation of so many clients, ten at a time, in ms."""
+    """Return the median time of a round with ten of so many clients, in ms, and the federation."""
     middle = nn.Linear(many_width, many_width)
     net = nn.Sequential(
         nn.Linear(20, many_width), nn.ReLU(), middle, nn.ReLU(), nn.Linear(many_width, 1)
@@ -546,16 +558,16 @@ def timed_rounds(count: int) -> tuple[float, tcs.Federation]:
 
 
 def crowd(count: int) -> dict[str, str]:
-    """One line of the table below."""
+    """Return one row of the table below."""
     before = resident()
     took, federation = timed_rounds(count)
     errors_ND, memory = federation.compressor.errors_ND, resident() - before
     written[count] = sum(bool(errors_D.any()) for errors_D in errors_ND)
-    return {"clients": f"{count:,}", "D": f"{errors_ND.shape[1]:,}",
+    return {"clients": f"{count:,}", "parameters (D)": f"{errors_ND.shape[1]:,}",
             "ms per round (median)": f"{took:.0f}",
-            "errors of all clients, MB": f"{errors_ND.nbytes / 1e6:,.0f}",
+            "size of errors_ND, MB": f"{errors_ND.nbytes / 1e6:,.0f}",
             f"clients with errors after {played} rounds": f"{written[count]}",
-            "memory used, MB": f"{memory:,.0f}"}  # fmt: skip
+            "memory really used, MB": f"{memory:,.0f}"}  # fmt: skip
 
 
 # %%
@@ -566,7 +578,7 @@ display(Markdown(lab.markdown(crowds)))
 # %% [markdown]
 # ## What is refused
 #
-# Some mistakes are detected, and the error message is one line that says what is wrong. Four examples are a model with nothing to train, a
+# Some mistakes are detected, and the error message says in one line what is wrong. Four examples are a model with nothing to train, a
 # loss that is not a number, a client without data, and data that ends too early.
 
 # %%
@@ -601,7 +613,7 @@ print("\n".join(f"{what:16s} {line}" for what, line in said.items()))
 # 3. The saved model is the one that was tested, and the frozen parameters are unchanged.
 # 4. A round works on the errors of its participants only, however many clients there are.
 # 5. Each mistake produces an error message of one line.
-# 6. The variants of federated averaging agree with a plain PyTorch loop, except for rounding.
+# 6. Each variant of federated averaging gives the same parameters as a plain PyTorch loop, except for rounding.
 
 # %%
 sparse = last.iloc[1:]

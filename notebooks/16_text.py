@@ -9,17 +9,23 @@
 # %% [markdown]
 # # 16 · Beyond images: a small GPT on text
 #
-# The paper trains networks on images. Its central assumption, however, is about training in general: entries of the update that are large now
-# stay large for a while. This notebook checks it with a small transformer that learns to predict the next character of a text.
+# Does TCS work for a language model? The paper trains networks on images only. Its central assumption, however, is about training in
+# general: entries of the update that are large now stay large for a while. This notebook checks the assumption with a small transformer that
+# learns to predict the next character of a text.
 #
 # **Claim (beyond the paper).** On text, with clients whose data differ, consecutive updates share more of their largest entries than
-# chance would give, and TCS sends about as many bits as its formula says. Which of the paper's other claims hold on text is judged from
-# recorded runs, further down.
+# chance would give, and a client of TCS sends about 100 times fewer bits than in dense training. The paper's other claims are judged
+# further down, from recorded runs.
 #
 # Nothing has to be downloaded. The text is `pydoc_data.topics`, the help topics that come with every Python.
 #
 # *Run time*: about a minute on two cores of a Xeon; the recorded runs took hours. *Read before*: [03_tcs](03_tcs.ipynb),
 # [05_global_momentum](05_global_momentum.ipynb), [12_real_training](12_real_training.ipynb).
+#
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
+# all cells again. For example, with `rounds = 400` less of the mask should stay on average, because masks stay longest at the start of a
+# training. With `ddp_rank = 2`, PowerSGD and TCS should both send more bytes, and end closer to the training without compression. The
+# recorded runs do not change.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import collections
@@ -46,12 +52,12 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True} |
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 evidence = "text"  # the profile whose records are judged: params/<profile>.yaml, results/<profile>/
 drawn = ["FedAvg", "FedAvg-L4", "top-K", "TCS", "TCS-Q5", "TCS-L4-Q5",
-         "FedAvg-Global Momentum", "TCS-Global Momentum"]  # whose curves, of seed 0  # fmt: skip
-rounds = 80  # watched here, dense
+         "FedAvg-Global Momentum", "TCS-Global Momentum"]  # schemes in the figure (seed 0)  # fmt: skip
+rounds = 80  # dense rounds that are trained here to watch the mask
 phi_global = 1e-2  # share of an update's entries that count as important
-ddp_steps = 120  # of the same GPT in two processes
-ddp_rank = 1  # of PowerSGD; TCS gets as many bytes
-seed = 0  # of first weights and windows of what is run here
+ddp_steps = 120  # steps of each training with DDP
+ddp_rank = 1  # rank of PowerSGD; TCS may send as many bytes
+seed = 0  # of the first weights and the choice of text in the trainings of this page
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
@@ -69,13 +75,13 @@ records = lab.load_claim_records(read, lab.read_params([lab.ROOT / f"params/{evi
 
 
 def own_megabytes(record: dict) -> pd.Series:
-    """What one client sent and got, an epoch each."""
+    """Return the megabytes that one client sent and received in each epoch."""
     epochs = pd.DataFrame(record["rows"])
     return (epochs["bytes_up"] / record["config"]["clients"] + epochs["bytes_down"]) / 1e6
 
 
 def line(name: str, found: list[dict]) -> dict[str, str]:
-    """One row: how a scheme ended, over its seeds, and what one client sent and got in all."""
+    """Return a row of the table: the mean results of a scheme, and what one client sent and received."""
     ends = [record["rows"][-1] for record in found]
     losses = pd.Series([end["loss"] for end in ends]) / math.log(2)
     megabytes = [own_megabytes(f).sum() for f in found]
@@ -83,9 +89,9 @@ def line(name: str, found: list[dict]) -> dict[str, str]:
     return {"scheme": name, "n": f"{len(found)}",
             "accuracy, %": f"{100 * pd.Series([e['accuracy'] for e in ends]).mean():.2f}",
             "bits per character": f"{losses.mean():.3f}",
-            "training loss, bits": f"{pd.Series([e['train_loss'] for e in ends]).mean() / math.log(2):.3f}",
-            "MB per client, both ways": f"{sum(megabytes) / len(found):,.1f}",
-            "times fewer bits up than dense, after the warm-up": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
+            "training loss, bits per character": f"{pd.Series([e['train_loss'] for e in ends]).mean() / math.log(2):.3f}",
+            "MB per client, sent and received": f"{sum(megabytes) / len(found):,.1f}",
+            "times fewer bits sent": f"{32 * len(sent) / sum(sent):,.0f}"}  # fmt: skip
 
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -96,13 +102,13 @@ for record in records.values():
 
 
 def final_bits(side: tuple[str, float]) -> dict[int, float]:
-    """Bits per character at the end, by seed, of a scheme at a rate."""
+    """Return the final bits per character of a scheme at a learning rate, by seed."""
     found = groups[f"{side[0]} at {side[1]:g}"]
     return {r["config"]["seed"]: r["rows"][-1]["loss"] / math.log(2) for r in found}
 
 
 def against(one: dict[int, float], other: dict[int, float]) -> str:
-    """The difference, paired by seed, with its 95 % interval."""
+    """Return the mean difference of runs with the same seed, and its 95 % interval."""
     seeds = sorted(one.keys() & other.keys())
     gap, half = lab.paired_gain([one[s] for s in seeds], [other[s] for s in seeds])
     return (
@@ -112,16 +118,21 @@ def against(one: dict[int, float], other: dict[int, float]) -> str:
 
 
 ours, top_k = read.claims["top-k-plain"].schemes
-plain = {what: final_bits(side) for what, side in (("dense training", read.claims["cost-plain"].second),
-                                                   ("top-K", top_k), ("TCS", ours))}  # fmt: skip
+with_momentum = read.claims["cost"]
+plain = {what: final_bits(side) for what, side in (
+    ("dense training", read.claims["cost-plain"].second), ("top-K", top_k), ("TCS", ours),
+    ("TCS with momentum", with_momentum.first), ("dense training with momentum", with_momentum.second))}  # fmt: skip
 if all(plain.values()):
-    means = {what: sum(ends.values()) / len(ends) for what, ends in plain.items()}
-    side = "below" if means["top-K"] < means["dense training"] else "above"
+    means = {what: f"{sum(ends.values()) / len(ends):.3f}" for what, ends in plain.items()}
+    sent = [lab.bits_per_parameter(r)["uplink"] for r in groups[f"{ours[0]} at {ours[1]:g}"]]
     display(
-        Markdown(f"""**In short.** On text, measured in bits per character (fewer are better), top-K ends {side} dense training: at {means["top-K"]:.3f}
-instead of {means["dense training"]:.3f} (a difference of {against(plain["top-K"], plain["dense training"])}). TCS ends at {means["TCS"]:.3f}
-({against(plain["TCS"], plain["dense training"])}, against dense training). These are recorded runs of profile {evidence} without momentum,
-compared seed by seed.""")
+        Markdown(f"""**In short.** The test loss is measured in bits per character; fewer are better. Without momentum, TCS ends at {means["TCS"]} and dense
+training at {means["dense training"]}. After the dense warm-up, a client of TCS sends {32 * len(sent) / sum(sent):.0f} times fewer bits. Top-K ends at {means["top-K"]}. With
+momentum at the server, TCS ends at {means["TCS with momentum"]} and dense training at {means["dense training with momentum"]}.
+
+The differences from dense training are {against(plain["TCS"], plain["dense training"])}, for TCS; {against(plain["top-K"], plain["dense training"])}, for top-K; and
+{against(plain["TCS with momentum"], plain["dense training with momentum"])}, for TCS with momentum. They are means over recorded runs with the same seed (profile {evidence}),
+with 95 % intervals.""")
     )
 else:
     print("no records yet")
@@ -146,21 +157,21 @@ lines = pd.DataFrame([line(name, groups[name]) for name in sorted(groups, key=st
 display(Markdown(lab.markdown(lines) if len(lines) else "no records yet"))
 
 # %% [markdown]
-# **How to read this.** *Bits per character* is the test loss, converted to bits; fewer are better. *Accuracy* is the share of next characters
-# that were predicted correctly. "Global Momentum" means that the server applies momentum (Alg. 3). The number after "at" is the learning
-# rate. In short trials of three epochs, dense training did better with momentum. We do not know why a sparse training can end below a dense
-# one here.
+# **How to read this.** The number after "at" is the learning rate, and n is the number of seeds. *Bits per character* is the test loss,
+# converted to bits. *Accuracy* is the share of next characters that were predicted correctly. *Times fewer bits sent* compares a client
+# with dense training, after the warm-up. "Global Momentum" means that the server applies momentum (Alg. 3). We do not know why top-K, which
+# is sparse, ends below dense training here.
 #
-# The axis of the right panel starts after the dense warm-up, which is one epoch of ten, because the schemes do not differ before. Most of what
-# the sparse schemes sent was sent in the warm-up. The megabytes in the table include it.
+# In the warm-up, which is one epoch of ten, every scheme sends whole updates. The axis of the right panel starts after it, because most of
+# what the sparse schemes sent was sent in the warm-up. The megabytes in the table include it.
 
 
 # %% [markdown]
 # ## Text, and who has it
 #
-# Every client holds whole help topics, which are dealt out at random: one client learns about classes, another about strings. The topics
-# have very different lengths. A client therefore counts in the average in proportion to the amount of text that it has. The last tenth of
-# every topic is the test text.
+# Every client holds whole help topics, which are dealt out at random. For example, one client learns about classes and another about strings.
+# The topics have very different lengths. A client therefore counts in the average in proportion to the amount of text that it has. The last
+# tenth of every topic is the test text.
 
 # %%
 config = lab.plan(params | {"schemes": ["FedAvg-Global Momentum"], "seeds": [seed]})[0]
@@ -173,11 +184,12 @@ print(
     f"{text.label}: {sum(map(len, text.train)):,} characters to train on, of {text.classes} different kinds"
 )
 print(f"{len(weights)} clients, each with {min(weights):,} to {max(weights):,} of these characters")
-print(repr(text.read(training.feed.batch(0, 0, 0)[0][0])))
+print(f"A sample of the text: {text.read(training.feed.batch(0, 0, 0)[0][0])!r}")
 
 # %% [markdown]
-# The model reads up to `context` characters and predicts at each position which character comes next. It consists of embeddings, two blocks
-# of causal self-attention and a perceptron each, and a last layer. The perceptrons have more than half of its parameters.
+# The model reads a piece of text as long as the sample above, and predicts at each position which character comes next. It consists of
+# embeddings for characters and positions, two blocks, and a last layer. Each block has causal self-attention and a perceptron. The
+# perceptrons have more than half of all parameters.
 
 # %%
 names = [name for name, _ in training.federation.model.named_parameters()]
@@ -185,7 +197,7 @@ sizes = pd.Series(training.flat.layer_sizes, index=names)
 
 
 def kind(name: str) -> str:
-    """What a tensor is for."""
+    """Return what a tensor is for, by its name."""
     if "norm" in name or name.endswith("bias"):
         return "norms and biases"
     known = {"characters": "characters (embedding)", "places": "positions (embedding)", "head": "last layer",
@@ -195,18 +207,18 @@ def kind(name: str) -> str:
 
 D = int(sizes.sum())
 share = sizes.groupby(kind).sum() / D
-print(f"{D:,} parameters")
+print(f"The model has {D:,} parameters and reads up to {config.context} characters.")
 
 # %% [markdown]
 # ## Does the mask stay, and where is it?
 #
 # This section trains densely, so that no compression influences the updates. It looks at the mask of the largest entries of each update and
-# asks two questions. How much of a mask stays in the next round, compared with what two random masks with the same number of entries in every
-# tensor would share? And in which tensors are these entries?
+# asks two questions. How much of a mask stays in the next round? And in which tensors are its entries?
 #
-# Further down, the claims about important entries use the share that stays minus the share by chance, divided by what is left beyond chance.
-# This number is 0 for chance and 1 for a mask that never changes. Only the first rounds of a training are seen here. Masks stay longest
-# in them, so the number for a whole training is lower.
+# Some entries stay by chance. To measure how many, we compare with random masks that have the same number of entries in every tensor. If
+# the share $s$ of a mask stays and the share $c$ would stay by chance, the claims further down use the number $(s - c) / (1 - c)$. It is 0
+# if no more than by chance stays, and 1 for a mask that never changes. This section sees only the first rounds of a training. Masks stay
+# longest in these rounds, so the number for a whole training is lower.
 
 # %%
 sample = lab.Training(config, text).rounds(0)
@@ -221,8 +233,8 @@ for update_D in itertools.islice(stream, rounds):
 now, chance = (watch.row()[key] for key in ("update_overlap", "update_overlap_chance"))
 every = training.config.epochs * training.rounds_per_epoch
 print(
-    f"the first {rounds} of {every:,} rounds, dense: {now:.1%} of the mask stay for the next round, {chance:.1%} by chance; "
-    f"on the scale from 0 (chance) to 1: {(now - chance) / (1 - chance):.2f}"
+    f"In the first {rounds} of {every:,} rounds, {now:.1%} of the mask stays in the next round. By chance, {chance:.1%} would stay.\n"
+    f"On the scale from 0 (chance) to 1 (nothing changes), this is {(now - chance) / (1 - chance):.2f}."
 )
 
 # %%
@@ -234,19 +246,29 @@ table["times its share"] = table["of the mask"] / table["of all parameters"]
 table = table.sort_values("times its share", ascending=False)
 shapes = {"of all parameters": "{:.1%}", "of the mask": "{:.1%}", "times its share": "{:.2f}"}
 shown = pd.DataFrame({name: table[name].map(shape.format) for name, shape in shapes.items()})
+shown.columns = ["share of all parameters", "share of the mask", "second share ÷ first share"]
 display(Markdown(lab.markdown(shown.reset_index(names="tensors"))))
 
 # %% [markdown]
-# The last layer has one row for each character. Are the entries of the mask in the rows of rare characters, or in those of frequent ones?
+# The mask prefers the tensors at the top of the table and avoids those at its end. The last layer has one row for each character. Are the
+# entries of the mask in the rows of rare characters, or in those of frequent ones?
 
 # %%
 often = collections.Counter(torch.cat(text.train).tolist())
 order = torch.tensor([number for number, _ in often.most_common()])
 hits = parts[names.index("head.weight")].view(text.classes, -1).sum(1)[order]
 quarters = [hits[part].sum().item() for part in torch.arange(len(order)).tensor_split(4)]
-labels = ["most frequent quarter", "second", "third", "rarest quarter"]
+labels = [
+    "most frequent quarter of the characters",
+    "second quarter",
+    "third quarter",
+    "rarest quarter",
+]
 spread = pd.Series(quarters, index=labels) / max(sum(quarters), 1)
-display(spread.map("{:.1%}".format).to_frame("of the last layer's part of the mask"))
+display(spread.map("{:.1%}".format).to_frame("share of the mask's entries in the last layer"))
+print(
+    f"{spread.iloc[0]:.0%} of these entries belong to the most frequent quarter of all characters."
+)
 
 # %% [markdown]
 # ## Which claims carry over
@@ -255,10 +277,13 @@ display(spread.map("{:.1%}".format).to_frame("of the last layer's part of the ma
 # **contradicted** if the whole interval is outside, and otherwise **open**. The claims and their bounds are in
 # `params/claims_text.yaml`, whose first lines say which results were known when it was written.
 #
-# The intervals have two limits. They use one standard deviation for all schemes together. This rule was chosen when all of these runs
-# were known; by the earlier rule, which uses the seeds of each pair alone, TCS against top-K without momentum would be open. And they
-# cover other seeds, but not another test text, because the runs did not store which characters were predicted correctly. Counting that as
-# well would make them wider.
+# Numbers of bits follow from the scheme, so their verdict is *by construction*. The column *Ours* gives a difference in points of accuracy, a
+# factor (×), or the number between 0 and 1 from the section above.
+#
+# The intervals have two limits. First, they use one standard deviation for all schemes together. We chose this rule when we knew the
+# results of all these runs. The earlier rule used only the seeds of the two schemes that are compared. By that rule, it would be open whether
+# TCS ends above top-K without momentum. Second, the intervals say how much a result may change with other seeds, but not with another test text,
+# because the runs did not store which characters were predicted correctly. With both, the intervals would be wider.
 
 # %%
 judged = lab.judge_claims(read, records)
@@ -271,12 +296,13 @@ print(lab.list_unmeasured(judged))
 # %% [markdown]
 # ## In real processes, beside PowerSGD
 #
-# Now the same GPT is trained by two processes with DDP, in the usual way, with Adam at a learning rate of 0.003. There are three
-# trainings: one without compression, one with PyTorch's own `powerSGD_hook`, and one with `tcs_hook`.
+# Now two processes train the same GPT together with DDP and Adam. There are three trainings: one without compression (`plain` below),
+# one with PyTorch's own `powerSGD_hook`, and one with `tcs_hook`. In all of them, the first ten steps are dense. These are not counted below.
 #
-# The two hooks send the same number of bytes per step. PowerSGD sends each matrix as the product of two thin ones, and sends vectors as
-# they are. TCS gets the fraction of entries φ that costs as much. A tenth of that fraction goes to entries that each rank chooses itself. In all,
-# that costs 4 · 1.2 · φ bytes per parameter.
+# The two hooks send almost the same number of bytes per step. PowerSGD sends each matrix as the product of two thin ones, and sends
+# vectors as they are. For TCS, the shared mask holds the fraction φ of all entries, and each rank adds φ/10 that it chooses itself. An
+# entry of the shared mask costs 4 bytes. An entry that a rank adds costs 8, because its position is sent as well. Together, these are
+# 4 · 1.2 · φ bytes per parameter, and we choose φ so that this equals what PowerSGD sends.
 
 # %%
 SCRIPT = """
@@ -288,7 +314,7 @@ import tcs_core, tcs_lab as lab
 
 given, folder, rank = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
-soon = datetime.timedelta(minutes=2)  # if one ends too early, the other does
+soon = datetime.timedelta(minutes=2)  # if one process fails, the other one stops waiting
 dist.init_process_group("gloo", f"file://{folder}/meeting", soon, 2, rank)
 text, start = lab.load_text(), 10
 everything = torch.cat(text.train)
@@ -368,7 +394,11 @@ for name, run in ddp.items():
         label=name,
     )
     ends[name] = {"bytes per step": run["bytes per step"], "training loss": smooth.iloc[-1]}
-axes.set(xlabel="step", ylabel="training loss, bits per character", title="Two processes, Adam")
+axes.set(
+    xlabel="step",
+    ylabel="training loss, bits per character",
+    title="TCS and PowerSGD with about equally many bytes",
+)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False)
 lab.show_figures()
@@ -376,15 +406,15 @@ ends = pd.DataFrame(ends).T
 ends["times fewer bytes"] = ends["bytes per step"].iloc[0] / ends["bytes per step"]
 shapes = {"bytes per step": "{:,.0f}", "training loss": "{:.3f}", "times fewer bytes": "{:.1f}"}
 shown = pd.DataFrame({name: ends[name].map(shape.format) for name, shape in shapes.items()})
-print("The training loss is a moving average, in bits per character.")
+print("The training loss is a moving average at the last step, in bits per character.")
 display(Markdown(lab.markdown(shown.reset_index(names="training"))))
 
 # %% [markdown]
 # ## Claim
 #
-# 1. The largest entries of dense updates stay more often than chance gives, by at least a fifth.
-# 2. The mask is not spread evenly over the network: some kind of tensor has at least 1.5 times its share.
-# 3. In the recorded runs, after the dense warm-up, TCS sends at least 85 times less than dense training on the way up.
+# 1. In dense training, the largest entries stay at least a fifth more often than by chance.
+# 2. The mask is not spread evenly over the network. For some kind of tensor, its share of the mask is at least 1.5 times its share of the parameters.
+# 3. In the recorded runs, a client of TCS sends at least 85 times fewer bits than in dense training, after the dense warm-up.
 # 4. Under DDP, the bytes per step of TCS are within 2 % of those of PowerSGD.
 #
 # Which of the two DDP trainings ends lower is printed but is no claim, since there is only one short run of each.
@@ -417,7 +447,7 @@ for verdict, claims in judged.groupby("verdict")["says"]:
 gap = ends.loc["TCS", "training loss"] - ends.loc["PowerSGD", "training loss"]
 word = "higher" if gap > 0 else "lower"
 print(
-    f"DDP, {ddp_steps} steps: TCS ends {abs(gap):.3f} bits per character {word} than PowerSGD at the same bytes (n = 1)"
+    f"After {ddp_steps} steps of DDP with about as many bytes, the training loss of TCS is {abs(gap):.3f} bits per character {word} than that of PowerSGD (n = 1)."
 )
 
 # %% [markdown]

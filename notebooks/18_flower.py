@@ -9,21 +9,20 @@
 # %% [markdown]
 # # 18 · Take TCS into Flower
 #
-# **In short.** Inside Flower, TCS gives the same model as in one process, bit for bit, even if a client is killed and starts again. A sparse
-# message has 3,867 bytes instead of 337,972, and Flower adds 50.
+# How does TCS run inside [Flower](https://flower.ai)? Flower runs federations on real machines, but it has no compressor that keeps a state
+# from round to round. TCS needs a state: each client keeps its errors, which are what it has not sent yet, and the server and all clients
+# keep the shared mask.
 #
-# **Claim (beyond the paper).** Inside [Flower](https://flower.ai), TCS gives the same model as in one process, bit for bit. This holds in
-# Flower's simulation, and also with a SuperLink and SuperNodes that run as separate processes, one of which is killed during the run. Flower
-# carries the paper's messages and adds only a few bytes to each.
-#
-# Flower runs federations on real machines, but it has no compressor that keeps a state. TCS needs one: each client keeps its errors, and
-# everybody keeps the shared mask. Three small files of the lab bring the two together. `nodes.py` contains what a client and the server
-# keep, `flower.py` wraps it in Flower's apps, and `loopback.py` runs Flower's processes on this machine. Models with batch norm are refused,
-# because its statistics are not sent.
+# **Claim (beyond the paper).** Inside Flower, TCS gives the same model as in one process, bit for bit. This holds in Flower's simulation, and
+# also in separate processes, one of which is killed during the run. Flower carries the paper's messages and adds only a few bytes to each.
 #
 # *Run time*: about three minutes on two free cores; seconds without Flower. *Read before*: [03_tcs](03_tcs.ipynb),
-# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an optional dependency: `uv run --extra flower jupyter lab`. Without it, the
-# cells that need Flower say so and do nothing.
+# [10_bits_on_the_wire](10_bits_on_the_wire.ipynb). Flower is an optional dependency. Start JupyterLab with
+# `uv run --extra flower jupyter lab` to have it. Without Flower, the cells that need it do nothing.
+#
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the parameters. Change them there and run
+# all cells again. For example, with `scheme = "TCS-Q5"` the sparse messages should become much shorter, because values have 5 bits instead
+# of 32. With `hidden = 512`, the messages should become longer, but Flower should add as many bytes as before.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import importlib.util
@@ -42,22 +41,20 @@ from tcs_lab.studies.nodes import Node, Participant, ServerRounds
 
 import tcs_core as tcs
 
-# %% [markdown]
-# ## Parameters
-
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
-scheme = "TCS"  # any without momentum of the server's
-clients = 2  # nodes
-rounds = 4  # in all
+scheme = "TCS"  # any scheme without global momentum
+clients = 2  # nodes of Flower
+rounds = 4  # in total, with those of the warm-up
 warmup = 1  # dense rounds at the start
-hidden = 256  # units of the net's two hidden layers
-local_steps = 3  # of SGD, in a round
+hidden = 256  # units in each of the two hidden layers
+local_steps = 3  # SGD steps of each client in a round
 learning_rate = 0.1  # of SGD
 seed = 0  # of the model and the batches
 patience = 600  # seconds that a run may take
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 lab.check_notebook_params(globals())
+answer = display(Markdown("*The answer will appear here after the last run.*"), display_id=True)
 claim = lab.Statements(globals(), "18_flower")
 counts = dict.fromkeys(["clients", "rounds", "warmup", "hidden", "local_steps"], lab.WholeNumber)
 positive = dict.fromkeys(["learning_rate", "patience"], lab.PositiveNumber)
@@ -66,19 +63,19 @@ FLOWER = (
     importlib.util.find_spec("flwr") is not None and importlib.util.find_spec("ray") is not None
 )
 if not FLOWER:
-    print("Flower is not here: uv run --extra flower jupyter lab. The rest runs without it.")
+    print("Flower is not installed, so only the cells that do not need it will run.")
 else:
     print(
-        f"two runs of {rounds} rounds follow, in processes of Flower: about three minutes on two free cores"
+        f"This page makes two runs of {rounds} rounds in processes of Flower, which take about three minutes on two free cores."
     )
 
 # %% [markdown]
 # ## What you write
 #
-# You write a *job*: the scheme, the model, and a function that trains one client's model in place. The model is an ordinary module, and
-# nothing in the job knows about Flower or about compression. `job(config)` receives Flower's run configuration. `done` is called on
-# the server at the end. The batches are computed from the numbers of the client and the round, so that every way of running the job sees the
-# same data.
+# You write a *job*. It consists of the scheme, the model, and a function that trains one client's model in place. The model is an ordinary
+# module, but it must not contain batch norms, because their statistics are not sent. Nothing in the job knows about Flower or about
+# compression. `job(config)` receives Flower's run configuration, and `done` is called on the server at the end. The batches are computed
+# from the numbers of the client and the round, so that every way of running the job sees the same data.
 
 # %%
 GIVEN = {name: globals()[name] for name in (
@@ -106,7 +103,7 @@ def train(net, n, t):
     generator = torch.Generator().manual_seed(10_000 * GIVEN["seed"] + 100 * n + t)
     optimizer = torch.optim.SGD(net.parameters(), GIVEN["learning_rate"])
     for _ in range(GIVEN["local_steps"]):
-        inputs = torch.randn(32, 64, generator=generator) + 0.3 * n  # each client's own kind
+        inputs = torch.randn(32, 64, generator=generator) + 0.3 * n  # other data for each client
         optimizer.zero_grad()
         cross_entropy(net(inputs), inputs[:, :8].argmax(1)).backward()
         optimizer.step()
@@ -123,8 +120,9 @@ def job(config):
 )
 
 # %% [markdown]
-# Flower expects a `ClientApp` and a `ServerApp`. Each of them takes one line. `sized` is one of Flower's *mods*, which are functions around a
-# client's call. It only records how much state Flower itself has to carry for a client from call to call.
+# Flower expects a `ClientApp` and a `ServerApp`. The last two lines of the next cell make them with the lab's module `flower`. The function
+# `sized` is what Flower calls a *mod*: Flower runs it around each call of a client. Here it only records how many bytes of state Flower has
+# to carry from one call to the next.
 
 # %%
 APPS = (
@@ -144,10 +142,11 @@ server = flower.server_app(job)
 )
 
 # %% [markdown]
-# ## In one process: what all others are compared with
+# ## The reference: all clients in one process
 #
-# `tcs_core.Compressor` holds all clients and the server in one process. Its result, `half.theta_D` after the last round, is the reference.
-# `half.difference` trains one client, starting from theta, and returns the difference of the models.
+# `tcs_core.Compressor` holds all clients and the server in one process. `half` holds the parameters of the model, `half.theta_D`, and its
+# method `difference` trains one client and returns by how much the parameters changed. The parameters after the last round are the
+# reference for the runs in Flower.
 
 # %%
 task: dict = {}
@@ -161,35 +160,37 @@ for t in range(rounds):
     deltas_ND = torch.stack([half.difference(n, t) for n in range(clients)])
     half.theta_D.add_(compressor.step(deltas_ND, dense=t < warmup))
 expected_D, errors_ND = half.theta_D, compressor.errors_ND
-print(f"{D:,} parameters, {clients} clients, {rounds} rounds of {scheme}, the first {warmup} dense")
+print(
+    f"{D:,} parameters, {clients} clients, {rounds} rounds of {scheme} (number of dense ones: {warmup})"
+)
 
 # %% [markdown]
-# ## A client is a file between two messages
+# ## Between two messages, a client is a file
 #
-# Flower may start a new process for every message. It moves a client's `context.state` with each call, which is good for kilobytes but not for
-# a model. Therefore each node has a file of its own, with theta, the errors, the round and the mask. In Flower's state there is only the
-# file's name and checksum. The file is read memory-mapped and is replaced as a whole after each message. If a process is killed, the next
-# one finds either the old file or the new one, but never half of one.
+# Flower may start a new process for every message. It moves a client's `context.state` with each call, and a model is too large for that.
+# Therefore each client, which Flower calls a node, has a file of its own. The file holds the parameters theta, the errors, the round and
+# the mask. Flower's state holds only the name and the checksum of the file. A node replaces the whole file after each message. If a process
+# is killed, the next one finds either the old file or the new one, but never half of one.
 #
-# A node moves on to the next round when it receives the server's message to all clients (line 16 of Alg. 2):
+# A node finishes a round when it receives the server's message to all clients (line 16 of Alg. 2). The core's method for this is:
 
 # %%
 lab.show_code(tcs.Client.receive)
 
 # %% [markdown]
-# The shared mask is never sent, because everybody computes it from the update. Only a node that has missed rounds is sent
-# theta and the mask, uncompressed. The next cell shows this without any framework. In one round the last client is away:
+# The shared mask is not sent, because the server and all clients compute it from the update. Only a node that has missed rounds receives
+# theta and the mask, uncompressed. The next cell shows this without Flower. The last client does not take part in round 1.
 
 
 # %%
 def show(table):
-    """Whole numbers, by row; – where there is none."""
+    """Show a table of whole numbers, with a dash where there is none."""
     text = table.map(lambda number: "–" if pd.isna(number) else f"{int(number):,}")
     display(Markdown(lab.markdown(text.reset_index(names=table.index.name or ""))))
 
 
 def ask(server, folder, n, work):
-    """One order and its answer; the node is opened from its file."""
+    """Send an order to a node, pass its answer to the server, and return the bytes of the order."""
     node, order = Node(plan, n, Path(folder) / f"partition-{n}.pt"), server.order(n)
     server.take(n, node.answer(work(node, order)))
     return sum(len(part) for part in order.values() if isinstance(part, bytes))
@@ -206,17 +207,18 @@ show(pd.DataFrame(sent).T.rename_axis("round").add_prefix("bytes down to client 
 
 # %% [markdown]
 # In round 0 the server sends nothing, since all clients build the same model from the job. In each later round a client receives the server's
-# last message, which is dense after a warm-up round and small after a sparse one. The client that was away is sent everything, once.
+# last message, which is dense after a warm-up round and small after a sparse one. The client that missed a round receives everything
+# once, in round 2.
 #
 # ## Flower's simulation
 #
-# The simulation uses one machine, with virtual nodes in workers of ray. `Loopback` starts a SuperLink on a free port, and stops it when the
-# block ends, whatever happens. `run` does what `flwr run` does on the command line.
+# The simulation runs all nodes on one machine, in worker processes of the library ray. `Loopback` starts a SuperLink, which is Flower's
+# server process, on a free port, and stops it when the block ends. `run` does what `flwr run` does on the command line.
 
 
 # %%
 def outcome(folder):
-    """Theta on the server and on the nodes, the errors, rows of bytes, the largest state."""
+    """Read what a run left: theta of the server and the nodes, errors, bytes, and the largest state."""
     files = [torch.load(folder / f"partition-{n}.pt", weights_only=True) for n in range(clients)]
     thetas = [torch.load(folder / "theta.pt"), *(file["theta_D"] for file in files)]
     errors = [file["client"]["errors_D"] for file in files]
@@ -226,12 +228,26 @@ def outcome(folder):
 
 
 def rounds_sent(file):
-    """The round of the last message that a node has written down; -1 before the first."""
+    """Return the round of the last message in a node's file, or -1 before the first one."""
     return torch.load(file, weights_only=True)["known"]["round"] if file.exists() else -1
 
 
+COLUMNS = {
+    "up": "messages of the clients",
+    "down": "message of the server",
+    "Flower up": "Flower's count up",
+    "Flower down": "Flower's count down",
+}
+
+
+def show_rows(found):
+    """Show the bytes of each round of a run."""
+    show(found["rows"].set_index("round")[list(COLUMNS)].rename(columns=COLUMNS))
+
+
 def waited(run, folder):
-    run.wait(timeout=patience)  # its exit status is 0 for a run that failed, too
+    """Wait for a run to end, and return its outcome."""
+    run.wait(timeout=patience)  # The exit status is 0 even if the run failed.
     assert (folder / "rows.json").exists(), (folder / "run.log").read_text(encoding="utf-8")[-3000:]
     return outcome(folder)
 
@@ -245,17 +261,18 @@ if FLOWER:
         with loopback.Loopback(folder, simulated=clients) as link:
             results["simulation"] = waited(link.run(app, tcs_folder=name), folder)
         seconds["simulation"] = time.perf_counter() - start
-    show(results["simulation"]["rows"].set_index("round"))
+    show_rows(results["simulation"])
 
 # %% [markdown]
-# There is one row per round, in bytes. `up` is the sum of all clients' messages. `down` is the server's one message, which goes to each client.
-# The other two columns are what Flower counts for all clients together (`count_bytes` of a message's records). The server's message is
-# sent together with the next round's order, so the last row contains only the message of the last round.
+# There is one row per round, in bytes. The messages of the clients are added up. The message of the server goes to each client, and is
+# counted once. Flower's counts are sums over all clients. The server's message travels together with the order for the next round, so Flower
+# counts it one row later. The last row is not a round, and only brings the message of the last round to the clients.
 #
-# ## Real processes, and one is killed
+# ## Separate processes, one of which is killed
 #
-# Now a SuperLink and several SuperNodes run as separate processes. On other machines you would start them with `flower-superlink` and
-# `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"`. They communicate through a relay that counts the bytes.
+# Now a SuperLink and several SuperNodes, one for each client, run as separate processes on this machine. On several machines you would start
+# them with `flower-superlink` and `flower-supernode --superlink HOST:PORT --node-config "partition-id=0"`. Here they communicate through a
+# relay that counts the bytes.
 #
 # In the middle of the run, as soon as node 0 has written a message to its file, it is killed with `SIGKILL` and started again. For
 # Flower it is then a new node. The server first asks it which round it has reached.
@@ -275,20 +292,20 @@ if FLOWER:
                 time.sleep(0.1)
             link.stop("node0", signal.SIGKILL)
             print(
-                f"killed in round {rounds_sent(file)}; its file has {file.stat().st_size / D:.1f} bytes a parameter"
+                f"Node 0 was killed in round {rounds_sent(file)}. Its file has {file.stat().st_size / D:.1f} bytes per parameter."
             )
             link.node(0, relay.port)
             results["loopback"] = waited(run, folder)
             carried = relay.up, relay.down
         seconds["loopback"] = time.perf_counter() - start
-    show(results["loopback"]["rows"].set_index("round"))
+    show_rows(results["loopback"])
 
 # %% [markdown]
-# ## Bytes: ours, Flower's, dense
+# ## How many bytes are sent
 #
-# The table adds up all clients and rounds. After the kill, Flower also counts orders to the node that no longer exists, with the whole model
-# in them; nobody fetches these. *On the wire* is what the relay counted. It also contains the code of the app, the heartbeats and the repeated
-# requests for new messages. These grow with time and not with the size of the model.
+# The next table adds up all clients and rounds. *Loopback* is the run in separate processes. In this run, Flower also counts orders to the
+# node that was killed. They contain the whole model, but no node fetches them. *On the wire* is what the relay counted. It also contains the
+# code of the app, the heartbeats and the repeated requests for new messages. These grow with time and not with the size of the model.
 
 # %%
 lines = {}
@@ -308,7 +325,7 @@ show(pd.DataFrame(lines, index=["bytes up", "bytes down"]).T)
 
 # %%
 def same(found):
-    """Whether theta is everywhere that of one process, and each client's errors are, too."""
+    """Return whether theta and the errors, on the server and all nodes, equal those of one process."""
     thetas = all(torch.equal(theta_D, expected_D) for theta_D in found["thetas"])
     pairs = zip(found["errors"], errors_ND, strict=False)
     return thetas and all(torch.equal(one_D, other_D) for one_D, other_D in pairs)
@@ -331,26 +348,41 @@ if FLOWER:
         f"{around.max():.0f}",
     )
 
+short = compressor.bytes_up // clients
+inside = f"In a sparse round, a client's message has {short:,} bytes, while the parameters have {4 * D:,}."
+if FLOWER:
+    alike = "exactly" if all(map(same, results.values())) else "not exactly"
+    answer.update(
+        Markdown(f"""**In short.** Inside Flower, TCS trains {alike} the model that it trains in one process: the parameters are compared bit for bit. We tried
+Flower's simulation, and separate processes, one of which was killed and started again. {inside} Flower adds {around.max():.0f} bytes to a message.""")
+    )
+else:
+    answer.update(
+        Markdown(f"**In short.** {inside} Flower is not installed here, so nothing ran inside it.")
+    )
+
 # %% [markdown]
 # ## What we saw
 
 # %%
 print(claim.summary())
 if not FLOWER:
-    print("not testable here: Flower's simulation and its processes")
+    print("Flower's simulation and its processes were not tested, because Flower is not installed.")
 for name, took in seconds.items():
-    print(f"{name}: {took:.0f} s; Flower starts Python anew for each message")
+    print(f"The run '{name}' took {took:.0f} s.")
 
 # %% [markdown]
-# The server keeps no client's errors, and no client keeps another's. The node that was killed continued with its own errors. A client that was
-# away is sent theta and the mask. If it had sent a message that the server did not use, its content remains in its errors. The file of a node
-# contains theta and the errors, which take eight bytes per parameter, and its last message, which takes four more in a dense round.
+# Flower may start a new Python process for each message, so these runs take much longer than the training itself. Each client keeps its own
+# errors, and the server keeps none. The node that was killed continued with its errors from its file. A client that has missed rounds
+# receives theta and the mask. If the server did not use a message of this client, the content of the message remains in the client's
+# errors. The file of a node contains theta and the errors, which take eight bytes per parameter. It also contains the node's last message,
+# which takes four more bytes per parameter in a dense round.
 #
 # This notebook does not show encryption and authentication (Flower provides them with certificates), several machines, or a server that is
 # killed (Flower then ends the run).
 #
-# Other ways to leave one process: [12_real_training](12_real_training.ipynb) shows the hook for DDP. To try your own model first, see
-# [15_your_own_model](15_your_own_model.ipynb).
+# Without Flower, several processes can train together with DDP, and [12_real_training](12_real_training.ipynb) shows the hook for it. To
+# try TCS on your own model first, see [15_your_own_model](15_your_own_model.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(
