@@ -632,7 +632,7 @@ NOTEBOOKS = {  # group: notebook: question
         "08_tables_and_curves": "How do I make one table, for a training of my choice?",
         "10_bits_on_the_wire": "Which bytes does each scheme really send?",
         "13_evidence": "Which of the paper's claims hold, and with what certainty?",
-        "14_sensitivity": "How do the sizes of the masks, the local steps, the bits per value and the learning rate change the result?",
+        "14_sensitivity": "How do the sizes of the masks, the bits per value, the clients and the learning rate change the result?",
     },
     "Use": {
         "09_your_own_scheme": "How do I add a scheme of my own and compare it?",
