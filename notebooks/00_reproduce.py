@@ -241,7 +241,7 @@ for t, params in plans.items():
     measured = f"{(rows['n'] > 0).sum()} of its {len(rows)} methods"
     without = lab.list_missing(lab.plan(asked[t]), records)
     print(
-        f"Table {t} shows {rows['n'].sum()} runs of {measured}. Its runs without a record: {without}."
+        f"Table {t} shows {rows['n'].sum()} runs of {measured}. Planned runs without a record: {without}."
     )
 
 # %% [markdown]
