@@ -111,8 +111,8 @@ def compared(row) -> dict[str, str]:
         "method": row.scheme, "our runs": f"{row.n}",
         "paper: accuracy, %": "–" if math.isnan(theirs) else f"{100 * theirs:.5g}",
         "ours: accuracy, %": "diverged" if math.isnan(ours) else f"{100 * ours:.2f}",
-        "paper: points from Baseline": "–" if base else lab.format_interval(100 * row.paper_difference, math.nan, math.nan),
-        "ours: points from Baseline (95 % interval)": "–" if base else lab.format_interval(*(100 * v for v in gap)),
+        "paper − Baseline, points": "–" if base else lab.format_interval(100 * row.paper_difference, math.nan, math.nan),
+        "ours − Baseline, points (95 % interval)": "–" if base else lab.format_interval(*(100 * v for v in gap)),
         "MB sent and received": lab.format_number(row.megabytes_up + row.megabytes_down),
     }  # fmt: skip
 

@@ -283,8 +283,8 @@ print(stated(made_here))
 # last row copies the numbers of one client.
 #
 # The rows *round* belong to a whole round. *Passes* are its forward and backward passes with nothing around them, so the ratio of *round* to
-# *passes* is the price of the federation. The section *Where the time of a round goes*
-# explains the other rows. Nothing is asserted here, because speed depends on the machine.
+# *passes* is the price of the federation. The section *Where the time of a round goes* explains the other rows. Nothing is asserted here,
+# because speed depends on the machine.
 #
 # ## The records
 #
@@ -539,13 +539,10 @@ _ = report("round", tell, judge_gpu, gpu=True), report("step", tell, judge_step,
 # 286 operations instead of 392. Among these were ten searches for the largest entries, the most expensive operations, and they have become
 # one. How much time this saves has not been measured yet.
 #
-# In an ordinary sparse round of TCS, the host waits for the GPU once, at the end of the round. With the DDP hook, it waits only in the
-# first step and in the first sparse step, to read one value each (`tests/core/test_host_reads.py`).
-#
 # ## Claim
 #
-# We assert only what must hold on any machine: every selection is the same as the plain one, entry for entry, the global mask of the training
-# is the plain $S_{top}$ of the last update, and the selections had fewer candidates on average than there are entries.
+# We assert only what must hold on any machine. Every selection is the same as the plain one, entry for entry. The global mask of the
+# training is the plain $S_{top}$ of the last update. On average, the choice was made among fewer entries than all.
 
 # %%
 exact = [*seen["same"], *(case["same"] for case in cases + jumps)]

@@ -128,7 +128,7 @@ display(Markdown("\n".join([start, "", *answer, "", lab.markdown(pd.DataFrame(li
 # parameters are called. A saved state then also fits a model whose parameters come in another order.
 #
 # The hook treats each backward pass as one training step: what it does not send now, it sends in a later
-# step. If you accumulate the gradients of several backward passes, put all but the last one under
+# step. If no optimizer step follows directly, as in gradient accumulation, put the backward pass under
 # `model.no_sync()`. The docstring of `TCSState` explains this in more detail.
 
 # %%
