@@ -6,7 +6,6 @@ run to run (timings, widgets). Cell ids are kept. Commit the pair.
 
 With an argument results/<profile>: 08 is executed once a table, from the finished records that are
 there, into results/<profile>/table1.ipynb and so on; the table and its figure are written beside it.
-Profile text has no tables; it has 17 instead.
 """
 
 import hashlib
@@ -130,10 +129,7 @@ def main(names: list[str]) -> None:
         if py.stem.startswith(stems) if stems else not profiles:
             execute(py)
     for profile in profiles:
-        if profile == "text":
-            of_profile("17_rivals", {"profile": profile}, profile, "17_rivals")
-        else:
-            tables(profile)
+        tables(profile)
 
 
 if __name__ == "__main__":

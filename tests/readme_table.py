@@ -40,7 +40,7 @@ OUTCOME = """**What came out.** Our main comparison trains a small ResNet-18, wi
 
 - **On this small network, TCS ended within half a percentage point of centralized training.** Its accuracy differed by {tcs}, while a client sent and received 1/{times} of the bytes of dense training. For the paper's full network this is not established: there we have only one short run per method, and TCS ended more than half a point below centralized training ([limits](#how-far-the-results-go)).
 - **The variant with the fewest bytes loses accuracy.** This variant, TCS-L4-Q5, takes four local steps in each round (`-L4`) and rounds values to 5 bits (`-Q5`). It needs 1/{times_short} of the bytes of dense training with one local step. Its accuracy differs from that of centralized training by {short}. Dense training with four local steps already differs by {dense_short} points, so most of the loss comes from the local steps and not from the compression.
-- **Why TCS works is open.** The paper assumes that the largest entries of an update are mostly at the same positions from one round to the next. In dense training, we found that most of them are not ([our measurement](#the-paper-and-this-reproduction)). A mask that follows the last update may still be better than another one. On small synthetic images, where both were tuned, TCS with a random mask in each round ended lower: its accuracy differed from that of TCS by {random} ([table](#use-it-in-your-own-work)). On CIFAR-10 we have planned to compare TCS with masks that are random or ten rounds old; {controls}.
+- **Why TCS works is open.** The paper assumes that the largest entries of an update are mostly at the same positions from one round to the next. In dense training, we found that most of them are not ([our measurement](#the-paper-and-this-reproduction)). A mask that follows the last update may still be better than another one. On small synthetic images, where both were tuned, TCS with a random mask in each round ended lower: its accuracy differed from that of TCS by {random} ([table](#which-method-should-i-use)). On CIFAR-10 we have planned to compare TCS with masks that are random or ten rounds old; {controls}.
 - **No learning rate was tuned in the main comparison.** On the same network and images, a second comparison, in which every method gets its own best learning rate, {tuned}. (Smaller trainings with tuned rates are [further down](#which-method-should-i-use).) Dense federated training may gain most from such tuning."""
 CAPTION = """The picture shows the final test accuracy against the bytes that one client sends and receives in the whole training. FedAvg is dense federated training. In top-K, each client sends the largest 1 % of the entries of its own update, with their positions. Bars show the standard deviation between seeds, whereas the intervals in the text are about differences between means. *JPEG copy* means that we read CIFAR-10 from JPEG files, whose pixels differ slightly from the original."""
 TABLE = ("Method", "Paper: difference from centralized training, in percentage points", "Here, with 95 % interval", "Within half a point?")  # fmt: skip
@@ -69,7 +69,7 @@ ADVICE = """Each line of this advice rests on a single training task. So before 
 
 | Your situation | What to try | Why |
 | --- | --- | --- |
-| Federated training on images over slow links | TCS or STC | STC needs about 1/{stc_less} of the bytes of TCS. Our intervals are too wide to tell the two apart in accuracy. Try STC first if bytes matter most. TCS is the one that we have tested more. |
+| Federated training on images over slow links | TCS or STC | STC needs about 1/{stc_less} of the bytes of TCS. On synthetic images, its accuracy differed from that of TCS by {stc} points. Try STC first if bytes matter most. TCS is the one that we have tested more. |
 | Federated training on text over slow links | DGC, or TCS with 5-bit values (TCS-Q5) | Both need about the same number of bytes. DGC ended higher, but it includes momentum, which the other methods did not have here. Its lead may come from that alone. |
 | Short federated training | TCS with one local step | Four local steps cost several points there, and compressing such updates cost some more. |
 | Clients with unequal data | TCS | We saw no loss compared with FedAvg. The difference in the table below is no advantage of TCS, because FedAvg may gain more from a higher learning rate. |
@@ -78,7 +78,7 @@ ADVICE = """Each line of this advice rests on a single training task. So before 
 
 Do not use TCS on links faster than about 1 Gbit/s, in short trainings with several local steps, or in DDP with only 1 % of the entries. If half a point of accuracy matters on a full-size network, test it there first ([limits](#how-far-the-results-go)).
 
-**The numbers behind the advice on federated training.** A difference is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). Bytes count both directions and all dense rounds, relative to FedAvg. More on these comparisons is in notebooks [17](notebooks/17_rivals.ipynb) (images and text) and [10b](notebooks/10b_fewer_bytes.ipynb) (the others).
+**The numbers behind the advice on federated training.** A difference is the test accuracy of a method minus that of FedAvg with one local step, in percentage points, with its 95 % interval (n = {n}). Bytes count both directions and all dense rounds, relative to FedAvg. More on these comparisons is in notebooks [17](notebooks/17_rivals.ipynb) (synthetic images and text) and [10b](notebooks/10b_fewer_bytes.ipynb) (the others).
 
 {differences}
 
@@ -96,9 +96,7 @@ SETTINGS = """The training of the main comparison differs from the paper's in th
 {table}
 
 The smaller training was chosen so that an entry is sent about as often as in the paper, and so that local steps are about as noisy. This is why the paper's learning rates are scaled to the smaller batches."""
-COMPARE = """The known methods were tuned and scored in the same way (n = {n}). So far, {made} of {planned} planned rows have been computed; [notebook 17](notebooks/17_rivals.ipynb) shows all of them. Here are the best-known methods, and TCS with a random mask. The number after ± is the half-width of the 95 % interval.
-
-{table}"""
+COMPARE = """The known methods were tuned and scored in the same way (n = {n}). So far, {made} of {planned} planned rows have been computed; [notebook 17](notebooks/17_rivals.ipynb) shows all of them."""
 SIZE = """- **Not tested at the paper's size.** There is no run of {epochs} epochs. We have trained the full ResNet-18 on all of CIFAR-10 only once per method, for {share} of these epochs. The differences from centralized training were {} points (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5). So TCS ended more than half a point below centralized training, and below top-K. A single seed cannot decide the question, however. Our prediction for the full length is in [notebook 13](notebooks/13_evidence.ipynb)."""
 SIZE_TESTED = """- **At the paper's size**, the runs of {epochs} epochs are beside our prediction in [notebook 13](notebooks/13_evidence.ipynb). With {share} of the epochs and one run per method, the differences from centralized training were {} points (TCS), {} (FedAvg), {} (top-K) and {} (TCS-L4-Q5)."""
 RATES = """- **The learning rates of the main comparison are those of the paper**, scaled to smaller batches, and nobody tuned them for this training. We tried higher rates. At twice the rate, FedAvg ended {fedavg} points higher and centralized training no higher (one seed each). At the higher one of the paper's two rates, TCS ended {tcs} points higher ({n} seeds). So TCS and FedAvg may have ended below centralized training only because their rates were too low. At better rates, FedAvg may be level with TCS. {tuned}"""
@@ -367,7 +365,8 @@ ENDS = ("measured", "low", "high")
 
 def advice_block() -> str:
     """Which method to use: first the advice, then the numbers."""
-    images = at_best_rates("small")
+    images, scores = track_runs(), track_scores()
+    stc = scores.model.estimate({"STC": 1.0, "TCS": -1.0}, scores.confidence)
     often, often_main = (
         [lab.count_sends(found[name][0]) for name in ("TCS", "TCS-L4-Q5")]
         for found in (short_trainings(), drawn())
@@ -375,13 +374,28 @@ def advice_block() -> str:
     less = both_ways(images["TCS"]) / both_ways(images["STC"])
     rows, n = differences()
     return ADVICE.format(
-        stc_less=f"{less:.0f}", differences=as_table(rows), n=n, often=often, often_main=often_main,
+        stc_less=f"{less:.0f}", stc=lab.format_interval(stc.value, stc.low, stc.high), differences=as_table(rows), n=n, often=often, often_main=often_main,
         alpha=unequal_trainings()[0][0]["TCS"][0]["config"]["dirichlet_alpha"], **ddp_numbers(),
     )  # fmt: skip
 
 
 def as_table(rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+@cache
+def track_scores() -> compare.scoring.Scores:
+    """The stored methods of `tcs compare`, with their points and the model of their scores."""
+    return compare.scoring.Scores(compare.track.read_track())
+
+
+def track_runs() -> dict[str, list[Record]]:
+    """The scored runs of the stored methods, each at its usual density, those that send least last."""
+    track, scores = compare.track.read_track(), track_scores()
+    points = {p.scheme: p for of in scores.stored.values() for p in of}
+    usual = [points[name] for name in scores.stored if name in points]
+    names = [p.scheme for p in sorted(usual, key=lambda p: p.both or math.inf, reverse=True)]
+    return {name: list(track.find_scheme(name).scored.values()) for name in names}
 
 
 @cache
@@ -413,30 +427,42 @@ def differences() -> tuple[list[list[str]], int]:
     rows, counts = [["Training", "Method", "Bytes", "Difference"], ["---"] * 4], set()
     for title, (found, intervals) in differences_by_training().items():
         for i, (name, ends) in enumerate(intervals.items()):
-            ratio = both_ways(found["FedAvg"]) / both_ways(found[name])
-            less, points = f"1/{lab.format_times(ratio)}", lab.format_interval(*ends)
+            sent, points = both_ways(found[name]), lab.format_interval(*ends)
+            less = f"1/{lab.format_times(both_ways(found['FedAvg']) / sent)}" if sent else "none"
             rows.append([title if i == 0 else "", SPELT_OUT.get(name, name), less, points])
             counts |= {len(found[name]), len(found["FedAvg"])}
     (n,) = counts
     return rows, n
 
 
-SPELT_OUT = {"FedAvg-L4": "FedAvg with 4 local steps"}
+SPELT_OUT = {
+    "Baseline": "centralized training",
+    "FedAvg-L4": "FedAvg with 4 local steps",
+    "TCS-Random": "TCS with a random mask",
+}
 Interval = tuple[float, float, float]
 
 
 def differences_by_training() -> dict[str, tuple[dict[str, list[Record]], dict[str, Interval]]]:
     """By what a training is called: its records, and differences of schemes from FedAvg."""
-    short, small, text = short_trainings(), at_best_rates("small"), at_best_rates("text")
-    config, epochs = small["TCS"][0]["config"], short["TCS"][0]["config"]["epochs"]
-    size = f"{config['image_size']} × {config['image_size']} pixels, {config['epochs']} epochs"
+    short, text = short_trainings(), at_best_rates("text")
+    epochs = short["TCS"][0]["config"]["epochs"]
     rates, papers = "each method at its best learning rate", "the paper's learning rates"
     paired = {
-        f"Images: CIFAR-10 at {size}, {rates}": (small, ("TCS", "STC")),
         f"Text: a small GPT, {rates}": (text, ("DGC", "TCS-Q5")),
         f"Short: CIFAR-10, {epochs} epochs, {papers}": (short, ("TCS", "FedAvg-L4", "TCS-L4-Q5")),
     }
-    by_training = {
+    images = track_runs()
+    model, confidence = track_scores().model, track_scores().confidence
+    estimates = {
+        name: model.estimate({name: 1.0, "FedAvg": -1.0}, confidence)
+        for name in images
+        if name != "FedAvg"
+    }
+    config = images["TCS"][0]["config"]
+    size = f"{config['image_size']} × {config['image_size']} pixels, {config['epochs']} epochs"
+    of_track = {name: (e.value, e.low, e.high) for name, e in estimates.items()}
+    by_training = {f"Synthetic images of {size}, {rates}": (images, of_track)} | {
         title: (found, {name: difference(found[name], found["FedAvg"]) for name in names})
         for title, (found, names) in paired.items()
     }
@@ -468,29 +494,10 @@ def unequal_trainings() -> tuple[list[dict[str, list[Record]]], list[dict[str, I
 
 
 def compare_block() -> str:
-    """Some of the stored rows of `tcs compare`."""
-    track = compare.track.read_track()
-    scores = compare.scoring.Scores(track)
-    points = {p.scheme: p for of in scores.stored.values() for p in of}
-    dense, rows = points["FedAvg"], [["Method", "Accuracy in %", "Bytes"], ["---"] * 3]
-    for name, words in COMPARED_HERE.items():
-        one = points[name]
-        less = f"1/{lab.format_times(dense.both / one.both)} of FedAvg" if one.both else "none"
-        bytes_ = f"{dense.both / 1e3:.1f} GB" if one is dense else less
-        rows.append([words, f"{one.accuracy:.1f} ± {one.half:.1f}", bytes_])
-    made, planned = compare.rows.count_stored(track)
-    (n,) = {points[name].n for name in COMPARED_HERE}
-    return COMPARE.format(n=n, made=made, planned=planned, table=as_table(rows))
-
-
-COMPARED_HERE = {
-    "Baseline": "centralized training (Baseline)",
-    "FedAvg": "FedAvg",
-    "top-K": "top-K",
-    "TCS": "TCS",
-    "TCS-Random": "TCS with a new random mask in each round (TCS-Random)",
-    "STC": "STC",
-}
+    """How many rows of `tcs compare` are stored."""
+    made, planned = compare.rows.count_stored(compare.track.read_track())
+    (n,) = {p.n for of in track_scores().stored.values() for p in of}
+    return COMPARE.format(n=n, made=made, planned=planned)
 
 
 def ddp_numbers() -> dict[str, Any]:

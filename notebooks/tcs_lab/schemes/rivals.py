@@ -1,36 +1,45 @@
-"""Rivals of TCS: schemes that came before and after it, on the core's extension points.
+"""Methods by other authors, built from the parts of the core.
 
-    STC           sparse ternary compression, both ways (Sattler et al., 2019, arXiv:1903.02891)
-    EF-signSGD    one sign per parameter, with errors (Karimireddy et al., 2019, arXiv:1901.09847);
-                  with -D1 the downlink too (dist-EF-SGD, Zheng et al., 2019, arXiv:1905.10936)
-    QSGD          dense, unbiased random rounding (Alistarh et al., 2017, arXiv:1610.02132);
-                  with -L<H> it is FedPAQ (Reisizadeh et al., 2020, arXiv:1909.13014)
-    CocktailSGD   random, then top-K, then quantized, both ways (Wang et al., 2023, ICML)
-    EF21          top-K of what is new in a gradient (Richtarik et al., 2021, arXiv:2106.05203)
+    STC           sparse ternary compression: the largest entries, with one magnitude for all of them, in both
+                  directions (Sattler et al., 2019, arXiv:1903.02891)
+    EF-signSGD    one sign per parameter, with error feedback (Karimireddy et al., 2019, arXiv:1901.09847);
+                  with -D1 also from the server to the clients (dist-EF-SGD, Zheng et al., 2019,
+                  arXiv:1905.10936)
+    QSGD          all entries, rounded at random without bias (Alistarh et al., 2017, arXiv:1610.02132);
+                  with -L<H> this is FedPAQ (Reisizadeh et al., 2020, arXiv:1909.13014)
+    CocktailSGD   a random part of the entries, of these the largest, and of these quantized values, in both
+                  directions (Wang et al., 2023, ICML)
+    EF21          the largest entries of the difference between a gradient and what the server knows of it
+                  (Richtarik et al., 2021, arXiv:2106.05203)
     DGC           top-K with momentum at the clients (Lin et al., 2018, arXiv:1712.01887)
 
-All suffixes of the core go with them where they make sense: "STC-K4" keeps 1/400, as in its paper.
-Two quantizers are new: -S<q> rounds at random, and -R<q> rounds to the nearest of evenly spaced values.
-EF21 and DGC keep more than errors, so they have clients or a server of their own; EF21's messages
-are counted, not made into bytes. Records are named by a scheme's fields alone, as those of the
-core's schemes are. So if you change what one of these methods computes, give it another name.
+The suffixes of the core can be added where they make sense. For instance, "STC-K4" keeps 1/400 of the
+entries, as in its paper. This module registers two more quantizers: -S<q> rounds at random, and -R<q>
+rounds to the nearest of evenly spaced values. Without a suffix, a method keeps 1 % of the entries, as TCS
+and top-K do here, unless its paper is about another fraction. None of the methods has a dense warm-up,
+because none of their papers has one.
 
-They keep 1 % of the entries, as TCS and top-K do here, unless their papers are about another share.
-None of them has a dense warm-up, since their papers have none.
+EF21 and DGC store more than errors, so they have a client or a server class of their own. The messages of
+EF21 are counted and do not become bytes. Records are named by the fields of a scheme alone. So if you
+change what one of these methods computes, give it another name.
 
-Departures from their papers. STC and EF-signSGD have one magnitude for the whole model, as in their algorithms (STC's
-published code has one per layer). QSGD and CocktailSGD scale by the largest magnitude of all values
-that are sent, not by one per bucket, and QSGD not by the norm, which would leave most values at zero.
-CocktailSGD's clients train from one model, and what waits is added to what they send; in its
-published code each trains a model that already has it. DGC clips no gradients, and its warm-up has
-one step of sparsity, not four. Messages have the core's format: it sends P means where QSGD and
-CocktailSGD need one, it sends a sign for zeros too, and it codes CocktailSGD's positions among all
-entries, not among the random ones.
+What differs from their papers:
 
-These methods are left out: PowerSGD needs two all-reduces a round, the second of what the first gave, and messages of
-matrices; rAge-k a request from the server to each client in the middle of a round; FAIR-k and
-AgeTop-k, other masks by age, are made for an analogue channel. A running average as a mask is the
-example of notebook 09.
+- STC and EF-signSGD have one magnitude for the whole model, as in their algorithms. (The published code of
+  STC has one per layer.)
+- QSGD and CocktailSGD scale the values by the largest magnitude of all values in a message. In their papers,
+  each bucket of values is scaled by itself. QSGD is not scaled by the norm, because this would round most
+  values to zero.
+- The clients of CocktailSGD all train the same model, and what was not sent is added to the next message. In
+  its published code, a client trains a model to which this has been added already.
+- DGC does not clip gradients, and its warm-up has one level of sparsity instead of four.
+- Messages have the format of the core. So they contain P means where QSGD and CocktailSGD need one value, a
+  sign also for zeros, and positions of CocktailSGD among all entries instead of among the random part.
+
+Four methods were left out. PowerSGD needs two all-reduces per round, of which the second depends on the
+result of the first, and its messages are matrices. rAge-k needs a request from the server to each client in
+the middle of a round. FAIR-k and AgeTop-k choose masks by age and are made for an analogue channel. (A mask
+from a running average of the updates is the example of notebook 09.)
 """
 
 from __future__ import annotations
