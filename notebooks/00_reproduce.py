@@ -32,8 +32,8 @@ points = [
     "TCS",
     "TCS-L4",
     "TCS-L4-Q5",
-]  # of the last figure
-evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
+]  # methods in the first table and in the picture below it
+evidence = "evidence"  # the profile whose records are drawn if `profile` is None; no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
@@ -41,10 +41,10 @@ data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 test_unused = None  # whether the last epoch tests on unused training images, too
-image_size = None  # pixels a side, smaller than the images are
+image_size = None  # height and width in pixels, to make images smaller
 crop_padding = None  # pixels around images that are then cropped at random
-context = None  # characters a sample of a text
-model = None  # resnet18, resnet8 or conv3; of a text: gpt
+context = None  # characters per sample of a text
+model = None  # resnet18, resnet8 or conv3; for a text: gpt
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round
@@ -68,10 +68,12 @@ threads = None  # CPU threads of a run
 jobs = None  # runs side by side
 wire = None  # True: every message becomes bytes and is decoded; the same numbers, slower
 bad_message = None  # "skip": with wire, a message that can't be accepted is left out
-side_by_side = None  # True, False: all clients in one pass, or in turns; else by their size
-client_threads = None  # True: a client a thread; the same numbers for any number of threads
-compiled = None  # True: passes by torch.compile; numbers to rounding
-errors_limit = None  # MB of memory for the errors of all clients; more are kept in a file
+side_by_side = (
+    None  # True: all clients in one pass; False: in turns; None: by the size of the network
+)
+client_threads = None  # True: one thread per client; the same numbers for any number of threads
+compiled = None  # True: passes by torch.compile; the same numbers up to rounding
+errors_limit = None  # MB of memory for the errors of all clients; what exceeds it is kept in a file
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 

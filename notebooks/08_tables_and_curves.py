@@ -22,11 +22,11 @@ from IPython.display import Image, Markdown, display
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 table = 1  # which table of the paper: params/table<n>.yaml
-evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "evidence"  # the profile whose records are drawn if `profile` is None; no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 figure = None  # which figure its curves are
-title = None  # over the table
-schemes = None  # names, a row and a curve each
+title = None  # the heading of the table
+schemes = None  # names; each gets a row and a curve
 paper = None  # the paper's accuracy (%), its standard deviation, its bit budget, by scheme
 learning_rate = None  # eta of the table, at a cumulative batch of reference_batch
 dataset = None  # synthetic, cifar10 (downloads), folder or text
@@ -35,10 +35,10 @@ data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 test_unused = None  # whether the last epoch tests on unused training images, too
-image_size = None  # pixels a side, smaller than the images are
+image_size = None  # height and width in pixels, to make images smaller
 crop_padding = None  # pixels around images that are then cropped at random
-context = None  # characters a sample of a text
-model = None  # resnet18, resnet8 or conv3; of a text: gpt
+context = None  # characters per sample of a text
+model = None  # resnet18, resnet8 or conv3; for a text: gpt
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round
@@ -62,10 +62,12 @@ threads = None  # CPU threads of a run
 jobs = None  # runs side by side
 wire = None  # True: every message becomes bytes and is decoded; the same numbers, slower
 bad_message = None  # "skip": with wire, a message that can't be accepted is left out
-side_by_side = None  # True, False: all clients in one pass, or in turns; else by their size
-client_threads = None  # True: a client a thread; the same numbers for any number of threads
-compiled = None  # True: passes by torch.compile; numbers to rounding
-errors_limit = None  # MB of memory for the errors of all clients; more are kept in a file
+side_by_side = (
+    None  # True: all clients in one pass; False: in turns; None: by the size of the network
+)
+client_threads = None  # True: one thread per client; the same numbers for any number of threads
+compiled = None  # True: passes by torch.compile; the same numbers up to rounding
+errors_limit = None  # MB of memory for the errors of all clients; what exceeds it is kept in a file
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 

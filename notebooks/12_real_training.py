@@ -38,17 +38,17 @@ plt.rcParams.update({"figure.dpi": 120, "figure.constrained_layout.use": True, "
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 processes = 2  # started by torchrun; each is a rank with a model of its own
-phi_global = 5e-2  # share of the gradient that is reduced: the mask all ranks know
-phi_local = 1e-2  # share that each rank adds of its own
+phi_global = 5e-2  # fraction of the gradient in the mask that all ranks share
+phi_local = 1e-2  # fraction that each rank adds of its own
 start_iter = 10  # steps of plain all-reduce at the start
 steps = 120  # in all
-batch_size = 16  # samples of a rank's step
-learning_rate = 0.2  # of SGD; falls linearly to nothing
+batch_size = 16  # samples per step of a rank
+learning_rate = 0.2  # of SGD; it falls linearly to zero
 train_samples = 1600  # synthetic images
 test_samples = 500  # synthetic images to test on
-image_size = 16  # pixels a side, averaged from 32
+image_size = 16  # height and width in pixels, averaged from 32
 width = 8  # channels of the ResNet-8's first stage
-link_rates = [1, 10, 100]  # Mbit/s a rank can send
+link_rates = [1, 10, 100]  # Mbit/s that a rank can send
 seed = 0  # of the model and the batches
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
