@@ -9,9 +9,10 @@
 # %% [markdown]
 # # 00 · Reproduce every table and figure
 #
-# This notebook shows the paper's accuracies beside ours, then makes Tables 1 to 3 and Figures 3 to 5 of the paper. As it is, it trains nothing
-# and needs no data: it draws the stored results of profile `evidence`. (A *profile* is a file in `params/` that names the data, the network
-# and the number of epochs.) The grey bars are folded code cells; the second one holds the settings.
+# The paper *Time-Correlated Sparsification* (TCS) trains one network at many clients, which send only a small part of their updates. This
+# notebook compares the paper's accuracies with ours, and then draws its Tables 1 to 3 and Figures 3 to 5. As it stands, it trains nothing and
+# needs no data. It draws the stored results (*records*) of profile `evidence`. (A *profile* is a file in `params/` that names the data, the
+# network and the number of epochs.) The grey bars are folded code cells: click one to open it. The second one holds the settings.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import io
@@ -31,8 +32,8 @@ points = [
     "TCS",
     "TCS-L4",
     "TCS-L4-Q5",
-]  # of the last figure
-evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
+]  # methods in the first table and in the picture below it
+evidence = "evidence"  # the profile whose records are drawn if `profile` is None; no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 dataset = None  # synthetic, cifar10 (downloads), folder or text
 data_root = None  # folder: a folder or tar of train/<class>/*, test/<class>/*; cifar10: its folder
@@ -40,10 +41,10 @@ data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 test_unused = None  # whether the last epoch tests on unused training images, too
-image_size = None  # pixels a side, smaller than the images are
+image_size = None  # height and width in pixels, to make images smaller
 crop_padding = None  # pixels around images that are then cropped at random
-context = None  # characters a sample of a text
-model = None  # resnet18, resnet8 or conv3; of a text: gpt
+context = None  # characters per sample of a text
+model = None  # resnet18, resnet8 or conv3; for a text: gpt
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round
@@ -67,10 +68,12 @@ threads = None  # CPU threads of a run
 jobs = None  # runs side by side
 wire = None  # True: every message becomes bytes and is decoded; the same numbers, slower
 bad_message = None  # "skip": with wire, a message that can't be accepted is left out
-side_by_side = None  # True, False: all clients in one pass, or in turns; else by their size
-client_threads = None  # True: a client a thread; the same numbers for any number of threads
-compiled = None  # True: passes by torch.compile; numbers to rounding
-errors_limit = None  # MB of memory for the errors of all clients; more are kept in a file
+side_by_side = (
+    None  # True: all clients in one pass; False: in turns; None: by the size of the network
+)
+client_threads = None  # True: one thread per client; the same numbers for any number of threads
+compiled = None  # True: passes by torch.compile; the same numbers up to rounding
+errors_limit = None  # MB of memory for the errors of all clients; what exceeds it is kept in a file
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
@@ -102,32 +105,32 @@ traffic = lab.summary(found, first, lab.plan(params), lab.estimate_gaps(shown, f
 
 
 def compared(row) -> dict[str, str]:
-    """One method: what the paper prints, what we measured."""
+    """Return the row of one method: what the paper prints beside what we measured."""
     theirs, ours = row.paper_accuracy, row.accuracy
     base = row.scheme == "Baseline"
     gap = row.difference, row.difference_low, row.difference_high
     return {
-        "method": row.scheme, "seeds": f"{row.n}",
-        "paper, %": "–" if math.isnan(theirs) else f"{100 * theirs:.5g}",
-        "ours, %": "diverged" if math.isnan(ours) else f"{100 * ours:.2f}",
-        "paper − Baseline": "–" if base else lab.format_interval(100 * row.paper_difference, math.nan, math.nan),
-        "ours − Baseline (95 % interval)": "–" if base else lab.format_interval(*(100 * v for v in gap)),
-        "MB both ways": lab.format_number(row.megabytes_up + row.megabytes_down),
+        "method": row.scheme, "our runs": f"{row.n}",
+        "paper: accuracy, %": "–" if math.isnan(theirs) else f"{100 * theirs:.5g}",
+        "ours: accuracy, %": "diverged" if math.isnan(ours) else f"{100 * ours:.2f}",
+        "paper − Baseline, points": "–" if base else lab.format_interval(100 * row.paper_difference, math.nan, math.nan),
+        "ours − Baseline, points (95 % interval)": "–" if base else lab.format_interval(*(100 * v for v in gap)),
+        "MB sent and received": lab.format_number(row.megabytes_up + row.megabytes_down),
     }  # fmt: skip
 
 
 def ended(name: str) -> str:
-    """Where a method ended, ours and the paper's, in words."""
+    """Say in words where a method ended in our runs and in the paper."""
     for row in traffic[(traffic["scheme"] == name) & traffic["difference"].notna()].itertuples():
         theirs = row.paper_difference
-        return f"ended {beside(row.difference)} it" + (
-            "" if math.isnan(theirs) else f" (in the paper: {beside(theirs)} it)"
+        return f"ended {beside(row.difference)} the Baseline" + (
+            "" if math.isnan(theirs) else f" (in the paper: {beside(theirs)})"
         )
     return "has no result here yet"
 
 
 def beside(difference: float) -> str:
-    """A difference of accuracies in words, such as "0.17 points below"."""
+    """Say a difference of accuracies in words, such as "0.17 points below"."""
     return f"{abs(100 * difference):.2f} points {'below' if difference < 0 else 'above'}"
 
 
@@ -136,38 +139,45 @@ measured = traffic[(traffic["n"] > 0) | (traffic["diverged"] > 0)]
 if len(measured):
     setting = records[0]["provenance"]["dataset"], records[0]["config"]["epochs"]
     display(Markdown(
-        f"**In short.** Centralized training is called *Baseline*. TCS {ended('TCS')}. TCS-L4-Q5, with four local steps "
-        f"per round and 5-bit values, {ended('TCS-L4-Q5')}. Dense federated training (FedAvg), which the paper does not "
-        f"print, {ended('FedAvg')}."))  # fmt: skip
+        "**In short.** We compare final test accuracies, in percentage points, with that of centralized training, which is "
+        f"called the *Baseline*. TCS {ended('TCS')}. TCS-L4-Q5, which is TCS with four local steps per round and 5-bit "
+        f"values, {ended('TCS-L4-Q5')}. FedAvg, which is federated training without compression, {ended('FedAvg')}. The "
+        "paper has no result of FedAvg."))  # fmt: skip
     display(Markdown(lab.markdown(pd.DataFrame([compared(row) for row in measured.itertuples()]))))
     heading = "Accuracy against traffic: {}, {} epochs".format(*setting)
     picture = io.BytesIO()
     lab.draw_megabytes_figure(traffic, heading).savefig(picture, format="png", dpi=130)
     words = f"{heading}. The numbers are those of the table above."
     display(Image(picture.getvalue(), width=560, alt=words))
-print(f"{len(tables)} tables from {len(records)} records in results/{shown}/runs/")
+print(f"This page is drawn from {len(records)} records in results/{shown}/runs/.")
 
 # %% [markdown]
-# Methods further left in the picture need fewer megabytes, and the band is centralized training. The suffix -L4 in a name means four local
-# steps per round, and -Q5 values of 5 bits; [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. The paper trains a larger
-# network for longer, so levels differ. What can be compared is the difference to the Baseline.
+# In the picture, methods further to the left send and receive less. The grey band is centralized training. The suffix -L4 in a name means
+# four local steps per round, and -Q5 means values of 5 bits. [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes. In *top-K*,
+# every client sends the largest entries of its own update together with their positions. The paper trains a larger network for longer, so
+# its accuracies are higher than ours. The differences from the Baseline can be compared.
 #
 # ## Make it yourself
 #
-# How large the trainings are is decided by a profile. If you give this notebook a profile's file, it first makes all runs of that profile
-# that have no record yet. From the root of the repository:
+# The profile decides how large the trainings are. If you give this notebook the file of a profile, it first makes all runs of that profile
+# that have no record yet. Start it from the root of the repository:
 #
 #     uv run papermill notebooks/00_reproduce.ipynb results/quick/00_reproduce.ipynb -f params/quick.yaml
 #
-# *Run time*: seconds as it is, and three to seven minutes for profile `quick` on two cores. *Read before*: the README.
+# *Run time*: seconds as it stands, and three to seven minutes for profile `quick` on two cores. *Read before*: the README.
 #
-# A parameter that is `None` takes its value from the profile's file. If the file does not set it, the paper's value is used. The tables share
-# runs: Baseline is a row of all three, and TCS at η = 0.5 of two. Each run is made only once.
+# You can also change the settings in the second grey bar and run all cells again. A setting that is `None` takes its value from the profile's
+# file, or else from the paper. For example:
+#
+# - `tables = [3]` draws only the table with momentum and its figure.
+# - Another name in `points`, such as `"TCS-L2"`, adds a row and a point to the picture. That point lies between TCS and TCS-L4.
+# - `seeds = [1, 2, 3]` uses only three runs of each method, so the accuracies change a little. In profile `evidence` the differences from
+#   the Baseline stay the same, because they are estimated from all runs.
 #
 # ## All tables and figures
 #
-# Tables and figures are shown here and saved in `results/<profile>/`. They are only shown, and the saved ones stay as they are, in three
-# cases: if you change a setting of the profile, if some schemes of the profile have no record yet, or if the folder cannot be written.
+# Tables and figures are shown here and saved in `results/<profile>/`. In three cases they are only shown: if you change a setting of the
+# profile, if a new profile has no record yet for some of its methods, or if the folder cannot be written.
 
 # %%
 changed = not profile and given.keys() - {"tables", "points", "evidence"}
@@ -184,7 +194,7 @@ print(f"{len(drawn)} tables have been drawn.")
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 def alternative(t: int) -> str:
-    """What the picture beside a table shows, for readers who cannot see it."""
+    """Describe the picture of a table for readers who cannot see it."""
     return f"Training curves of the schemes in Table {t}, and their last points enlarged. The table has the numbers."
 
 
@@ -196,45 +206,45 @@ for t, table in drawn.items():
 # %% [markdown]
 # **How to read them.** Each table is followed by its figure. A figure shows the training curves on the left, and their last points,
 # enlarged, on the right. In profile `evidence` the last epoch is tested on 35,000 images: the test images, and those training images that
-# were used for no training. All earlier epochs are tested on the 10,000 test images alone. The step at epoch 80 comes from this change, not
-# from learning.
+# no run trained on. All earlier epochs are tested on the 10,000 test images alone. The step at epoch 80 comes from this change and not from
+# learning.
 #
-# Differences to the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from one model of all
-# runs, which was planned in advance. [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles have no such model.
-# Their intervals are Student's t intervals over the seeds that a scheme and the Baseline have in common.
+# Differences from the Baseline are in percentage points, with 95 % intervals. In profile `evidence` our intervals come from one statistical
+# model of all runs, which was fixed before the first run. [13](13_evidence.ipynb) judges the paper's claims by the same model. Other profiles
+# have no such model. Their intervals are Student's t intervals over the seeds that a method and the Baseline have in common.
 #
-# Bits are counted per parameter and local iteration. The first number is the paper's formula, and the second is counted in the messages after
-# the dense warm-up. The last column says how many megabytes one client sends and receives in the whole run, warm-up included.
+# Bits are counted per parameter and local step. The first number is the paper's formula. The second is counted in the messages that were
+# sent after the warm-up (the first epochs, in which nothing is compressed). The last column says how many megabytes one client sends and
+# receives in the whole run, warm-up included.
 #
-# The csv files have more columns. One of them is the training loss, which tells you whether a scheme that ends below the Baseline has
-# finished learning. (For TCS at η = 0.5, the paper prints 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each of our tables repeats the
-# number of its own.)
+# The csv files have more columns. One of them is the training loss, which tells you whether a method that ends below the Baseline has
+# finished learning.
 
 # %% [markdown]
 # ## Claim
 #
-# Every table has its figure. The cell also counts the runs that diverged.
+# Every table has its figure. The next cell checks this, and also counts the runs that diverged.
 
 # %%
 assert all(table.picture for table in drawn.values()) or not records, "a figure is missing"
 diverged = [r for r in records if r["status"] == "diverged"]
-print(
-    f"{len(records)} runs, {len(diverged)} of which diverged. Every table and figure has been drawn."
-)
+print(f"All tables and figures have been drawn. Of {len(records)} runs, {len(diverged)} diverged.")
 
 # %% [markdown]
 # ## What we saw
 #
-# For each table, the lines below say how many runs it shows, and which runs of the profile have no record.
+# The next lines say how many runs each table shows, and which planned runs it lacks because they have no record.
 
 # %%
 for record in diverged:
     print(f"{record['config']['scheme']['name']}: {record['reason']}")
 for t, params in plans.items():
     rows = lab.summary(lab.load_records(lab.plan(params)).values(), planned=lab.plan(params))
-    measured = f"{(rows['n'] > 0).sum()} of {len(rows)} schemes"
+    measured = f"{(rows['n'] > 0).sum()} of its {len(rows)} methods"
     without = lab.list_missing(lab.plan(asked[t]), records)
-    print(f"table {t}: {rows['n'].sum()} runs of {measured}; runs without a record: {without}")
+    print(
+        f"Table {t} shows {rows['n'].sum()} runs of {measured}. Planned runs without a record: {without}."
+    )
 
 # %% [markdown]
 # This notebook shows numbers but does not judge them. [13_evidence](13_evidence.ipynb) judges the paper's claims, and notebooks 01 to 07

@@ -9,9 +9,10 @@
 # %% [markdown]
 # # 08 · Draw a table of the paper, and its curves
 #
-# [00_reproduce](00_reproduce.ipynb) shows all tables of the paper on one page. This notebook shows a single one, for a training of your choice,
-# and explains its columns and curves. As it stands, it draws Table 1 from the stored results of profile `evidence`, and trains nothing. (A
-# *profile* is a file that says how large the trainings are.) The grey bars are folded code cells; the second one holds the settings.
+# [00_reproduce](00_reproduce.ipynb) shows all tables of the paper on one page. This notebook draws a single table, for a training of your
+# choice, and explains its columns and curves. As it stands, it draws Table 1 from the stored results (*records*) of profile `evidence`, and
+# trains nothing. (A *profile* is a file that says how large the trainings are.) The grey bars are folded code cells: click one to open it.
+# The second one holds the settings.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import math
@@ -21,11 +22,11 @@ from IPython.display import Image, Markdown, display
 
 # %% jupyter={"source_hidden": true} tags=["parameters", "remove-input"]
 table = 1  # which table of the paper: params/table<n>.yaml
-evidence = "evidence"  # the profile whose records are drawn, if no profile is given: no run is made
+evidence = "evidence"  # the profile whose records are drawn if `profile` is None; no run is made
 profile = None  # the profile whose runs are made, then drawn; a folder under results/
 figure = None  # which figure its curves are
-title = None  # over the table
-schemes = None  # names, a row and a curve each
+title = None  # the heading of the table
+schemes = None  # names; each gets a row and a curve
 paper = None  # the paper's accuracy (%), its standard deviation, its bit budget, by scheme
 learning_rate = None  # eta of the table, at a cumulative batch of reference_batch
 dataset = None  # synthetic, cifar10 (downloads), folder or text
@@ -34,10 +35,10 @@ data_label = None  # the data set's name in records
 train_samples = None  # the first so many training images
 test_samples = None  # the first so many test images
 test_unused = None  # whether the last epoch tests on unused training images, too
-image_size = None  # pixels a side, smaller than the images are
+image_size = None  # height and width in pixels, to make images smaller
 crop_padding = None  # pixels around images that are then cropped at random
-context = None  # characters a sample of a text
-model = None  # resnet18, resnet8 or conv3; of a text: gpt
+context = None  # characters per sample of a text
+model = None  # resnet18, resnet8 or conv3; for a text: gpt
 width = None  # channels of its first stage
 clients = None  # N
 participation = None  # share of the clients drawn in a round
@@ -61,10 +62,12 @@ threads = None  # CPU threads of a run
 jobs = None  # runs side by side
 wire = None  # True: every message becomes bytes and is decoded; the same numbers, slower
 bad_message = None  # "skip": with wire, a message that can't be accepted is left out
-side_by_side = None  # True, False: all clients in one pass, or in turns; else by their size
-client_threads = None  # True: a client a thread; the same numbers for any number of threads
-compiled = None  # True: passes by torch.compile; numbers to rounding
-errors_limit = None  # MB of memory for the errors of all clients; more are kept in a file
+side_by_side = (
+    None  # True: all clients in one pass; False: in turns; None: by the size of the network
+)
+client_threads = None  # True: one thread per client; the same numbers for any number of threads
+compiled = None  # True: passes by torch.compile; the same numbers up to rounding
+errors_limit = None  # MB of memory for the errors of all clients; what exceeds it is kept in a file
 graph = None  # True: rounds of static shapes, on a GPU as one CUDA graph
 device = None  # auto, cpu or cuda
 
@@ -76,7 +79,7 @@ params |= lab.profile_params(*of_profile, given) | given
 configs, changed = lab.plan(params), not profile and given.keys() - {"table", "evidence"}
 every_seed = configs if profile or seeds else lab.plan(lab.with_every_seed(params))
 print(
-    f"the table asks for {len(configs)} runs of {configs[0].epochs} epochs; their records are in results/{params['profile']}/runs/"
+    f"The table needs {len(configs)} runs of {configs[0].epochs} epochs. Their records are in results/{params['profile']}/runs/."
 )
 if profile:
     print(lab.forecast(configs, params.get("jobs", 1)))
@@ -88,7 +91,9 @@ else:
     records = list(lab.load_records(every_seed).values())
 there = {record["config"]["scheme"]["name"] for record in records}
 lacking = [name for name in params["schemes"] if name not in there]
-print(f"{len(records)} records found; runs without a record: {lab.list_missing(configs, records)}")
+print(
+    f"{len(records)} records were found. Planned runs without a record: {lab.list_missing(configs, records)}."
+)
 folder = lab.results_folder(params["profile"])
 if changed or (lacking and not (folder / f"table{table}.md").exists()):
     folder = None  # what is drawn is shown, and not saved
@@ -107,14 +112,17 @@ for row in summary[summary["difference"].notna()].itertuples():
         row.scheme
     )
 words = {
-    "supported": f"these schemes end at most {ALLOWED:g} points below it",
-    "contradicted": f"these end more than {ALLOWED:g} points below it",
-    "open": "these runs do not decide about",
+    "supported": f"At most {ALLOWED:g} points below the Baseline",
+    "contradicted": f"More than {ALLOWED:g} points below it",
+    "open": "Our runs cannot tell",
 }
-said = [f"{what}: {', '.join(groups[word])}" for word, what in words.items() if groups[word]]
+said = [f"- {what}: {', '.join(groups[word])}." for word, what in words.items() if groups[word]]
 if said:
-    start = "**In short.** The Baseline is centralized training. By the 95 % intervals of the differences"
-    display(Markdown(f"{start}, {'; '.join(said)}."))
+    start = (
+        "**In short.** We compare the final test accuracy of each scheme with that of centralized training, which is called the "
+        "*Baseline*. This is where the schemes end, judged by the 95 % intervals of the differences:"
+    )
+    display(Markdown("\n".join([start, "", *said])))
 if records:
     alternative = (
         f"{params['title']}: test accuracy by epoch, and the last points enlarged. "
@@ -127,33 +135,40 @@ else:
 # %% [markdown]
 # The left picture shows test accuracy by epoch. Each curve is the mean of a scheme's trials, with a band of one standard deviation. The right
 # picture enlarges the last points, with the best scheme at the top. The learning rate drops after half and after three quarters of the
-# epochs. In profile `evidence` the curves jump at epoch 80, the last one. This is a change of the test set, not learning: earlier epochs are
-# tested on the 10,000 test images alone, and the last one on 35,000 images, which include the training images that no run trained on.
+# epochs. In profile `evidence` the curves rise at epoch 80, the last one, because the test set changes there. All earlier epochs are tested
+# on the 10,000 test images alone. The last epoch is tested on 35,000 images, which include the training images that no run trained on.
 #
-# **Claim of the paper (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification reaches
-# the accuracy of centralized training, while each client sends about 1/100 of the bits (TCS) or 1/2000 (TCS-L4-Q5). The sentence above
-# says how far that holds here. [13_evidence](13_evidence.ipynb) judges it.
+# **Claim of the paper (Tables 1–3, Figs. 3–5).** Federated training with time-correlated sparsification (TCS) reaches the accuracy of
+# centralized training. Each client sends only about 1/100 of the bits with TCS, and 1/2000 with TCS-L4-Q5. In these names, -L4 means four
+# local steps per round, and -Q5 means values of 5 bits. The list at the top says how far the claim holds here.
+# [13_evidence](13_evidence.ipynb) judges it.
 #
 # ## Draw another one
+#
+# You can change the settings in the second grey bar and run all cells again. For example:
+#
+# - `table = 2` draws the comparison at the learning rate 0.8. There, TCS ends above the Baseline, and the schemes with four local steps
+#   still end below it.
+# - `schemes = ["TCS", "top-K", "Baseline"]` draws three rows and three curves. Their numbers stay the same.
+# - `seeds = [1, 2, 3]` uses only three trials of each scheme, so means and standard deviations change a little.
 #
 # If you give this notebook the file of a profile, it first makes the runs that have no record yet:
 #
 #     uv run papermill notebooks/08_tables_and_curves.ipynb results/quick/table1.ipynb -f params/table1.yaml -f params/quick.yaml
 #
 # The files `params/table1.yaml` to `table3.yaml` say **what** is compared, and the profiles (`params/quick.yaml` and others)
-# say **how large** the runs are. Each of the settings can be given in either file. If two files set the same value, the later `-f` wins, and
-# `-p` wins over both. Where a setting is `None`, it comes from the files of the table and the profile, or else from the paper.
+# say **how large** the runs are. Both kinds of file may contain any setting. If two files set the same value, the later `-f` wins. Where a
+# setting is `None`, it comes from these files, or else from the paper.
 #
 # The table and the profile together give a list of runs, one for each scheme and seed. Each run leaves one JSON
 # record under `results/<profile>/runs/`. A record that already exists is used again, so that tables can share
 # runs and an interrupted table continues where it stopped.
 #
-# The table and its curves are saved beside the records. There are three exceptions, in which they are only
-# shown: if you change a setting of the profile, if a new profile has no record yet for one of the schemes, or if the folder is not
-# writable.
+# The table and its curves are saved in `results/<profile>/`. In three cases they are only shown: if you change a setting of the profile, if
+# a new profile has no record yet for one of the schemes, or if the folder cannot be written.
 #
-# *Run time*: seconds as it stands; 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
-# Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains the suffixes in the names of schemes.
+# *Run time*: seconds as it stands, and 1 to 2 minutes per table in profile `quick`. *Read before*: the README.
+# Notebook [09_your_own_scheme](09_your_own_scheme.ipynb) explains all suffixes in the names of schemes.
 
 # %% [markdown]
 # ## The table
@@ -161,38 +176,40 @@ else:
 # The table lists accuracies, and their differences from the Baseline (centralized training) in percentage points with 95 % intervals. How an
 # interval is computed depends on where the numbers come from:
 #
-# - In profile `evidence`, our intervals come from the planned model of all its runs. It is the model with which notebook
-#   [13](13_evidence.ipynb) judges the claims.
-# - Other profiles have no planned model. Their intervals are Student's t over the seeds that a scheme and the Baseline have in common.
-# - The paper's intervals are computed from the means and standard deviations of five trials that it prints.
+# - In profile `evidence`, our intervals come from one statistical model of all its runs. This model was planned before the first of them,
+#   and notebook [13](13_evidence.ipynb) uses it to judge the claims.
+# - Other profiles have no planned model. Their intervals are Student's t intervals over the seeds that a scheme and the Baseline have in
+#   common.
+# - The paper prints means and standard deviations of five trials. Its intervals are computed from these.
 #
-# Bits are **per parameter and local iteration**. *Formula* is the paper's bit budget:
+# *Bits up* is what a client sends, in bits **per parameter and local step**. *Formula* is the paper's bit budget:
 #
 # $$\frac{q\,(\phi_{global}+\phi_{local})+\phi_{local}\,(\log_2(1/\phi_{local})+2)}{H}$$
 #
-# with q bits per value, the fractions φ of entries that the global and the local mask keep, and H local steps per round. *Sent* is counted from the
-# encoded messages of one client, after the dense warm-up, which the paper's budget leaves out. In a small
-# model, *sent* is visibly larger than the formula, because of the quantizer's 16 means and because K is rounded up to a whole number.
+# Here q is the number of bits per value, the φ are the fractions of entries that the global mask and the local mask keep, and H is the
+# number of local steps per round. *Sent* is counted in the encoded messages of one client. Both leave out the warm-up (the first
+# epochs, in which nothing is compressed). With -Q5, a message also holds 16 mean values, and the number of entries is always rounded up to a
+# whole number. In a small model, *sent* can therefore be visibly larger than the formula.
 #
-# The csv file beside the table has further columns: the bits that the paper prints, the bits including the warm-up, the bits of the
-# server's messages, and the training loss of the last epoch, which shows how far a training has converged.
+# The csv file of the table has further columns, such as the bits including the warm-up, the bits of the server's messages, and the training
+# loss of the last epoch, which shows how far a training has converged.
 
 # %%
 display(Markdown(lab.prevent_line_breaks(text)))
 
 # %% [markdown]
-# There is one row per scheme, in the paper's order, and n is the number of trials. The last column is the traffic of one client in the whole run, in both
-# directions and including the warm-up.
+# There is one row per scheme, in the paper's order, and n is the number of trials. The last column says how many megabytes one client sends
+# and receives in the whole run, warm-up included.
 #
 # ## Claim
 #
 # The bit budget does not depend on the size of a run, so our formula must agree with the numbers that the paper prints. We require agreement
 # within 0.4 %, or after rounding to the printed digits (the paper cuts 0.36397 off to 0.363, and rounds 0.4064 to 0.41).
-# Compared with the 32 bits of dense training, the formula gives 1/88 for TCS and 1/1,910 for TCS-L4-Q5, to three digits. Accuracy depends
-# on the profile. It is reported here, and no statement about it is checked.
+# Training without compression sends 32 bits per parameter. The formula gives 1/88 of this for TCS and 1/1,910 for TCS-L4-Q5, to three
+# digits. Accuracy depends on the profile, so the next cell does not check it.
 #
-# The paper prints two standard deviations for the same mean: TCS at η = 0.5 has 92.44 ± 0.143 in Table 1 and 92.44 ± 0.128 in Table 3. Each of our tables
-# repeats the number of its own table.
+# One number of the paper is doubtful. It prints two standard deviations for the same runs: TCS at the learning rate 0.5 has 92.44 ± 0.143 in
+# Table 1 and 92.44 ± 0.128 in Table 3. We repeat in each table what the paper prints there.
 
 # %%
 printed = summary.dropna(subset=["paper_bits", "formula_bits"])
@@ -204,7 +221,7 @@ for row in printed.itertuples():
     assert rounded or near or changed, f"{row.scheme}: {row.formula_bits} is not {row.paper_bits}"
 finished = summary["n"].sum()
 print(
-    f"{len(printed)} bit budgets compared with the paper's; {finished} of {len(records)} records are of finished runs"
+    f"{len(printed)} bit budgets were compared with the paper's. {finished} of {len(records)} runs finished without diverging."
 )
 
 # %% [markdown]
@@ -212,9 +229,11 @@ print(
 
 # %%
 print(
-    "Accuracy, difference from the Baseline in points, and bits of a client's uplink after the warm-up"
+    "Each line gives the final test accuracy and its difference from the Baseline in percentage points."
 )
-print("(by the formula, relative to dense training):")
+print(
+    "The fraction compares the bits that a client sends, by the formula, with uncompressed training."
+)
 for row in summary.itertuples():
     level = f"{100 * row.accuracy:6.2f} %" if row.n else "not measured"
     numbers = (row.difference, row.difference_low, row.difference_high)
@@ -227,12 +246,13 @@ for row in summary.itertuples():
     print(f"{row.scheme:20s} {level}, difference {gap}{bits}")
 
 # %% [markdown]
-# Two questions about these tables can only be answered by the authors:
+# The authors' published code differs from the paper's text in two points. Only the authors can tell with which of them they made these tables:
 #
-# - Does `-LF` take its shared mask from the last update, as the paper's text says? Our runs do so. The authors' published code takes it from the weights,
-#   which is `-WLF` here.
-# - Are the errors that a client keeps in units of model differences, as the text says? Our runs do so. The published code keeps them in units of gradients,
-#   which is `-GE` here. This makes a difference where η changes.
+# - The suffix `-LF` guarantees every layer a part of the global mask. In the text and in our runs, this mask comes from the last update. In
+#   the published code, it comes from the weights. Our name for this variant is `-WLF`.
+# - Each client keeps what it did not send, its *errors*. In the text and in our runs, errors are in units of model differences. In the
+#   published code, they are in units of gradients, which gives other results when the learning rate changes. Our name for this variant is
+#   `-GE`.
 #
 # The paper's claims are judged in [13_evidence](13_evidence.ipynb). Next, [09_your_own_scheme](09_your_own_scheme.ipynb) shows how to add a
 # scheme of your own to this table.

@@ -9,23 +9,30 @@
 # %% [markdown]
 # # 11 · Measure where the time of a round goes
 #
-# **In short.** On two CPU cores and with the paper's ResNet-18, a round of TCS took 1.07 times as long as its bare forward and backward
-# passes in the same memory layout. With clients in parallel threads it took 0.98 times as long. A plain implementation of top-K took 1.16
-# times as long as the passes. For a network a quarter as wide, these numbers are 1.06, 0.91 and 1.03. The compression of one client took
-# 21.6 ms; code written as in a textbook took 12.9 times as long.
-# On one H200 GPU, a round took 19.98 ms, which would be 7.79 minutes for all rounds of the paper's training. There, the textbook code
-# compresses faster: it took 6.906 ms for ten clients, and our core took 8.811 ms. (Since then, the core chooses the masks of all clients
-# together on a GPU; this has not been measured yet.) We had set 12 targets for speed, and 8 of them are met.
+# **In short.** With the paper's ResNet-18 on two CPU cores, almost all of the time goes into the forward and backward passes. A round of
+# TCS took 1.07 times as long as its bare passes in the same memory layout, and 0.98 times as long when clients trained in parallel
+# threads. A plain loop with top-K took 1.16 times as long. On this CPU, our core compressed the update of one client in
+# 21.6 ms, and code written as in a textbook took 12.9 times as long. On one H200 GPU, a whole round took 19.98 ms. There, the textbook code
+# is faster: it compressed ten clients in 6.906 ms, and our core needed 8.811 ms. (We have since changed how the core chooses masks on a
+# GPU, and have not measured this yet.) We had set 12 targets for speed, and 8 of them are met.
 #
-# **Claim (ours, building on an observation in Sec. II-A).** The size of the K-th largest entry changes slowly from round to round. The
-# threshold of the last round therefore leaves few candidates for the next exact top-K. A federated round can then cost little more
-# than its forward and backward passes, and its time grows at most about in proportion to the number of clients and of parameters.
+# **Claim (ours, building on an observation in Sec. II-A).** TCS keeps the K largest entries of an update. The size of the K-th largest
+# entry, which we call the *threshold*, changes slowly from round to round. The threshold of the last round therefore tells us which few
+# entries can be among the next K largest. So a federated round costs little more than its passes, and its time grows at most about in
+# proportion to the number of clients and of parameters.
 #
-# The first half of this notebook runs here. It shows how the selection works and why its result is always exact, and ends with a small
-# measurement. The second half shows the records in `results/bench/`, which `uv run tcs bench` made on a machine that was to do nothing
-# else. The quartiles in the records tell how quiet the machine really was.
+# The first half of this notebook runs here. It shows how the selection works and why its result is always exact, and it ends with a
+# small measurement. The second half shows stored measurements from `results/bench/`, which `uv run tcs bench` made.
 #
 # *Run time*: less than a minute. *Read before*: [03_tcs](03_tcs.ipynb) for masks, errors and Algorithm 2.
+#
+# The grey bars are folded code cells: click one to open it. The second one holds the settings. You can change them and run all cells
+# again; the text describes the results for the values given here. For example:
+#
+# - `clients = 2` gives more rounds and noisier updates. In our trial, the guess for the global mask failed more often, and the local
+#   masks had more candidates. The results stayed exact.
+# - `phi_local = 1e-2` makes the local masks ten times as large. The number of candidates grew too, but by less than that.
+# - `step_dimension = 3_000_000` should make the compression in the small measurement take about ten times as long.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
@@ -54,7 +61,7 @@ batch_size = 4  # B, samples of one local step
 epochs = 3  # passes over the data, the first one dense
 drop = 0.67  # when eta is divided by 10, as a share of the epochs
 seed = 0  # of everything random
-lowered = 0.85  # the core's guess, this share of the last threshold; checked below
+lowered = 0.85  # the core guesses this fraction of the last threshold; checked below
 step_dimension = 300_000  # D of the small measurement of compression
 round_width = 8  # channels of the net in the small measurement of a round
 repeat = 3  # turns of the small measurements
@@ -82,7 +89,7 @@ training = lab.Training(config, data, keep_deltas=True)
 compressor, rule, D = training.compressor, training.compressor.rule, len(training.theta_D)
 print(f"D = {D:,} parameters, K_global = {rule.k_global}, K_local = {rule.k_local}, N = {clients}")
 print(
-    f"Each epoch has {training.rounds_per_epoch} rounds; the rounds of the first epoch are dense."
+    f"Each epoch has {training.rounds_per_epoch} rounds. In the first epoch, nothing is compressed."
 )
 small = dataclasses.replace(config, train_samples=train_samples, test_samples=100)
 print(lab.forecast_trainings([small]))
@@ -90,14 +97,14 @@ print(lab.forecast_trainings([small]))
 # %% [markdown]
 # ## A guess that cannot be wrong
 #
-# Algorithm 2 selects the largest of D numbers ($S_{top}$) once for every client and once at the server. This is the most expensive part of
-# the compression. Suppose that we have a guess $f$ of the k-th largest magnitude. We call it the *floor*, and find the entries
+# Algorithm 2 selects the k largest of D magnitudes ($S_{top}$) once for every client and once at the server. This is the most expensive
+# part of the compression. Suppose that we have a guess $f$ of the k-th largest magnitude. We call it the *floor*, and find the entries
 # that reach it:
 #
 # $$C_f = \{i : |v_i| \ge f\}, \qquad |C_f| \ge k \;\Rightarrow\; S_{top}(v, k) = S_{top}(v|_{C_f}, k)$$
 #
-# If at least k entries reach the floor, then all entries of $S_{top}$ are among them, and so are all entries that tie with the last of
-# these. A bad guess only costs time. If it is too low, there are more candidates. If it is too high, there are fewer than k
+# If at least k entries reach the floor, then all entries of $S_{top}$ are among them, and so are all entries of the same magnitude as
+# the last of these. A bad guess only costs time. If it is too low, there are more candidates. If it is too high, there are fewer than k
 # candidates, and we search again with a lower floor. The result is the same in all cases.
 
 # %%
@@ -105,8 +112,8 @@ lab.show_code(tcs.top_k_above)
 
 # %% [markdown]
 # The guess is a recent threshold, lowered a little. For the global mask, it is the threshold of the round before. For a local mask,
-# it is the threshold of the client before, since one process simulates all clients. The first client uses the threshold of the last client
-# of the round before.
+# it is the threshold of the previous client, since one process simulates all clients in turn. The first client uses the threshold of
+# the last client in the round before.
 #
 # ## Follow the threshold through a training
 #
@@ -127,8 +134,8 @@ def by_core(vector_D, k, taken_D, floor):
 
 
 def selection(vector_D, k, taken_D, floor):
-    """A selection by the core, at which try it was found (0: at the floor, 1: at half of it, 2:
-    among all), among how many entries, and whether it is the plain one."""
+    """Describe a selection by the core: at which try it succeeded (0: at the floor, 1: at half of
+    it, 2: among all), among how many entries, and whether it is the same as the plain one."""
     chosen_K, kth = by_core(vector_D, k, taken_D, floor)
     counts = [int((~taken_D & (vector_D.abs() >= level)).sum()) for level in (floor, floor / 2)]
     tried = next((i for i, count in enumerate(counts) if floor > 0 and count >= k), 2)
@@ -137,7 +144,7 @@ def selection(vector_D, k, taken_D, floor):
 
 
 # %% [markdown]
-# We observe the training from outside, between the rounds. The assertion checks that our computation agrees with what the core did.
+# We observe the training from outside, between the rounds. The assertion checks that the core keeps the same floor as we compute.
 
 # %%
 seen, nothing_D = [], torch.zeros(D, dtype=torch.bool)
@@ -145,7 +152,7 @@ before_ND, taken_D, floors = None, None, {}
 
 
 def look(update_D):
-    """Every selection of one round, from the state before it."""
+    """Yield every selection of one round, computed from the state before it."""
     floor, sparse = floors.get("own", 0.0), not compressor.known.dense
     for n, delta_D in enumerate(training.deltas_ND if sparse else []):
         row = selection(before_ND[n] + delta_D, rule.k_local, taken_D, floor)
@@ -179,7 +186,7 @@ def line(i, dash=0):
 
 figure, axes = plt.subplots(figsize=(7.6, 3.6))
 axes.plot(server["round"], server["kth"], label="threshold (K-th magnitude)", **line(2))
-axes.plot(server["round"], server["floor"], label="floor, known before", **line(1, 1))
+axes.plot(server["round"], server["floor"], label="floor, known before the round", **line(1, 1))
 first_sparse, dropped = client["round"].min(), epochs * training.rounds_per_epoch * drop
 for at, text in ((first_sparse, "first sparse round"), (dropped, "η is divided by 10")):
     axes.axvline(at, **line(7, 3))
@@ -190,26 +197,30 @@ axes.legend(frameon=False, loc="upper right")
 lab.show_figures()
 
 # %% [markdown]
-# From one round to the next, the threshold usually falls by less than the floor is lowered, so the floor stays below it. It may also
-# rise. There is one exception: at the end of the dense warm-up, the updates change their nature.
+# The floor is the threshold of the round before, times a constant factor. Usually the threshold rises, or falls by less than this
+# factor, and then it lies above the floor. In this training there is one exception: in the first sparse round, the threshold falls far
+# below the floor.
 
 # %%
 after = client[client["round"] > first_sparse]
 typical = {"global": server["among"].median() / rule.k_global}
 typical |= {"local": after["among"].median() / rule.k_local}
-print(f"For the global mask, the choice is made among {typical['global']:.1f} K entries (median).")
 print(
-    f"For the local masks, it is made among {typical['local']:.1f} K entries; without a floor, there would be {D / rule.k_local:.0f} K."
+    f"For the global mask, the choice is made among {typical['global']:.1f} × K_global entries (median)."
+)
+print(
+    f"For a local mask, it is made among {typical['local']:.1f} × K_local entries. All entries are {D / rule.k_local:.0f} × K_local."
 )
 
 # %% [markdown]
-# The local masks have more candidates. The entries that wait among the errors of a client are many, and most of them lie just below its threshold.
+# In proportion, the local masks have more candidates. A probable reason is that many of the entries that a client has kept back in its errors
+# are only slightly smaller than its threshold.
 #
 # ## Inputs made to break it
 #
-# We now try to make the selection fail. In the first test, all entries change by the same factor after the floor was set, as may
-# happen when the learning rate drops or a batch is unusual. In the second test, the vectors contain constants, zeros, ties at
-# the threshold, one huge value, or infinities. The floors are absent, far too low, exactly at the threshold, slightly above it, or far too high.
+# We now try to make the selection fail. In one test, the vectors contain constants, zeros, ties at the threshold, one huge value, or
+# infinities, and the floors are absent, far too low, exactly at the threshold, slightly above it, or far too high. In the other test, all
+# entries change by the same factor after the floor was set. Such a jump may happen when the learning rate drops or a batch is unusual.
 
 # %%
 generator = torch.Generator().manual_seed(seed)
@@ -231,17 +242,17 @@ print(
 )
 at_floor, at_half, among_all = np.bincount([j["tried"] for j in jumps], minlength=3)
 print(
-    f"After a jump, {at_floor} succeeded at the floor, {at_half} at half of it, and {among_all} among all entries."
+    f"Of {len(jumps)} selections after a jump, {at_floor} succeeded at the floor, {at_half} at half of it, and {among_all} among all entries."
 )
 
 # %% [markdown]
 # After a small drop, the selection succeeds at half of the floor. After a larger drop, it searches all entries. After a rise, it has many
-# candidates. It is slower in these cases and never wrong, and each jump slows down one selection only.
+# candidates. In these cases the selection is slower but never wrong. The next floor then follows from the new threshold.
 #
 # ## A small measurement
 #
-# We compare the different ways in turns within one process, and ignore the first turn. These are the functions
-# behind `uv run tcs bench`, at small sizes:
+# How long does compression take, and how long does a whole round take? We measure several implementations in one process. They take turns,
+# and the first turn does not count. These are the functions behind `uv run tcs bench`, at small sizes:
 
 # %%
 lab.studies.BENCHES["small"] = [
@@ -254,26 +265,32 @@ with tempfile.TemporaryDirectory() as folder:
 
 # %%
 def stated(record):
-    """Where, with what and when a record was made."""
+    """Say where, with what and when a record was made."""
     made = record["provenance"]
     commit = (made["commit"] or "no commit")[:10] + ("+" if made["dirty"] else "")
-    words = f"{made['device']} · {made['cores']} core(s), {made['threads']} thread(s)"
-    return f"{words} · {made['precision']} · torch {made['torch']} · commit {commit} · {made['finished'][:10]}"
+    words = (
+        f"Measured on {made['device']} with {made['cores']} core(s) and {made['threads']} thread(s)"
+    )
+    return f"{words}, in {made['precision']}, with torch {made['torch']}, at commit {commit} on {made['finished'][:10]}."
 
 
 display(Markdown(lab.markdown(lab.bench_table(made_here))))
 print(stated(made_here))
 
 # %% [markdown]
-# `textbook` is the algorithm as one would first write it down: clone the vector, call `topk`, and multiply by masks. `step` is the same
-# compression by our core. The ratio of *round* to *passes* is the price of the federation. Nothing is asserted here, because
-# speed depends on the machine. The records say which machine was used.
+# The rows *step* are the compression of N clients with D parameters each. *Textbook* is the algorithm as one would first write it down: clone
+# the vector, call `topk`, and multiply by masks. *Step* is the same compression by our core. *Change* only prepares new input, and the
+# last row copies the numbers of one client.
+#
+# The rows *round* belong to a whole round. *Passes* are its forward and backward passes with nothing around them, so the ratio of *round* to
+# *passes* is the price of the federation. The section *Where the time of a round goes* explains the other rows. Nothing is asserted here,
+# because speed depends on the machine.
 #
 # ## The records
 #
-# The rest of this notebook shows measurements at the paper's size. Each record names its device, and there may be several records.
-# Every figure shows the newest record from a CPU (or a GPU, where it says so) that contains the measurement. You can make a record of your own with
-# `uv run tcs bench`, which takes minutes to tens of minutes. Its options are `--part`, `--device`, `--precision` and `--threads`.
+# The rest of this notebook shows stored measurements of larger networks, up to the paper's. The machine should have had no other work, and
+# the quartiles tell how much its times varied. Every figure shows the newest record from a CPU (or a GPU, where the text says so) that contains
+# the measurement. You can make a record of your own with `uv run tcs bench`, which takes minutes to tens of minutes.
 
 # %%
 found = list(lab.find_records(lab.studies.bench.BenchRun, records).values())
@@ -284,7 +301,7 @@ targets = []  # what was measured, and its target
 
 # %%
 def report(part, *tell, gpu=False):
-    """Tell of the newest record with a part, of a CPU or a GPU: works of its cases, as a table."""
+    """Call the functions `tell` with the rows of one part, from the newest record of a CPU or a GPU."""
     for record in found:
         rows = [row for row in record["rows"] if row["part"] == part]
         device = re.search("NVIDIA|Tesla|GeForce|Instinct|Radeon", record["provenance"]["device"])
@@ -296,12 +313,12 @@ def report(part, *tell, gpu=False):
 
 
 def works(rows, value="median"):
-    """One row a case, one column a work."""
+    """Return a table with one row per case and one column per work."""
     return rows.pivot(index="case", columns="work", values=value).reindex(rows["case"].unique())
 
 
 def aim(what, value, target, at_most=True, form=".3g"):
-    """Keeps a measured value beside its target."""
+    """Keep a measured value beside its target."""
     met = value <= target if at_most else value >= target
     goal = f"{'≤' if at_most else '≥'} {target:g}"
     targets.append([what, format(value, form), goal, "**met**" if met else "**missed**"])
@@ -310,15 +327,15 @@ def aim(what, value, target, at_most=True, form=".3g"):
 # %% [markdown]
 # ## Where the time of a round goes
 #
-# *Passes* are the same forward and backward passes on the same model, with nothing around them. *Augmentation* and *compression* are
-# measured by themselves. The *rest* is what remains of the round:
+# A round consists of passes, *augmentation* (random crops and flips of the images), *compression* and a *rest*. We measure the first three
+# by themselves. The rest is what remains of the round:
 #
 # $$\text{rest} = \text{round} - \text{passes} - \text{augmentation} - \text{compression}$$
 
 
 # %%
 def costs(rows):
-    """Per case, in % of the passes: what is added to them, and its quartiles."""
+    """Return what a round adds to its passes, in % of them, and its quartiles: one row per case."""
     table, low, high = (works(rows, value) for value in ("median", "low", "high"))
     parts = table[["augmentation", "compression"]].copy()
     parts["rest"] = table["round"] - table["passes"] - parts.sum(axis=1)
@@ -341,7 +358,7 @@ def draw_round(rows):
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 def finish_round(figure, axes, parts):
-    """The measured round with its quartiles, names and axes."""
+    """Add the measured rounds with their quartiles, and label the figure."""
     middle, y = parts["round"], np.arange(len(parts))
     black = {"fmt": "|", "color": "black", "ms": 14, "mew": 2, "capsize": 3}
     spread = middle - parts["low"], parts["high"] - middle
@@ -382,31 +399,35 @@ def judge_round(rows):
 _ = report("round", draw_round, tell_round, judge_round)
 
 # %% [markdown]
-# *Plain top-K* is what one would write without this package: a loop over the clients that calls `torch.topk` on all entries and keeps
-# the errors. We measured it in two memory layouts. One is channels-last, in which our networks and images are stored. The other is PyTorch's
-# default layout. The difference between the two is the advantage of channels-last, and not of our code.
+# The column *compression* says how much compression adds to the passes. The other columns with a division compare five ways to compute a
+# round with its bare passes:
 #
-# *Client threads* is the setting `client_threads`, which trains as many clients at the same time as there are cores. *Side by side*
-# computes all clients in one pass, and is made for small networks.
+# - *Round* trains one client after the other.
+# - *Client threads* is the setting `client_threads`, which trains as many clients at the same time as there are cores.
+# - *Side by side* computes all clients in one pass, and is made for small networks.
+# - *Plain top-K* is what one would write without this package: a loop over the clients that calls `torch.topk` on all entries and keeps
+#   the errors.
+# - *Plain top-K, torch's layout* is the same in PyTorch's default memory layout. Our networks and images, and all other columns, use the
+#   layout channels-last. So the difference between the last two columns comes from this layout, and not from our code.
 #
 # ## Compression against the memory
 #
-# Every algorithm must read the difference of a client, read its errors and write them. This is 12 bytes per entry. On a CPU, the core
-# reads each entry twice more: once to check that everything is finite, and once to compare it with the floor. This makes 20 bytes. To
-# find the shortest possible time for this, we measure a plain copy of one row, which moves 8 bytes per entry:
+# Every algorithm must read the model difference of a client, read its errors and write them. This is 12 bytes per entry. On a CPU, the core
+# reads each entry twice more: once to check that everything is finite, and once to compare it with the floor. This makes 20 bytes. How
+# long does it take at least to move so many bytes? A plain copy of one row moves 8 bytes per entry, and we measure its time:
 #
-# $$t_{least} = \frac{12\,D}{\text{bandwidth}},\qquad \text{bandwidth} = \frac{8\,D}{t_{copy}}$$
+# $$t_{min} = \frac{12\,D}{\text{bandwidth}},\qquad \text{bandwidth} = \frac{8\,D}{t_{copy}}$$
 
 
 # %%
 def step_ways(rows):
-    """Milliseconds a client of every way; the two targets are noted."""
+    """Return the milliseconds per client of every way, and note the two targets."""
     table, N = 1e3 * works(rows).iloc[0], int(rows["clients"].iloc[0])
     ways = {"textbook": table["textbook"] / N, "Compressor.step": table["step"] / N}
-    ways |= {f"{b} bytes an entry": b / 8 * table["copy of one row"] for b in (20, 12)}
-    aim("Compressor.step, ms a client", ways["Compressor.step"], step_targets_ms[0])
+    ways |= {f"{b} bytes per entry": b / 8 * table["copy of one row"] for b in (20, 12)}
+    aim("Compressor.step, ms per client", ways["Compressor.step"], step_targets_ms[0])
     times = ways["textbook"] / ways["Compressor.step"]
-    aim("times faster than textbook", times, textbook_target, at_most=False)
+    aim("time of the textbook code / Compressor.step", times, textbook_target, at_most=False)
     return ways
 
 
@@ -415,7 +436,7 @@ def draw_step(rows):
     ways, (_, axes) = step_ways(rows), plt.subplots(figsize=(7.6, 2.6))
     axes.barh(list(ways), ways.values(), color=[lab.COLOURS[i] for i in (7, 2, 6, 6)], height=0.55)
     for y, value in enumerate(ways.values()):
-        text = f"  {value:.3g} ms, {value / ways['12 bytes an entry']:.1f} × the least"
+        text = f"  {value:.3g} ms, {value / ways['12 bytes per entry']:.1f} × the minimum"
         axes.text(value, y, text, va="center")
     axes.invert_yaxis()
     axes.set(title=f"Compression of one client, {rows['case'].iloc[0]}", xlabel="milliseconds")
@@ -428,8 +449,9 @@ _ = report("step", draw_step)
 # %% [markdown]
 # ## Codes
 #
-# How long does it take to encode and decode the message of one client at the paper's size? The table shows the time to quantize it (if the
-# scheme does this), to encode it as bytes, and to decode it. It also shows the time for the positions of the local mask alone.
+# How long does it take to encode and decode the message of one client at the paper's size? The table shows the time to quantize it, to
+# encode it as bytes, and to decode it. It also shows the time for the positions of the local mask alone. The suffix `-Q5` means values of 5
+# bits, and `+` means shorter codes for the same values and positions.
 
 
 # %%
@@ -439,7 +461,7 @@ def tell(rows):
 
 def judge_codecs(rows):
     alone = 1e3 * works(rows)[["encode positions", "decode positions"]].sum(axis=1)
-    aim("positions there and back, ms", alone["TCS"], positions_target_ms)
+    aim("encode and decode positions, ms", alone["TCS"], positions_target_ms)
 
 
 _ = report("codecs", tell, judge_codecs)
@@ -457,10 +479,12 @@ def growth_panel(axes, rows, axis, other):
     x, y = part[axis].to_numpy(float), 1e3 * part["median"].to_numpy()
     axes.plot(x, y[-1] * x / x[-1], label="in proportion", **line(7, 1))
     axes.plot(x, y, marker="o", label="measured", **line(2))
-    axes.set(xscale="log", yscale="log", xlabel=f"{axis} (log)", ylabel="ms a step (log)")
+    axes.set(xscale="log", yscale="log", xlabel=f"{axis} (log)", ylabel="ms per step (log)")
     axes.set_title(f"{other}: {part[other].iloc[0]:,}")
     slope = np.polyfit(np.log(x), np.log(y), 1)[0]
-    print(f"The time grows with {axis} to the power of {slope:.2f}; 1 would be in proportion.")
+    print(
+        f"The time grows like {axis} to the power {slope:.2f}. In proportion, the power would be 1."
+    )
 
 
 def draw_growth(rows):
@@ -477,19 +501,21 @@ def draw_growth(rows):
 _ = report("growth", draw_growth)
 
 # %% [markdown]
-# The measured curves bend for two reasons. Small models fit into a cache, but fixed costs weigh more there. Large models wait for memory.
+# The measured curves are not quite straight. Probable reasons are fixed costs, which weigh more in small models, and the processor's cache,
+# into which large models do not fit.
 #
 # ## On a GPU
 #
-# These records were made on a GPU that did nothing else, with `uv run tcs bench --part paper --device cuda --precision bf16`. In *graph*,
-# a round is one CUDA graph, in which five clients train at the same time. The minutes of a whole run are those of its sparse rounds, without
-# warm-up and evaluation.
+# These records were made on a GPU that did nothing else, with `uv run tcs bench --part paper --device cuda --precision bf16`. In the rows
+# *graph*, a round is one CUDA graph (operations that were recorded once and are replayed together), in which five clients train at the same
+# time. For the table of targets below, we multiply the time of such a round by the number of rounds in the paper's training. This leaves out
+# evaluation, and counts the rounds of the warm-up like all others.
 
 
 # %%
 def judge_step(rows):
     ms = 1e3 * works(rows)["step"].item() / rows["clients"].iloc[0]
-    aim("Compressor.step on a GPU, ms a client", ms, step_targets_ms[1])
+    aim("Compressor.step on a GPU, ms per client", ms, step_targets_ms[1])
 
 
 def judge_gpu(rows):
@@ -499,28 +525,24 @@ def judge_gpu(rows):
         run = plans[case.rpartition(", ")[2]]
         samples = run.client_count * run.batch_size * run.scheme.local_steps  # a round's
         rounds = paper_epochs * (paper_samples // samples)
-        aim(f"a run on a GPU, minutes: {case}", ms * rounds / 60_000, run_target_minutes)
+        aim(f"a training on a GPU, minutes: {case}", ms * rounds / 60_000, run_target_minutes)
 
 
 _ = report("round", tell, judge_gpu, gpu=True), report("step", tell, judge_step, gpu=True)
 
 # %% [markdown]
-# The GPU tests (`uv run pytest -m gpu`) passed on this machine, but the targets for the GPU are missed. When the compression
-# of ten clients is called by itself, it takes longer than the textbook code. It makes more calls, because it also checks that all
-# values are finite, resolves ties in the same way on every machine, and counts the bytes. It uses no floor on a GPU, because the host would have to
-# wait for the number of candidates.
+# The targets for the GPU are missed. There, our compression of ten clients (*step*) takes longer than the textbook code. It starts more
+# operations, because it also checks that all values are finite, resolves ties in the same way on every machine, and counts the bytes. It
+# uses no floor on a GPU, because the host would have to wait for the number of candidates.
 #
 # Since these records were made, the core chooses the masks of all clients together on a GPU. A sparse round of TCS with ten clients now starts
-# 286 operations instead of 392, and the ten most expensive ones, the searches for the largest entries, have become one. How much time this
-# saves has not been measured yet.
-#
-# An ordinary sparse round of TCS waits for the GPU once, at its end. A step of the DDP hook does not wait at all. Only its first step
-# and its first sparse step read one value each (`tests/core/test_host_reads.py`).
+# 286 operations instead of 392. Among these were ten searches for the largest entries, the most expensive operations, and they have become
+# one. How much time this saves has not been measured yet.
 #
 # ## Claim
 #
-# We assert only what must hold on any machine. Every selection is the same as the plain one, entry for entry. The global mask of the training
-# was the plain $S_{top}$ of the last update. And the training chose among fewer entries than all.
+# We assert only what must hold on any machine. Every selection is the same as the plain one, entry for entry. The global mask of the
+# training is the plain $S_{top}$ of the last update. On average, the choice was made among fewer entries than all.
 
 # %%
 exact = [*seen["same"], *(case["same"] for case in cases + jumps)]
@@ -535,21 +557,21 @@ print(f"All {len(exact)} selections are identical to the plain ones.")
 
 # %%
 if targets:
-    table = pd.DataFrame(targets, columns=["what", "measured", "target", "verdict"])
+    table = pd.DataFrame(targets, columns=["what was measured", "result", "target", "verdict"])
     display(Markdown(lab.markdown(table)))
 met = sum(row[-1] == "**met**" for row in targets)
 slowly = "supported" if typical["global"] < 3 else "contradicted"
 summary = f"""
-- **Supported**: the selection with a floor is exact. All {len(exact)} comparisons agree.
-- **{slowly.capitalize()}**: the threshold of the global mask changes slowly. The choice is made among {typical["global"]:.1f} K entries.
-- The local masks need {typical["local"]:.1f} K candidates.
+- **Supported**: the selection with a floor is exact. All {len(exact)} comparisons with the plain selection agree.
+- **{slowly.capitalize()}**: the threshold of the global mask changes slowly, which means that the median number of candidates is less than
+  three times K_global. It is {typical["global"]:.1f} times K_global.
+- For a local mask, the median number of candidates is {typical["local"]:.1f} times K_local.
 - {f"According to the records named above, {met} of {len(targets)} targets are met" if targets else missing}.
 """
 display(Markdown(summary))
 
 # %% [markdown]
-# Next: [12_real_training](12_real_training.ipynb). You can also try `clients = 2` or a larger `phi_local` here, and see how the number of
-# candidates changes.
+# Next: [12_real_training](12_real_training.ipynb) uses TCS in a training on several processes.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 print(f"Made with {lab.describe_core()} and torch {torch.__version__}, on {data.label}: one training, "
