@@ -325,11 +325,13 @@ claim.judge(
 # know (the paper's global mask), and *own* is the mask that one client has chosen (the paper's local mask). Top-K has an own mask
 # only, so its φ is called `phi_local`. Rand-K has a shared mask only, so its φ is called `phi_global`.
 #
-# The method `message_of` builds the message from the client's difference. The method `arrived` is called once the server has
+# The methods `message_of` and `message_from` build the message from the client's difference. The method `arrived` is called once the server has
 # received it.
 
 # %%
-lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.arrived)
+lab.show_code(
+    tcs.Client.message_of, tcs.Client.intended, tcs.Client.message_from, tcs.Client.arrived
+)
 
 # %% [markdown]
 # The three formulas are lines 9, 11 and 13 of the paper's Algorithm 2. [03_tcs](03_tcs.ipynb) goes through the whole algorithm.

@@ -187,7 +187,7 @@ MARK = re.compile(  # code with a line's number behind it, or below a comment wi
     r"^ *(?:(\S.*?)  # (?:Alg\. 2, )?line (\d+)|# line (\d+)[^\n]*\n *(.+))", re.MULTILINE
 )
 methods = [tcs.TCS.observe, tcs.Federation.exchange, tcs.Federation.move, tcs.Client.message_of,
-           tcs.Client.arrived, tcs.Server.average, tcs.Server.reply]  # fmt: skip
+           tcs.Client.message_from, tcs.Client.arrived, tcs.Server.average, tcs.Server.reply]  # fmt: skip
 marked = {int(line or above): [f"`{code or below}`", f"`{method.__qualname__}`"]
           for method in methods
           for code, line, above, below in MARK.findall(inspect.getsource(method))}  # fmt: skip
@@ -211,12 +211,12 @@ display(Markdown(lab.markdown(lines)))
 lab.show_code(tcs.TCS.observe)
 
 # %% [markdown]
-# Now a client. `Client.message_of` does lines 9 to 12. For line 10 it calls `Client.own_positions`, which calls `MaskRule.own_mask`.
+# Now a client. `Client.message_of` does line 9, and `Client.message_from` does lines 10 to 12. For line 10 it calls `Client.own_positions`, which calls `MaskRule.own_mask`.
 # From line 9 on, the errors contain everything that the client intends to send (`Client.intended`). So `Client.arrived`, which does
 # line 13, only has to write what remains at the positions that were sent.
 
 # %%
-lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.own_positions,
+lab.show_code(tcs.Client.message_of, tcs.Client.intended, tcs.Client.message_from, tcs.Client.own_positions,
               tcs.MaskRule.own_mask, tcs.Client.arrived)  # fmt: skip
 
 # %% [markdown]
