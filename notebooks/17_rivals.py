@@ -145,7 +145,7 @@ near = [p for p in plain if dense and p.accuracy >= dense.accuracy - below]
 stateless = [p for p in near if p.scheme.startswith(("FedAvg", "QSGD"))]
 lost = [f"{p.scheme} ({beaten_by(p)})" for p in stored if beaten_by(p)]
 advice = {
-    f"Fewest bytes of the methods without momentum that end at most {below:g} points below FedAvg": offer(
+    f"Fewest bytes of the methods without momentum that end at most {below:.1f} points below FedAvg": offer(
         near
     ),
     "The same, if clients can keep nothing between rounds": offer(stateless),
