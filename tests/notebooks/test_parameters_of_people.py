@@ -64,13 +64,17 @@ WRONG = {
         "unknown parameter: tabels; allowed:": {"tabels": [1]},
     },
     "14": {"evidence: got 'quck', allowed: ci,": {"evidence": "quck"}},
-    "17": {"profile: got 'smal', allowed: ci,": {"profile": "smal"}},
+    "17": {
+        "below: got -1": {"below": -1},
+        "links: got []": {"links": []},
+        "unknown parameter: profile; allowed:": {"profile": "small"},
+    },
 }
 # of a profile without records, rounds are timed: small ones, not those of the paper's model
 MINE = {"profile": "mine", "epochs": 2, "model": "resnet8", "width": 2, "clients": 2, "batch_size": 8,
         "train_samples": 100, "test_samples": 50, "image_size": 16, "threads": 1}  # fmt: skip
 RIGHT = {"00": {"tables": [2]}, "08": MINE, "14": {}, "17": {}}
-CHECKED = {"00": "given_notebook_params", "08": "given_notebook_params"}
+CHECKED = {"00": "given_notebook_params", "08": "given_notebook_params", "17": "check_values"}
 
 
 @pytest.mark.parametrize("notebook", WRONG)
