@@ -394,12 +394,23 @@ claim("the replay accepts the honest rules and rejects the cheat", honest == rig
 #
 # The [file](examples/mask_rule.py) has the class `TCS-Average` of this notebook under another name. Begin with `--dry-run`, which plays a few
 # rounds to find mistakes, and says how long the comparison takes: about a quarter of an hour on two cores. The command trains a small ResNet
-# with ten clients on synthetic images, which it makes itself. It tries four learning rates, chooses the best one on 15,000 images, and trains
-# with three more seeds, which are scored on 26,000 other images. If you stop it, the next call continues.
+# with ten clients on synthetic images, which it makes itself. It tries four learning rates, or a few more while the best one is the smallest or the
+# largest, chooses the best one on 15,000 images, and trains with three more seeds, which are scored on 26,000 other images. If you stop it, the next call continues.
 #
 # It then prints the row of your scheme beside the rows of known methods. A second table says how much higher or lower your scheme's accuracy
-# is than that of other methods at the same number of bytes, with a 95 % interval. The bytes are those of both directions. The row, your
+# is than that of each known method, with a 95 % interval, and how many bytes that method sends. Where a known method has runs with about as many
+# bytes as yours, the table also has the difference at equal bytes. The bytes are those of both directions. The row, your
 # file and a picture are kept in `results/compare/<name of the scheme>/`. If you change the file, the runs are made again.
+#
+# A rule whose mask does not depend on updates needs a single method. This one sends every second entry, the even ones in even rounds:
+#
+#     @tcs.register_scheme("Every-Second", phi_global=0.5, phi_local=None)
+#     class EverySecond(tcs.MaskRule):
+#         def shared_mask(self):
+#             return torch.arange(self.round % 2, self.dimension, 2, device=self.device)
+#
+# `round` counts from 0, and dense rounds count, too. The comparison begins with one dense epoch, unless a scheme is registered with
+# `dense_warmup=False`. Error feedback is on unless it is registered with `error_accumulation=False`.
 #
 # A mask rule has these attributes: `dimension` (the number of entries D), `k_global` and `k_local` (the sizes of the masks in this round),
 # `round`, `seed`, `device`, `layer_sizes` and `scheme`. `shared_mask()` returns positions (int64, ascending) or a bool tensor (D,), or None as

@@ -15,6 +15,7 @@ import tcs_lab as lab
 import torch
 from tcs_lab.__main__ import main
 from tcs_lab.compare import methods, scoring
+from tcs_lab.compare import table as tables
 from tcs_lab.compare.methods import find_method
 from tcs_lab.compare.track import read_track
 from tcs_lab.schemes.packing import Context, pack, recoded_size, unpack
@@ -470,6 +471,18 @@ def test_a_point_between_those_of_a_stored_method_is_compared_with_it(scores):
     assert found.without_start.value == pytest.approx(66 - 65)  # 2 MB of 1 to 4
     assert found.megabytes == pytest.approx(2 * (5 / 2) ** 0.6)
     assert made.compare(points["a"], "M") == []  # nothing but itself, and what sends nothing
+
+
+def test_every_stored_method_has_a_difference_whatever_it_sends(scores):
+    """Also where nothing can be compared at equal bytes; then there are no columns for that."""
+    made, points = scores
+    for name, gap, ratio, equal in (("x", 66 - 70, 5 / 3, True), ("low", 58 - 70, 5 / 1.5, False)):
+        (found,) = compared = made.compare(points[name], "mine")
+        assert (found.usual, found.difference.value) == ("b", pytest.approx(gap))
+        assert found.relative_bytes == pytest.approx(ratio)
+        table = tables.comparison_table(compared, points[name])
+        assert len(table.columns) == (7 if equal else 3)
+        assert ("--densities" in tables.describe_comparison(compared)) != equal
 
 
 @pytest.mark.parametrize(("name", "end"), [("low", "2 MB"), ("high", "5 MB")])

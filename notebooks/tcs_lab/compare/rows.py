@@ -14,12 +14,12 @@ import pandas as pd
 
 from tcs_lab.compare.methods import Method, read_method_file
 from tcs_lab.compare.probe import play_rounds, probe_method
-from tcs_lab.compare.scoring import EQUAL, Point, Scores
+from tcs_lab.compare.scoring import Point, Scores
 from tcs_lab.compare.table import (
-    COMPARISON_NOTE,
     NOTE,
     comparison_figure,
     comparison_table,
+    describe_comparison,
     rows_table,
 )
 from tcs_lab.compare.track import Track, count_runs_left, list_next_runs
@@ -80,7 +80,8 @@ def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> 
         left = max(len(configs), count_runs_left(tuned))
         minutes = math.ceil(left / jobs) * track.analysis.minutes
         words = (
-            f"{method.label}: {len(configs)} runs now, {left} in all, about {minutes:.0f} minutes"
+            f"{method.label}: {len(configs)} of {left} missing runs begin now; "
+            f"all of them take about {minutes:.0f} minutes"
         )
         print(words, file=sys.stderr, flush=True)
         run_all([MethodRun(c, method=method) for c in configs], tuned[0].results, jobs)
@@ -160,11 +161,10 @@ def print_row(track: Track, method: Method, names: Sequence[str]) -> int:
     compared = [
         (p, scores.compare(p, _find_stored_name(scores, p))) for p in scores.points if p.both
     ]
-    tables = [comparison_table(others, point) for point, others in compared if others]
-    for table in tables:
-        print("\n" + plain_markdown(table))
-    if tables:
-        print("\n" + COMPARISON_NOTE.format(EQUAL))
+    for point, others in compared:
+        if others:
+            print("\n" + plain_markdown(comparison_table(others, point)))
+            print("\n" + describe_comparison(others))
     if not points:
         return 1
     path = track.folder / method.folder / "comparison"

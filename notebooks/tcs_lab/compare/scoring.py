@@ -144,13 +144,18 @@ def find_front(points: Iterable[Point]) -> list[Point]:
 class PointComparison:
     """One point of a method compared with a stored method.
 
-    `equal_bytes` is the difference in accuracy at the bytes of the point, which count as equal to those
+    `difference` is that of the accuracies of the point and of `usual`, the stored method at its usual
+    density, whatever the two send; `relative_bytes` are the bytes of `usual` divided by those of the
+    point. `equal_bytes` is the difference in accuracy at the bytes of the point, which count as equal to those
     of a stored point up to 1 %, and `without_start` the same with the dense start of both left out.
     `megabytes` is what the stored method needs for the accuracy of the point. Where one of them is not
     defined, `reason` says why.
     """
 
     method: str
+    usual: str
+    difference: Estimate
+    relative_bytes: float
     equal_bytes: Estimate
     without_start: Estimate
     megabytes: float
@@ -192,7 +197,13 @@ class Scores:
             words.append(f"not reached: best {best.accuracy:.1f} at {format_number(best.both)} MB")
         without = self._difference(point.without_start(), [p.without_start() for p in points])
         equal = self._difference(point, points)
-        return PointComparison(name, equal, without, megabytes, "; ".join(words))
+        usual = next((p for p in points if p.scheme == name), points[-1])
+        signs = {point.scheme: 1.0, usual.scheme: -1.0}
+        difference = self.model.estimate(signs, self.confidence)
+        ratio = usual.both / point.both
+        return PointComparison(
+            name, usual.scheme, difference, ratio, equal, without, megabytes, "; ".join(words)
+        )
 
     def _difference(self, point: Point, points: list[Point]) -> Estimate:
         """Estimate the difference of the accuracies at the point's bytes; nan where the method has no points

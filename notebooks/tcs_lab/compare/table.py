@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tcs_lab.compare.scoring import Point, PointComparison, Scores, find_front
+from tcs_lab.compare.scoring import EQUAL, Point, PointComparison, Scores, find_front
 from tcs_lab.tables.figures import (
     COLOURS,
     LOOK,
@@ -51,20 +51,36 @@ NOTE = (
 
 
 COMPARISON_NOTE = (
-    "The difference in accuracy is taken at equal bytes, which are interpolated between whole runs of the "
+    "The first difference is that of the mean accuracies, whatever the two methods send. Its interval pools "
+    "the deviations of all methods. If it contains 0, this comparison cannot tell which of the two is more "
+    "accurate. Relative bytes are those of the stored method divided by those of the new one. "
+)
+EQUAL_NOTE = (
+    "The next differences are taken at equal bytes, which are interpolated between whole runs of the "
     "stored method. The bytes of two runs count as equal if they differ by at most {:.0%}. Nothing is "
     "extrapolated: a dash stands where the stored method has no run with as few or as many bytes."
+)
+NOT_EQUAL_NOTE = (
+    "No stored method has runs with about as many bytes, so that accuracies cannot be compared at equal "
+    "bytes. With --densities there are runs with fewer bytes."
 )
 
 
 def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.DataFrame:
-    """Make the table of one point compared with the stored methods; COMPARISON_NOTE is its caption."""
+    """Make the table of one point compared with the stored methods; `describe_comparison` is its caption.
+
+    Columns that need runs with about as many bytes are left out if no stored method has them.
+    """
     lines = []
     for one in compared:
-        e, without = one.equal_bytes, one.without_start
-        lines.append({
-            "Stored method": one.method,
-            f"At {point.both:.3g} MB: {point.scheme} minus it, points": format_interval(
+        e, without, gap = one.equal_bytes, one.without_start, one.difference
+        line = {
+            "Stored method": one.usual,
+            f"{point.scheme} minus it, points": format_interval(gap.value, gap.low, gap.high),
+            "Its bytes, relative": f"×{format_number(one.relative_bytes, 2)}",
+        }
+        lines.append(line if not has_equal_bytes(compared) else line | {
+            f"At {format_number(point.both)} MB, points": format_interval(
                 e.value, e.low, e.high),
             "Without both dense starts": format_interval(
                 without.value, without.low, without.high),
@@ -72,6 +88,20 @@ def comparison_table(compared: Sequence[PointComparison], point: Point) -> pd.Da
             "If not, why": one.reason or "–",
         })  # fmt: skip
     return pd.DataFrame(lines)
+
+
+def has_equal_bytes(compared: Sequence[PointComparison]) -> bool:
+    """Return whether a stored method can be compared at equal bytes or at equal accuracy."""
+    return any(
+        not math.isnan(one.equal_bytes.value) or not math.isnan(one.megabytes) for one in compared
+    )
+
+
+def describe_comparison(compared: Sequence[PointComparison]) -> str:
+    """Return the caption of a comparison."""
+    return COMPARISON_NOTE + (
+        EQUAL_NOTE.format(EQUAL) if has_equal_bytes(compared) else NOT_EQUAL_NOTE
+    )
 
 
 # A picture ────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +139,7 @@ def comparison_figure(scores: Scores, method: str = "") -> Any:
         known = "the known methods" if method else "Known methods"
         what = f"{method} (stars) beside {known}" if method else known
         confidence = f"bars: {scores.confidence:.0%} intervals"
-        figure.suptitle(f"{what}; grey line: the fewest bytes for an accuracy; {confidence}")
+        figure.suptitle(f"{what}\ngrey line: the fewest bytes for an accuracy; {confidence}")
     return figure
 
 
