@@ -13,6 +13,10 @@
 # them are trained in the same way, and each has its own best learning rate. A method is judged by its accuracy, by the megabytes that one client
 # sends and receives, and by the time that these take on a given link. *Run time*: seconds. *Read before*:
 # [02_sparsification](02_sparsification.ipynb), [10b_fewer_bytes](10b_fewer_bytes.ipynb).
+#
+# *How to use it*: the grey bars are folded code cells; click one to open it. The second one holds the settings. With `below = 0.3`, a method may
+# lose less than in the advice below, and the first method that is named should then be TCS. With `latency = 10`, the times on fast links
+# should become shorter.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 import dataclasses
