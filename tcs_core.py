@@ -2867,10 +2867,7 @@ class Compressor:
         self, checked: Callable[[int], Tensor], chosen: list[int], dense: bool,
         theta_D: Tensor | None = None, mask_factor: int = 1,
     ) -> Tensor:  # fmt: skip
-        """Do a round in which `checked(n)` is client n's difference, already checked.
-
-        These are lines 9 to 13, 15 and 16, and line 5 of the next round.
-        """
+        """Do lines 9 to 13, 15, 16 and the next line 5; `checked(n)` is n's checked difference."""
         known, server, t = self.known, self.server, self.known.round
         lengths_up, refused = list[int](), list[int]()  # of accepted messages, in bits; clients
         asked: int | None = None  # the client whose message is being made

@@ -71,7 +71,11 @@ def both(monkeypatch, scheme, steps, **settings):
 def test_masks_chosen_together_are_those_chosen_one_by_one(name, monkeypatch):
     chosen = [None, None, [2, 0], [3], None, [1, 3, 0, 2]]
     steps = zip(deltas_like_training(len(chosen), CLIENTS, SIZES), chosen, strict=True)
-    both(monkeypatch, name, steps)
+    plain, together = both(monkeypatch, name, steps)  # which compares them after each round
+    shared_K, masks_K = plain.known.shared_K, together.known.shared_K
+    assert torch.equal(shared_K, masks_K) and plain.known.round == together.known.round == len(
+        chosen
+    )
 
 
 def test_of_tied_entries_every_client_sends_the_first(monkeypatch):
