@@ -71,21 +71,21 @@ if start_iter > steps - 2:
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 measured, costs = links.Links(links.read_rows()), optimizers.Costs()
-nets = {links.count_parameters(*net): net for net in ((10, 1000), (4, 5000))}
+nets = {net.parameters: net for net in (links.Net(10, 1000), links.Net(4, 5000))}
 answer, most = [], list(links.SHARES)[-1]
 for way in links.SHARES:
-    rate = min(measured.pays_to(way, o, *net) for net in nets.values() for o in ("plain", "bf16"))
+    rate = min(measured.pays_to(way, o, net) for net in nets.values() for o in ("plain", "bf16"))
     cost = costs.cost(optimizers.Setup("AdamW", way))
     nats = lab.format_interval(cost.value, cost.low, cost.high)
     answer.append(f"""- **{way}** needs less time per step than plain DDP and than PyTorch's bf16 hook on links of up to {rate:,.0f} Mbit/s. In a training
   with AdamW, it changes the final test loss by {nats}.""")
-found = {D_net: {way: measured.row(way, *net, mbit=1000.0) for way in links.EXCHANGES[1:]}
+found = {D_net: {way: measured.row(way, net, mbit=1000.0) for way in links.EXCHANGES[1:]}
          for D_net, net in nets.items()}  # fmt: skip
 lines = [{"Seconds per step at 1,000 Mbit/s": f"{D_net:,} parameters"}
          | {way: f"{row['seconds']:.3g}" for way, row in ways.items() if row}
          for D_net, ways in found.items()]  # fmt: skip
 shorter = [
-    measured.row("PowerSGD", row["layers"], row["width"], row["ranks"], row["mbit"])["seconds"] < row["seconds"]
+    measured.row("PowerSGD", links.Net.of(row), row["ranks"], row["mbit"])["seconds"] < row["seconds"]
     for row in measured.rows if row["way"] == most and row["mbit"]
 ]  # fmt: skip
 answer.append(

@@ -574,25 +574,25 @@ def ddp_block() -> str:
 def ddp_numbers() -> dict[str, Any]:
     """Seconds per step of ten million parameters by link, and what sparse steps cost in loss."""
     measured, costs = links.Links(links.read_rows()), optimizers.Costs()
-    net, large = (10, 1000), (4, 5000)
+    net, large = links.Net(10, 1000), links.Net(4, 5000)
     setups = {share: optimizers.Setup("AdamW", f"TCS {share} %") for share in (1, 10)}
     losses = {f"loss{share}": costs.cost(setup) for share, setup in setups.items()}
     (n,) = {len([1 for of, _ in costs.records if of == setup]) for setup in setups.values()}
     for way in ("TCS 10 %", "TCS 1 %"):  # on the fastest link, and without one, plain or bf16 win
         for mbit in (FASTEST, None):
-            ours = measured.row(way, *large, mbit=mbit)["seconds"]
-            others = [measured.row(w, *large, mbit=mbit)["seconds"] for w in ("plain", "bf16")]
+            ours = measured.row(way, large, mbit=mbit)["seconds"]
+            others = [measured.row(w, large, mbit=mbit)["seconds"] for w in ("plain", "bf16")]
             assert min(others) < ours
     for mbit in LINKS:  # as the advice says
         steps = [
-            measured.row(w, *net, mbit=mbit)["seconds"] for w in ("PowerSGD", "TCS 10 %", "bf16")
+            measured.row(w, net, mbit=mbit)["seconds"] for w in ("PowerSGD", "TCS 10 %", "bf16")
         ]
         assert steps == sorted(steps)
     lines = [["Link, both directions together", *DDP_WAYS.values()], ["---"] * (1 + len(DDP_WAYS))]
     for mbit in LINKS:
-        seconds = [measured.row(way, *net, mbit=mbit)["seconds"] for way in DDP_WAYS]
+        seconds = [measured.row(way, net, mbit=mbit)["seconds"] for way in DDP_WAYS]
         lines.append([f"{mbit:,} Mbit/s", *(f"{s:.2f}" if s < 10 else f"{s:.0f}" for s in seconds)])
-    sizes = [links.count_wire_bytes(way, *net, ranks=2) / 1e6 for way in DDP_WAYS]
+    sizes = [links.count_wire_bytes(way, net, ranks=2) / 1e6 for way in DDP_WAYS]
     lines.append(["bytes sent", *(f"{lab.format_number(size)} MB" for size in sizes)])
     said = {key: lab.format_interval(c.value, c.low, c.high) for key, c in losses.items()}
     setup = optimizers.Setup("AdamW", "dense")
@@ -600,11 +600,11 @@ def ddp_numbers() -> dict[str, Any]:
     (width,) = {r["settings"]["width"] for (of, _), r in costs.records.items() if of == setup}
     assert width == 32  # of which the network has 33,191 parameters, as the text says
     said |= {"ddp_steps": f"{steps:,}", "ddp_dense": f"{costs.mean_loss(setup):.2f}"}
-    seconds = {way: measured.row(way, *large, mbit=FASTEST)["seconds"] for way in DDP_WAYS}
+    seconds = {way: measured.row(way, large, mbit=FASTEST)["seconds"] for way in DDP_WAYS}
     said |= {"fast": {way: f"{value:.2f}" for way, value in seconds.items()}}
-    said |= {"passes": f"{measured.row('passes', *net, mbit=None)['seconds']:.2f} s"}
+    said |= {"passes": f"{measured.row('passes', net, mbit=None)['seconds']:.2f} s"}
     said |= {"shared_limit": f"{max(LINKS):,}"}
-    count, of_large = (f"{round(links.count_parameters(*n_) / 1e6)} million" for n_ in (net, large))
+    count, of_large = (f"{round(n_.parameters / 1e6)} million" for n_ in (net, large))
     said |= {"links": as_table(lines), "parameters": count, "large": of_large}
     return said | {"ddp_n": n}
 

@@ -331,20 +331,21 @@ def measure_links(arguments: argparse.Namespace) -> int:
 
     for name in ("ranks", "layers", "width"):
         _check_count(name.upper(), getattr(arguments, name))
-    exchanges = tuple(word for word in arguments.rates if word in links.EXCHANGES)
-    rates = [word for word in arguments.rates if word not in links.EXCHANGES]
-    for word in rates:
-        if word != "none" and not _is_positive(word):
-            allowed = f"a number of Mbit/s, none, or an exchange: {', '.join(links.EXCHANGES)}"
-            raise ValueError(f"RATE: got {format_value(word)}, allowed: {allowed}")
+    rates = [word for word in arguments.rates if word == "none" or _is_positive(word)]
+    exchanges = tuple(word for word in arguments.rates if word not in rates)
+    for word in exchanges:
+        try:
+            links.setting_of(word)
+        except ValueError as error:
+            raise ValueError(f"RATE: {error}, or a number of Mbit/s, or none") from error
     if not rates:
         raise ValueError(
             f"RATE: got only exchanges ({', '.join(exchanges)}), allowed: at least one number of Mbit/s, or "
             "none, before them"
         )
-    size = (arguments.ranks, arguments.layers, arguments.width)
+    net = links.Net(arguments.layers, arguments.width)
     mbit = tuple(None if word == "none" else float(word) for word in rates)
-    job = links.LinkMeasurement(*size, mbit, exchanges or links.EXCHANGES)
+    job = links.LinkMeasurement(arguments.ranks, net, mbit, exchanges or links.EXCHANGES)
     record = make_anew(job, arguments.results)
     print(plain_markdown(pd.DataFrame(record["rows"])))
     return 0

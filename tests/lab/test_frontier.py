@@ -1,5 +1,5 @@
 """The plan of the hook's frontier: PowerSGD in one process is PyTorch's hook, rates are tuned on
-validation text, and the second stage follows from the first one's records."""
+validation text, the second stage follows from the first one's records, and all are judged as planned."""
 
 import dataclasses
 
@@ -216,3 +216,90 @@ def test_a_plan_that_cannot_be_made_is_refused(tmp_path, old, new, match):
     file.write_text(text.replace(old, new), encoding="utf-8")
     with pytest.raises(ValueError, match=match):
         read_plan(file)
+
+
+# Judgement ────────────────────────────────────────────────────────────────────────────────────────
+
+RANDOM = {21: 0.01, 22: -0.02, 23: 0.01}  # the effect of a seed on all losses
+NOISE = {21: 0.001, 22: 0.0, 23: -0.001}  # and on those of dense training alone
+
+
+def pretend_all(results, plan_file, losses, seeds=(21, 22, 23)):
+    """Records of the stages `small` and `million`: all rates tried, and these losses by setup."""
+    plan = read_plan(plan_file)
+    planning = Planning(plan, {}, {}, results)
+    for stage in plan.stages:
+        while missing := missing_jobs(stage.plan_jobs(planning), results):
+            for job in missing:
+                if job.is_sweep:
+                    pretend(job, results, abs(job.rate - stage.tuning.rates["AdamW"][1]))
+                elif (loss := losses.get(str(job.setup), 2.0)) is None:
+                    end = {"diverged": "it did", "losses": [[100, None]]}
+                    write_record(job.path(results), job.identity | end)
+                else:
+                    off = list(RANDOM)[stage.seeds.index(job.seed)]
+                    loss += RANDOM[off] + (NOISE[off] if job.setup.scheme == "dense" else 0.0)
+                    pretend(job, results, loss)
+
+
+@pytest.fixture
+def small_plan(tmp_path):
+    """A plan with few settings of AdamW, and of its later stages only `million`."""
+    text = PLAN.read_text(encoding="utf-8")
+    for gone in ("TCS 1 and 0.25 %, ", "top-K 0.25 %, top-K 0.5 %, top-K 1 %,"):
+        assert gone in text
+        text = text.replace(gone, "", 1)
+    text = text.replace("optimizers: [AdamW, momentum]", "optimizers: [AdamW]")
+    text = text.replace("    momentum: *shares\n", "")
+    start, end = text.index("- stage: eight"), text.index("analysis:")
+    file = tmp_path / "plan.yaml"
+    file.write_text(text[:start] + text[end:], encoding="utf-8")
+    return file
+
+
+def test_settings_are_judged_as_planned(tmp_path, small_plan):
+    losses = LOSSES | {"AdamW, TCS 2 and 0.1 %": None, "AdamW, top-K 1 %": 1.71}
+    pretend_all(tmp_path, small_plan, losses)
+    small = frontier.Frontier("small", small_plan, tmp_path)
+    assert small.made == small.planned == 3 * (16 + 8)
+    assert {str(setup) for setup in small.diverged} == {"AdamW, TCS 2 and 0.1 %"}
+    cost = small.cost(optimizers.Setup("AdamW", "PowerSGD rank 1"))
+    assert cost.value == pytest.approx(-0.1) and 0 < cost.half < 0.01
+    change, pairs = small.effect_of_correction("AdamW")  # of 7 pairs, three differ
+    assert pairs == 7 and change.value == pytest.approx((-0.01 + 0.01 + 0.4) / 7)
+    table = small.tabulate("AdamW").set_index("Setting")
+    assert table.at["dense", "Loss"] == "1.800" and not table.at["dense", "Rise"]
+    assert table.at["PowerSGD rank 1", "Rise"] == "−0.100"
+    assert "TCS 2 and 0.1 %" in table.index  # with correction, it did not diverge
+    assert not table.at["TCS 2 and 0.1 %", "Loss"]
+
+
+def test_a_setting_is_as_good_as_power_sgd_at_no_more_bytes(tmp_path, small_plan):
+    """In the second stage: the interval has to end at 0.02 or below it."""
+    pretend_all(tmp_path, small_plan, LOSSES | {"AdamW, top-K 1 %": 1.71})
+    million = frontier.Frontier("million", small_plan, tmp_path)
+    assert million.made == million.planned == 3 * 6
+    assert str(million.power_sgd) == "AdamW, PowerSGD rank 1"
+    top_k, *tcs = million.setups[2:]
+    assert million.against_power_sgd(top_k).value == pytest.approx(0.01)
+    assert million.bytes_per_step(top_k) > million.bytes_per_step(million.power_sgd)
+    assert [million.is_as_good(setup) for setup in (top_k, *tcs)] == [False] * 4  # bytes; losses
+    for seed in million.losses:
+        if seed[0] == tcs[0]:
+            million.losses[seed] = million.losses[million.power_sgd, seed[1]] + 0.015
+    million.comparison = optimizers.Comparison(million.losses, {})
+    assert million.against_power_sgd(tcs[0]).high < 0.02 and million.is_as_good(tcs[0])
+
+
+def test_what_is_not_made_is_said(tmp_path, small_plan):
+    small = frontier.Frontier("small", small_plan, tmp_path)
+    assert small.made == 0 and small.planned == 3 * (16 + 8) and small.power_sgd is None
+    assert small.tabulate("AdamW").empty and small.effect_of_correction("AdamW")[1] == 0
+    setup = optimizers.Setup("AdamW", "top-K 1 %")
+    assert not small.is_as_good(setup) and str(small.cost(setup).value) == "nan"
+    with pytest.raises(KeyError, match="AdamW, top-K 1 %"):
+        small.mean_loss(setup)
+    million = frontier.Frontier("million", small_plan, tmp_path)
+    assert million.planned == 18 and million.setups == []
+    with pytest.raises(ValueError, match="stage: got large, allowed: small, million"):
+        frontier.Frontier("large", small_plan, tmp_path)

@@ -241,7 +241,7 @@ def test_every_committed_record_has_its_kind():
 
 
 def test_a_newer_measurement_of_a_link_takes_the_place_of_the_older_one(tmp_path):
-    job = links.LinkMeasurement(2, 10, 1000, (None, 50.0), ("plain",))
+    job = links.LinkMeasurement(2, links.Net(10, 1000), (None, 50.0), ("plain",))
     case = {"way": "plain", "ranks": 2, "layers": 10, "width": 1000}
     old = [case | {"mbit": mbit, "seconds": 1.0} for mbit in (None, 10.0, 50.0)]
     write_json(tmp_path / "hook" / "links.json", old)

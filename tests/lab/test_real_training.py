@@ -12,6 +12,7 @@ from tcs_lab.runs.jobs import make_job, missing_jobs, read_jobs
 from tcs_lab.runs.plans import Planning, plan_jobs, read_plan
 from tcs_lab.runs.records import write_record
 from tcs_lab.studies import links, optimizers
+from tcs_lab.support.paths import ROOT
 from torch.nn.parallel import DistributedDataParallel
 
 import tcs_core as tcs
@@ -150,7 +151,7 @@ def test_the_records_that_are_there_are_those_of_the_plan():
 # Links ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def counted(ranks, folder, way):
+def counted(ranks, folder, way, net):
     """All bytes that a rank hands over in a step after the first three."""
     handed = {"sum": 0, "gather": 0}
     originals = torch.distributed.all_reduce, torch.distributed.all_gather
@@ -163,34 +164,54 @@ def counted(ranks, folder, way):
         handed["gather"] += tensor.nbytes
         return originals[1](tensors, tensor, *rest, **more)
 
-    model = links._make_model(way, 3, 100)
+    model = links._make_model(way, net)
     for step in range(4):
         if step == 3:
             torch.distributed.all_reduce, torch.distributed.all_gather = reduced, gathered
-        model(torch.randn(4, 100)).square().mean().backward()
+        net.loss(model, net.draw_batch()).backward()
     torch.distributed.all_reduce, torch.distributed.all_gather = originals
     return handed
 
 
-@pytest.mark.parametrize("way", ["bf16", "PowerSGD", "TCS 1 %", "TCS 10 %"])
-def test_what_is_calculated_is_what_is_handed_over(tmp_path, way):
-    """Within the few flags of the hook (of six parameters in a bucket) and whole entries."""
-    summed, gathered = links.count_handed_bytes(way, 3, 100)
-    for handed in start(2, tmp_path, counted, way):
-        assert summed <= handed["sum"] <= summed + 4 * (6 + 2)
+LINEAR, GPT = links.Net(3, 100), links.Net(2, 32, "GPT")
+HOOKS = ["bf16", "PowerSGD", "TCS 1 %", "TCS 10 %"]
+SETTINGS = ["PowerSGD rank 2", "top-K 0.5 %", "TCS 2 and 0.25 %"]
+
+
+@pytest.mark.parametrize(
+    ("way", "net"), [(w, LINEAR) for w in HOOKS + SETTINGS] + [(w, GPT) for w in SETTINGS]
+)
+def test_what_is_calculated_is_what_is_handed_over(tmp_path, way, net):
+    """Within the few flags of the hook (one of each parameter and bucket) and whole entries."""
+    summed, gathered = links.count_handed_bytes(way, net)
+    for handed in start(2, tmp_path, counted, way, net):
+        assert summed <= handed["sum"] <= summed + 4 * (len(net.shapes) + 2)
         assert gathered <= handed["gather"] <= gathered + 8
 
 
+def test_an_exchange_is_called_as_the_setting_in_the_plan_of_the_hook():
+    """So that loss and seconds of a setting find each other."""
+    small, million, _ = read_plan(ROOT / "params" / "hook_plan.yaml").stages
+    for name, setting in small.schemes.items():
+        assert name == "dense" or links.setting_of(name) == setting
+    net = links.Net(2, million.width, "GPT")
+    assert net.parameters == sum(p.numel() for p in optimizers.make_model(million, 0).parameters())
+    assert net.draw_batch().shape == optimizers.Windows(million, 0).draw(0, 0).shape
+    for wrong in ("dense", "TCS", "TCS 1 and 0.5", "top-K 100 %", "PowerSGD rank 0"):
+        with pytest.raises(ValueError, match=f"exchange: got .{wrong}., allowed: passes, "):
+            links.setting_of(wrong)
+
+
 def test_powersgd_has_about_the_bytes_of_tcs():
-    for net in ((10, 1000), (4, 5000)):
-        ours, theirs = (sum(links.count_handed_bytes(way, *net)) for way in ("TCS 1 %", "PowerSGD"))
+    for net in (links.Net(10, 1000), links.Net(4, 5000)):
+        ours, theirs = (sum(links.count_handed_bytes(way, net)) for way in ("TCS 1 %", "PowerSGD"))
         assert 0.9 < theirs / ours < 1.12
 
 
 def test_seconds_on_a_link_by_hand():
     """Two ranks of 1,010,000 parameters, 4.04 MB each, over a shared link of 8 Mbit/s, 1 MB/s: 8.08
     s, and 1514/1448 of that for packets' heads; half a second without a limit."""
-    seconds = links.calculate_step("plain", 100, 100, 2, 8.0, 0.5)
+    seconds = links.calculate_step("plain", links.Net(100, 100), 2, 8.0, 0.5)
     assert seconds == pytest.approx(0.5 + 8.08 * 1514 / 1448)
 
 
@@ -211,5 +232,20 @@ def test_tcs_pays_where_all_its_steps_were_shorter(low, rate):
     fast = [("TCS", 200.0, 0.2, 0.3), ("plain", 200.0, low, 2.0), ("TCS", 1000.0, 0.2, 0.3)]
     names = ("way", "mbit", "low", "high")
     read = links.Links([case | dict(zip(names, row, strict=True)) for row in slow + fast])
-    assert read.pays_to("TCS", "plain", 10, 1000) == rate
-    assert read.pays_to("TCS", "bf16", 10, 1000) == read.pays_to("TCS", "plain", 4, 5000) == 0
+    net, other = links.Net(10, 1000), links.Net(4, 5000)
+    assert read.pays_to("TCS", "plain", net) == rate
+    assert read.pays_to("TCS", "bf16", net) == read.pays_to("TCS", "plain", other) == 0
+
+
+def test_each_rank_with_a_link_of_its_own():
+    """Two links of 4 Mbit/s are measured as one of 8, which all ranks share. With four ranks, top-K's
+    entries go to three others: 4.04 MB a rank if that were all entries, so at 1 MB/s about 4 s."""
+    net = links.Net(100, 100)
+    case = {"layers": 100, "width": 100, "ranks": 2}
+    rows = [("top-K 10 %", 8.0, 5.0), ("top-K 10 %", None, 0.5), ("passes", None, 0.25)]
+    read = links.Links([case | {"way": w, "mbit": m, "seconds": s} for w, m, s in rows])
+    assert read.seconds("top-K 10 %", net, 2, 4.0) == (5.0, True)
+    seconds, measured = read.seconds("top-K 10 %", net, 4, 8.0)
+    assert not measured
+    assert seconds == pytest.approx(0.5 + 3 * 0.1 * 8 * 1.01 * 1514 / 1448)
+    assert read.seconds("plain", net, 2, 4.0) is None

@@ -6,16 +6,18 @@ those of `tcs_lab.studies.optimizers`, on a part of its text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from tcs_core import layer_sizes
-from tcs_lab.runs.plans import Plan, Planning, Stage, widen_search
+from tcs_lab.runs.plans import Plan, Planning, Stage, read_plan, widen_search
 from tcs_lab.runs.records import results_folder
 from tcs_lab.studies.optimizers import (
     GPTSettings,
@@ -29,9 +31,13 @@ from tcs_lab.studies.optimizers import (
     make_model,
 )
 from tcs_lab.studies.power_sgd import count_entries
+from tcs_lab.support.paths import ROOT
+from tcs_lab.tables.analysis import Comparison, Estimate
+from tcs_lab.tables.tables import format_interval
 from tcs_lab.tasks.text import load_text
 from tcs_lab.training.configuration import PositiveNumber, Seed
 
+PLAN = ROOT / "params" / "hook_plan.yaml"
 _PARTS = 9  # the last part of the training text of `load_text` is the validation text
 _CHOSEN_TCS = 3
 _CHOSEN = 3 + _CHOSEN_TCS  # with dense, PowerSGD and top-K
@@ -268,3 +274,118 @@ def split_text() -> tuple[list[Tensor], list[Tensor]]:
     train = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
     validation = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
     return train, validation
+
+
+# Judgement, by the rules at the top of the plan ───────────────────────────────────────────────────
+
+
+class Frontier:
+    """The trainings of a stage that score and are made, and what they say about its settings.
+
+    All of them are fitted by one model, loss = setup + seed. Setups of which a training diverged are
+    left out, and are named in `diverged`. Raises ValueError for a stage that the plan does not have.
+    """
+
+    def __init__(self, stage: str, plan: str | Path = PLAN, results: str | Path | None = None):
+        read = read_plan(plan)
+        stages = {s.stage: s for s in read.stages if isinstance(s, FrontierStage)}
+        if stage not in stages:
+            raise ValueError(f"stage: got {stage}, allowed: {', '.join(stages)}")
+        self.confidence, self.as_good = read.analysis["confidence"], read.analysis["as_good"]
+        self.stage, self.setups = stages[stage]._resolve(Planning(read, {}, {}, results))
+        rates = {setup: self.stage.choose_rate(setup, results) for setup in self.setups}
+        self.rates = {setup: rate for setup, rate in rates.items() if rate is not None}
+        jobs = [
+            self.stage.make_scoring_job(setup, seed, rate)
+            for setup, rate in self.rates.items()
+            for seed in self.stage.seeds
+        ]
+        self.planned = len(self.stage.seeds) * (len(self.setups) or _CHOSEN)
+        all_losses = {
+            (job.setup, job.seed): final_loss(job.read(results))
+            for job in jobs
+            if job.is_made(results)
+        }
+        self.made = len(all_losses)
+        self.diverged = {setup for (setup, _), loss in all_losses.items() if loss == math.inf}
+        self.losses = {run: loss for run, loss in all_losses.items() if run[0] not in self.diverged}
+        self.comparison = Comparison(self.losses, {})
+        self.model = make_model(self.stage, seed=0)
+
+    @property
+    def known(self) -> list[Setup]:
+        """All setups with a training that scores, in the order of the plan."""
+        there = {setup for setup, _ in self.losses}
+        return [setup for setup in self.setups if setup in there]
+
+    def mean_loss(self, setup: Setup) -> float:
+        """Return the mean test loss of a setup, which is infinite if one of its trainings diverged.
+
+        Raises KeyError if none is made.
+        """
+        if setup in self.diverged:
+            return math.inf
+        if not (found := [loss for (of, _), loss in self.losses.items() if of == setup]):
+            raise KeyError(str(setup))
+        return sum(found) / len(found)
+
+    def bytes_per_step(self, setup: Setup) -> int:
+        """Count the bytes that a rank hands to collectives in a step after the dense ones."""
+        return count_bytes(self.stage.schemes[setup.scheme], self.model)
+
+    def _compare(self, signs: Mapping[Setup, float]) -> Estimate:
+        if not signs or not set(signs) <= set(self.known):
+            return Estimate(confidence=self.confidence)
+        return self.comparison.estimate(signs, self.confidence)
+
+    def cost(self, setup: Setup) -> Estimate:
+        """Estimate the loss of a setup minus that of dense training by the same optimizer (question 1)."""
+        return self._compare({setup: 1.0, Setup(setup.optimizer, "dense"): -1.0})
+
+    def effect_of_correction(self, optimizer: str) -> tuple[Estimate, int]:
+        """Estimate the mean change of the loss by momentum correction (question 2), and count the settings of
+        which both trainings are there. It helps where the change is below zero."""
+        pairs = [
+            (Setup(optimizer, scheme), Setup(optimizer, scheme, True))
+            for scheme in self.stage.corrected.get(optimizer, [])
+        ]
+        there = [pair for pair in pairs if set(pair) <= set(self.known)]
+        signs = dict[Setup, float]()
+        for plain, corrected in there:
+            signs |= {plain: -1.0 / len(there), corrected: 1.0 / len(there)}
+        return self._compare(signs), len(there)
+
+    @property
+    def power_sgd(self) -> Setup | None:
+        """The setup with PowerSGD that has the lowest mean loss."""
+        found = [s for s in self.known if kind_of(self.stage.schemes[s.scheme]) == "PowerSGD"]
+        return min(found, key=self.mean_loss, default=None)
+
+    def against_power_sgd(self, setup: Setup) -> Estimate:
+        """Estimate the loss of a setup minus that of PowerSGD."""
+        power = self.power_sgd
+        return self._compare({setup: 1.0, power: -1.0} if power else {})
+
+    def is_as_good(self, setup: Setup) -> bool:
+        """Return whether a setting of top-K or TCS is at least as good as PowerSGD, at no more bytes
+        (question 3)."""
+        power = self.power_sgd
+        if power is None or self.bytes_per_step(setup) > self.bytes_per_step(power):
+            return False
+        return self.against_power_sgd(setup).high <= self.as_good
+
+    def tabulate(self, optimizer: str) -> pd.DataFrame:
+        """Make the table of an optimizer: a line for each setting, with its loss and what it costs, without and
+        with momentum correction."""
+        dense = self.bytes_per_step(Setup(optimizer, "dense"))
+        table = dict[str, dict[str, str]]()
+        for setup in self.known:
+            if setup.optimizer != optimizer:
+                continue
+            size, cost = self.bytes_per_step(setup), self.cost(setup)
+            loss, rise = ("corrected: loss", "rise") if setup.corrected else ("Loss", "Rise")
+            line = table.setdefault(setup.scheme, {"Setting": setup.scheme})
+            line |= {"Bytes per step": f"{size / dense:.1%}", loss: f"{self.mean_loss(setup):.3f}"}
+            if setup.scheme != "dense":
+                line[rise] = format_interval(cost.value, cost.low, cost.high, "{:+.3f}")
+        return pd.DataFrame(list(table.values())).fillna("")

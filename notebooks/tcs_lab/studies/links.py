@@ -1,4 +1,4 @@
-"""Seconds and memory of a DDP step over links of a given speed, with no hook and with four hooks.
+"""Seconds and memory of a DDP step over links of a given speed, without a hook and with several hooks.
 
     uv run tcs queue params/links.yaml        measures what notebook 12 shows and has no record yet
     uv run tcs links 2 10 1000 none 1000      ranks, layers, width, Mbit/s … [exchanges …]
@@ -13,20 +13,24 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
 import torch.distributed as dist
-from pydantic import AfterValidator, Field
-from torch import nn
+from pydantic import AfterValidator, Field, model_validator
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
@@ -37,77 +41,163 @@ from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage
 from tcs_lab.runs.records import Record, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
-from tcs_lab.support.errors import reject_unknown
+from tcs_lab.studies.optimizers import HookScheme, PowerSGDScheme, measure_loss
+from tcs_lab.studies.power_sgd import count_entries
+from tcs_lab.support.errors import format_value
 from tcs_lab.support.paths import ROOT
 from tcs_lab.support.processes import run_within, torchrun_command
+from tcs_lab.tasks.text import GPT, load_text
 from tcs_lab.training.configuration import PositiveNumber, WholeNumber
 
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 # How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
+# `setting_of` reads further names, which are those of params/hook_plan.yaml.
 EXCHANGES = ("passes", "plain", "bf16", "PowerSGD", *SHARES)
 BATCH, WARM_UP, SECONDS = 16, 3, 15.0
+_CONTEXT, _WINDOWS = 32, 4  # of a rank's step with the GPT, as in params/hook_plan.yaml
 # Bytes of a full packet, as the link's limit counts them, and of its content.
 _FRAME, _PAYLOAD = 1514, 1448
 _SOON = 60.0  # seconds that are enough for what should take no time
 
 
-def count_parameters(layers: int, width: int) -> int:
-    """Count the parameters of a net of square linear layers."""
-    return layers * (width * width + width)
+# Networks and exchanges ───────────────────────────────────────────────────────────────────────────
 
 
-def choose_rank(layers: int, width: int, handed: float) -> int:
-    """Choose PowerSGD's rank so that it hands about so many bytes per step to collectives: (n + m) r
-    numbers for a matrix, and biases uncompressed."""
-    return max(1, round((handed / 4 - layers * width) / (2 * width * layers)))
+@dataclass(frozen=True)
+class Net:
+    """A network whose steps are measured.
+
+    `linear` has square layers of this width, with a ReLU after each. `GPT` is that of the later stages
+    of params/hook_plan.yaml, which always has two layers.
+    """
+
+    layers: int
+    width: int
+    kind: str = "linear"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Net:
+        """Return the net of a row or of a stage. Rows of linear nets do not name the kind."""
+        return cls(row["layers"], row["width"], row.get("net", "linear"))
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The net as it stands in a row."""
+        kind = {} if self.kind == "linear" else {"net": self.kind}
+        return {"layers": self.layers, "width": self.width} | kind
+
+    def make(self) -> nn.Module:
+        if self.kind == "GPT":
+            return GPT(load_text().classes, self.width, _CONTEXT)
+        layers = [(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)]
+        return nn.Sequential(*(part for layer in layers for part in layer))
+
+    def draw_batch(self) -> Tensor:
+        if self.kind == "GPT":
+            return torch.randint(load_text().classes, (_WINDOWS, _CONTEXT + 1))
+        return torch.randn(BATCH, self.width)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return measure_loss(model, batch) if self.kind == "GPT" else model(batch).square().mean()
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of all parameters."""
+        return _shapes_of(self)
+
+    @property
+    def parameters(self) -> int:
+        """The number of all parameters."""
+        return sum(shape.numel() for shape in self.shapes)
 
 
-def count_handed_bytes(exchange: str, layers: int, width: int) -> tuple[float, float]:
-    """Count the bytes that a rank hands to all_reduce and to all_gather in a step."""
-    dimension = count_parameters(layers, width)
+@cache
+def _shapes_of(net: Net) -> tuple[torch.Size, ...]:
+    with torch.device("meta"):
+        return tuple(p.shape for p in net.make().parameters())
+
+
+def setting_of(exchange: str) -> HookScheme | PowerSGDScheme | None:
+    """Return the setting that an exchange's name stands for. None: PyTorch's DDP, or a hook without a setting.
+
+    Raises ValueError for an unknown name.
+    """
     if exchange in SHARES:
         phi_global, phi_local = SHARES[exchange]
-        return 4 * phi_global * dimension, 8 * phi_local * dimension
+        return HookScheme(phi_global=phi_global, phi_local=phi_local)
+    if exchange in EXCHANGES:
+        return None
+    if found := re.fullmatch(rf"TCS {_PERCENT} and {_PERCENT} %", exchange):
+        shared, own = (float(word) / 100 for word in found.groups())
+        return HookScheme(phi_global=shared, phi_local=own)
+    if found := re.fullmatch(rf"top-K {_PERCENT} %", exchange):
+        return HookScheme(phi_global=None, phi_local=float(found[1]) / 100)
+    if found := re.fullmatch(r"PowerSGD rank ([1-9]\d*)", exchange):
+        return PowerSGDScheme(rank=int(found[1]))
+    names = ", ".join((*EXCHANGES, "TCS 1 and 0.5 %", "top-K 1 %", "PowerSGD rank 1"))
+    got = f"exchange: got {format_value(exchange)}"
+    raise ValueError(f"{got}, allowed: {names} (the last three also with other numbers)")
+
+
+_PERCENT = r"(\d{1,2}(?:\.\d+)?)"
+
+
+def choose_rank(net: Net) -> int:
+    """Choose the rank of the exchange "PowerSGD", so that it hands about as many bytes per step to
+    collectives as TCS 1 %."""
+    wanted = sum(count_handed_bytes("TCS 1 %", net))
+    return min(range(1, 65), key=lambda rank: abs(_count_power_sgd(rank, net) - wanted))
+
+
+def _count_power_sgd(rank: int, net: Net) -> float:
+    return 4.0 * sum(count_entries(shape, rank) for shape in net.shapes)
+
+
+def count_handed_bytes(exchange: str, net: Net) -> tuple[float, float]:
+    """Count the bytes that a rank hands to all_reduce and to all_gather in a step."""
+    setting = setting_of(exchange)
+    if isinstance(setting, HookScheme):
+        shared, own = setting.phi_global or 0.0, setting.phi_local
+        return 4 * shared * net.parameters, 8 * own * net.parameters
+    if isinstance(setting, PowerSGDScheme):
+        return _count_power_sgd(setting.rank, net), 0.0
     if exchange == "PowerSGD":
-        rank = choose_rank(layers, width, sum(count_handed_bytes("TCS 1 %", layers, width)))
-        return 4 * (2 * width * rank + width) * layers, 0.0
-    return {"passes": 0.0, "plain": 4.0 * dimension, "bf16": 2.0 * dimension}[exchange], 0.0
+        return _count_power_sgd(choose_rank(net), net), 0.0
+    return {"passes": 0.0, "plain": 4.0, "bf16": 2.0}[exchange] * net.parameters, 0.0
 
 
-def count_wire_bytes(exchange: str, layers: int, width: int, ranks: int) -> float:
+def count_wire_bytes(exchange: str, net: Net, ranks: int) -> float:
     """Count the bytes that one rank sends in a step, in rings, with the headers of packets."""
-    summed, gathered = count_handed_bytes(exchange, layers, width)
+    summed, gathered = count_handed_bytes(exchange, net)
     sent = 2 * (ranks - 1) / ranks * summed + (ranks - 1) * gathered
     return sent * _FRAME / _PAYLOAD
 
 
-def calculate_step(
-    exchange: str, layers: int, width: int, ranks: int, mbit: float, unlimited: float
-) -> float:
+def calculate_step(exchange: str, net: Net, ranks: int, mbit: float, unlimited: float) -> float:
     """Calculate the seconds of a step where all ranks share the link: the time without a limit, plus the
     time on the wire."""
-    return unlimited + 8 * ranks * count_wire_bytes(exchange, layers, width, ranks) / (1e6 * mbit)
+    return unlimited + 8 * ranks * count_wire_bytes(exchange, net, ranks) / (1e6 * mbit)
 
 
 # A rank ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _make_model(exchange: str, layers: int, width: int) -> DistributedDataParallel:
+def _make_model(exchange: str, net: Net) -> DistributedDataParallel:
     torch.manual_seed(0)
-    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    setting = setting_of(exchange)
+    rank = setting.rank if isinstance(setting, PowerSGDScheme) else None
+    if exchange == "PowerSGD":
+        rank = choose_rank(net)
     one_bucket = 10_000  # with several buckets, gloo mixes up PowerSGD's collectives
-    cap = one_bucket if exchange == "PowerSGD" else 25
-    model = DistributedDataParallel(
-        nn.Sequential(*parts), bucket_cap_mb=cap, gradient_as_bucket_view=True
-    )
+    cap = 25 if rank is None else one_bucket
+    model = DistributedDataParallel(net.make(), bucket_cap_mb=cap, gradient_as_bucket_view=True)
     if exchange == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    if exchange == "PowerSGD":
-        rank = choose_rank(layers, width, sum(count_handed_bytes("TCS 1 %", layers, width)))
-        settings = power_sgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
-        model.register_comm_hook(settings, power_sgd.powerSGD_hook)
-    if exchange in SHARES:
-        model.register_comm_hook(TCSState(None, *SHARES[exchange], start_iter=2), tcs_hook)
+    if rank is not None:
+        state = power_sgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, power_sgd.powerSGD_hook)
+    if isinstance(setting, HookScheme):
+        model.register_comm_hook(TCSState(None, **setting.model_dump(), start_iter=2), tcs_hook)
     return model
 
 
@@ -121,26 +211,21 @@ def _limit(mbit: float | None) -> None:
         run_within(_SOON, words.split())
 
 
-def _measure(
-    exchange: str, layers: int, width: int, links: list[float | None]
-) -> list[dict[str, Any]]:
+def _measure(exchange: str, net: Net, links: list[float | None]) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     gc.collect()
     reset_peak_memory(device)
     before = memory_in_use(device)
-    model = _make_model(exchange, layers, width)
+    model = _make_model(exchange, net)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    batch, rank, ranks = torch.randn(BATCH, width), dist.get_rank(), dist.get_world_size()
+    batch, rank, ranks = net.draw_batch(), dist.get_rank(), dist.get_world_size()
 
     def step() -> float:
         dist.barrier()
         begun = time.perf_counter()
         optimizer.zero_grad(set_to_none=False)
-        if exchange == "passes":
-            with model.no_sync():
-                model(batch).square().mean().backward()
-        else:
-            model(batch).square().mean().backward()
+        with model.no_sync() if exchange == "passes" else nullcontext():
+            net.loss(model, batch).backward()
         optimizer.step()
         return time.perf_counter() - begun
 
@@ -151,11 +236,11 @@ def _measure(
         if rank == 0:
             _limit(mbit)
         dist.barrier()
-        wire = calculate_step(exchange, layers, width, ranks, mbit, 0.0) if mbit else 0.0
-        most = 9 if count_parameters(layers, width) < 10**8 else 5
+        wire = calculate_step(exchange, net, ranks, mbit, 0.0) if mbit else 0.0
+        most = 9 if net.parameters < 10**8 else 5
         times = sorted(step() for _ in range(max(1, min(most, int(SECONDS / max(wire, 0.1))))))
         rows.append(
-            {"way": exchange, "ranks": ranks, "layers": layers, "width": width, "mbit": mbit,
+            {"way": exchange, "ranks": ranks, **net.fields, "mbit": mbit,
              "seconds": times[len(times) // 2], "low": times[0], "high": times[-1], "n": len(times)}
         )  # fmt: skip
     if rank == 0:
@@ -166,15 +251,13 @@ def _measure(
     return rows
 
 
-def _measure_as_rank(
-    file: str, layers: int, width: int, links: list[float | None], exchanges: list[str]
-) -> None:
+def _measure_as_rank(file: str, net: Net, links: list[float | None], exchanges: list[str]) -> None:
     """Measure, as one process of torchrun. A line for each row is added to the file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nn.Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # loads what should count for none of them
     for exchange in exchanges:
-        rows = _measure(exchange, layers, width, links)
+        rows = _measure(exchange, net, links)
         if dist.get_rank() == 0:
             with Path(file).open("a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(row) + "\n" for row in rows)
@@ -186,7 +269,8 @@ def _measure_as_rank(
 
 
 def _check_exchanges(names: tuple[str, ...]) -> tuple[str, ...]:
-    reject_unknown(names, EXCHANGES, "exchange")
+    for name in names:
+        setting_of(name)
     return names
 
 
@@ -197,12 +281,19 @@ class LinkStage(Stage):
     ranks: WholeNumber
     layers: WholeNumber
     width: WholeNumber
+    net: Literal["linear", "GPT"] = "linear"
     mbit: Annotated[list[PositiveNumber | None], Field(min_length=1)]  # None stands for no limit
     ways: Annotated[tuple[str, ...], AfterValidator(_check_exchanges)] = EXCHANGES
 
+    @model_validator(mode="after")
+    def _check_layers(self) -> LinkStage:
+        if self.net == "GPT" and self.layers != 2:
+            raise ValueError(f"layers: got {self.layers}, allowed for GPT: 2")
+        return self
+
     def plan_jobs(self, planning: Planning | None = None) -> list[LinkMeasurement]:
-        net = self.ranks, self.layers, self.width
-        return [LinkMeasurement(*net, tuple(self.mbit), self.ways)]
+        net = Net(self.layers, self.width, self.net)
+        return [LinkMeasurement(self.ranks, net, tuple(self.mbit), self.ways)]
 
 
 @dataclass(frozen=True)
@@ -211,22 +302,22 @@ class LinkMeasurement(Job):
 
     pattern = "hook/links/*.json"
     ranks: int
-    layers: int
-    width: int
+    net: Net
     mbit: tuple[float | None, ...]
     ways: tuple[str, ...] = EXCHANGES
 
     @property
     def identity(self) -> dict[str, Any]:
-        fields = asdict(self)
-        return fields | {"mbit": list(self.mbit), "ways": list(self.ways)}
+        measured = {"mbit": list(self.mbit), "ways": list(self.ways)}
+        return {"ranks": self.ranks} | self.net.fields | measured
 
     @property
     def name(self) -> str:
-        return f"links: {self.ranks} ranks, {self.layers} layers of {self.width}"
+        kind = "GPT with " if self.net.kind == "GPT" else ""
+        return f"links: {self.ranks} ranks, {kind}{self.net.layers} layers of {self.net.width}"
 
     def path(self, results: str | Path | None = None) -> Path:
-        name = f"{self.ranks}-{self.layers}-{self.width}-{self.digest}.json"
+        name = f"{self.ranks}-{self.net.layers}-{self.net.width}-{self.digest}.json"
         return results_folder("hook", results) / "links" / name
 
     def is_made(self, results: str | Path | None = None) -> bool:
@@ -240,17 +331,16 @@ class LinkMeasurement(Job):
 
     def _find_old(self, results: str | Path | None) -> list[dict[str, Any] | None]:
         old = Links(_read_old_rows(results))
-        net = self.layers, self.width, self.ranks
-        return [old.row(exchange, *net, mbit) for exchange in self.ways for mbit in self.mbit]
+        return [old.row(way, self.net, self.ranks, mbit) for way in self.ways for mbit in self.mbit]
 
     @property
     def limit(self) -> float:
         """Seconds after which a measurement has certainly got stuck: ten times what it should take."""
-        net, seconds = (self.layers, self.width, self.ranks), 0.0
+        seconds = 0.0
         for exchange in self.ways:
-            seconds += _SOON * (1 + count_parameters(self.layers, self.width) / 1e7)  # to warm up
+            seconds += _SOON * (1 + self.net.parameters / 1e7)  # to warm up
             for mbit in self.mbit:
-                wire = calculate_step(exchange, *net, mbit, 0.0) if mbit else 0.0
+                wire = calculate_step(exchange, self.net, self.ranks, mbit, 0.0) if mbit else 0.0
                 seconds += SECONDS + wire
         return 10 * seconds
 
@@ -259,7 +349,8 @@ class LinkMeasurement(Job):
         rates = ["none" if mbit is None else f"{mbit:g}" for mbit in self.mbit]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows"
-            words = [str(file), str(self.layers), str(self.width), *rates, *self.ways]
+            net = self.net
+            words = [str(file), net.kind, str(net.layers), str(net.width), *rates, "--", *self.ways]
             inside = torchrun_command(self.ranks, "-m", "tcs_lab.studies.links", *words)
             set_up = f"ip link set lo mtu 1500 up; {shlex.join(inside)}"
             command = ["unshare", "-n", "bash", "-c", set_up]
@@ -287,7 +378,7 @@ def read_rows(results: str | Path | None = None) -> list[dict[str, Any]]:
 
 
 def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("way", "ranks", "layers", "width", "mbit"))
+    return Net.of(row), *(row[name] for name in ("way", "ranks", "mbit"))
 
 
 def _read_old_rows(results: str | Path | None) -> list[dict[str, Any]]:
@@ -301,39 +392,64 @@ class Links:
 
     def __init__(self, rows: list[dict[str, Any]]):
         self.rows = rows
+        self._by_case = {_case_of(row): row for row in reversed(rows)}  # the first of equal cases
 
     def row(
-        self, exchange: str, layers: int, width: int, ranks: int = 2, mbit: float | None = None
+        self, exchange: str, net: Net, ranks: int = 2, mbit: float | None = None
     ) -> dict[str, Any] | None:
-        wanted = {"way": exchange, "layers": layers, "width": width, "ranks": ranks, "mbit": mbit}
-        return next((row for row in self.rows if wanted.items() <= row.items()), None)
+        """Return the row of a case, or None if it was not measured."""
+        return self._by_case.get((net, exchange, ranks, mbit))
 
     def calculate(self, row: dict[str, Any]) -> float | None:
         """Calculate the seconds of a limited row from the same case without a limit.
 
-        Returns None where that was not measured. Without a limit, an all-reduce of all gradients takes
-        as long as copying them; on a slow link, copying is hidden behind the wire.
+        Returns None where that was not measured.
         """
-        case = row["layers"], row["width"], row["ranks"]
-        free, passes = self.row(row["way"], *case), self.row("passes", *case)
+        return self._calculate(row["way"], Net.of(row), row["ranks"], row["ranks"], row["mbit"])
+
+    def _calculate(
+        self, exchange: str, net: Net, measured_ranks: int, ranks: int, mbit: float
+    ) -> float | None:
+        """Calculate a step of `ranks` ranks that share a link, from steps without a limit of fewer ranks.
+
+        Without a limit, an all-reduce of all gradients takes as long as copying them. On a slow link,
+        copying is hidden behind the wire.
+        """
+        free = self.row(exchange, net, measured_ranks)
+        passes = self.row("passes", net, measured_ranks)
         if free is None or passes is None:
             return None
-        if row["way"] not in ("plain", "bf16"):
-            return calculate_step(row["way"], *case, row["mbit"], free["seconds"])
-        wired = calculate_step(row["way"], *case, row["mbit"], passes["seconds"])
-        return max(free["seconds"], wired)
+        if exchange not in ("plain", "bf16"):
+            return calculate_step(exchange, net, ranks, mbit, free["seconds"])
+        return max(free["seconds"], calculate_step(exchange, net, ranks, mbit, passes["seconds"]))
+
+    def seconds(
+        self, exchange: str, net: Net, ranks: int, own_mbit: float
+    ) -> tuple[float, bool] | None:
+        """Return the seconds of a step where each rank has a link of its own, with this rate in each
+        direction, and whether they were measured.
+
+        Links of their own are measured as one link with the sum of their rates. What was not measured
+        is calculated from steps of two ranks without a limit. With more than two ranks, this leaves
+        out what each rank computes on the entries that the additional ranks send. None if there is
+        nothing to calculate it from.
+        """
+        if row := self.row(exchange, net, ranks, ranks * own_mbit):
+            return row["seconds"], True
+        seconds = self._calculate(exchange, net, 2, ranks, ranks * own_mbit)
+        return None if seconds is None else (seconds, False)
 
     def tabulate_unlimited(self) -> pd.DataFrame:
         """Make the table of steps without a limit: their seconds, the fraction of them that is not passes and
         optimizer, and the memory of a rank."""
         table = []
         for row in self.rows:
-            passes = self.row("passes", row["layers"], row["width"], row["ranks"])
+            passes = self.row("passes", Net.of(row), row["ranks"])
             if row["mbit"] is not None or row["way"] == "passes" or passes is None:
                 continue
             share = max(0.0, 1 - passes["seconds"] / row["seconds"])
             table.append(
-                {"Parameters": f"{count_parameters(row['layers'], row['width']):,}",
+                {"Parameters": f"{Net.of(row).parameters:,}",
                  "Ranks": row["ranks"], "Method": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
                  "shortest – longest": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
                  "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
@@ -343,18 +459,18 @@ class Links:
     def tabulate_limited(self) -> pd.DataFrame:
         """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
         calculated ones, and n where it is small."""
-        table = dict[tuple, dict[str, Any]]()
+        table = dict[tuple[int, float], dict[str, Any]]()
         for row in self.rows:
             if row["mbit"] is None or row["way"] == "passes":
                 continue
-            line = table.setdefault((row["layers"], row["width"], row["mbit"]), {})
+            line = table.setdefault((Net.of(row).parameters, row["mbit"]), {})
             wanted = self.calculate(row)
             ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
             few = f", n = {row['n']}" if row["n"] < 5 else ""
             line[row["way"]] = f"{row['seconds']:.3g}{ratio}{few}"
         lines = [
-            {"Parameters": f"{count_parameters(layers, width):,}", "Mbit/s": f"{mbit:,.0f}", **line}
-            for (layers, width, mbit), line in sorted(table.items())
+            {"Parameters": f"{parameters:,}", "Mbit/s": f"{mbit:,.0f}", **line}
+            for (parameters, mbit), line in sorted(table.items())
         ]
         return pd.DataFrame(lines).fillna("")
 
@@ -363,7 +479,7 @@ class Links:
         ratios = dict[str, float]()
         for row in self.rows:
             if row["mbit"] and row["way"] != "passes" and (wanted := self.calculate(row)):
-                net = f"{count_parameters(row['layers'], row['width']):,} parameters"
+                net = f"{Net.of(row).parameters:,} parameters"
                 ratios[f"{row['way']} of {net} at {row['mbit']:,.0f}"] = row["seconds"] / wanted
         off = [f"{name} ({r:.2f})" for name, r in ratios.items() if abs(r - 1) > within]
         rest = f"; not: {', '.join(off)}" if off else ""
@@ -376,11 +492,10 @@ class Links:
         """
         ratios = []
         for row in self.rows:
-            case = row["layers"], row["width"], row["ranks"]
-            free = self.row(row["way"], *case)
+            free = self.row(row["way"], Net.of(row), row["ranks"])
             if row["mbit"] is None or row["way"] == "passes" or free is None:
                 continue
-            with_headers = calculate_step(row["way"], *case, row["mbit"], 0.0)
+            with_headers = calculate_step(row["way"], Net.of(row), row["ranks"], row["mbit"], 0.0)
             wire = with_headers * _PAYLOAD / _FRAME
             if wire > free["seconds"]:
                 ratios.append((row["seconds"] - free["seconds"]) / wire)
@@ -388,23 +503,22 @@ class Links:
             return "no link was measured here"
         return f"×{min(ratios):.2f} to ×{max(ratios):.2f} of that (n = {len(ratios)})"
 
-    def pays_to(self, exchange: str, other: str, layers: int, width: int, ranks: int = 2) -> float:
+    def pays_to(self, exchange: str, other: str, net: Net, ranks: int = 2) -> float:
         """Return the fastest measured link, in Mbit/s, on which every step with this exchange was shorter
         than every step with the other one, or 0 if there is none."""
         rates = [0.0]
         for row in self.rows:
-            case = row["layers"], row["width"], row["ranks"]
-            if row["way"] != exchange or row["mbit"] is None or case != (layers, width, ranks):
+            case = row["way"], Net.of(row), row["ranks"]
+            if case != (exchange, net, ranks) or row["mbit"] is None:
                 continue
-            theirs = self.row(other, *case, row["mbit"])
+            theirs = self.row(other, net, ranks, row["mbit"])
             if theirs is not None and row["high"] < theirs["low"]:
                 rates.append(row["mbit"])
         return max(rates)
 
 
 if __name__ == "__main__":  # torchrun starts this module as each rank
-    given = sys.argv[4:]
-    rates = [None if word == "none" else float(word) for word in given if word not in EXCHANGES]
-    _measure_as_rank(
-        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), rates, [w for w in given if w in EXCHANGES]
-    )
+    file, kind, layers, width, *given = sys.argv[1:]
+    place = given.index("--")
+    rates = [None if word == "none" else float(word) for word in given[:place]]
+    _measure_as_rank(file, Net(int(layers), int(width), kind), rates, given[place + 1 :])
