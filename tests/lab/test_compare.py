@@ -357,8 +357,38 @@ class Mine(tcs.RandK):
 
 def test_a_dry_run_makes_nothing(folder, capsys):
     assert compare(folder, written(folder, SIGNS), "--dry-run") == 0
-    assert "4 runs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 runs" in said and "at most" not in said  # the plan has no further rates
     assert not (folder / "results").exists()
+
+
+def test_a_dry_run_says_how_many_runs_it_can_become(folder, capsys):
+    plan = folder / "plan.yaml"
+    text = plan.read_text(encoding="utf-8")
+    assert "factors: [" in text
+    text = re.sub(r"(factors: )\[.*?\]", r"\1[1.0, 2.0]\n  further: [0.25, 0.5, 4.0]", text)
+    plan.write_text(re.sub(r"\n  further: \[\]", "", text), encoding="utf-8")
+    path = written(folder, SIGNS)
+    assert compare(folder, path, "--dry-run") == 0
+    said = capsys.readouterr().out
+    first, most = map(int, re.search(r"(\d+) runs of .*at most (\d+) runs", said).groups())
+    assert most == first + 2
+
+
+def test_densities_that_send_the_same_are_found_before_the_runs(folder, capsys):
+    text = """
+@tcs.register_scheme("Half", phi_global=0.1, phi_local=None)
+class Half(tcs.RandK):
+    def shared_mask(self):
+        return torch.arange(0, self.dimension, 2)
+"""
+    path = written(folder, text)
+    for more in ([], ["--dry-run"]):
+        assert compare(folder, path, "--densities", *more) != 0
+        line = capsys.readouterr().err
+        assert "--densities: mine.py: Half: Half and Half-K4 both send " in line
+    assert not (folder / "results").exists()
+    assert compare(folder, path, "--dry-run") == 0
 
 
 def test_stored_rows_are_made_by_the_queue_and_stand_beside_a_method(folder, capsys):

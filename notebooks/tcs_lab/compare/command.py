@@ -59,8 +59,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
             f"--densities: got {method.label}, which has one density only; leave --densities out"
         )
     jobs = arguments.jobs or 2
-    if arguments.dry_run:
+    if arguments.dry_run or len(names) > 1:
         try_method(track, method, names)
+    if arguments.dry_run:
         print(describe_hours(track, method, names, jobs))
         return 0
     make_rows(track, method, names, jobs)
@@ -68,13 +69,19 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 
 def describe_hours(track: Any, method: Any, names: tuple[str, ...], jobs: int) -> str:
-    """Say how many runs are missing, and how long they should take."""
-    from tcs_lab.compare.track import count_runs_left
+    """Say how many runs are missing, how long they should take, and how many they can become."""
+    from tcs_lab.compare.track import count_further_rates, count_runs_left
 
-    left = count_runs_left(track.find_scheme(name, method) for name in names)
+    tuned = [track.find_scheme(name, method) for name in names]
+    left, more = count_runs_left(tuned), count_further_rates(tuned)
     each = track.analysis.minutes
-    return (
+    said = (
         f"{method.label}: {left} runs of about {each:g} minutes on a core are missing, about "
-        f"{left * each / jobs:.0f} minutes with {jobs} of them side by side. If the best of the learning "
-        "rates that are tried is the smallest or largest one, a few more runs follow."
+        f"{left * each / jobs:.0f} minutes with {jobs} of them side by side."
+    )
+    if not more:
+        return said
+    return said + (
+        " While the best of the learning rates that are tried is the smallest or largest one, another one "
+        f"is tried: that makes at most {left + more} runs, about {(left + more) * each / jobs:.0f} minutes."
     )

@@ -54,11 +54,13 @@ def probe_method(config: RunConfig, tcs: RunConfig, data: Data, turns: int = 15)
         torch.set_num_threads(threads)
 
 
-def play_rounds(config: RunConfig, data: Data) -> None:
-    """Play four rounds of a method and save its state, so that mistakes in it are found in seconds."""
+def play_rounds(config: RunConfig, data: Data) -> int:
+    """Play four rounds of a method and save its state, so that mistakes in it are found in seconds.
+    Return the bytes that all clients sent in the last round."""
     training = Training(config, data)
     next(_skip_start(training, config))
     training.federation.state_dict()
+    return training.compressor.bytes_up
 
 
 def _skip_start(training: Training, config: RunConfig) -> Any:

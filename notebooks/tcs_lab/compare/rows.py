@@ -62,14 +62,25 @@ def _rebuild_run(config: RunConfig, minutes: float | None, method: Method) -> Me
 
 
 def try_method(track: Track, method: Method, names: Sequence[str]) -> None:
-    """Play a few rounds of each scheme of a method from a file. Raises ValueError, in one line that names
-    the file, for a mistake in it."""
+    """Play a few rounds of each scheme of a method from a file.
+
+    Raises ValueError, in one line that names the file, for a mistake in it, and for two densities that
+    send as many bytes.
+    """
     if method.file is None:
         return
+    sizes = dict[int, str]()
     for name in names:
         config = track.find_scheme(name, method).search.config(1.0, track.seeds[0])
         with method.guard(config):
-            play_rounds(config, load_data(config))
+            size = play_rounds(config, load_data(config))
+        if size in sizes:
+            raise ValueError(
+                f"--densities: {method.label}: {sizes[size]} and {name} both send {size:,} bytes in a round, "
+                "allowed: a rule that keeps fewer entries where self.k_global and self.k_local are smaller; "
+                "or leave --densities out"
+            )
+        sizes[size] = name
 
 
 def make_rows(track: Track, method: Method, names: Sequence[str], jobs: int) -> None:
@@ -125,9 +136,15 @@ def _point_fields(point: Point) -> dict[str, Any]:
 
 
 def _list_tried(tuned: Any) -> dict[str, float | None]:
-    """Return the validation accuracy in percent by factor; it is None where the run diverged."""
-    tried = tuned.search.tried().items()
-    return {f"{factor:g}": 100 * a if a is not None and a >= 0 else None for factor, a in tried}
+    """Return the validation accuracy in percent by learning rate; it is None where the run diverged."""
+    search = tuned.search
+    return {
+        f"{search.config(factor, search.tuning.seed).eta:g}": 100 * accuracy
+        if accuracy >= 0
+        else None
+        for factor, accuracy in search.tried().items()
+        if accuracy is not None
+    }
 
 
 def read_row(folder: Path) -> dict[str, Any]:

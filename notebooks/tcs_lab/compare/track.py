@@ -112,7 +112,7 @@ def list_next_runs(tuned: Iterable[TunedScheme]) -> list[RunConfig]:
 
 
 def count_runs_left(tuned: Iterable[TunedScheme]) -> int:
-    """Count the missing runs, if no rates beyond those of the plan will be needed."""
+    """Count the missing runs, if no rates beyond those that are tried first will be needed."""
     left = 0
     for one in tuned:
         tried = one.search.tried()
@@ -120,3 +120,15 @@ def count_runs_left(tuned: Iterable[TunedScheme]) -> int:
         is_lost = None not in tried.values() and one.search.chosen is None
         left += 0 if is_lost else len(one.seeds) - len(one.scored)
     return left
+
+
+def count_further_rates(tuned: Iterable[TunedScheme]) -> int:
+    """Count the runs that a search can need at most beyond those of `count_runs_left`: those of all rates on
+    the longer side of the list, as long as a search is not over."""
+    count = 0
+    for one in tuned:
+        tried = one.search.tried()
+        if None in tried.values():
+            grid = one.search.tuning.grid
+            count += max(sum(f < min(tried) for f in grid), sum(f > max(tried) for f in grid))
+    return count
