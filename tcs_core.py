@@ -4285,6 +4285,8 @@ def tcs_hook(
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
        13: from its errors, this rank subtracts what its shares contributed to the average.
 
+    With the option `momentum`, the accumulated momentum takes the gradient's place in all of this.
+
     `TCSState` has an example. Raises ValueError for sparse or complex gradients, for parameters of
     a second model, if the caller is not DDP and, on all ranks, if their states differ at the start.
     """
@@ -4293,14 +4295,15 @@ def tcs_hook(
     client = state.begin(bucket)
     buffer, known, ranks = bucket.buffer(), client.known, state.group.size()
 
-    # 1. A dense step.
+    # 1. A dense step. With momentum, the gradient stays in the buffer until the average is there.
     if known.dense:
-        done = state.all_reduce(buffer.div_(ranks), "dense")
-        return done.then(lambda sums: _dense_average(known, sums.value()[0], gives_mask))
+        accumulated_D = client.accumulated(buffer).to(buffer.dtype)
+        done = state.all_reduce(accumulated_D.div_(ranks), "dense")
+        return done.then(lambda sums: _dense_average(client, buffer, sums.value()[0], gives_mask))
 
     # 2. What this rank sends. If its gradient is not finite, it sends only errors and sets a flag.
     used_L = _used(buffer, known.layer_sizes)
-    message, is_finite = _message_of(client, buffer)
+    message, is_finite = _message_of(client, client.accumulated(buffer))
     shares_K = _shares(message.values, ranks, buffer.dtype)
     shared_K, own_K = shares_K.split([len(known.shared_K), len(message.positions)])
 
@@ -4359,7 +4362,16 @@ class TCSState:
        the first step. A state is refused if parameters come in other shapes, another order or other
        buckets; but two parameters of equal shape that have been exchanged cannot be told apart.
     5. `can_undo` allows `undo` to take the last step back. It costs one float32 copy of the
-       gradients.
+       gradients, and with `momentum` two.
+    6. `momentum` is for SGD with momentum: give it to the hook, and give the optimizer none. (The
+       default, 0, changes nothing.) Each rank then adds its gradient to `momentum` times what it
+       has accumulated so far, and this sum takes the gradient's place: it is what is averaged in
+       the dense steps, and what is added to the errors, chosen and sent after them. What a rank has
+       sent is set to 0 in its accumulated momentum; otherwise it would push the parameter on in an
+       outdated direction. If all entries are sent, nothing accumulates after the dense steps. This
+       is momentum correction and momentum factor masking of Deep Gradient Compression (Lin et al.,
+       2018). It costs one float32 copy of the gradients. It is not for Adam or AdamW, which would
+       average over the steps a second time, with beta_1.
 
     Each backward pass is a step. What it does not send stays in the errors and is sent in later
     steps, even if you discard the gradients. Therefore run a pass whose gradients no optimizer will
@@ -4399,26 +4411,30 @@ class TCSState:
     corrected.
 
     If a gradient is not finite on some rank, the bucket's gradient becomes NaN on all ranks, so
-    that every GradScaler skips the step. Errors and mask then stay the same. DDP does not give the
-    average to parameters that no rank has used, so what was sent for them stays in the errors. A
-    parameter counts as unused if its gradient was 0 everywhere. Errors are in the units of the
-    gradients that DDP passes to the hook. When a GradScaler changes its scale, errors are not
-    converted to the new scale.
+    that every GradScaler skips the step. Errors, mask and momentum then stay the same. DDP does not
+    give the average to parameters that no rank has used, so what was sent for them stays in the
+    errors, and their momentum stays the same. (In a dense step the ranks do not learn who has used
+    a parameter, and its momentum decays.) A parameter counts as unused if its gradient was 0
+    everywhere. Errors and momentum are in the units of the gradients that DDP passes to the hook.
+    When a GradScaler changes its scale, they are not converted to the new scale.
 
-    Raises ValueError for a fraction or a start_iter that is not allowed, for a group that this rank
-    is not in, or for a model that is not a DistributedDataParallel or has another process group. A
-    state cannot be copied or pickled.
+    Raises ValueError for a fraction, a start_iter or a momentum that is not allowed, for a group
+    that this rank is not in, or for a model that is not a DistributedDataParallel or has another
+    process group. A state cannot be copied or pickled.
     """
 
     def __init__(
         self, process_group: Any = None, phi_global: float | None = 1e-2,
         phi_local: float | None = 1e-3, start_iter: int = 10, error_accumulation: bool = True,
         model: nn.parallel.DistributedDataParallel | None = None, can_undo: bool = False,
+        momentum: float = 0.0,
     ):  # fmt: skip
-        start_iter = _number(start_iter)
+        start_iter, momentum = _number(start_iter), _number(momentum)
         if type(start_iter) is not int or start_iter < 1:
             raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
-        self.start_iter, self.iter = start_iter, 0
+        if type(momentum) not in (int, float) or not 0 <= momentum < 1:
+            _refuse("momentum", momentum, "a number in [0, 1)")
+        self.start_iter, self.iter, self.momentum = start_iter, 0, float(momentum)
         self.scheme = Scheme(
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
@@ -4429,8 +4445,8 @@ class TCSState:
         self.bytes_sent = dict.fromkeys(("dense", "shared", "explored"), 0)
         # One client per bucket; keys are the names of the bucket's parameters.
         self._buckets: dict[tuple[Name, ...], BucketClient] = {}
-        # Errors and masks of parameters that have no bucket at the moment, because DDP has rebuilt
-        # its buckets or a state was loaded.
+        # Errors, masks and momentum of parameters that have no bucket at the moment, because DDP
+        # has rebuilt its buckets or a state was loaded.
         self._loose: dict[Name, dict[str, Tensor | None]] = {}
         # A parameter's name in the model or, without the model, its number in the first step.
         self._names: dict[Tensor, Name] = {}
@@ -4527,9 +4543,9 @@ class TCSState:
     def undo(self) -> None:
         """Take the last step back. Call it between two steps and on all ranks.
 
-        Errors, masks and `iter` become exactly what they were before the step. `bytes_sent` stays,
-        since these bytes were sent. After an exception in a backward pass, this takes back what
-        that pass had done.
+        Errors, masks, momentum and `iter` become exactly what they were before the step.
+        `bytes_sent` stays, since these bytes were sent. After an exception in a backward pass, this
+        takes back what that pass had done.
 
         Raises ValueError without `can_undo`, or if there is no step to take back: before the first
         one, right after `load_state_dict`, and after `undo`.
@@ -4567,7 +4583,9 @@ class TCSState:
         alike = {  # must be equal on all ranks
             "step": self.iter,
             "start_iter": self.start_iter,
-            "phi_global, phi_local or error_accumulation": zlib.crc32(repr(self.scheme).encode()),
+            "phi_global, phi_local, error_accumulation or momentum": zlib.crc32(
+                repr((self.scheme, self.momentum)).encode()
+            ),
             "shared mask": zlib.crc32(b"".join(known)),
             "set of parameters": zlib.crc32(repr((self._layouts, self._packing)).encode()),
         }
@@ -4617,21 +4635,23 @@ class TCSState:
         return tuple(self._names[p] for p in parameters)
 
     def _assemble(self, names: tuple[Name, ...], sizes: list[int], device: Any) -> BucketClient:
-        """Make a client for a new bucket, with the errors and the shared mask of the bucket's
-        parameters.
+        """Make a client for a new bucket, with the errors, the shared mask and the momentum of the
+        bucket's parameters.
 
         These come from the parameters' earlier buckets, or from a loaded state.
         """
         for other in [key for key in self._buckets if not set(key).isdisjoint(names)]:
             self._loose |= _parts(other, self._buckets.pop(other))
         parts = [self._loose.pop(name, {}) for name in names]
-        client = BucketClient(Known(self.scheme, sizes, device=device))
+        client = BucketClient(Known(self.scheme, sizes, device=device), self.momentum)
+        kept = {"momentum": client.momentum_D}
         if self.iter >= self.start_iter:  # before that, errors are 0
             client.hold_errors()
-            own_parts = [] if client.errors_D is None else client.errors_D.split(sizes)
-            for own, part in zip(own_parts, parts, strict=False):
-                if part.get("errors") is not None:
-                    own.copy_(part["errors"])
+            kept["errors"] = client.errors_D
+        for key, own_D in kept.items():
+            for own, part in zip([] if own_D is None else own_D.split(sizes), parts, strict=False):
+                if part.get(key) is not None:
+                    own.copy_(part[key])
         masks = [part.get("mask") for part in parts]
         if all(mask is not None for mask in masks):  # otherwise the bucket's next step is dense
             mask_D = torch.cat(cast(list[Tensor], masks)).to(device)
@@ -4640,8 +4660,8 @@ class TCSState:
         return client
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of this rank's errors and masks, parameter by parameter, and of the
-        counters.
+        """Return a copy of this rank's errors, masks and momentum, parameter by parameter, and of
+        the counters.
 
         Before the first step, it contains no parameters.
         """
@@ -4660,6 +4680,7 @@ class TCSState:
             "version": STATE_VERSION, "scheme": scheme_state(self.scheme),
             "start_iter": self.start_iter, "iter": self.iter, "bytes_sent": dict(self.bytes_sent),
             "parameters": parameters, "packing": list(self._packing), **saved_by,
+            **({"momentum": self.momentum} if self.momentum else {}),
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -4671,7 +4692,10 @@ class TCSState:
         key = "TCSState: state"
         check_state_version(key, state)
         names = ("version", "scheme", "start_iter", "iter", "bytes_sent", "parameters", "packing")
-        own = dict.fromkeys([*names, *self._saved_by])
+        momentum = state.get("momentum", 0.0)  # states without momentum do not name it
+        if type(momentum) is not float or momentum != self.momentum:
+            _refuse(f"{key}: momentum", momentum, str(self.momentum))
+        own = dict.fromkeys([*names, *self._saved_by, *(["momentum"] if self.momentum else [])])
         check_same_state(key, dict.fromkeys(state), own)
         check_same_scheme(f"{key}: scheme", state["scheme"], self.scheme)
         if state["start_iter"] != self.start_iter:
@@ -4686,7 +4710,7 @@ class TCSState:
             allowed = f"a dictionary of {'some' if state['iter'] else 'none'}"
             _refuse(f"{key}: parameters", parameters, f"{allowed} in step {state['iter']}")
         for name, part in parameters.items():
-            _check_part(f"{key}: parameters: {name}", part, self.scheme.keeps_errors)
+            _check_part(f"{key}: parameters: {name}", part, self.scheme.keeps_errors, momentum)
         self._check_names(state)
 
     def _check_names(self, state: dict[str, Any]) -> None:
@@ -4720,20 +4744,23 @@ class TCSState:
         Each rank has different errors, and together they are what is still to be sent. So the next
         step refuses the state of another rank, or of another number of ranks. After an elastic
         restart with more or fewer ranks, give `errors=False` on all of them: masks and counters
-        continue, and errors begin at 0. All ranks may then load the same file.
+        continue, and errors and momentum begin at 0. All ranks may then load the same file.
         """
         self.check_state(state)
         self.iter, self.bytes_sent = state["iter"], dict(state["bytes_sent"])
-        has_own = errors and self.scheme.keeps_errors  # otherwise any rank may load the state
+        # otherwise any rank may load the state
+        has_own = errors and (self.scheme.keeps_errors or self.momentum > 0)
         self._saved_by = {key: state[key] if has_own else None for key in self._saved_by}
         self._buckets, self._agreed = {}, False
         parts = state["parameters"].items()
         self._loose = {
-            name: {key: _by_value(part[key]) for key in _PER_PARAMETER} for name, part in parts
+            name: {key: _by_value(t) for key, t in part.items() if key not in _LAYOUT}
+            for name, part in parts
         }
-        for part in self._loose.values():
-            if part["errors"] is not None and not errors:
-                part["errors"].zero_()
+        for part in self._loose.values() if not errors else ():
+            for own in (part["errors"], part.get("momentum")):
+                if own is not None:
+                    own.zero_()
         if self._by_name:
             return
         self._layouts = {name: {key: list(part[key]) for key in _LAYOUT} for name, part in parts}
@@ -4751,7 +4778,6 @@ class TCSState:
 
 Name = str | int  # a parameter's name or number
 _LAYOUT = ("shape", "order")  # of a parameter in a state, to recognize the parameter by
-_PER_PARAMETER = ("errors", "mask")  # what a state contains for each parameter beside these
 _OWN_STATE = ("what the same rank of as many has saved, or load_state_dict(state, errors=False) on "
               "all ranks, which keeps the masks and gives up the errors")  # fmt: skip
 _THROWN_AWAY = (
@@ -4769,21 +4795,37 @@ class Before(NamedTuple):
     round: int
     positions_K: Tensor | None  # the shared mask
     errors_D: Tensor | None  # None if the step does not change them
+    momentum_D: Tensor | None  # None without momentum
 
 
 class BucketClient(Client):
     """A client for one bucket on this rank, with what the state needs to know about its last
-    step."""
+    step.
+
+    `momentum_D` (D,) is the momentum that this rank has accumulated, or None without momentum. It
+    only changes at the end of a step.
+    """
 
     before: Before | None = None  # with `can_undo`, the values from before the last step
     counted: Tensor | None = None  # bool (): whether any gradient counted in a sparse step
     versions: list[int] | None = None  # version counters of the parameters at the last gradients
     sums: Tensor | None = None  # sums of the parameters then, until a version counter has advanced
 
-    def __init__(self, known: Known):
+    def __init__(self, known: Known, momentum: float = 0.0):
         super().__init__(known, errors_D=torch.zeros(1, dtype=torch.float32, device=known.device))
         keeps = known.scheme.keeps_errors
         self.errors_D = cast(Tensor, self.errors_D).expand(known.dimension) if keeps else None
+        self.momentum, self.momentum_D = momentum, None
+        if momentum:
+            size, device = known.dimension, known.device
+            self.momentum_D = torch.zeros(size, dtype=torch.float32, device=device)
+
+    def accumulated(self, gradient_D: Tensor) -> Tensor:
+        """Return the gradient (D,) or, with momentum, a new vector, float32: the gradient plus
+        `momentum` times what was accumulated before this step."""
+        if self.momentum_D is None:
+            return gradient_D
+        return (self.momentum_D * self.momentum).add_(gradient_D.float())
 
     def hold_errors(self) -> None:
         """Allocate memory for errors. Until then, in dense steps, they are a view of a single 0."""
@@ -4793,16 +4835,14 @@ class BucketClient(Client):
     def remember(self, iter: int, sparse: bool) -> None:
         """Store what `go_back` will need.
 
-        Errors are copied, because they change in place. A mask is not copied, because the next one
-        replaces it.
+        Errors and momentum are copied, because they change in place. A mask is not copied, because
+        the next one replaces it.
         """
-        copy_D = None if self.before is None else self.before.errors_D
-        if sparse and self.errors_D is not None:
-            copy_D = self.errors_D.clone() if copy_D is None else copy_D.copy_(self.errors_D)
-        else:
-            copy_D = None
+        last = self.before
+        errors_D = _copy_of(self.errors_D if sparse else None, last and last.errors_D)
+        momentum_D = _copy_of(self.momentum_D, last and last.momentum_D)
         positions_K = cast(TCS, self.known.rule).positions
-        self.before = Before(iter, self.known.round, positions_K, copy_D)
+        self.before = Before(iter, self.known.round, positions_K, errors_D, momentum_D)
 
     def go_back(self, iter: int) -> None:
         """Restore the values from before the step `iter`, if this bucket was part of that step."""
@@ -4814,7 +4854,15 @@ class BucketClient(Client):
         cast(TCS, known.rule).positions = before.positions_K
         if before.errors_D is not None:
             self.errors_D = before.errors_D
+        self.momentum_D = before.momentum_D
         self.in_flight = None
+
+
+def _copy_of(tensor: Tensor | None, memory: Tensor | None) -> Tensor | None:
+    """Return a copy of a tensor, in the memory of an earlier copy if there is one."""
+    if tensor is None:
+        return None
+    return tensor.clone() if memory is None else memory.copy_(tensor)
 
 
 class UnderWay(NamedTuple):
@@ -4857,22 +4905,23 @@ def _another_model(got: str) -> ValueError:
     return ValueError(f"{what}, allowed: {same} ({way})")
 
 
-def _check_part(key: str, part: Any, keeps_errors: bool) -> None:
+def _check_part(key: str, part: Any, keeps_errors: bool, momentum: float) -> None:
     """Raise ValueError unless `part` is what a state contains for a parameter."""
-    check_same_state(key, part if type(part) is not dict else dict.fromkeys(part),
-                     dict.fromkeys([*_LAYOUT, *_PER_PARAMETER]))  # fmt: skip
+    wanted = dict.fromkeys([*_LAYOUT, "errors", "mask", *(["momentum"] if momentum else [])])
+    check_same_state(key, part if type(part) is not dict else dict.fromkeys(part), wanted)
     for name in _LAYOUT:
         if type(part[name]) is not list or any(type(n) is not int or n < 0 for n in part[name]):
             _refuse(f"{key}: {name}", part[name], "a list of whole numbers >= 0")
     like = torch.empty(math.prod(part["shape"]), dtype=torch.float32, device="meta")
     check_same_state(f"{key}: errors", part["errors"], like if keeps_errors else None)
+    check_same_state(f"{key}: momentum", part.get("momentum"), like if momentum else None)
     if part["mask"] is not None:
         check_same_state(f"{key}: mask", part["mask"], like.bool())
 
 
-def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tensor | None]]:
-    """Return a bucket's errors and shared mask by the names of its parameters. The errors are
-    views."""
+def _parts(names: tuple[Name, ...], client: BucketClient) -> dict[Name, dict[str, Tensor | None]]:
+    """Return a bucket's errors and shared mask, and momentum if there is any, by the names of its
+    parameters. Errors and momentum are views."""
     known, sizes = client.known, client.known.layer_sizes
     errors = [None] * len(sizes) if client.errors_D is None else client.errors_D.split(sizes)
     positions_K = known.rule.state_dict()["positions"]
@@ -4880,12 +4929,23 @@ def _parts(names: tuple[Name, ...], client: Client) -> dict[Name, dict[str, Tens
     if positions_K is not None:
         masks = positions_to_mask(positions_K, known.dimension).split(sizes)
     found = zip(names, errors, masks, strict=True)
-    return {name: {"errors": own, "mask": mask} for name, own, mask in found}
+    parts = {name: {"errors": own, "mask": mask} for name, own, mask in found}
+    if client.momentum_D is not None:
+        for name, momentum in zip(names, client.momentum_D.split(sizes), strict=True):
+            parts[name]["momentum"] = momentum
+    return parts
 
 
-def _dense_average(known: Known, update_D: Tensor, gives_mask: bool) -> Tensor:
-    """Step 1: return the average. If `gives_mask` and it is finite, it gives the first shared
-    mask."""
+def _dense_average(
+    client: BucketClient, buffer: Tensor, update_D: Tensor, gives_mask: bool
+) -> Tensor:
+    """Step 1: return the average, in the bucket's buffer. If `gives_mask` and it is finite, it
+    gives the first shared mask. With momentum, the buffer still contains the gradient."""
+    known, before_D = client.known, client.momentum_D
+    if before_D is not None:
+        counts = update_D.isfinite().all()
+        torch.where(counts, client.accumulated(buffer), before_D, out=before_D)
+        update_D = buffer.copy_(update_D)
     numbers_D = update_D.float()
     if not gives_mask:
         is_finite = False
@@ -4963,15 +5023,17 @@ def _average(step: UnderWay, done: list[torch.futures.Future]) -> Tensor:
     counts_L = (flags[:-1] > 0) & ~void
     client.counted = counts_L.any()
     may_be_void = not is_on_cpu(void) or bool(void)  # on a GPU the host does not read `void`
-    counted = (
-        _everything if is_on_cpu(void) and bool(counts_L.all()) else _counting(known, counts_L)
-    )
+    all_count = is_on_cpu(void) and bool(counts_L.all())
+    counted = _everything if all_count else _counting(known, counts_L)
 
     # 5.2. Line 13. After a void step the gradient is subtracted again, too, which restores the
     # errors from before it, except for rounding.
     _take_out_of_errors(step, counted)
-    if may_be_void:
+    if client.momentum_D is not None:
+        _keep_momentum(step, counts_L, all_count)
+    elif may_be_void:
         client.withdraw(torch.where(void & step.is_finite, buffer.float(), 0.0))
+    if may_be_void:
         _forget_overflow_if(void, client.errors_D)
 
     # 5.3. The average. The ranks' own masks lie outside the shared mask.
@@ -5027,6 +5089,26 @@ def _take_out_of_errors(step: UnderWay, counted: Callable[[Tensor, Tensor], Tens
     received_K = _shares(meant_K, ranks, step.buffer.dtype).float() * ranks
     client.in_flight = InFlight(client.known.round, positions_K, meant_K, meant_K, False)
     client.arrived(Message(counted(received_K, positions_K), own_K))
+
+
+def _keep_momentum(step: UnderWay, counts_L: Tensor, all_count: bool) -> None:
+    """Store what was accumulated in this step, with 0 where this rank has sent it.
+
+    Parameters that do not count, which after a void step are all, keep their momentum from before
+    the step. For them, what was accumulated is subtracted from the errors again.
+    """
+    client, known = step.client, step.client.known
+    accumulated_D, before_D = client.accumulated(step.buffer), cast(Tensor, client.momentum_D)
+    if not all_count:
+        sizes = known.layer_sizes
+        counts_D = torch.cat([c.expand(size) for c, size in zip(counts_L, sizes, strict=True)])
+        client.withdraw(torch.where(counts_D | ~step.is_finite, 0.0, accumulated_D))
+    own_K = step.packed[: len(step.packed) // 2].long()
+    accumulated_D.index_fill_(0, torch.cat([known.shared_K, own_K]), 0.0)
+    if all_count:
+        client.momentum_D = accumulated_D
+    else:
+        torch.where(counts_D, accumulated_D, before_D, out=before_D)
 
 
 def _merged(shared_K: Tensor, explored: list[Tensor]) -> Tensor | None:

@@ -197,13 +197,17 @@ def test_a_quantizer_of_ones_own_that_looks_at_a_value_raises(registry, on_cuda)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_of_the_hook_stays_on_its_device_and_looks_at_no_value(dtype, on_cuda, monkeypatch):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_of_the_hook_stays_on_its_device_and_looks_at_no_value(
+    dtype, momentum, on_cuda, monkeypatch
+):
     """Of two buckets, dense steps and sparse ones; the one look is at whether the average that gives
     the first mask is finite."""
     alone_in_a_group(monkeypatch)
     monkeypatch.setattr(Alone, "get_future", lambda work: Done(work.sent))
     monkeypatch.setattr(torch.futures, "collect_all", Done)
-    state = tcs.TCSState(Alone(), phi_global=0.05, phi_local=0.02, start_iter=2)
+    shares = {"phi_global": 0.05, "phi_local": 0.02}
+    state = tcs.TCSState(Alone(), **shares, start_iter=2, momentum=momentum)
     state._agreed = True  # else it reads what the other ranks say
     parameters = [torch.zeros(600), torch.zeros(400)]
     monkeypatch.setattr(tcs, "_host_reads", lambda flag: True)
@@ -214,7 +218,7 @@ def test_a_step_of_the_hook_stays_on_its_device_and_looks_at_no_value(dtype, on_
             assert out.device.type == "cuda" and out.dtype == dtype
     assert state.iter == 5 and not next(iter(state._buckets.values())).known.dense
     found = tensors_of(state.state_dict()["parameters"])
-    assert len(found) == 4 and {t.device.type for t in found} == {"cuda"}
+    assert len(found) == (6 if momentum else 4) and {t.device.type for t in found} == {"cuda"}
 
 
 def test_whether_the_hooks_first_mask_is_of_a_finite_average_is_looked_at(on_cuda, monkeypatch):

@@ -244,7 +244,7 @@ def saves(ranks, folder):
     torch.save(trained.state.state_dict(), folder / f"later{ranks.rank}")
 
 
-SETTINGS = ("phi_global", "phi_local", "start_iter", "error_accumulation")
+SETTINGS = ("phi_global", "phi_local", "start_iter", "error_accumulation", "momentum")
 
 
 def begins(ranks, folder, case):
@@ -281,7 +281,7 @@ def files(tmp_path_factory):
     return folder
 
 
-SHARE = "another phi_global, phi_local or error_accumulation"
+SHARE = "another phi_global, phi_local, error_accumulation or momentum"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,8 @@ SHARE = "another phi_global, phi_local or error_accumulation"
      ("one has loaded nothing", "rank 1 begins with another step"),
      ("rank", "rank 1 has loaded the state of another rank"),
      ("world size", "rank 0 has loaded a state of another world size"), ("phi_global", SHARE),
-     ("phi_local", SHARE), ("error_accumulation", SHARE), ("start_iter", "rank 1 begins with another start_iter")],
+     ("phi_local", SHARE), ("error_accumulation", SHARE), ("momentum", SHARE),
+     ("start_iter", "rank 1 begins with another start_iter")],
 )  # fmt: skip
 def test_ranks_that_begin_with_different_things_all_end_with_one_line(tmp_path, files, case, text):
     shutil.copytree(files / ("3" if case == "world size" else "2"), tmp_path, dirs_exist_ok=True)

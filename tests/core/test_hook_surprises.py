@@ -276,7 +276,9 @@ def gradients_of(steps):
 
 @pytest.mark.parametrize("step", range(5))
 @pytest.mark.parametrize("kind", ["finite", "void", "huge", "cut off"])
-@pytest.mark.parametrize("settings", [{}, {"phi_global": None}, {"error_accumulation": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"phi_global": None}, {"error_accumulation": False}, {"momentum": 0.9}]
+)
 def test_a_step_that_was_taken_back_has_never_been(step, kind, settings, monkeypatch):
     """State and all that follows, to the bit; only bytes were sent."""
     alone_in_a_group(monkeypatch)

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from common import Alone, Bucket, alone_in_a_group, deltas_like_training
+from common import Alone, Bucket, alone_in_a_group, deltas_like_training, same_state
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tcs_core as tcs
@@ -176,13 +176,14 @@ SHARED_AND_OWN = {"phi_global": 0.05, "phi_local": 0.02}
 
 
 @pytest.mark.parametrize("buckets", [1, 4])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_only_the_first_step_of_the_hook_and_the_last_dense_one_read_values(
-    buckets, as_on_a_gpu, monkeypatch
+    buckets, momentum, as_on_a_gpu, monkeypatch
 ):
     """The first: what the ranks begin with. The second, last of the dense ones: whether the average
     of a bucket, which gives its mask, is finite. No other reads any, however many buckets there are."""
     alone_in_a_group(monkeypatch)
-    state = tcs.TCSState(Alone(), start_iter=2, **SHARED_AND_OWN)
+    state = tcs.TCSState(Alone(), start_iter=2, momentum=momentum, **SHARED_AND_OWN)
     gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES)]
     counts, _ = steps_of_a_hook(state, gradients, buckets)
     assert counts == [1, buckets, 0, 0, 0, 0] and state.bytes_sent["explored"] == 4 * 8 * 20
@@ -191,8 +192,9 @@ def test_only_the_first_step_of_the_hook_and_the_last_dense_one_read_values(
 @pytest.mark.parametrize("buckets", [1, 3])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("when", [1, 2, 4])
-def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkeypatch):
-    """Averages, errors and masks, in void steps and after them: of gradients that are not finite
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, momentum, monkeypatch):
+    """Averages and all that is kept, in void steps and after them: of gradients that are not finite
     (the mask of step 1 is then none), and of errors that outgrow float32 (3e38, twice)."""
     alone_in_a_group(monkeypatch)
     gradients = [deltas_ND[0] for deltas_ND in deltas_like_training(ROUNDS, 1, SIZES)]
@@ -200,7 +202,8 @@ def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkey
     if bad == 3e38:
         gradients[when][:] = bad
         gradients[when + 1] = gradients[when].clone()
-    looks, late = (tcs.TCSState(Alone(), start_iter=2, **SHARED_AND_OWN) for _ in range(2))
+    settings = SHARED_AND_OWN | {"start_iter": 2, "momentum": momentum}
+    looks, late = (tcs.TCSState(Alone(), **settings) for _ in range(2))
     _, expected = steps_of_a_hook(looks, gradients, buckets)
     with monkeypatch.context() as as_on_a_gpu:
         as_on_a_gpu.setattr(tcs, "is_on_cpu", lambda tensor: False)
@@ -210,8 +213,8 @@ def test_a_hook_that_may_not_look_gives_the_same_bits(buckets, bad, when, monkey
         assert torch.equal(average.nan_to_num(), wanted.nan_to_num())
         assert torch.equal(average.isnan(), wanted.isnan())
     for name, wanted in looks.state_dict()["parameters"].items():
-        assert all(torch.equal(parts[name][key], wanted[key]) for key in ("errors", "mask"))
-    assert expected[when].isnan().any() == (bad != 3e38) or when == 1
+        assert same_state(parts[name], wanted)
+    assert expected[when].isnan().any() == (bad != 3e38) or when == 1 or momentum
 
 
 @pytest.mark.parametrize("looks", [True, False])

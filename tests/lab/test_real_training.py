@@ -28,7 +28,9 @@ def through_the_hook(ranks, folder, setup, steps):
     """The same training under DDP; the model, and what was sent in the last step."""
     model, windows = optimizers.make_model(SHORT, 3), optimizers.Windows(SHORT, 3)
     hooked = DistributedDataParallel(model)
-    state = tcs.TCSState(start_iter=2, **STAGE.schemes[setup.scheme].model_dump())
+    momentum = STAGE.momentum if setup.corrected else 0.0
+    shares = STAGE.schemes[setup.scheme].model_dump()
+    state = tcs.TCSState(start_iter=2, momentum=momentum, **shares)
     hooked.register_comm_hook(state, tcs.tcs_hook)
     optimizer = optimizers.make_optimizer(SHORT, setup, model, 3e-3)
     for step in range(steps):
@@ -43,9 +45,12 @@ def through_the_hook(ranks, folder, setup, steps):
 
 
 @pytest.mark.parametrize("scheme", ["TCS 1 %", "top-K 1 %"])
-def test_clients_of_one_process_train_as_ranks_do_through_the_hook(tmp_path, scheme):
+@pytest.mark.parametrize(("optimizer", "corrected"), [("AdamW", False), ("momentum", True)])
+def test_clients_of_one_process_train_as_ranks_do_through_the_hook(
+    tmp_path, optimizer, corrected, scheme
+):
     """Bit for bit, and a step has the bytes that the table says."""
-    setup, steps = optimizers.Setup("AdamW", scheme), 8
+    setup, steps = optimizers.Setup(optimizer, scheme, corrected), 8
     model = optimizers.train(SHORT, setup, 3, 3e-3, steps)
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     sizes = tcs.layer_sizes(model)
