@@ -4943,7 +4943,7 @@ def _dense_average(
     gives the first shared mask. With momentum, the buffer still contains the gradient."""
     known, before_D = client.known, client.momentum_D
     if before_D is not None:
-        counts = update_D.isfinite().all()
+        counts = update_D.sum(dtype=torch.float64).isfinite()  # needs no vector of flags
         torch.where(counts, client.accumulated(buffer), before_D, out=before_D)
         update_D = buffer.copy_(update_D)
     numbers_D = update_D.float()
