@@ -2777,6 +2777,17 @@ class Traffic(NamedTuple):
     heard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
 
+    @staticmethod
+    def of_round(
+        lengths_up: list[int], bits_down: int, heard: tuple[int, ...], refused: Iterable[int]
+    ) -> Traffic:
+        """Return the traffic of a round, given the lengths of the messages in `heard` and of the
+        server's message, in bits of code."""
+        average_up = -(-sum(lengths_up) // len(heard))
+        bytes_up = sum(map(bytes_of, lengths_up))
+        sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
+        return Traffic(*sizes, heard, tuple(refused))
+
 
 class Compressor:
     """N clients and a server that share one `Known`: the compression of Alg. 2 in one method,
@@ -2908,10 +2919,7 @@ class Compressor:
                 raise
             self._put_back(before, t, asked, error)
             raise
-        average_up = -(-sum(lengths_up) // len(heard))
-        bytes_up = sum(map(bytes_of, lengths_up))
-        sizes = average_up, bits_down, bytes_up, bytes_of(bits_down)
-        self.traffic = Traffic(*sizes, heard, tuple(refused))
+        self.traffic = Traffic.of_round(lengths_up, bits_down, heard, refused)
         self._is_whole = True
         return update_D
 
