@@ -2391,7 +2391,12 @@ class Client:
         """
         kept = [tensor for tensor in self._kept_tensors().values() if tensor is not None]
         if not all(tensor.isfinite().all() for tensor in kept):
-            for tensor in kept:
+            self.forget()
+
+    def forget(self) -> None:
+        """Set the errors and all other kept tensors to 0."""
+        for tensor in self._kept_tensors().values():
+            if tensor is not None:
                 tensor.zero_()
 
     def scale_(self, factor: float) -> None:
@@ -2866,6 +2871,8 @@ class Compressor:
 
         If anything is raised during the round, no message counts as received: errors hold what was
         meant to be sent, the mask is the same as before, and the next round has the next number.
+        (Errors that have overflowed become 0. So do those of all clients that were heard if the sum
+        of their messages has overflowed, since it would overflow again in the next round.)
         In a scheme without errors, what was sent in this round is lost. If the very end of a
         round, when errors are updated, is interrupted, every later call raises until a state is
         loaded.
@@ -2881,6 +2888,7 @@ class Compressor:
         """Do lines 9 to 13, 15, 16 and the next line 5; `checked(n)` is n's checked difference."""
         known, server, t = self.known, self.server, self.known.round
         lengths_up, refused = list[int](), list[int]()  # of accepted messages, in bits; clients
+        heard = tuple[int, ...]()  # clients whose messages are averaged
         asked: int | None = None  # the client whose message is being made
         message: Message | None
         parts = [part for part in (known.rule, server, server.downlink) if part is not None]
@@ -2917,7 +2925,7 @@ class Compressor:
             if is_closing:
                 error.add_note(f"round {t}: its end was interrupted; {_WAY_ON}")
                 raise
-            self._put_back(before, t, asked, error)
+            self._put_back(before, t, asked, heard, error)
             raise
         self.traffic = Traffic.of_round(lengths_up, bits_down, heard, refused)
         self._is_whole = True
@@ -2946,15 +2954,17 @@ class Compressor:
 
     def _put_back(
         self, before: list[tuple[Any, dict[str, Any]]], t: int, asked: int | None,
-        error: BaseException,
+        heard: tuple[int, ...], error: BaseException,
     ) -> None:  # fmt: skip
         """Undo round t, which failed with `error` before any message was acknowledged.
 
         `before` has the attributes of the rule, the server and its downlink, which are restored.
         The round counts as lost. Clients' errors are not restored: they hold everything that the
-        clients meant to send, except that errors which have overflowed become 0. A note is added to
-        the error, which names the round and, unless the error does so already, the client whose
-        message was being made (`asked`).
+        clients meant to send, except that errors which have overflowed become 0. If it was at the
+        server that numbers have overflowed, the clients in `heard` forget what they meant to send,
+        since its sum would overflow in every later round, too. A note is added to the error, which
+        names the round and, unless the error does so already, the client whose message was being
+        made (`asked`).
         """
         # `before` holds no copies of tensors, since the rule and the downlink replace their tensors
         # and never change them in place. Of the server's tensors, `sum_D` is a new one in each
@@ -2972,6 +2982,9 @@ class Compressor:
             sender = (self.clients | {SERVER: self.server.downlink}).get(error.client)
             if isinstance(error, NotFiniteError) and sender is not None:
                 sender.forget_overflow()
+            if isinstance(error, NotFiniteError) and error.client == SERVER:
+                for n in heard:
+                    self.clients[n].forget()
         self._is_whole = True
 
     def _check_usable(self, begins: bool = False) -> None:

@@ -245,8 +245,39 @@ def test_a_server_whose_errors_overflow_is_named_and_recovers(name, looks, monke
         except tcs.NotFiniteError as error:
             assert error.client == tcs.SERVER
             failed += 1
-            made.errors_ND.zero_()
     assert failed == 1 and made.server.downlink.errors_D.isfinite().all()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("name", ["TCS", "TCS-Q5", "top-K", "FedAvg", "TCS-D2", "DGC"])
+def test_after_a_sum_that_overflowed_the_rounds_go_on(name, dense, looks, monkeypatch):
+    """Each of two clients' messages is finite. Only the errors of those who sent are given up."""
+    if not looks:
+        monkeypatch.setattr(tcs, "is_on_cpu", lambda tensor: False)
+    made = tcs.Compressor(scheme_of(name), SIZES, 3)
+    rounds = list(deltas_like_training(6, 3, SIZES))
+    for deltas_ND in rounds[:3]:
+        made.step(deltas_ND)
+    errors_ND = made.errors_ND.clone()
+    with pytest.raises(tcs.NotFiniteError, match=r"^server: the update is not finite"):
+        made.step(torch.full((3, sum(SIZES)), HUGE), dense, clients=[0, 2])
+    for n in (0, 2):
+        kept = [one for one in made.clients[n]._kept_tensors().values() if one is not None]
+        assert not any(one.any() for one in kept)
+    assert torch.equal(made.errors_ND[1:2], errors_ND[1:2])
+    for deltas_ND in rounds[3:]:
+        assert made.step(deltas_ND).isfinite().all()
+
+
+def test_a_client_that_was_not_heard_keeps_its_errors_when_the_others_sum_overflows():
+    channel = lambda sender, data: data[:-1] if sender == 1 else data  # noqa: E731
+    made = tcs.Compressor("TCS", SIZES, 3, link=tcs.Link(channel, on_bad="skip"))
+    deltas_ND = torch.full((3, sum(SIZES)), HUGE)
+    deltas_ND[1] = 1.0
+    with pytest.raises(tcs.NotFiniteError, match=r"^server: "):
+        made.step(deltas_ND)
+    assert torch.equal(made.errors_ND[1], deltas_ND[1]) and not made.errors_ND[::2].any()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
