@@ -20,6 +20,7 @@ import tcs_lab as lab
 from tcs_lab import compare
 from tcs_lab.runs.plans import jobs_to_follow, plan_jobs
 from tcs_lab.studies import links, optimizers
+from tcs_lab.teaching.pictures import draw_round
 
 import tcs_core as tcs
 
@@ -176,6 +177,9 @@ def picture() -> Any:
 def picture_path() -> Path:
     """Without a suffix."""
     return ROOT / f"results/{PROFILE}/megabytes"
+
+
+ROUND_PATH = ROOT / "results/round"  # the picture that explains a round, without a suffix
 
 
 def picture_block() -> str:
@@ -936,3 +940,4 @@ if __name__ == "__main__":
     README.write_text(with_blocks(README.read_text(encoding="utf-8")), encoding="utf-8")
     EVIDENCE_PAGE_PATH.write_text(evidence_page(), encoding="utf-8")
     lab.save_figure(picture(), picture_path())
+    lab.save_figure(draw_round(), ROUND_PATH)
