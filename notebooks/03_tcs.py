@@ -643,7 +643,7 @@ def shared_mask(theta_D, delta_D, update_D, k_global):
 lab.check_exercise("client_lines", client_lines)
 lab.check_exercise("shared_mask", shared_mask)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solutions</summary>
 #
 # ```python
