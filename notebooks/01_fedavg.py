@@ -561,7 +561,7 @@ def local_difference(theta_D, gradient, eta, steps):
 lab.check_exercise("fedavg_round", fedavg_round)
 lab.check_exercise("local_difference", local_difference)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solutions</summary>
 #
 # ```python

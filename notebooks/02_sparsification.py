@@ -604,7 +604,7 @@ def accumulate(errors_D, delta_D, k):
 lab.check_exercise("s_top", s_top)
 lab.check_exercise("accumulate", accumulate)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solutions</summary>
 #
 # ```python

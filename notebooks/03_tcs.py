@@ -39,6 +39,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Ge
 from IPython.display import Markdown, display
+from tcs_lab.teaching.pictures import draw_round
 
 import tcs_core as tcs
 
@@ -156,12 +157,25 @@ lab.show_figures()
 # entries of the update, and each column is one round. A cell is dark if, in that round, the entry is in the mask of the
 # $K = K_{global}$ largest entries. The section *Why the mask of TCS moves so fast* below looks for the reason.
 #
-# ## Algorithm 2 beside the code
+# ## One round in a picture
 #
 # TCS uses two masks, and each has its own purpose. The shared mask $m_{global}$ **exploits** what is known: it contains the
 # positions that were important in the last update. Everybody has received that update, so the values at these positions are sent
 # without the positions. The client's own mask $m_{local}$ **explores**: it contains the client's largest entries *outside*
 # $m_{global}$. Their positions must be sent too, so this mask is small.
+#
+# The picture shows one round with two clients and 32 parameters. The updates are random numbers, and the core computes what is
+# sent, what is kept and what the next shared mask is. Bars are absolute values. Look for a position that is not in the shared mask
+# although both clients have a large entry there: both of them find it on their own, and it enters the next shared mask. And look
+# for positions in the shared mask at which both clients have only small entries by now: these are sent all the same, and they leave
+# the mask afterwards.
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+draw_round()
+lab.show_figures()
+
+# %% [markdown]
+# ## Algorithm 2 beside the code
 #
 # The table shows the lines of the paper's Algorithm 2, in our words. Beside each line is the statement of `tcs_core.py` that carries
 # it out; in that file, a comment names the line of the algorithm. The symbol $\otimes$ multiplies entry by entry, and
@@ -629,7 +643,7 @@ def shared_mask(theta_D, delta_D, update_D, k_global):
 lab.check_exercise("client_lines", client_lines)
 lab.check_exercise("shared_mask", shared_mask)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solutions</summary>
 #
 # ```python

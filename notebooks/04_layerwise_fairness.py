@@ -468,7 +468,7 @@ def free_places(layer_sizes, k, phi_min):
 
 lab.check_exercise("free_places", free_places)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solution</summary>
 #
 # ```python
@@ -507,7 +507,7 @@ def fair_top_k(vector_D, k, layer_sizes, phi_min):
 
 lab.check_exercise("fair_top_k", fair_top_k)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solution</summary>
 #
 # ```python

@@ -423,7 +423,7 @@ def momentum_step(theta_D, w_D, g_D, eta, beta):
 
 lab.check_exercise("momentum_step", momentum_step)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solution</summary>
 #
 # ```python
@@ -462,7 +462,7 @@ def loss_changes(gradient_D, eta):
 
 lab.check_exercise("loss_changes", loss_changes)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solution</summary>
 #
 # ```python

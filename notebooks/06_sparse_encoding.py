@@ -476,7 +476,7 @@ def code_bits(count, dimension, block):
 lab.check_exercise("decode", decode)
 lab.check_exercise("code_bits", code_bits)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solutions</summary>
 #
 # ```python

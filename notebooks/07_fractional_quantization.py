@@ -528,7 +528,7 @@ def dequantize(codes, means):
 lab.check_exercise("interval_of", interval_of)
 lab.check_exercise("dequantize", dequantize)
 
-# %% [markdown]
+# %% [markdown] tags=["solution"]
 # <details><summary>Solutions</summary>
 #
 # ```python

@@ -419,9 +419,8 @@ print("These runs ended outside the range of the runs at the planned rate. The n
 # ## Is it time correlation?
 #
 # TCS takes its shared mask from the last update. Would any other mask do as well, as long as all clients agree on it and everything that is
-# not sent is accumulated? `params/controls_plan.yaml` plans two controls that send the same number of bytes as TCS. TCS-Random draws a new
-# shared mask at random in every round. TCS-Stale takes the mask from the update of ten rounds ago. These runs are the stage *mechanism* of
-# the plan.
+# not sent is accumulated? `params/controls_plan.yaml` has two controls that send as many entries as TCS. TCS-Random draws a new shared mask
+# at random in every round. TCS-Stale takes the mask from the update of ten rounds ago. These runs are the stage *mechanism* of the plan.
 #
 # The plan also asks a third question: does the result of the main comparison change if the network is trained long enough to fit its
 # training images? Its runs are the stage *regime*. (The stage *short trainings* is a dense control for the appendix.) The questions and their
@@ -434,6 +433,16 @@ for row in lab.count_made(control_runs, results).to_dict("records"):
     print(f"Of the runs of stage {row['stage']}, {row['made']} of {row['planned']} have been made.")
 answers = lab.control_answers(controls, results)
 display(Markdown(lab.markdown(lab.readable_answers(answers))))
+mechanism = answers.set_index("question").loc["mechanism"]
+limit = f"{mechanism['bound_value']:g} points"
+common = """What TCS and TCS-Random have in common is that all clients share one mask, that each client adds a few entries of
+its own choice, and that everything that is not sent is kept for later."""
+MEANS = {
+    "contradicted": f"So in this training, TCS owes at most {limit} to masks that follow the last update. {common}",
+    "supported": f"So in this training, TCS owes more than {limit} to masks that follow the last update.",
+    "open": f"So we cannot say whether TCS owes more than {limit} to masks that follow the last update. {common}",
+}
+display(Markdown(MEANS.get(mechanism["verdict"], "")))
 
 # %% [markdown]
 # ## How many of the largest entries recur
@@ -463,8 +472,8 @@ else:
 # is larger than this chance level, that is, larger than for random masks with the same number of entries in every layer. It does not say how
 # much larger, and with so many runs even a tiny excess would be found. The second is about "important entries change slowly". It asks whether
 # the normalized overlap (0 is chance, 1 is a mask that never changes) is at least one half. The paper gives no number, so we chose this bound.
-# Neither verdict says that TCS works *because* entries recur. That question needs a control without time correlation, which the section
-# *Is it time correlation?* describes.
+# Neither verdict says that TCS works *because* entries recur. That question needs a control without time correlation: the section *Is it
+# time correlation?* above has one.
 
 # %% [markdown]
 # ## Do masks coincide?

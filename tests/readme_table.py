@@ -20,6 +20,8 @@ import tcs_lab as lab
 from tcs_lab import compare
 from tcs_lab.runs.plans import jobs_to_follow, plan_jobs
 from tcs_lab.studies import links, optimizers
+from tcs_lab.tables.verdicts import CONTRADICTED, OPEN, SUPPORTED
+from tcs_lab.teaching.pictures import draw_round
 
 import tcs_core as tcs
 
@@ -43,7 +45,7 @@ OUTCOME = """**What came out.** In our main comparison, {clients} clients train 
 - **For the paper's full network, this is not established.** There we have one run per method, with {share} of the paper's epochs. The differences from centralized training were {full[TCS]} points (TCS), {full[FedAvg]} (FedAvg), {full[top-K]} (top-K) and {full[TCS-L4-Q5]} (TCS-L4-Q5, the next variant). One seed cannot decide.
 - **The variant with the fewest bytes loses accuracy.** This variant, TCS-L4-Q5, takes four local steps in each round (`-L4`) and rounds values to 5 bits (`-Q5`). It needs 1/{times_short} of the bytes of dense training with one local step. Its accuracy differs from that of centralized training by {short}. Dense training with four local steps already differs by {dense_short} points. So at these learning rates, most of the loss comes from the local steps and not from the compression.
 - **With momentum, the answer is open.** TCS with momentum at the server and all clients differed from centralized training with momentum by {momentum}. This interval contains our margin of half a point.
-- **Why TCS works is open.** The paper assumes that the largest entries of an update are mostly at the same positions from one round to the next. In dense training, we found that most of them are not ([our measurement](#the-paper-and-this-reproduction)). The last update may still be a better guide than chance. On small synthetic images, with tuned learning rates, {random} A comparison on CIFAR-10 with masks that are random, or ten rounds old, is planned; {controls}.
+{mechanism}
 - **No learning rate was tuned in the main comparison**, and dense training may gain most from tuning. The same comparison with tuned rates {tuned}. So far, rates were tuned only in smaller trainings. In one of these (synthetic images, n = {track_n}), TCS differed from centralized training by {track_central} and from dense training by {track_dense}.
 
 Which runs are made and which are not is listed under [Reproducibility](#reproducibility)."""
@@ -178,11 +180,24 @@ def picture_path() -> Path:
     return ROOT / f"results/{PROFILE}/megabytes"
 
 
+ROUND_PATH = ROOT / "results/round"  # the picture that explains a round, without a suffix
+
+
 def picture_block() -> str:
     """The picture and its caption."""
     assert "JPEG copy" in drawn()["FedAvg"][0]["config"]["data_label"]  # as the caption says
     file = picture_path().relative_to(ROOT).as_posix()
     return f"![Final accuracy against gigabytes of traffic, by method]({file}.png)\n\n{CAPTION}"
+
+
+MECHANISM = """- **{headline}** The paper's idea is that the largest entries of an update are mostly at the same positions from one round to the next, so that the last update shows which entries to send. In dense training, we found that most of them are not ([our measurement](#the-paper-and-this-reproduction)). {controls} On small synthetic images, with tuned learning rates and fewer rounds, {random}"""
+CONTROLS = """So we repeated the training with two other shared masks, which need as many bytes: one that is drawn anew at random in every round, and one that follows the update of ten rounds ago. The accuracy of TCS differs from that with the random mask by {mechanism}, and from that with the old mask by {freshness}; n = {n}. We had asked in the plan whether TCS ends more than 0.3 points higher. The answer is {answers} ([notebook 13](notebooks/13_evidence.ipynb))."""
+NO_CONTROLS = """The last update may still be a better guide than chance. A comparison on CIFAR-10 with masks that are random, or ten rounds old, is planned; {progress}."""
+HEADLINES = {
+    SUPPORTED: "It helps that the shared mask follows the last update.",
+    CONTRADICTED: "In the main comparison, a random shared mask did about as well as TCS.",
+    OPEN: "Whether it helps that the mask follows the last update is open.",
+}
 
 
 # The verdicts ─────────────────────────────────────────────────────────────────────────────────────
@@ -217,8 +232,8 @@ def outcome_block() -> str:
         short=by_points(short), dense_short=signed(dense["measured"]),
         momentum=by_points(momentum, f"; n = {momentum['n']}"), share=epochs_at_full_size(),
         full={name: signed(gap) for name, gap in gpu_gaps().items()},
-        tuned="is not finished" if made < planned else IN_13, controls=mask_controls(),
-        random=random_mask_gap(), track_n=len(track_runs()["TCS"]),
+        tuned="is not finished" if made < planned else IN_13, mechanism=mechanism_bullet(),
+        track_n=len(track_runs()["TCS"]),
         track_central=track_gap("TCS", "Baseline"), track_dense=track_gap("TCS", "FedAvg"),
     )  # fmt: skip
 
@@ -275,16 +290,29 @@ def control_runs() -> pd.DataFrame:
     return table.set_index("stage")[["made", "planned"]]
 
 
-def mask_controls() -> str:
-    """How far the comparison of TCS with other masks is, in words."""
+def mechanism_bullet() -> str:
+    """Whether time correlation helps: the answers of the controls, once all their runs are made."""
     made, planned = map(int, control_runs().loc["mechanism"])
-    return (
-        f"its result {IN_13}"
-        if made == planned
-        else "it is not finished"
-        if made
-        else "it has not begun"
-    )
+    if made < planned:
+        progress = "it is not finished" if made else "it has not begun"
+        controls, headline = NO_CONTROLS.format(progress=progress), HEADLINES[OPEN]
+    else:
+        rows = lab.control_answers(ROOT / "params/controls_plan.yaml").set_index("question")
+        asked = [rows.loc[name] for name in ("mechanism", "freshness")]
+        assert all(row["bound"] == "more_than" and row["bound_value"] == 0.3 for row in asked)
+        answers = [ANSWERS[row["verdict"]] for row in asked]
+        said = (
+            f"{answers[0]} in both cases"
+            if len(set(answers)) == 1
+            else "{} for the random mask and {} for the old one".format(*answers)
+        )
+        gaps = {row.name: by_points(row) for row in asked}
+        controls = CONTROLS.format(n=int(asked[0]["n"]), answers=said, **gaps)
+        headline = HEADLINES[asked[0]["verdict"]]
+    return MECHANISM.format(headline=headline, controls=controls, random=random_mask_gap())
+
+
+ANSWERS = {SUPPORTED: "yes", CONTRADICTED: "no", OPEN: "open"}
 
 
 def dense_share(found: Iterable[Record]) -> str:
@@ -936,3 +964,4 @@ if __name__ == "__main__":
     README.write_text(with_blocks(README.read_text(encoding="utf-8")), encoding="utf-8")
     EVIDENCE_PAGE_PATH.write_text(evidence_page(), encoding="utf-8")
     lab.save_figure(picture(), picture_path())
+    lab.save_figure(draw_round(), ROUND_PATH)

@@ -34,11 +34,16 @@ def test_what_is_generated_is_up_to_date():
     assert readme_table.with_blocks(TEXT) == TEXT, "run: uv run python tests/readme_table.py"
 
 
-def test_the_picture_is_generated(tmp_path):
+@pytest.mark.parametrize("which", ["megabytes", "round"])
+def test_pictures_are_generated(tmp_path, which):
     matplotlib.rcdefaults()  # whatever cells of notebooks have set in this process
-    lab.save_figure(readme_table.picture(), tmp_path / "figure")
-    path = readme_table.picture_path().with_suffix(".png")
-    assert (tmp_path / "figure.png").read_bytes() == path.read_bytes(), "run the same"
+    draw, path = {
+        "megabytes": (readme_table.picture, readme_table.picture_path()),
+        "round": (readme_table.draw_round, readme_table.ROUND_PATH),
+    }[which]
+    lab.save_figure(draw(), tmp_path / "figure")
+    stored = path.with_suffix(".png").read_bytes()
+    assert (tmp_path / "figure.png").read_bytes() == stored, "run the same"
 
 
 def test_the_page_about_the_evidence_is_up_to_date():

@@ -31,6 +31,7 @@ def solutions(cells):
     """Every folded solution, with the cell below it."""
     for cell, below in itertools.pairwise(cells):
         if "<summary>Solution" in cell.source:
+            assert cell.metadata["tags"] == ["solution"]
             yield re.search(r"```python\n(.*?)\n```\n\n</details>", cell.source, re.S)[1], below
 
 
@@ -39,7 +40,7 @@ def test_the_folded_solution_is_the_one_that_is_executed_and_right(path):
     cells = cells_of(path)
     namespace, solved = imports_of(cells), []
     for folded, below in solutions(cells):
-        assert "solution" in below.metadata["tags"]
+        assert "solution" in below.metadata["tags"]  # README's command for students removes both
         code, asserts = below.source.split("\n\n\nassert ")[0], below.source.count("\nassert ")
         assert code == folded
         exec(below.source, namespace)

@@ -2,11 +2,15 @@
 
 import itertools
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 import tcs_lab as lab
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from tcs_lab.tables import figures
+from tcs_lab.teaching.pictures import draw_round
 from test_tables import fake
 
 
@@ -180,3 +184,24 @@ def test_a_long_title_lies_inside_the_figure(name):
     (text,) = figure.findobj(lambda artist: getattr(artist, "get_text", str)() == title)
     box = text.get_window_extent()
     assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
+def test_the_picture_of_a_round_shows_what_is_sent():
+    """Each client sends its values on the shared mask and as many of its own; the average is zero
+    elsewhere; the triangles mark its largest entries."""
+    figure = draw_round()
+    before, *clients, after = figure.axes
+
+    def bars(axes, *colours):
+        shown = [(to_hex(bar.get_facecolor()).upper(), bar.get_height()) for bar in axes.patches]
+        return {i for i, (colour, height) in enumerate(shown) if colour in colours and height}
+
+    shared = bars(before, figures.BLUE)
+    own = [bars(axes, figures.ORANGE) for axes in clients]
+    assert len(shared) == 5 and all(bars(axes, figures.BLUE) == shared for axes in clients)
+    assert all(len(one) == 2 and not one & shared for one in own)
+    assert bars(after, figures.BLUE, figures.ORANGE) == shared | own[0] | own[1]
+    heights = [bar.get_height() for bar in after.patches]
+    largest = sorted(range(len(heights)), key=heights.__getitem__)[-5:]
+    assert {text.xy[0] for text in after.texts} == set(largest)
+    plt.close(figure)

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 import tcs_lab as lab
 from jupytext.config import load_jupytext_config
-from nbconvert import HTMLExporter
+from nbconvert import HTMLExporter, NotebookExporter
 from tcs_lab.teaching.cells import read_literals
 from traitlets.config import Config
 
@@ -126,6 +126,12 @@ def test_statements_are_asserted_at_the_notebooks_own_parameters(path):
         assert kept.parameters == read_literals(parameters_of(notebook)) and kept.verdicts
 
 
+def nbconvert_words(kind):
+    """The words of README's only command that converts a notebook to this kind."""
+    (line,) = re.findall(rf"jupyter nbconvert (--to {kind} .*?)\n\n", README, re.S)
+    return shlex.split(line.replace("\\\n", ""))
+
+
 HIDDEN = "remove-input"  # the tag that README's command for HTML pages names
 
 
@@ -141,8 +147,7 @@ def test_the_html_page_shows_open_code_and_hides_folded_code():
     opened, folded = (nbformat.v4.new_code_cell(f"x = '{name}'") for name in ("seen", "hidden"))
     folded.metadata = {"jupyter": {"source_hidden": True}, "tags": [HIDDEN]}
     notebook.cells = [opened, folded]
-    (line,) = re.findall(r"jupyter nbconvert (.*?)\n\n", README, re.S)
-    words = shlex.split(line.replace("\\\n", ""))
+    words = nbconvert_words("html")
     exporter = HTMLExporter(
         template_name=words[words.index("--template") + 1],
         config=Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {HIDDEN}}}),
@@ -152,6 +157,19 @@ def test_the_html_page_shows_open_code_and_hides_folded_code():
                        f"--TagRemovePreprocessor.remove_input_tags={HIDDEN}"]  # fmt: skip
     page, _ = exporter.from_notebook_node(notebook)
     assert "seen" in page and "hidden&" not in page and "'hidden'" not in page
+
+
+def test_copies_for_students_have_exercises_and_no_solutions():
+    words = nbconvert_words("notebook")
+    options = [word for word in words if word.startswith("--TagRemovePreprocessor.")]
+    assert options == ["--TagRemovePreprocessor.enabled=True",
+                       "--TagRemovePreprocessor.remove_cell_tags=solution"]  # fmt: skip
+    (notebook,) = (read(path) for path in IPYNB if str(path).endswith(words[-1]))
+    config = {"TagRemovePreprocessor": {"enabled": True, "remove_cell_tags": {"solution"}}}
+    copy, _ = NotebookExporter(config=Config(config)).from_notebook_node(notebook)
+    for text in ("<summary>Solution", "judge_solution"):
+        assert any(text in cell.source for cell in notebook.cells) and text not in copy
+    assert "check_exercise" in copy
 
 
 def test_the_picture_that_13_shows_is_the_one_in_results():
