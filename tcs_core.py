@@ -200,9 +200,7 @@ class Scheme:
         for key in ("error_accumulation", "centralized", "dense_warmup"):
             if type(getattr(self, key)) is not bool:
                 _refuse(key, getattr(self, key), "true or false")
-        if type(self.momentum) not in (int, float) or not 0 <= self.momentum < 1:
-            _refuse("momentum", self.momentum, "a number in [0, 1)")
-        object.__setattr__(self, "momentum", float(self.momentum))
+        object.__setattr__(self, "momentum", _check_momentum(self.momentum))
         for key in _PHIS:
             share = getattr(self, key)
             if share is None:
@@ -298,6 +296,15 @@ def _check_whole(key: str, value: Any, low: int, high: int) -> int:
     if type(number) is not int or not low <= number <= high:
         _refuse(key, number, f"a whole number from {low} to {high}")
     return number
+
+
+def _check_momentum(value: Any) -> float:
+    """Return a momentum as a float. Raises ValueError for a bool, for NaN, or for one out of
+    range."""
+    number = _number(value)
+    if type(number) not in (int, float) or not 0 <= number < 1:
+        _refuse("momentum", number, "a number in [0, 1)")
+    return float(number)
 
 
 def _check_bits(key: str, value: Any) -> None:
@@ -4306,10 +4313,9 @@ def tcs_hook(
     5. All ranks put the same average into the bucket, and S_top of it is the next shared mask. Line
        13: from its errors, this rank subtracts what its shares contributed to the average.
 
-    With the option `momentum`, the accumulated momentum takes the gradient's place in all of this.
-
-    `TCSState` has an example. Raises ValueError for sparse or complex gradients, for parameters of
-    a second model, if the caller is not DDP and, on all ranks, if their states differ at the start.
+    `TCSState` has an example, and an option with which accumulated momentum takes the gradient's
+    place. Raises ValueError for sparse or complex gradients, for parameters of a second model, if
+    the caller is not DDP and, on all ranks, if their states differ at the start.
     """
     _check_caller(state, bucket, others)
     gives_mask = state.iter + 1 >= state.start_iter  # before `begin`, which may count the step
@@ -4318,8 +4324,7 @@ def tcs_hook(
 
     # 1. A dense step. With momentum, the gradient stays in the buffer until the average is there.
     if known.dense:
-        accumulated_D = client.accumulated(buffer).to(buffer.dtype)
-        done = state.all_reduce(accumulated_D.div_(ranks), "dense")
+        done = state.all_reduce(client.accumulated(buffer).to(buffer.dtype).div_(ranks), "dense")
         return done.then(lambda sums: _dense_average(client, buffer, sums.value()[0], gives_mask))
 
     # 2. What this rank sends. If its gradient is not finite, it sends only errors and sets a flag.
@@ -4450,12 +4455,10 @@ class TCSState:
         model: nn.parallel.DistributedDataParallel | None = None, can_undo: bool = False,
         momentum: float = 0.0,
     ):  # fmt: skip
-        start_iter, momentum = _number(start_iter), _number(momentum)
+        start_iter = _number(start_iter)
         if type(start_iter) is not int or start_iter < 1:
             raise ValueError(f"start_iter: got {start_iter!r}, allowed: a whole number >= 1")
-        if type(momentum) not in (int, float) or not 0 <= momentum < 1:
-            _refuse("momentum", momentum, "a number in [0, 1)")
-        self.start_iter, self.iter, self.momentum = start_iter, 0, float(momentum)
+        self.start_iter, self.iter, self.momentum = start_iter, 0, _check_momentum(momentum)
         self.scheme = Scheme(
             "DDP hook", "TCS", phi_global, phi_local, error_accumulation=error_accumulation
         )
