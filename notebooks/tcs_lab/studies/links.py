@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tcs_core import TCSState, tcs_hook
 from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import Job, Tell
-from tcs_lab.runs.plans import Planning, Stage
+from tcs_lab.runs.plans import Planning, Stage, plan_jobs
 from tcs_lab.runs.records import Record, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.studies.optimizers import HookScheme, PowerSGDScheme, measure_loss
@@ -49,6 +49,7 @@ from tcs_lab.support.processes import run_within, torchrun_command
 from tcs_lab.tasks.text import GPT, load_text
 from tcs_lab.training.configuration import PositiveNumber, WholeNumber
 
+PLAN = ROOT / "params" / "links.yaml"
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 # How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
 # `setting_of` reads further names, which are those of params/hook_plan.yaml.
@@ -377,6 +378,16 @@ def read_rows(results: str | Path | None = None) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def read_stages(*stages: str, results: str | Path | None = None) -> Links:
+    """Read the measurements of some stages of params/links.yaml, as far as they are made.
+
+    Raises KeyError for a stage that is not in the plan.
+    """
+    planned = plan_jobs(PLAN, results=results)
+    jobs = [job for stage in stages for job in planned[stage] if job.is_made(results)]
+    return Links([row for job in jobs for row in job.read(results)["rows"]])
+
+
 def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return Net.of(row), *(row[name] for name in ("way", "ranks", "mbit"))
 
@@ -443,27 +454,31 @@ class Links:
         """Make the table of steps without a limit: their seconds, the fraction of them that is not passes and
         optimizer, and the memory of a rank."""
         table = []
-        for row in self.rows:
+        for row in sorted(self.rows, key=lambda row: (Net.of(row).parameters, row["ranks"])):
             passes = self.row("passes", Net.of(row), row["ranks"])
             if row["mbit"] is not None or row["way"] == "passes" or passes is None:
                 continue
             share = max(0.0, 1 - passes["seconds"] / row["seconds"])
             table.append(
                 {"Parameters": f"{Net.of(row).parameters:,}",
-                 "Ranks": row["ranks"], "Method": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
+                 "Processes": row["ranks"], "Exchange": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
                  "shortest – longest": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
-                 "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
+                 "Spent on it": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
             )  # fmt: skip
         return pd.DataFrame(table)
 
-    def tabulate_limited(self) -> pd.DataFrame:
+    def tabulate_limited(self, own: bool = False) -> pd.DataFrame:
         """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
-        calculated ones, and n where it is small."""
+        calculated ones, and n where it is small.
+
+        With `own`, rates are given as those of a link of its own for each rank, in each direction.
+        """
         table = dict[tuple[int, float], dict[str, Any]]()
         for row in self.rows:
             if row["mbit"] is None or row["way"] == "passes":
                 continue
-            line = table.setdefault((Net.of(row).parameters, row["mbit"]), {})
+            mbit = row["mbit"] / row["ranks"] if own else row["mbit"]
+            line = table.setdefault((Net.of(row).parameters, mbit), {})
             wanted = self.calculate(row)
             ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
             few = f", n = {row['n']}" if row["n"] < 5 else ""
