@@ -205,7 +205,7 @@ def picture_block() -> str:
 
 
 MECHANISM = """- **{headline}** The paper's idea is that the positions of the largest entries change slowly, so that the last update shows which entries to send. In FedAvg, most of the largest entries were not at the same positions in the next round ([our measurement](#the-paper-and-this-reproduction)). {controls} On small synthetic images, with tuned learning rates and fewer rounds, {random}"""
-CONTROLS = """So we repeated the training with two other shared masks, which cost as many bytes: one is drawn anew at random in every round, the other follows the update of ten rounds ago ({n} seeds each). The accuracy of TCS differs from that with the random mask by {mechanism}, and from that with the old mask by {freshness}. The plan asked whether TCS ends more than 0.3 points higher. The answer is {answers}{weak} ([notebook 13](notebooks/13_evidence.ipynb))."""
+CONTROLS = """So we repeated the training with two other shared masks, which cost about as many bytes: one is drawn anew at random in every round, the other follows the update of ten rounds ago ({n} seeds each). The accuracy of TCS differs from that with the random mask by {mechanism}, and from that with the old mask by {freshness}. The plan asked whether TCS ends more than 0.3 points higher. The answer is {answers}{weak} ([notebook 13](notebooks/13_evidence.ipynb))."""
 NO_CONTROLS = """The direct test sends values at other positions instead: random ones, or the largest of ten rounds ago. On CIFAR-10, {progress}."""
 HEADLINES = {
     SUPPORTED: "It helps that the shared mask follows the last update.",

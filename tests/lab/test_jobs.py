@@ -237,7 +237,11 @@ def test_every_committed_record_has_its_kind():
     jobs = [job for stage in plan_jobs(lab.ROOT / "params/links.yaml").values() for job in stage]
     assert not missing_jobs(jobs)
     rows = [row for job in jobs for row in job.read()["rows"]]
-    assert len(rows) == len(links.read_rows()) and all(row in rows for row in links.read_rows())
+    cases = {links._case_of(row) for row in rows}
+    assert cases == {links._case_of(row) for row in links.read_rows()}
+    older = links.read_stages("10 million", "100 million").rows
+    newer = links.read_stages("GPT", "10 million, settings").rows
+    assert all(row in rows for row in older + newer) and len(newer) == 2 * 8 * 6
 
 
 def test_a_newer_measurement_of_a_link_takes_the_place_of_the_older_one(tmp_path):

@@ -5,7 +5,7 @@
 
 It measures in another network namespace, which needs root on Linux. There the loopback is limited, and
 the traffic of all ranks, in both directions, shares its rate. A record for each net goes to
-results/hook/links; results/hook/links.json has the rows of older measurements.
+results/links; results/hook/links.json has the rows of older measurements.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class LinkStage(Stage):
 class LinkMeasurement(Job):
     """Measures steps of one net. Its record has a row for each link and each exchange (`ways`)."""
 
-    pattern = "hook/links/*.json"
+    pattern = "links/*.json"
     ranks: int
     net: Net
     mbit: tuple[float | None, ...]
@@ -319,7 +319,7 @@ class LinkMeasurement(Job):
 
     def path(self, results: str | Path | None = None) -> Path:
         name = f"{self.ranks}-{self.net.layers}-{self.net.width}-{self.digest}.json"
-        return results_folder("hook", results) / "links" / name
+        return results_folder("links", results) / name
 
     def is_made(self, results: str | Path | None = None) -> bool:
         """Return whether there is a record, or older rows for all cases."""
