@@ -149,6 +149,16 @@ progress = (
 if len(made) and made["made"].iloc[0] < made["planned"].iloc[0]:
     progress += " Stage 1 is not complete, so every verdict is preliminary."
 kept, short = (judged.set_index("claim").loc[name] for name in ("parity", "x2000-parity"))
+controls = lab.ROOT / "params/controls_plan.yaml"
+answers = lab.control_answers(controls, results)
+mechanism = answers.set_index("question").loc["mechanism"]
+asked = (
+    f" Does the shared mask have to follow the last update? The difference between TCS and the same scheme with a random "
+    f"shared mask is {lab.format_estimate(mechanism)} points. That TCS gains more than {mechanism['bound_value']:g} points "
+    f"is **{mechanism['verdict']}**."
+    if pd.notna(mechanism["measured"])
+    else ""
+)
 display(
     Markdown(
         f"**In short.** The paper says that TCS keeps the accuracy of centralized training, and that "
@@ -156,7 +166,7 @@ display(
         f"points. In our trainings, TCS differs from centralized training by {lab.format_estimate(kept)} points: "
         f"**{kept['verdict']}**. TCS-L4-Q5 differs by {lab.format_estimate(short)}: **{short['verdict']}**. "
         "(Our trainings are smaller than the paper's, as the line under the figure says, and have its learning rates. Most of the "
-        "loss of TCS-L4-Q5 also occurs in dense training with four local steps.)"
+        "loss of TCS-L4-Q5 also occurs in dense training with four local steps.)" + asked
     )
 )
 display(Image(picture, width=760, alt="; ".join([title, *lines])))
@@ -430,13 +440,10 @@ print("These runs ended outside the range of the runs at the planned rate. The n
 # bounds were fixed before the runs.
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-controls = lab.ROOT / "params/controls_plan.yaml"
 control_runs = lab.plan_runs(controls, results=results)
 for row in lab.count_made(control_runs, results).to_dict("records"):
     print(f"Of the runs of stage {row['stage']}, {row['made']} of {row['planned']} have been made.")
-answers = lab.control_answers(controls, results)
 display(Markdown(lab.markdown(lab.readable_answers(answers))))
-mechanism = answers.set_index("question").loc["mechanism"]
 limit = f"{mechanism['bound_value']:g} points"
 common = """What TCS and TCS-Random have in common is that all clients share one mask, that each client adds a few entries of
 its own choice, and that everything that is not sent is kept for later."""
