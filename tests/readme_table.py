@@ -639,75 +639,77 @@ def ddp_block() -> str:
 
 
 def ddp_numbers() -> dict[str, Any]:
-    """Seconds per step by link, and what sparse steps cost in loss with AdamW, each at its own rate."""
-    measured, net = links.read_stages("10 million, settings"), links.Net(10, 1000)
-    small, dense = frontier.Frontier("small"), optimizers.Setup("AdamW", "dense")
+    """All numbers of the section on DDP. Losses are those with AdamW, each at its own rate."""
+    small, measured = frontier.Frontier("small"), links.read_stages("10 million, settings")
     assert small.stage.width == 32  # of which the network has 33,191 parameters, as the text says
-    assert {
-        r for setup, r in small.rates.items() if setup.optimizer == "AdamW" and not setup.corrected
-    } == {small.rates[dense]}
-    seconds = {way: [measured.row(way, net, mbit=2 * own) for own in OWN_LINKS] for way in DDP_WAYS}
-    head = [
-        "Exchange",
-        "Loss minus plain DDP's, small GPT",
-        "Sent in a step, linear network",
-        *(f"s at {own:,} Mbit/s" for own in OWN_LINKS),
-    ]
+    net, dense = links.Net(10, 1000), with_adamw("dense")
+    return ddp_speeds(measured, net) | ddp_losses(small, net) | {
+        "table": ddp_table(small, measured, net),
+        "passes": f"{measured.row('passes', net)['seconds']:.2f} s",
+        "parameters": f"{round(net.parameters / 1e6)} million",
+        "ddp_steps": f"{small.stage.steps:,}", "ddp_n": str(len(small.stage.seeds)),
+        "ddp_dense": f"{small.mean_loss(dense):.2f}",
+    }  # fmt: skip
+
+
+def with_adamw(scheme: str) -> optimizers.Setup:
+    return optimizers.Setup("AdamW", scheme)
+
+
+def ddp_table(small: frontier.Frontier, measured: links.Links, net: links.Net) -> str:
+    """The loss, the bytes and the seconds of each exchange."""
+    head = ["Exchange", "Loss minus plain DDP's, small GPT", "Sent in a step, linear network"]
+    head += [f"s at {own:,} Mbit/s" for own in OWN_LINKS]
     rows = [head, ["---"] * len(head)]
     for way, words in DDP_WAYS.items():
         size = links.count_wire_bytes(way, net, ranks=2) / 1e6
-        steps = ["–" if row is None else step_seconds(row["seconds"]) for row in seconds[way]]
+        found = [measured.row(way, net, mbit=2 * own) for own in OWN_LINKS]
+        steps = ["–" if row is None else step_seconds(row["seconds"]) for row in found]
         rows.append([words, loss_cell(small, way), f"{lab.format_number(size)} MB", *steps])
+    return as_table(rows)
+
+
+def ddp_speeds(measured: links.Links, net: links.Net) -> dict[str, Any]:
+    """Which exchange is faster on which link; the assertions are what the advice says in words."""
+    ways = ("plain", "bf16", "PowerSGD rank 4", "top-K 1 %", "TCS 0.5 and 0.5 %")
     took = {
-        way: [row["seconds"] for row in seconds[way]]
-        for way in ("bf16", "PowerSGD rank 4", "top-K 1 %")
+        own: {way: measured.row(way, net, mbit=2.0 * own)["seconds"] for way in ways}
+        for own in OWN_LINKS
     }
-    pairs = dict(zip(OWN_LINKS, zip(*took.values(), strict=True), strict=True))
-    slow = {own: three for own, three in pairs.items() if own <= 1000}
-    assert all(
-        bf16 > max(power, top_k) for bf16, power, top_k in slow.values()
-    )  # as the advice says
-    won = [f"{own:,}" for own, (_, power, top_k) in slow.items() if top_k < power]
-    lost = [f"{own:,}" for own, (_, power, top_k) in slow.items() if top_k > power]
-    split = small.compare(
-        {
-            optimizers.Setup("AdamW", "TCS 1 and 0.1 %"): 1.0,
-            optimizers.Setup("AdamW", "top-K 0.5 %"): -1.0,
-        }
-    )
-    assert split.low > 0
-    sent = [
-        small.bytes_per_step(optimizers.Setup("AdamW", s))
-        for s in ("top-K 0.5 %", "TCS 1 and 0.1 %")
-    ]
-    assert sent == sorted(sent)
-    fast = {
-        way: measured.row(way, net, mbit=20_000.0)["seconds"]
-        for way in ("plain", "bf16", "top-K 1 %")
-    }
-    top_k, both = (
-        small.cost(optimizers.Setup("AdamW", name)) for name in ("top-K 1 %", "TCS 0.5 and 0.5 %")
-    )
-    assert top_k.low < 0 < both.low  # as the advice says
-    assert all(
-        one["seconds"] < other["seconds"]
-        for one, other in zip(seconds["TCS 0.5 and 0.5 %"], seconds["top-K 1 %"], strict=True)
-    )
-    assert fast["bf16"] < fast["top-K 1 %"] > 0.9 * fast["plain"]  # "nothing to gain"
-    power = optimizers.Setup("AdamW", "PowerSGD rank 4")
-    share = small.bytes_per_step(power) / small.bytes_per_step(dense)
-    share_large = sum(links.count_handed_bytes("PowerSGD rank 4", net)) / sum(
-        links.count_handed_bytes("plain", net)
-    )
+    assert all(of["TCS 0.5 and 0.5 %"] < of["top-K 1 %"] for of in took.values())
+    slow = {own: of for own, of in took.items() if own <= 1000}
+    assert all(of["bf16"] > max(of["PowerSGD rank 4"], of["top-K 1 %"]) for of in slow.values())
+    fast = took[10_000]
+    assert fast["bf16"] < fast["top-K 1 %"]
+    assert fast["top-K 1 %"] > 0.9 * fast["plain"]  # "almost nothing"
+    is_faster = {own: of["top-K 1 %"] < of["PowerSGD rank 4"] for own, of in slow.items()}
     return {
-        "table": as_table(rows), "faster": " and ".join(won), "slower": " and ".join(lost),
+        "faster": " and ".join(f"{own:,}" for own, wins in is_faster.items() if wins),
+        "slower": " and ".join(f"{own:,}" for own, wins in is_faster.items() if not wins),
         "at_10g": {way: f"{value:.3f}" for way, value in fast.items()},
+    }
+
+
+def ddp_losses(small: frontier.Frontier, net: links.Net) -> dict[str, str]:
+    """What the advice says about losses; its other statements are asserted."""
+    dense, power = with_adamw("dense"), with_adamw("PowerSGD rank 4")
+    few, paper = with_adamw("top-K 0.5 %"), with_adamw("TCS 1 and 0.1 %")
+    plain = [s for s in small.rates if s.optimizer == "AdamW" and not s.corrected]
+    assert {small.rates[setup] for setup in plain} == {small.rates[dense]}
+    split = small.compare({paper: 1.0, few: -1.0})
+    assert split.low > 0 and small.bytes_per_step(few) < small.bytes_per_step(paper)
+    assert (
+        small.cost(with_adamw("top-K 1 %")).low
+        < 0
+        < small.cost(with_adamw("TCS 0.5 and 0.5 %")).low
+    )
+    share = small.bytes_per_step(power) / small.bytes_per_step(dense)
+    large = [sum(links.count_handed_bytes(way, net)) for way in ("PowerSGD rank 4", "plain")]
+    return {
         "split": lab.format_interval(split.value, split.low, split.high, "{:.3f}"),
-        "passes": f"{measured.row('passes', net)['seconds']:.2f} s",
-        "parameters": f"{round(net.parameters / 1e6)} million", "ddp_steps": f"{small.stage.steps:,}",
-        "ddp_n": str(len(small.stage.seeds)), "ddp_dense": f"{small.mean_loss(dense):.2f}",
-        "power_small": f"{100 * share:.0f} %", "power_large": f"{100 * share_large:.1f} %",
-    }  # fmt: skip
+        "power_small": f"{100 * share:.0f} %",
+        "power_large": f"{100 * large[0] / large[1]:.1f} %",
+    }
 
 
 def step_seconds(value: float) -> str:
@@ -718,7 +720,7 @@ def loss_cell(small: frontier.Frontier, way: str) -> str:
     """The rise of the loss by an exchange, in words where it is not measured."""
     if way in ("plain", "bf16"):
         return "0" if way == "plain" else "not measured"
-    cost = small.cost(optimizers.Setup("AdamW", way))
+    cost = small.cost(with_adamw(way))
     return lab.format_interval(cost.value, cost.low, cost.high, "{:+.3f}")
 
 

@@ -36,7 +36,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 
 from tcs_core import TCSState, tcs_hook
-from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import Job, Tell
 from tcs_lab.runs.plans import Planning, Stage, plan_jobs
 from tcs_lab.runs.records import Record, provenance, results_folder
@@ -369,15 +368,6 @@ class LinkMeasurement(Job):
 # The records, read ────────────────────────────────────────────────────────────────────────────────
 
 
-def read_rows(results: str | Path | None = None) -> list[dict[str, Any]]:
-    """Read all rows, the older ones first. Of rows for the same case, only the newest is kept."""
-    records = find_records(LinkMeasurement, results).values()
-    rows = {_case_of(row): row for row in _read_old_rows(results)}
-    for record in sorted(records, key=lambda record: record["provenance"]["finished"]):
-        rows |= {_case_of(row): row for row in record["rows"]}
-    return list(rows.values())
-
-
 def read_stages(*stages: str, results: str | Path | None = None) -> Links:
     """Read the measurements of some stages of params/links.yaml, as far as they are made.
 
@@ -517,19 +507,6 @@ class Links:
         if not ratios:
             return "no link was measured here"
         return f"×{min(ratios):.2f} to ×{max(ratios):.2f} of that (n = {len(ratios)})"
-
-    def pays_to(self, exchange: str, other: str, net: Net, ranks: int = 2) -> float:
-        """Return the fastest measured link, in Mbit/s, on which every step with this exchange was shorter
-        than every step with the other one, or 0 if there is none."""
-        rates = [0.0]
-        for row in self.rows:
-            case = row["way"], Net.of(row), row["ranks"]
-            if case != (exchange, net, ranks) or row["mbit"] is None:
-                continue
-            theirs = self.row(other, net, ranks, row["mbit"])
-            if theirs is not None and row["high"] < theirs["low"]:
-                rates.append(row["mbit"])
-        return max(rates)
 
 
 if __name__ == "__main__":  # torchrun starts this module as each rank
