@@ -703,6 +703,10 @@ display(Markdown("- " + claim.summary("**{}**").replace("\n", "\n- ") + f"""
 """))  # fmt: skip
 
 # %% [markdown]
+# **Does the shared mask have to follow the last update?** This training is too short to tell. In our main comparison on CIFAR-10, a shared mask
+# that is drawn at random in every round did about as well as that of TCS ([13_evidence](13_evidence.ipynb), *Is it time correlation?*). What
+# both have in common is that all clients share a mask, that each client adds entries of its own, and that everything else is kept for later.
+#
 # Next, [04_layerwise_fairness](04_layerwise_fairness.ipynb) shows which layers contain the large entries, and
 # [05_global_momentum](05_global_momentum.ipynb) adds momentum. You can also try `phi_local = 1e-4` in this notebook: all clients
 # together then explore so few entries that the mask can only change slowly.

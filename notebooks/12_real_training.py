@@ -29,7 +29,7 @@ import tcs_lab as lab
 import torch
 from annotated_types import Len
 from IPython.display import Markdown, display
-from tcs_lab.studies import links, optimizers
+from tcs_lab.studies import frontier, links, optimizers
 from tcs_lab.support.processes import run_within, torchrun_command
 
 import tcs_core as tcs
@@ -70,38 +70,51 @@ if start_iter > steps - 2:
     )
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-measured, costs = links.Links(links.read_rows()), optimizers.Costs()
-nets = {net.parameters: net for net in (links.Net(10, 1000), links.Net(4, 5000))}
-answer, most = [], list(links.SHARES)[-1]
-for way in links.SHARES:
-    rate = min(measured.pays_to(way, o, net) for net in nets.values() for o in ("plain", "bf16"))
-    cost = costs.cost(optimizers.Setup("AdamW", way))
-    nats = lab.format_interval(cost.value, cost.low, cost.high)
-    answer.append(f"""- **{way}** needs less time per step than plain DDP and than PyTorch's bf16 hook on links of up to {rate:,.0f} Mbit/s. In a training
-  with AdamW, it changes the final test loss by {nats}.""")
-found = {D_net: {way: measured.row(way, net, mbit=1000.0) for way in links.EXCHANGES[1:]}
-         for D_net, net in nets.items()}  # fmt: skip
-lines = [{"Seconds per step at 1,000 Mbit/s": f"{D_net:,} parameters"}
-         | {way: f"{row['seconds']:.3g}" for way, row in ways.items() if row}
-         for D_net, ways in found.items()]  # fmt: skip
-shorter = [
-    measured.row("PowerSGD", links.Net.of(row), row["ranks"], row["mbit"])["seconds"] < row["seconds"]
-    for row in measured.rows if row["way"] == most and row["mbit"]
-]  # fmt: skip
-answer.append(
-    f"""- **PowerSGD**, another hook of PyTorch, needs less time per step than {most} in {sum(shorter)} of the {len(shorter)} measured cases. We did not measure what it costs in test loss."""
+older = links.read_stages(
+    "10 million", "100 million", "10 million, four ranks", "100 million, four ranks"
 )
+measured = links.read_stages("GPT", "10 million, settings")
+small, costs = frontier.Frontier("small"), optimizers.Costs()
+NATS = "{:+.3f}"
+
+
+def with_adamw(scheme: str) -> optimizers.Setup:
+    return optimizers.Setup("AdamW", scheme)
+
+
+def rise_of(scheme: str) -> str:
+    """What an exchange adds to the loss with AdamW, in nats per character."""
+    if scheme == "bf16":
+        return "not measured"
+    cost = small.cost(with_adamw(scheme))
+    return lab.format_interval(cost.value, cost.low, cost.high, NATS)
+
+
+front = {"plain": "plain DDP", "bf16": "bf16", "PowerSGD rank 4": "PowerSGD rank 4", "top-K 1 %": "top-K 1 %",
+         "TCS 0.5 and 0.5 %": "TCS 0.5 and 0.5 %"}  # fmt: skip
+net, lines = links.Net(10, 1000), []
+for exchange, name in front.items():
+    rise = "0" if exchange == "plain" else rise_of(exchange)
+    line = {"Exchange": name, "Loss minus plain DDP's": rise}
+    for own in (10, 200, 1000, 10_000):
+        line[f"s at {own:,} Mbit/s"] = (
+            f"{measured.row(exchange, net, mbit=2.0 * own)['seconds']:.2g}"
+        )
+    lines.append(line)
 start = (
-    "**In short.** The hook exchanges only the entries of a gradient that a mask selects. All processes share this mask. With *TCS 1 %*, "
-    "it selects one percent of the entries, and each process adds a few of its own. Changes of the test loss are in nats per character, "
-    "and a positive change is worse."
+    "**In short.** The hook exchanges only selected entries of a gradient. *Top-K* means that every process sends its own largest "
+    "entries. *TCS* adds a mask that all processes share; its name says how many percent are shared, and how many each process chooses. "
+    "With two processes, the hook makes steps on a link of up to 1,000 Mbit/s much shorter, and with top-K it costs little loss. "
+    "Entries that each process chooses were worth more than shared ones."
 )
-display(Markdown("\n".join([start, "", *answer, "", lab.markdown(pd.DataFrame(lines))])))
+display(Markdown("\n".join([start, "", lab.markdown(pd.DataFrame(lines))])))
 
 # %% [markdown]
-# These answers come from recorded measurements. The seconds were measured with linear networks of 10 and 100 million parameters on two
-# processes, and the test loss with a GPT of 33,191 parameters. The bf16 hook sends gradients as 16-bit numbers, and PowerSGD sends low-rank
-# approximations of them.
+# The table joins two recorded experiments. The loss is that of a GPT of 33,191 parameters with AdamW, trained by two simulated processes, in
+# nats per character, with 95 % intervals; a positive number is worse. The seconds per step were measured with a linear network of 10 million
+# parameters on two real processes. Each has a link of its own, of this speed in each direction. The bf16 hook sends gradients as 16-bit
+# numbers. PowerSGD, another hook of PyTorch, sends low-rank approximations of them. In the small GPT it cannot send as little as in larger
+# networks, so its two numbers do not quite belong together.
 #
 # The cells below train a third network, a ResNet-8 of about 20,000 parameters, with the hook and without it. You can change the settings of
 # this training and run all cells again. The text between the cells describes the results for the values given here. For example:
@@ -114,10 +127,11 @@ display(Markdown("\n".join([start, "", *answer, "", lab.markdown(pd.DataFrame(li
 # **Claim (beyond the paper).** With the hook, this network reaches about the same loss and accuracy as with plain DDP, and the processes
 # exchange a small part of the bytes. On a slow link, this saves most of the time that a training step spends waiting for the network.
 #
-# TCS suits the collective operations of DDP better than top-K does. All processes know where the last averaged gradient was largest, so
-# the values at these positions form one ordinary, dense vector, which `all_reduce` can average. Each process also sends a few entries that
-# it selects itself, and only these need an `all_gather` of values and positions. In the paper there are a tenth as many of them as shared
-# entries. In the training below there are a fifth as many.
+# A *mask* is a set of positions. All processes know where the last averaged gradient was largest, so they can share a mask without sending
+# it. The values on it form one ordinary, dense vector, which `all_reduce` can average; its traffic hardly grows with the number of processes.
+# What each process chooses itself needs an `all_gather` of values and positions, and this traffic does grow. In the paper, a process adds a
+# tenth as many entries as it shares. In the training below, it adds a fifth. What a process does not send it keeps as its *errors*, and adds
+# to its next gradient.
 
 # %% [markdown]
 # ## A training script, and two lines for the hook
@@ -320,83 +334,126 @@ lab.show_figures()
 #
 # ## The link, measured
 #
-# We also measured whole training steps on a link of limited speed. Two ranks, each with one thread, ran on the
-# two cores of one machine. They exchanged their gradients over the loopback device, and the kernel limited its
-# rate, which the traffic in both directions shares. The command `uv run tcs links` repeats the measurement and
-# needs root.
+# We also measured whole training steps on links of limited speed. Two ranks, each with one thread, ran on the two cores of one machine. They
+# exchanged their gradients over the loopback device, and the kernel limited the speed of what all ranks sent together. So a limit of twice
+# some speed is as much as a link of its own for each rank, with this speed in each direction. In the next table, speeds are those of a rank's
+# own link. The networks are the GPT of 1.1 million parameters that the plan of the next section trains later, and a linear network with ten
+# layers of 1,000 × 1,000 weights and a batch of 16. The command `uv run tcs queue params/links.yaml` repeats the measurement and needs root.
 #
-# The networks have ten layers of 1,000 × 1,000 weights or four layers of 5,000 × 5,000, and the batch size is
-# 16. For PowerSGD, we chose the rank of its approximation such that it sends about as many bytes as TCS 1 %.
+# We also calculated each time, in two ways:
 #
-# We also calculated each time, as the time of a step without a rate limit plus the transfer time. The transfer
-# time is the number of bytes that both ranks send, with packet headers, divided by the rate. With plain DDP and
-# bf16, however, memory copies overlap with the transfer. There we add the transfer time to that of the forward
-# and backward passes alone, and take the time of a step without a limit if it is longer.
+# - For the hook and PowerSGD, it is the time of a step without a limit, plus the transfer time.
+# - For plain DDP and bf16, memory copies overlap with the transfer. So it is the time of the passes, plus the transfer time, but at least the
+#   time of a step without a limit.
 #
-# The table shows the measured seconds per step. Each is the median of five or nine steps, or of fewer steps where
-# the table gives n. The number in brackets is the measured time divided by the calculated one.
+# The transfer time is the number of bytes that both ranks send, with packet headers, divided by the limit.
+#
+# The table shows the measured seconds per step. Each is the median of five to nine steps, or of fewer steps where the table gives n. The
+# number in brackets is the measured time divided by the calculated one.
 
 # %%
-display(Markdown(lab.markdown(measured.tabulate_limited())))
-print(f"Measurements that agree with the calculation: {measured.agreement(within=0.15)}.")
+display(Markdown(lab.markdown(measured.tabulate_limited(own=True))))
+print(f"Measurements that agree with the calculation: {measured.agreement(within=0.25)}.")
 
 # %% [markdown]
-# What does the exchange itself cost when the rate is not limited? In the next table, "Exchange" is the fraction
-# of a step that is spent neither on the passes nor in the optimizer. With four ranks, two ranks share a core.
-# "Peak" is the largest amount of memory that a rank used beyond what it had used before the model existed.
+# What does the exchange itself cost when the speed is not limited? In the next table, "Spent on it" is the fraction of a step that is spent
+# neither on the passes nor in the optimizer. "Peak" is the largest amount of memory that a rank used beyond what it had used before the model
+# existed. (In networks this small, memory that was freed before hides a part of it.)
 
 # %%
 display(Markdown(lab.markdown(measured.tabulate_unlimited())))
 
 # %% [markdown]
-# So with a batch of 16 on these cores, TCS saves time on slow links. Where the rate is not limited, TCS 1 % takes about as long as plain
-# DDP, and TCS 10 % takes more than twice as long.
+# An older measurement, on another day, has networks of 10 and 100 million parameters, and four ranks, of which two share a core. Here, speeds are
+# those of one link that all ranks share, in both directions together. *TCS 1 %* and *TCS 10 %* have a shared mask of this size, and each rank
+# adds a tenth as many entries. The matrix rank of PowerSGD is chosen such that it sends about as many bytes as TCS 1 %.
+
+# %%
+display(Markdown(lab.markdown(older.tabulate_limited())))
+print(f"Measurements that agree with the calculation: {older.agreement(within=0.15)}.")
+
+# %%
+display(Markdown(lab.markdown(older.tabulate_unlimited())))
+large = links.Net(4, 5000)
+for exchange in ("TCS 1 %", "TCS 10 %"):
+    more = older.row(exchange, large)["peak"] - older.row("plain", large)["peak"]
+    print(
+        f"With {large.parameters:,} parameters and two ranks, the peak with {exchange} is {more / 1e6:,.0f} MB higher than with "
+        f"plain DDP. The gradients take {4 * large.parameters / 1e6:,.0f} MB."
+    )
+
+# %% [markdown]
+# So with a batch of 16 on these cores, the hook saves time on slow links. Where the speed is not limited, a hook with few entries takes about as
+# long as plain DDP, and TCS 10 % takes more than twice as long: choosing and exchanging ten times as many entries takes time, too.
 #
-# ## What it costs an optimizer
+# ## What each setting costs
 #
-# Does the hook change the result of a training, and does this depend on the optimizer? We trained a GPT of
-# 33,191 parameters on the text of [16_text](16_text.ipynb), with 100 dense steps followed by 5,000 sparse
-# ones. Each optimizer has the learning rate that works best for it without compression. The plan and the
-# bounds were fixed in `params/optimizers.yaml` before the first run. Both ranks are simulated in one process.
-# The result is the same as with the hook, bit for bit.
+# Which entries should the hook send, and how many? We trained a GPT of 33,191 parameters on the text of [16_text](16_text.ipynb), with 100 dense
+# steps followed by 5,000 sparse ones. Two ranks are simulated in one process; the result is the same as with the hook, bit for bit. The plan,
+# `params/hook_plan.yaml`, was fixed before the first of these trainings. In it, every setting has a learning rate of its own, which is the best
+# one on validation text. Three other seeds then give the loss on test text.
 #
-# In the table, "Cost" is the test loss minus the test loss of the same optimizer without compression, in nats
-# per character, with a 95 % interval. The verdict is *nothing* if the whole interval lies below 0.05, *costs*
-# if it lies above 0.05, and *open* otherwise. "Corrected" means that momentum is computed before the
-# compression, as in the method DGC ([17](17_rivals.ipynb)). The hook does not offer this.
+# The names of settings of TCS say the size of the shared mask first, and then the size of each rank's own mask. Top-K has no shared mask. PowerSGD
+# was simulated, too; in a network this small it cannot send less than 7 % of the bytes.
 #
-# Our advice stands below the table. For each fraction, we take the setup with the lowest loss, and compare it
-# with the best dense training. We advise it if the upper end of the interval of their difference is at most 0.1.
+# In the tables, "Rise" is the test loss minus that of dense training by the same optimizer, in nats per character, with a 95 % interval from one
+# model of all these trainings. "Corrected" means that momentum is computed by each rank before the compression, as in the method DGC
+# ([17](17_rivals.ipynb)). The hook does not offer this.
+
+# %%
+for optimizer, name in (("AdamW", "AdamW"), ("momentum", "SGD with momentum")):
+    table = small.tabulate(optimizer)
+    if len(table):
+        display(Markdown(f"**{name}**\n\n{lab.markdown(table)}"))
+print(f"{small.made} of {small.planned} planned trainings that score have been made.")
+if small.diverged:
+    print("A training diverged with", ", ".join(map(str, sorted(small.diverged, key=str))))
+
+# %% [markdown]
+# Three things can be read from the table of AdamW.
+#
+# - **What each rank chooses matters more than what all ranks share.** Compare settings with the same shared mask: the loss falls clearly when the
+#   ranks' own masks grow. Compare settings with the same own mask: a larger shared mask changes less. The paper's split, ten to one, is a poor
+#   choice here.
+# - **With two ranks, top-K is hard to beat.** Twice, a setting of TCS sends as many bytes as one of top-K, and both times top-K ended lower. The
+#   next cell has the differences; each is within its interval. This may change with the number of ranks, because the traffic of what each rank
+#   chooses grows with it.
+# - **PowerSGD needs more bytes for the same loss** in this small network. Larger networks, in which it can save more, are the next stages of the
+#   plan.
+#
+# With AdamW, all settings without momentum correction had the same best learning rate, which is also the best one for dense training. Does
+# momentum correction help? The next cell says how much it changes the loss, on average over the twelve settings, for the optimizers of which
+# trainings have been made.
+
+# %%
+for optimizer in small.stage.optimizers:
+    change, pairs = small.effect_of_correction(optimizer)
+    if pairs:
+        word = "helps" if change.high < 0 else "harms" if change.low > 0 else "may help or harm"
+        print(
+            f"{optimizer}: momentum correction {word}. It changes the loss by "
+            f"{lab.format_interval(change.value, change.low, change.high, NATS)} (mean of {pairs} settings)."
+        )
+for ours, theirs in (("TCS 0.5 and 0.25 %", "top-K 0.5 %"), ("TCS 1 and 0.5 %", "top-K 1 %")):
+    gap = small.compare({with_adamw(ours): 1.0, with_adamw(theirs): -1.0})
+    print(
+        f"AdamW, the loss of {ours} minus that of {theirs}: {lab.format_interval(gap.value, gap.low, gap.high, NATS)}"
+    )
+
+# %% [markdown]
+# ## Larger masks, and plain SGD
+#
+# An older study, `params/optimizers.yaml`, has two cases that the new plan lacks: masks of 10 %, and SGD without momentum. Its settings share the
+# learning rate that is best for dense training, so its differences contain what a better rate would have gained. The table shows the test loss
+# minus that of the same optimizer without compression, with a 95 % interval. The verdict is *nothing* (it costs less than 0.05) if the whole
+# interval lies below 0.05, *costs* if it lies above 0.05, and *open* otherwise.
 
 # %%
 display(Markdown(lab.markdown(costs.table())))
 print(f"{len(costs.records)} of {costs.planned} planned runs have been made.")
 
-# %%
-for optimizer in ("AdamW", "momentum"):
-    gap = costs.excess_over_sgd(optimizer)
-    print(
-        f"With TCS 1 %, the test loss of {optimizer} rises by {gap.value:.3f} ± {gap.half:.3f} more than that of SGD."
-    )
-for setup in (setup for setup in costs.stage.setups if setup.corrected):
-    gap = costs.effect_of_correction(setup)
-    print(f"{setup}: the correction changes the test loss by {gap.value:+.3f} ± {gap.half:.3f}.")
-for scheme in ("TCS 1 %", "TCS 10 %"):
-    print("If momentum can be corrected, this is our advice for", costs.advise(scheme))
-    print(
-        "With the hook, which cannot correct it, this is our advice for",
-        costs.advise(scheme, corrected=False),
-    )
-
 # %% [markdown]
-# We see two possible reasons why AdamW and momentum lose more than SGD. They average the gradients of many steps,
-# but an entry that was kept back in the errors arrives with the gradients of many steps at once. And without
-# compression, SGD was worse than the other two, so it has less to lose.
-#
-# How much does the length of a training matter? Multiply the number of sparse steps by φ, the fraction of
-# entries in the shared mask. The result is how often an average entry is sent in the whole training: 50 times at
-# 1 % and 500 times at 10 %. If it is only about ten, expect large losses. We did not tune the learning rates again
-# for compressed training, and we did not clip gradients.
+# We have not varied the length of these trainings, and we did not clip gradients.
 #
 # ## To be copied
 #
@@ -480,11 +537,8 @@ took = [f"{results[name]['seconds']:.1f} s ({labels[name]})" for name in results
 print(f"On this one machine, the runs took {' and '.join(took)}.")
 
 # %% [markdown]
-# The hook has three costs: a somewhat higher loss after the same number of steps, the time to select entries, and
-# memory. The errors alone need as much memory as the gradients. In the table of steps without a rate limit, the
-# peak with the hook exceeds that of plain DDP by up to 13 times the size of the gradients in the small network,
-# and by up to 3.5 times in the large one. Where sending is cheap, as within one machine, the hook brings no
-# benefit.
+# The hook has three costs: a somewhat higher loss after the same number of steps, the time to select entries, and memory. The errors alone need
+# as much memory as the gradients. Where sending is cheap, as within one machine, the hook brings no benefit.
 #
 # A federation can also run on real processes. In `notebooks/examples/federation.py`, every process is a client
 # and also runs a copy of the server. The processes exchange only encoded messages:

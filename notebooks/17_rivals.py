@@ -205,7 +205,7 @@ print(f"Minutes of communication in the whole training, with {latency:g} ms of l
 # calculated time, for those cases in which sending takes longer than everything else.
 
 # %%
-measured = links_of.Links(links_of.read_rows())
+measured = links_of.read_stages("10 million", "100 million")
 print(
     "The calculated time is bytes divided by the rate. The limit lengthened a step by",
     measured.bytes_over_rate(),

@@ -210,7 +210,7 @@ def _add_measurements(command: Command) -> None:
     optimizers("--results", help="the results folder (default: results/ beside notebooks/)")
     _add_dry_run(optimizers)
     links = command(
-        "links", "measure steps of DDP over links of given rates (on Linux, as root), and write results/hook/links/",
+        "links", "measure steps of DDP over links of given rates (on Linux, as root), and write results/links/",
         "two ranks, 10 layers of 1000 x 1000 values, without a limit and with 1000 Mbit/s:",
         "tcs links 2 10 1000 none 1000",
         'tcs links 2 10 1000 100 plain "TCS 1 %"',

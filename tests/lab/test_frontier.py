@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from processes import start
+from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import make_job, missing_jobs
 from tcs_lab.runs.plans import Planning, plan_jobs, read_plan
 from tcs_lab.runs.records import write_record
@@ -303,3 +304,12 @@ def test_what_is_not_made_is_said(tmp_path, small_plan):
     assert million.planned == 18 and million.setups == []
     with pytest.raises(ValueError, match="stage: got large, allowed: small, million"):
         frontier.Frontier("large", small_plan, tmp_path)
+
+
+def test_the_records_that_are_there_are_those_of_the_plan():
+    """Settings, rates and lengths; no training diverged unsaid."""
+    made = [job for jobs in plan_jobs(PLAN).values() for job in jobs if job.is_made()]
+    there = {job.path(): job.read() for job in made}
+    assert there == find_records(frontier.FrontierTraining) and len(there) >= 196
+    for record in there.values():
+        assert record["diverged"] or record["losses"][-1][0] == record["steps"] == 5100

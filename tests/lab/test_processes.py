@@ -85,12 +85,12 @@ def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path):
 
 
 def measurement(mbit=(10.0,), ways=("plain",)):
-    return links.LinkMeasurement(2, 10, 1000, mbit, ways)
+    return links.LinkMeasurement(2, links.Net(10, 1000), mbit, ways)
 
 
 def test_a_measurement_of_links_has_a_limit_beyond_what_it_takes():
     """At least ten times the wire's part of it, and never none."""
-    wire = links.calculate_step("plain", 10, 1000, 2, 10.0, 0.0)
+    wire = links.calculate_step("plain", links.Net(10, 1000), 2, 10.0, 0.0)
     assert measurement().limit > 10 * wire
     assert measurement((None,)).limit > 0
 

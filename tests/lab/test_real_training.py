@@ -230,18 +230,6 @@ def test_what_a_link_adds_over_bytes_by_rate():
     assert links.Links([]).bytes_over_rate() == "no link was measured here"
 
 
-@pytest.mark.parametrize(("low", "rate"), [(0.4, 200.0), (0.3, 50.0), (0.1, 50.0)])
-def test_tcs_pays_where_all_its_steps_were_shorter(low, rate):
-    case = {"layers": 10, "width": 1000, "ranks": 2}
-    slow = [("TCS", 50.0, 0.2, 0.3), ("plain", 50.0, 5.0, 6.0)]
-    fast = [("TCS", 200.0, 0.2, 0.3), ("plain", 200.0, low, 2.0), ("TCS", 1000.0, 0.2, 0.3)]
-    names = ("way", "mbit", "low", "high")
-    read = links.Links([case | dict(zip(names, row, strict=True)) for row in slow + fast])
-    net, other = links.Net(10, 1000), links.Net(4, 5000)
-    assert read.pays_to("TCS", "plain", net) == rate
-    assert read.pays_to("TCS", "bf16", net) == read.pays_to("TCS", "plain", other) == 0
-
-
 def test_each_rank_with_a_link_of_its_own():
     """Two links of 4 Mbit/s are measured as one of 8, which all ranks share. With four ranks, top-K's
     entries go to three others: 4.04 MB a rank if that were all entries, so at 1 MB/s about 4 s."""

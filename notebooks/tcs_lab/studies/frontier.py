@@ -333,14 +333,15 @@ class Frontier:
         """Count the bytes that a rank hands to collectives in a step after the dense ones."""
         return count_bytes(self.stage.schemes[setup.scheme], self.model)
 
-    def _compare(self, signs: Mapping[Setup, float]) -> Estimate:
+    def compare(self, signs: Mapping[Setup, float]) -> Estimate:
+        """Estimate a sum of losses with signs, such as {one: 1.0, other: -1.0}; nan if one is missing."""
         if not signs or not set(signs) <= set(self.known):
             return Estimate(confidence=self.confidence)
         return self.comparison.estimate(signs, self.confidence)
 
     def cost(self, setup: Setup) -> Estimate:
         """Estimate the loss of a setup minus that of dense training by the same optimizer (question 1)."""
-        return self._compare({setup: 1.0, Setup(setup.optimizer, "dense"): -1.0})
+        return self.compare({setup: 1.0, Setup(setup.optimizer, "dense"): -1.0})
 
     def effect_of_correction(self, optimizer: str) -> tuple[Estimate, int]:
         """Estimate the mean change of the loss by momentum correction (question 2), and count the settings of
@@ -353,7 +354,7 @@ class Frontier:
         signs = dict[Setup, float]()
         for plain, corrected in there:
             signs |= {plain: -1.0 / len(there), corrected: 1.0 / len(there)}
-        return self._compare(signs), len(there)
+        return self.compare(signs), len(there)
 
     @property
     def power_sgd(self) -> Setup | None:
@@ -364,7 +365,7 @@ class Frontier:
     def against_power_sgd(self, setup: Setup) -> Estimate:
         """Estimate the loss of a setup minus that of PowerSGD."""
         power = self.power_sgd
-        return self._compare({setup: 1.0, power: -1.0} if power else {})
+        return self.compare({setup: 1.0, power: -1.0} if power else {})
 
     def is_as_good(self, setup: Setup) -> bool:
         """Return whether a setting of top-K or TCS is at least as good as PowerSGD, at no more bytes

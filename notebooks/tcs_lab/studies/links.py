@@ -5,7 +5,7 @@
 
 It measures in another network namespace, which needs root on Linux. There the loopback is limited, and
 the traffic of all ranks, in both directions, shares its rate. A record for each net goes to
-results/hook/links; results/hook/links.json has the rows of older measurements.
+results/links; results/hook/links.json has the rows of older measurements.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 
 from tcs_core import TCSState, tcs_hook
-from tcs_lab.runs.index import find_records
 from tcs_lab.runs.jobs import Job, Tell
-from tcs_lab.runs.plans import Planning, Stage
+from tcs_lab.runs.plans import Planning, Stage, plan_jobs
 from tcs_lab.runs.records import Record, provenance, results_folder
 from tcs_lab.studies.bench import memory_in_use, peak_memory, reset_peak_memory
 from tcs_lab.studies.optimizers import HookScheme, PowerSGDScheme, measure_loss
@@ -49,6 +48,7 @@ from tcs_lab.support.processes import run_within, torchrun_command
 from tcs_lab.tasks.text import GPT, load_text
 from tcs_lab.training.configuration import PositiveNumber, WholeNumber
 
+PLAN = ROOT / "params" / "links.yaml"
 SHARES = {"TCS 1 %": (1e-2, 1e-3), "TCS 10 %": (1e-1, 1e-2)}  # phi_global, phi_local
 # How gradients are exchanged; the first exchanges nothing. Records and plans call these "ways".
 # `setting_of` reads further names, which are those of params/hook_plan.yaml.
@@ -300,7 +300,7 @@ class LinkStage(Stage):
 class LinkMeasurement(Job):
     """Measures steps of one net. Its record has a row for each link and each exchange (`ways`)."""
 
-    pattern = "hook/links/*.json"
+    pattern = "links/*.json"
     ranks: int
     net: Net
     mbit: tuple[float | None, ...]
@@ -318,7 +318,7 @@ class LinkMeasurement(Job):
 
     def path(self, results: str | Path | None = None) -> Path:
         name = f"{self.ranks}-{self.net.layers}-{self.net.width}-{self.digest}.json"
-        return results_folder("hook", results) / "links" / name
+        return results_folder("links", results) / name
 
     def is_made(self, results: str | Path | None = None) -> bool:
         """Return whether there is a record, or older rows for all cases."""
@@ -368,13 +368,14 @@ class LinkMeasurement(Job):
 # The records, read ────────────────────────────────────────────────────────────────────────────────
 
 
-def read_rows(results: str | Path | None = None) -> list[dict[str, Any]]:
-    """Read all rows, the older ones first. Of rows for the same case, only the newest is kept."""
-    records = find_records(LinkMeasurement, results).values()
-    rows = {_case_of(row): row for row in _read_old_rows(results)}
-    for record in sorted(records, key=lambda record: record["provenance"]["finished"]):
-        rows |= {_case_of(row): row for row in record["rows"]}
-    return list(rows.values())
+def read_stages(*stages: str, results: str | Path | None = None) -> Links:
+    """Read the measurements of some stages of params/links.yaml, as far as they are made.
+
+    Raises KeyError for a stage that is not in the plan.
+    """
+    planned = plan_jobs(PLAN, results=results)
+    jobs = [job for stage in stages for job in planned[stage] if job.is_made(results)]
+    return Links([row for job in jobs for row in job.read(results)["rows"]])
 
 
 def _case_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -443,27 +444,31 @@ class Links:
         """Make the table of steps without a limit: their seconds, the fraction of them that is not passes and
         optimizer, and the memory of a rank."""
         table = []
-        for row in self.rows:
+        for row in sorted(self.rows, key=lambda row: (Net.of(row).parameters, row["ranks"])):
             passes = self.row("passes", Net.of(row), row["ranks"])
             if row["mbit"] is not None or row["way"] == "passes" or passes is None:
                 continue
             share = max(0.0, 1 - passes["seconds"] / row["seconds"])
             table.append(
                 {"Parameters": f"{Net.of(row).parameters:,}",
-                 "Ranks": row["ranks"], "Method": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
+                 "Processes": row["ranks"], "Exchange": row["way"], "Seconds per step": f"{row['seconds']:.3f}",
                  "shortest – longest": f"{row['low']:.3f} – {row['high']:.3f}", "n": row["n"],
-                 "Exchange": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
+                 "Spent on it": f"{share:.0%}", "Peak, MB": f"{row['peak'] / 1e6:.0f}"}
             )  # fmt: skip
         return pd.DataFrame(table)
 
-    def tabulate_limited(self) -> pd.DataFrame:
+    def tabulate_limited(self, own: bool = False) -> pd.DataFrame:
         """Make the table of limited steps, a line per link and net: the measured seconds, their ratio to the
-        calculated ones, and n where it is small."""
+        calculated ones, and n where it is small.
+
+        With `own`, rates are given as those of a link of its own for each rank, in each direction.
+        """
         table = dict[tuple[int, float], dict[str, Any]]()
         for row in self.rows:
             if row["mbit"] is None or row["way"] == "passes":
                 continue
-            line = table.setdefault((Net.of(row).parameters, row["mbit"]), {})
+            mbit = row["mbit"] / row["ranks"] if own else row["mbit"]
+            line = table.setdefault((Net.of(row).parameters, mbit), {})
             wanted = self.calculate(row)
             ratio = f" ({row['seconds'] / wanted:.2f})" if wanted else ""
             few = f", n = {row['n']}" if row["n"] < 5 else ""
@@ -502,19 +507,6 @@ class Links:
         if not ratios:
             return "no link was measured here"
         return f"×{min(ratios):.2f} to ×{max(ratios):.2f} of that (n = {len(ratios)})"
-
-    def pays_to(self, exchange: str, other: str, net: Net, ranks: int = 2) -> float:
-        """Return the fastest measured link, in Mbit/s, on which every step with this exchange was shorter
-        than every step with the other one, or 0 if there is none."""
-        rates = [0.0]
-        for row in self.rows:
-            case = row["way"], Net.of(row), row["ranks"]
-            if case != (exchange, net, ranks) or row["mbit"] is None:
-                continue
-            theirs = self.row(other, net, ranks, row["mbit"])
-            if theirs is not None and row["high"] < theirs["low"]:
-                rates.append(row["mbit"])
-        return max(rates)
 
 
 if __name__ == "__main__":  # torchrun starts this module as each rank

@@ -15,6 +15,7 @@ _KEPT = "#cccccc"
 _MASK = "on the shared mask: a client sends the value"
 _OWN = "a client's largest others: it sends value and position"
 _REST = "not sent: the client keeps it for its next update"
+_SMALL = "other entries of the last update"
 _NEXT = "the next shared mask"
 
 
@@ -54,7 +55,7 @@ def draw_round() -> Any:
     axes[-1].set_xlabel(" ", fontsize=9)  # leaves room for the triangles
     handles: list[Any] = [
         Patch(color=colour, label=words)
-        for colour, words in ((BLUE, _MASK), (ORANGE, _OWN), (_KEPT, _REST))
+        for colour, words in ((BLUE, _MASK), (ORANGE, _OWN), (_KEPT, _REST), (GREY, _SMALL))
     ]
     handles.append(
         Line2D([], [], color="black", marker="^", linestyle="none", markersize=7, label=_NEXT)
