@@ -20,16 +20,16 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import tcs_lab as lab
 import torch
-from annotated_types import Len
+from annotated_types import Ge, Len
 from IPython.display import Markdown, display
-from tcs_lab.studies import frontier, links, optimizers
+from tcs_lab.studies import frontier, hook_choice, links, optimizers
 from tcs_lab.support.processes import run_within, torchrun_command
 
 import tcs_core as tcs
@@ -49,6 +49,9 @@ test_samples = 500  # synthetic images to test on
 image_size = 16  # height and width in pixels, averaged from 32
 width = 8  # channels of the ResNet-8's first stage
 link_rates = [1, 10, 100]  # Mbit/s that a rank can send
+compared_network = "GPT"  # in the picture of loss and seconds: "GPT", "10 million" or "100 million"
+compared_ranks = 2  # processes of that training
+compared_link = 50  # Mbit/s of each process's own link in that training, in each direction
 seed = 0  # of the model and the batches
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -60,6 +63,9 @@ kinds = dict.fromkeys(counts, lab.WholeNumber) | dict.fromkeys(
     ("phi_global", "phi_local"), lab.Fraction
 )
 kinds |= {
+    "compared_network": Literal["GPT", "10 million", "100 million"],
+    "compared_ranks": Annotated[int, Ge(2)],
+    "compared_link": lab.PositiveNumber,
     "learning_rate": lab.PositiveNumber,
     "link_rates": Annotated[list[lab.PositiveNumber], Len(1)],
 }
@@ -70,11 +76,15 @@ if start_iter > steps - 2:
     )
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
-older = links.read_stages(
-    "10 million", "100 million", "10 million, four ranks", "100 million, four ranks"
-)
-measured = links.read_stages("GPT", "10 million, settings")
+measured = links.read_stages("GPT", "10 million, settings", "100 million, settings")
+four_ranks = links.read_stages("10 million, settings, four ranks")
 small, costs = frontier.Frontier("small"), optimizers.Costs()
+million, eight = frontier.Frontier("million"), frontier.Frontier("eight")
+networks = {
+    "GPT": links.Net(2, 208, "GPT"),
+    "10 million": links.Net(10, 1000),
+    "100 million": links.Net(4, 5000),
+}
 NATS = "{:+.3f}"
 
 
@@ -337,8 +347,8 @@ lab.show_figures()
 # We also measured whole training steps on links of limited speed. Two ranks, each with one thread, ran on the two cores of one machine. They
 # exchanged their gradients over the loopback device, and the kernel limited the speed of what all ranks sent together. So a limit of twice
 # some speed is as much as a link of its own for each rank, with this speed in each direction. In the next table, speeds are those of a rank's
-# own link. The networks are the GPT of 1.1 million parameters that the plan of the next section trains later, and a linear network with ten
-# layers of 1,000 × 1,000 weights and a batch of 16. The command `uv run tcs queue params/links.yaml` repeats the measurement and needs root.
+# own link. The networks are a GPT of 1.1 million parameters, which a later section trains, and two linear networks of 10 and 100 million
+# parameters with a batch of 16. The command `uv run tcs queue params/links.yaml` repeats the measurement and needs root.
 #
 # We also calculated each time, in two ways:
 #
@@ -349,11 +359,13 @@ lab.show_figures()
 # The transfer time is the number of bytes that both ranks send, with packet headers, divided by the limit.
 #
 # The table shows the measured seconds per step. Each is the median of five to nine steps, or of fewer steps where the table gives n. The
-# number in brackets is the measured time divided by the calculated one.
+# number in brackets is the measured time divided by the calculated one. The calculation can be too long where the transfer takes about as
+# long as the rest of the step, because it does not know which copies go on during the transfer.
 
 # %%
 display(Markdown(lab.markdown(measured.tabulate_limited(own=True))))
 print(f"Measurements that agree with the calculation: {measured.agreement(within=0.25)}.")
+print(f"The same with four ranks, of which two share a core: {four_ranks.agreement(within=0.25)}.")
 
 # %% [markdown]
 # What does the exchange itself cost when the speed is not limited? In the next table, "Spent on it" is the fraction of a step that is spent
@@ -364,27 +376,8 @@ print(f"Measurements that agree with the calculation: {measured.agreement(within
 display(Markdown(lab.markdown(measured.tabulate_unlimited())))
 
 # %% [markdown]
-# An older measurement, on another day, has networks of 10 and 100 million parameters, and four ranks, of which two share a core. Here, speeds are
-# those of one link that all ranks share, in both directions together. *TCS 1 %* and *TCS 10 %* have a shared mask of this size, and each rank
-# adds a tenth as many entries. The matrix rank of PowerSGD is chosen such that it sends about as many bytes as TCS 1 %.
-
-# %%
-display(Markdown(lab.markdown(older.tabulate_limited())))
-print(f"Measurements that agree with the calculation: {older.agreement(within=0.15)}.")
-
-# %%
-display(Markdown(lab.markdown(older.tabulate_unlimited())))
-large = links.Net(4, 5000)
-for exchange in ("TCS 1 %", "TCS 10 %"):
-    more = older.row(exchange, large)["peak"] - older.row("plain", large)["peak"]
-    print(
-        f"With {large.parameters:,} parameters and two ranks, the peak with {exchange} is {more / 1e6:,.0f} MB higher than with "
-        f"plain DDP. The gradients take {4 * large.parameters / 1e6:,.0f} MB."
-    )
-
-# %% [markdown]
 # So with a batch of 16 on these cores, the hook saves time on slow links. Where the speed is not limited, a hook with few entries takes about as
-# long as plain DDP, and TCS 10 % takes more than twice as long: choosing and exchanging ten times as many entries takes time, too.
+# long as plain DDP.
 #
 # ## What each setting costs
 #
@@ -398,7 +391,7 @@ for exchange in ("TCS 1 %", "TCS 10 %"):
 #
 # In the tables, "Rise" is the test loss minus that of dense training by the same optimizer, in nats per character, with a 95 % interval from one
 # model of all these trainings. "Corrected" means that momentum is computed by each rank before the compression, as in the method DGC
-# ([17](17_rivals.ipynb)). The hook does not offer this.
+# ([17](17_rivals.ipynb)). The hook does this with `TCSState(momentum=0.9)`; the optimizer then has no momentum of its own.
 
 # %%
 for optimizer, name in (("AdamW", "AdamW"), ("momentum", "SGD with momentum")):
@@ -439,6 +432,52 @@ for ours, theirs in (("TCS 0.5 and 0.25 %", "top-K 0.5 %"), ("TCS 1 and 0.5 %", 
     print(
         f"AdamW, the loss of {ours} minus that of {theirs}: {lab.format_interval(gap.value, gap.low, gap.high, NATS)}"
     )
+
+# %% [markdown]
+# ### A larger network, and eight processes
+#
+# The plan has two further stages, with AdamW and a GPT of 1.1 million parameters. Its rules choose six settings from the table above: dense
+# training, the best PowerSGD, the best top-K and the three best settings of TCS that send no more than this PowerSGD. The first stage has two
+# processes. The second has eight, with a quarter of the text for each of them, so that a step reads as much text. All rates were tuned again.
+
+# %%
+for stage, words in ((million, "Two processes"), (eight, "Eight processes")):
+    if stage.known:
+        display(Markdown(f"**{words}**\n\n{lab.markdown(hook_choice.tabulate_losses(stage))}"))
+    print(f"{words}: {stage.made} of {stage.planned} planned trainings that score have been made.")
+
+# %% [markdown]
+# ## Loss against seconds
+#
+# The next picture joins both results: the loss of the GPT of 1.1 million parameters, and the seconds of a step of the network that you choose
+# in the second grey cell (`compared_network`), for your number of processes (`compared_ranks`) and your link (`compared_link`). Filled points
+# are measured seconds, empty points are calculated ones. Only two processes and five speeds were measured. For more than two processes, the
+# losses are those of the nearest stage above, two processes or eight.
+
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
+stage = million if compared_ranks < 5 or not eight.known else eight
+choices = hook_choice.list_choices(
+    stage, measured, networks[compared_network], compared_ranks, compared_link
+)
+fig, axes = plt.subplots(figsize=(7.2, 3.6))
+hook_choice.draw_choices(axes, choices)
+axes.set_title(f"{compared_network}, {compared_ranks} processes, {compared_link:g} Mbit/s each")
+lab.show_figures()
+
+# %% [markdown]
+# The first table has the seconds for this network and these processes on all links; calculated ones are marked with ≈. The second table says for
+# all networks which settings of the hook are at least as good as PowerSGD in both: no more seconds per step, and a loss of which the whole
+# interval is at most 0.02 nats above PowerSGD's.
+
+# %%
+own_links = [10, 50, 200, 1000, 10_000]
+seconds_of = hook_choice.tabulate_seconds(
+    stage, measured, networks[compared_network], compared_ranks, own_links
+)
+display(Markdown(lab.markdown(seconds_of)))
+by_ranks = {2: million} | ({8: eight, 16: eight} if eight.known else {})
+as_good = hook_choice.tabulate_as_good(by_ranks, measured, networks, own_links)
+display(Markdown(lab.markdown(as_good)))
 
 # %% [markdown]
 # ## Larger masks, and plain SGD

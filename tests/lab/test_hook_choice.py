@@ -66,7 +66,14 @@ def test_as_good_as_power_sgd_means_in_both(frontier, measured):
 
 def test_tables_say_what_is_calculated(frontier, measured):
     table = hook_choice.tabulate_seconds(frontier, measured, NET, 2, [10.0, 1000.0])
-    assert table["As good as PowerSGD"].tolist() == ["TCS 0.5 and 0.25 %", "top-K 0.5 %"]
+    good = hook_choice.tabulate_as_good(
+        {2: frontier, 16: frontier}, measured, {"wide": NET}, [10.0, 1000.0]
+    )
+    assert good["10 Mbit/s"].tolist() == ["TCS 0.5 and 0.25 %", "none"]
+    assert good["1,000 Mbit/s"].tolist()[0] == "top-K 0.5 %" and good["Processes"].tolist() == [
+        "2",
+        "16",
+    ]
     assert table.loc[0, "dense"] == "33" and table.loc[1, "dense"].startswith("≈ 0.")
     assert table.loc[1, "TCS 0.5 and 0.25 %"] == ""
     losses = hook_choice.tabulate_losses(frontier).set_index("Setting")

@@ -6,7 +6,7 @@ from params/links.yaml (`tcs_lab.studies.links`). A setting has the same name in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +72,35 @@ def tabulate_seconds(
     frontier: Frontier, links: Links, net: Net, ranks: int, rates: Sequence[float]
 ) -> pd.DataFrame:
     """Make a table with a line for each rate of a rank's own link: the seconds per step with each setting,
-    calculated ones with ≈, and which settings are at least as good as PowerSGD in both."""
+    calculated ones with ≈."""
     lines = []
     for rate in rates:
         choices = list_choices(frontier, links, net, ranks, rate)
         line = {"Mbit/s": f"{rate:,.0f}"}
         for c in choices:
             line[c.setup.scheme] = f"{'' if c.measured else '≈ '}{c.seconds:.3g}"
-        good = [c.setup.scheme for c in find_as_good(choices, frontier.as_good)]
-        lines.append(line | {"As good as PowerSGD": ", ".join(good) or "none"})
+        lines.append(line)
     return pd.DataFrame(lines).fillna("")
+
+
+def tabulate_as_good(
+    frontiers: Mapping[int, Frontier],
+    links: Links,
+    nets: Mapping[str, Net],
+    rates: Sequence[float],
+) -> pd.DataFrame:
+    """Make a table of the settings that are at least as good as PowerSGD in both, with a line for each net
+    and each number of ranks. `frontiers` has the losses by the number of ranks."""
+    lines = []
+    for name, net in nets.items():
+        for ranks, frontier in frontiers.items():
+            line = {"Network": name, "Processes": str(ranks)}
+            for rate in rates:
+                choices = list_choices(frontier, links, net, ranks, rate)
+                good = [c.setup.scheme for c in find_as_good(choices, frontier.as_good)]
+                line[f"{rate:,.0f} Mbit/s"] = ", ".join(good) or "none"
+            lines.append(line)
+    return pd.DataFrame(lines)
 
 
 def tabulate_losses(frontier: Frontier) -> pd.DataFrame:

@@ -506,28 +506,15 @@ class Costs:
             rows.append(row)
         return pd.DataFrame(rows)
 
-    def excess_over_sgd(self, optimizer: str) -> Estimate:
-        """Estimate by how much more TCS at 1 % costs this optimizer than plain SGD."""
-        of = {Setup(optimizer, "TCS 1 %"): 1.0, Setup(optimizer, "dense"): -1.0}
-        return self.compare(of | {Setup("SGD", "TCS 1 %"): -1.0, Setup("SGD", "dense"): 1.0})
-
-    def effect_of_correction(self, setup: Setup) -> Estimate:
-        """Estimate how momentum correction changes the loss."""
-        return self.compare({setup: 1.0, Setup(setup.optimizer, setup.scheme): -1.0})
-
-    def recommend(self, scheme: str, corrected: bool = True) -> tuple[Setup, Setup, Estimate]:
-        """Return the best setup with this scheme, the best dense one, and the difference of their losses.
-
-        Without `corrected`, setups with momentum correction are left out, which the hook does not have.
-        """
+    def recommend(self, scheme: str) -> tuple[Setup, Setup, Estimate]:
+        """Return the best setup with this scheme, the best dense one, and the difference of their losses."""
         there = [setup for setup in self.stage.setups if math.isfinite(self.mean_loss(setup))]
-        asked = [c for c in there if c.scheme == scheme and (corrected or not c.corrected)]
-        best = min(asked, key=self.mean_loss)
+        best = min((setup for setup in there if setup.scheme == scheme), key=self.mean_loss)
         dense = min((setup for setup in there if setup.scheme == "dense"), key=self.mean_loss)
         return best, dense, self.compare({best: 1.0, dense: -1.0})
 
-    def advise(self, scheme: str, corrected: bool = True) -> str:
-        best, dense, gap = self.recommend(scheme, corrected)
+    def advise(self, scheme: str) -> str:
+        best, dense, gap = self.recommend(scheme)
         worth_it = gap.high <= self.worth_it
         what = f"{best}" if worth_it else "don't, in a training of this length"
         lead = "" if worth_it else f"; best is {best}"
